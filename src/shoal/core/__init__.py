@@ -1,0 +1,1 @@
+"""Decisions, pure: no sockets, no clock, no threads, no framework, no logging."""

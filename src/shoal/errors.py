@@ -1,0 +1,157 @@
+"""Every error that Shoal raises, with a stable code, a cause and a remedy.
+
+::
+
+    ShoalError
+    ├── UsageError       S1xx  the command line, shoal.toml, arguments of the API        exit 2 or 3
+    ├── MembershipError  S2xx  tokens, versions, names, worlds, reaching each other      exit 4
+    ├── TrainingError    S3xx  the script, the model, the data                           exit 1
+    ├── LaunchError      S4xx  agents, processes, ports, machines                        exit 4
+    └── StorageError     S5xx  journal, checkpoints, files                               exit 4
+
+A code is a class: its docstring is what ``shoal explain CODE`` prints.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ShoalError(Exception):
+    """Something went wrong that Shoal can name."""
+
+    code: ClassVar[str] = "S000"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", do: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.do = do
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}] {self.what}"]
+        for label, text in (("where", self.where), ("why", self.why), ("do", self.do)):
+            if text:
+                lines.append(f"  {label:<6} {text}")
+        lines.append(f"  {'more':<6} shoal explain {self.code}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.why, self.do))
+
+
+def _rebuild(kind: type[ShoalError], what: str, where: str, why: str, do: str) -> ShoalError:
+    return kind(what, where=where, why=why, do=do)
+
+
+class UsageError(ShoalError):
+    """A command or a call was given something that it cannot use."""
+
+    code = "S100"
+    exit_code = 2
+
+
+class MembershipError(ShoalError):
+    """A process could not take part in a run."""
+
+    code = "S200"
+    exit_code = 4
+
+
+class TrainingError(ShoalError):
+    """The script, the model or the data cannot be trained as asked."""
+
+    code = "S300"
+    exit_code = 1
+
+
+class LaunchError(ShoalError):
+    """A process, an agent or a service could not be started."""
+
+    code = "S400"
+    exit_code = 4
+
+
+class StorageError(ShoalError):
+    """Something could not be read from or written to storage."""
+
+    code = "S500"
+    exit_code = 4
+
+
+class WrongToken(MembershipError):
+    """The token that was sent is not the coordinator's.
+
+    Every coordinator has a random token in a file that only its owner can read. Pass that file with
+    ``--token-file``; ``shoal coordinator`` prints where it is.
+    """
+
+    code = "S201"
+
+
+class VersionMismatch(MembershipError):
+    """Two processes of one run speak different versions of Shoal's protocol.
+
+    Install the same version of Shoal on both machines.
+    """
+
+    code = "S202"
+
+
+class WrongRun(MembershipError):
+    """A member asked for a run that this coordinator does not have, or that has ended."""
+
+    code = "S203"
+
+
+class Unreachable(MembershipError):
+    """A member cannot open a connection to another member.
+
+    Every member listens on one port of its machine. The address that it announces must be reachable from the
+    other machines: mind host names that resolve to loopback, several interfaces, and firewalls.
+    """
+
+    code = "S204"
+
+
+class NameTaken(MembershipError):
+    """Two live members of one run have the same name."""
+
+    code = "S205"
+
+
+class ModelDiffers(MembershipError):
+    """A member's model, optimizer or data is not the one that the run trains.
+
+    All members must build the same parameters (names, shapes, types), the same kind of optimizer, and pass the
+    same data length, batch size, epochs and seed to ``run.batches``.
+    """
+
+    code = "S206"
+
+
+class CoordinatorUnreachable(MembershipError):
+    """The coordinator did not answer within the time allowed."""
+
+    code = "S207"
+
+
+class BadMessage(MembershipError):
+    """A message from the network was malformed, too large, or of an unknown kind. It was dropped."""
+
+    code = "S208"
+
+
+class LeaseLost(MembershipError):
+    """A member was silent for longer than its lease, so the others went on without it."""
+
+    code = "S209"
+
+
+class StateLost(MembershipError):
+    """Every member that held the state of the run is gone, and there is no checkpoint to go back to."""
+
+    code = "S210"
+    exit_code = 5

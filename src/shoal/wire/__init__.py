@@ -1,0 +1,1 @@
+"""What travels between members, agents, clients and the coordinator."""

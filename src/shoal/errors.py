@@ -155,3 +155,69 @@ class StateLost(MembershipError):
 
     code = "S210"
     exit_code = 5
+
+
+class BadSettings(UsageError):
+    """A setting of the run is unknown or has a value that it cannot take.
+
+    ``shoal config`` prints every setting with its value and where that came from.
+    """
+
+    code = "S101"
+    exit_code = 3
+
+
+class BadPlan(UsageError):
+    """The plan that shares a global batch out over the members is not understood.
+
+    ``equal`` gives everyone the same; ``fixed:3,1`` gives rank 0 three times as much as the others.
+    """
+
+    code = "S102"
+
+
+class BadSize(TrainingError):
+    """A size that must be a positive whole number is not, or an option of the data has an unknown value."""
+
+    code = "S301"
+
+
+class EmptyDataset(TrainingError):
+    """There is not one sample to train on."""
+
+    code = "S302"
+
+
+class DatasetTooSmall(TrainingError):
+    """The dataset has fewer samples than one global batch.
+
+    Every step would be smaller than asked, and with ``last="drop"`` there would be no step at all. Ask for a global
+    batch that is at most as large as the dataset.
+    """
+
+    code = "S303"
+
+
+class SampleFailed(TrainingError):
+    """The dataset raised an error while it read a sample, or its samples could not be put into one batch.
+
+    The error names the sample; ``dataset[that index]`` in a Python prompt shows it alone.
+    """
+
+    code = "S304"
+
+
+class LoaderDied(TrainingError):
+    """A process that reads data for a member ended unexpectedly.
+
+    Most often the machine ran out of memory or of shared memory (/dev/shm), or native code crashed. Ask for
+    fewer workers, or ``workers=0`` to see the cause.
+    """
+
+    code = "S305"
+
+
+class IncompleteEnvironment(LaunchError):
+    """A process has some of the variables that an agent sets, but not all."""
+
+    code = "S401"

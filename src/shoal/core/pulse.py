@@ -1,0 +1,81 @@
+"""The pulse: the small vector that every member adds to each step's exchange, one row for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+STOP = 1
+LEAVE = 2
+CHECKPOINT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What one member says in one step.
+
+    `samples` is its true share and `weight` what its gradient counts for; `grad_sq` is the squared norm of its own
+    gradient; `prepared` is the number of the proposed world that it has connected, 0 for none; `wishes` is a set of the
+    bits STOP, LEAVE and CHECKPOINT; `more` says whether its stream has another sample after this step.
+    """
+
+    step: int
+    samples: int = 0
+    weight: float = 0.0
+    loss: float = 0.0
+    compute_s: float = 0.0
+    data_s: float = 0.0
+    wait_s: float = 0.0
+    grad_sq: float = 0.0
+    prepared: int = 0
+    wishes: int = 0
+    more: bool = True
+
+
+WIDTH = len(fields(Pulse))
+
+
+def encode(pulse: Pulse) -> NDArray[np.float64]:
+    """The pulse as one row; whole numbers are exact up to 2⁵³."""
+    return np.array([getattr(pulse, field.name) for field in fields(Pulse)], dtype=np.float64)
+
+
+def decode(matrix: NDArray[np.float64]) -> tuple[Pulse, ...]:
+    """The pulses of all ranks from the gathered rows."""
+    if matrix.ndim != 2 or matrix.shape[1] != WIDTH:
+        raise ValueError(f"pulses of shape {matrix.shape}, expected rows of {WIDTH}")
+    return tuple(_pulse(row) for row in matrix.tolist())
+
+
+def _pulse(row: Sequence[float]) -> Pulse:
+    step, samples, weight, loss, compute_s, data_s, wait_s, grad_sq, prepared, wishes, more = row
+    return Pulse(
+        step=int(step),
+        samples=int(samples),
+        weight=weight,
+        loss=loss,
+        compute_s=compute_s,
+        data_s=data_s,
+        wait_s=wait_s,
+        grad_sq=grad_sq,
+        prepared=int(prepared),
+        wishes=int(wishes),
+        more=bool(more),
+    )
+
+
+def agreed(pulses: Sequence[Pulse]) -> int | None:
+    """The number of the world that every member has prepared, if they all have prepared the same."""
+    numbers = {pulse.prepared for pulse in pulses}
+    return numbers.pop() or None if len(numbers) == 1 else None
+
+
+def desync(pulses: Sequence[Pulse]) -> str:
+    """Why these pulses cannot belong to one step; empty if they can."""
+    if len({pulse.step for pulse in pulses}) <= 1:
+        return ""
+    said = ", ".join(f"rank {rank} is at step {pulse.step}" for rank, pulse in enumerate(pulses))
+    return f"the members are not at the same step: {said}"

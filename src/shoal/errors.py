@@ -221,3 +221,60 @@ class IncompleteEnvironment(LaunchError):
     """A process has some of the variables that an agent sets, but not all."""
 
     code = "S401"
+
+
+class StateUnsupported(TrainingError):
+    """A part of the training state holds something that Shoal cannot hand over to another member.
+
+    State travels without pickle: numbers, text, bytes, None, tensors, NumPy arrays, and dicts, lists, tuples, sets and
+    deques of these. Give anything else its own pair of functions that turn it into such values and back:
+    ``run.state("name", save=lambda: ..., load=lambda value: ...)``.
+    """
+
+    code = "S301"
+
+
+class StateMalformed(StorageError):
+    """The bytes of a state, from a member or a checkpoint, do not describe a state that fits together.
+
+    Nothing was loaded. If it came from a checkpoint, an older one is tried; if it came from a member, it is asked for
+    again. If it happens always, the two sides run different versions of Shoal.
+    """
+
+    code = "S501"
+
+
+class StoreUnusable(StorageError):
+    """The place for checkpoints cannot be used: it does not exist, cannot be written to, or needs a missing package.
+
+    Name another with ``--set checkpoint.to=PATH_OR_URL``, mend its permissions, or install the package that is named.
+    """
+
+    code = "S502"
+
+
+class CheckpointFailed(StorageError):
+    """A checkpoint could not be written; the training goes on and the previous checkpoints are unharmed.
+
+    Usually the disk is full or the connection to the store was lost. The next checkpoint is tried when it is due.
+    """
+
+    code = "S503"
+
+
+class CheckpointDamaged(StorageError):
+    """A checkpoint exists, but its bytes are not those that were written: truncated, torn or changed.
+
+    Older checkpoints are tried in turn; this error is raised only if none is good.
+    """
+
+    code = "S504"
+
+
+class NoCheckpoint(StorageError):
+    """There is no complete checkpoint where one was looked for.
+
+    Check ``checkpoint.to`` and the name of the run. A run that ended before its first checkpoint starts anew.
+    """
+
+    code = "S505"

@@ -1,0 +1,150 @@
+"""Every setting of Shoal, declared once: its name, type, default and meaning.
+
+`Settings` are those of a run, which travel with it; `Launching` are those of the command that starts it. A setting's
+name is dotted (``checkpoint.every_s``); in shoal.toml the part before the dot is its table, and ``[run]`` holds the
+rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from shoal.errors import BadSettings
+
+Value = str | int | float | bool
+MEMBERS = r"^\d+(:\d+)?$"
+TABLES = ("checkpoint", "budget", "notice")
+PORTS = r"^(\d+-\d+)?$"
+
+
+def _dotted(field: str) -> str:
+    table, _, rest = field.partition("_")
+    return f"{table}.{rest}" if table in TABLES else field
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
+    """The settings of a run, as shoal.toml and `--set` give them, with their defaults."""
+
+    lease_s: Annotated[float, Meta(gt=0, description="silence after which the others go on without a member")] = 3.0
+    beat_s: Annotated[float, Meta(gt=0, description="how often a member renews its lease")] = 0.5
+    gather_s: Annotated[float, Meta(ge=0, description="how long a broken world waits for its members to answer")] = 0.5
+    reconnect_s: Annotated[float, Meta(gt=0, description="how often a lost coordinator is tried again")] = 1.0
+    stall_s: Annotated[float, Meta(gt=0, description="one step longer than this is reported as a hang")] = 300.0
+    connect_s: Annotated[float, Meta(gt=0, description="time that members of a world have to reach each other")] = 5.0
+    checkpoint_every_s: Annotated[float, Meta(ge=0, description="seconds between checkpoints, 0 for never")] = 300.0
+    checkpoint_every_steps: Annotated[int, Meta(ge=0, description="steps between checkpoints, 0 for never")] = 0
+    checkpoint_keep: Annotated[int, Meta(ge=1, description="how many checkpoints are kept")] = 2
+    checkpoint_to: Annotated[str, Meta(description="path or fsspec URL of checkpoints, empty for the run's own")] = ""
+    budget_user: Annotated[int, Meta(ge=0, description="restarts of a member after errors of the user's code")] = 2
+    budget_infrastructure: Annotated[int, Meta(ge=0, description="restarts of a member after any other crash")] = 10
+    backoff_s: Annotated[float, Meta(ge=0, description="wait before the first restart of a member; it doubles")] = 0.2
+    backoff_max_s: Annotated[float, Meta(ge=0, description="longest wait before a restart")] = 30.0
+    interface: Annotated[str, Meta(description="network interface that members listen on, empty to choose")] = ""
+    ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
+    exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
+
+
+class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of the command that starts a run; they do not travel with it."""
+
+    members: Annotated[str, Meta(pattern=MEMBERS, description="how many members: N, or MIN:MAX")] = "1"
+    name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting as `shoal config` and the documentation show it."""
+
+    name: str
+    kind: str
+    default: Value
+    help: str
+    travels: bool
+
+    @property
+    def table(self) -> str:
+        return self.name.partition(".")[0] if "." in self.name else "run"
+
+    @property
+    def variable(self) -> str:
+        return "SHOAL_" + self.name.replace(".", "_").upper()
+
+
+def keys() -> tuple[Key, ...]:
+    """All settings, those of the command first."""
+    return (*_keys_of(Launching, travels=False), *_keys_of(Settings, travels=True))
+
+
+def parse_settings(settings: Mapping[str, Value]) -> Settings:
+    """Check settings with dotted keys and fill in the defaults; text such as "5" is taken for a number."""
+    known = [key.name for key in _keys_of(Settings, travels=True)]
+    for name in settings:
+        if name not in known:
+            raise unknown(name, known)
+    checked: Settings = _convert(settings, Settings)
+    return checked
+
+
+def parse_value(name: str, value: object, where: str = "") -> Value:
+    """Check one setting by itself; `where` is named in the error."""
+    fields = {field.encode_name: kind for kind in (Launching, Settings) for field in msgspec.structs.fields(kind)}
+    if name not in fields:
+        raise unknown(name, list(fields), where)
+    checked = _convert({name: value}, fields[name], where)
+    found: Value = msgspec.to_builtins(checked)[name]
+    return found
+
+
+def unknown(name: str, known: list[str], where: str = "") -> BadSettings:
+    """The error for a setting that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1)
+    do = f"did you mean {near[0]}?" if near else "shoal config prints all settings"
+    return BadSettings(f"there is no setting {name!r}", where=where, do=do)
+
+
+def port_range(text: str) -> range | None:
+    """The ports of a setting such as ``29400-29499``, None for any."""
+    if not text:
+        return None
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1)
+
+
+def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
+    try:
+        converted = msgspec.convert(dict(values), kind, strict=False)
+    except msgspec.ValidationError as error:
+        why, _, path = str(error).partition(" - at ")
+        name = path.strip("`$.").strip("[]'\"") or "a setting"
+        shown = f"{name} cannot be {values[name]!r}" if name in values else f"{name} has a value that it cannot take"
+        raise BadSettings(shown, where=where, why=why, do="shoal config prints all settings") from error
+    ports = getattr(converted, "ports", "")
+    span = port_range(ports)
+    if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):
+        raise BadSettings(f"ports cannot be {ports!r}", where=where, why="it is no range of ports from 1 to 65535")
+    return converted
+
+
+def _keys_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[Key, ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(
+        Key(
+            name=field.encode_name,
+            kind=_name_of(get_args(hints[field.name])[0]),
+            default=field.default,
+            help=get_args(hints[field.name])[1].description or "",
+            travels=travels,
+        )
+        for field in msgspec.structs.fields(kind)
+    )
+
+
+def _name_of(hint: Any) -> str:
+    return "|".join(get_args(hint)) if get_origin(hint) is Literal else str(hint.__name__)

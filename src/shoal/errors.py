@@ -278,3 +278,71 @@ class NoCheckpoint(StorageError):
     """
 
     code = "S505"
+
+
+class BadConfigFile(UsageError):
+    """shoal.toml, or ``[tool.shoal]`` of pyproject.toml, cannot be read or has a table that Shoal does not know.
+
+    Shoal looks for the file in the working directory and then upwards. ``shoal config`` says which one it found.
+    """
+
+    code = "S110"
+    exit_code = 3
+
+
+class BadScript(UsageError):
+    """The script or module that is to be trained does not exist or cannot be read."""
+
+    code = "S111"
+
+
+class BadCount(UsageError):
+    """The number of members is not understood.
+
+    ``-n 4`` asks for exactly four, ``-n 2:8`` for at least two and at most eight. With a range the run goes on
+    without those that are lost, as long as the least number is there.
+    """
+
+    code = "S112"
+
+
+class UnknownRun(UsageError):
+    """No coordinator on this machine, or at the address given, has a run of that name or id."""
+
+    code = "S113"
+
+
+class AmbiguousRun(UsageError):
+    """More than one run has that name or begins with those characters. Use more of the id; ``shoal ps`` lists them."""
+
+    code = "S114"
+
+
+class UnknownCode(UsageError):
+    """There is no error with that code."""
+
+    code = "S115"
+
+
+class NotOver(UsageError):
+    """The run is still going on, so it cannot be resumed."""
+
+    code = "S116"
+
+
+class ServiceFailed(LaunchError):
+    """The coordinator or the agent that ``shoal run`` starts ended before it was ready, or kept ending.
+
+    Its own words are in ``coordinator.log`` or ``agent.log`` in the directory that the error names.
+    """
+
+    code = "S410"
+
+
+class HomeUnusable(StorageError):
+    """Shoal's directory cannot be made or written.
+
+    Shoal keeps runs, logs and checkpoints in ``~/.shoal``, or where ``SHOAL_HOME`` says.
+    """
+
+    code = "S510"

@@ -231,7 +231,7 @@ class StateUnsupported(TrainingError):
     ``run.state("name", save=lambda: ..., load=lambda value: ...)``.
     """
 
-    code = "S301"
+    code = "S310"
 
 
 class StateMalformed(StorageError):

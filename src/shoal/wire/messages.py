@@ -39,7 +39,6 @@ class MemberHello(Message, frozen=True):
     step: int | None = None
     broken: bool = False
     done: bool = False
-    fingerprint: str | None = None
 
 
 class Ready(Message, frozen=True):
@@ -47,7 +46,7 @@ class Ready(Message, frozen=True):
 
     fingerprint: str
     step: int | None
-    world: int | None = None
+    restored: bool = False
 
 
 class Broken(Message, frozen=True):
@@ -323,7 +322,19 @@ class ShutDown(Message, frozen=True):
 
 
 FromMember = Union[
-    MemberHello, Ready, Broken, Switched, CannotPrepare, Beat, Leaving, Left, Done, Claim, ClaimDone, Checkpointed, Raised
+    MemberHello,
+    Ready,
+    Broken,
+    Switched,
+    CannotPrepare,
+    Beat,
+    Leaving,
+    Left,
+    Done,
+    Claim,
+    ClaimDone,
+    Checkpointed,
+    Raised,
 ]
 ToMember = Union[
     Welcome, Refused, Form, Restore, Prepare, Dissolve, Expelled, Stop, Finished, Granted, AlreadyDone, Leaving

@@ -1,0 +1,272 @@
+"""What can happen to the membership of a run, and what can be asked in answer.
+
+Events are journaled before they are acted on; instructions are carried out by the coordinator's shell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from shoal.core.world import Address, World
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A member connected, for the first time or again (same incarnation)."""
+
+    member: str
+    incarnation: str
+    address: Address
+    world: int | None = None
+    step: int | None = None
+    broken: bool = False
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    """A member can be admitted. `restored`: it was asked for a checkpoint; `step` is None if there was none."""
+
+    member: str
+    fingerprint: str
+    step: int | None
+    restored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorldBroke:
+    member: str
+    world: int
+    step: int
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredWorld:
+    """A member crossed into a proposed world at a step boundary."""
+
+    member: str
+    world: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFailed:
+    member: str
+    world: int
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member is gone: its process ended, its lease ran out, or it stalled."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeGiven:
+    """A member will go away within so many seconds."""
+
+    member: str
+    within_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    member: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDone:
+    member: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFulfilled:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    member: str
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The run has committed up to here; written now and then, not at every step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    reason: str
+    checkpoint: bool
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAsked:
+    min_members: int
+    max_members: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A wait is over: gathering members, or a bench."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRestarted:
+    """All connections are gone, and every lease starts anew."""
+
+
+Event = Union[
+    Hello,
+    BecameReady,
+    WorldBroke,
+    EnteredWorld,
+    PreparationFailed,
+    Disconnected,
+    Lost,
+    NoticeGiven,
+    MemberLeft,
+    MemberDone,
+    Claimed,
+    ClaimFulfilled,
+    CheckpointWritten,
+    Progressed,
+    StopAsked,
+    ScaleAsked,
+    TimerFired,
+    CoordinatorRestarted,
+]
+
+# --- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class FormWorld:
+    """Tell these members to enter the world now."""
+
+    world: World
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeWorld:
+    """Tell these members to connect the world in the background."""
+
+    after: int
+    world: World
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DissolveWorld:
+    number: int
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskRestore:
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End the connection of this incarnation with an error."""
+
+    member: str
+    incarnation: str
+    code: str
+    what: str
+    why: str = ""
+    do: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """Tell a member that it is no longer in the run, and may say hello anew."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopMembers:
+    to: tuple[str, ...]
+    reason: str
+    checkpoint: bool
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellFinished:
+    to: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellFulfilled:
+    to: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A sentence for the story; nothing to carry out."""
+
+    text: str
+    member: str = ""
+
+
+Instruction = Union[
+    FormWorld,
+    ProposeWorld,
+    DissolveWorld,
+    AskRestore,
+    Refuse,
+    Expel,
+    StopMembers,
+    TellFinished,
+    Grant,
+    TellFulfilled,
+    Say,
+]

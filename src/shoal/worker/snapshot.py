@@ -18,7 +18,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 PIECE_BYTES = 4 << 20
 
 
-class PieceGone(LookupError):
+class PieceGone(LookupError):  # noqa: N818
     """A reader asked for bytes that were dropped because every expected reader had read past them."""
 
 
@@ -83,7 +83,7 @@ class Snapshot:
             self._drop_read()
 
     def freeze(self) -> int:
-        """Copy what some expected reader has not read yet, so that the owner may change its memory; return the bytes."""
+        """Copy what some reader still lacks, so that the owner may change its memory; return how many bytes."""
         with self._freezing:
             if self._frozen:
                 return 0

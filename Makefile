@@ -1,4 +1,4 @@
-.PHONY: setup lint type test chaos netns bench docs demo clean
+.PHONY: setup lint type test chaos netns surface bench docs demo clean
 
 setup:  ## make .venv with everything a developer needs
 	scripts/setup dev docs
@@ -31,3 +31,6 @@ demo:  ## set up and run the main job
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build dist docs/_build docs/reference/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+surface: setup  ## freeze the public surfaces anew, after a change that is meant
+	SHOAL_FREEZE=1 .venv/bin/python -m pytest -q tests/surface

@@ -17,7 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import ModelDiffers, StateMalformed
-from shoal.torch.tree import Decoder, Encoder, Memory, TensorInfo, canonical, memory_of
+from shoal.torch.fingerprint import describe as describe
+from shoal.torch.fingerprint import describe_difference as describe_difference
+from shoal.torch.fingerprint import fingerprint as fingerprint
+from shoal.torch.layout import Memory, TensorInfo, memory_of
+from shoal.torch.tree import Decoder, Encoder, canonical
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import msgspec
@@ -16,33 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import StateMalformed, StateUnsupported
+from shoal.torch.layout import DTYPES, Memory, TensorInfo, lay_out, memory_of, rebuild
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 MAX_DEPTH = 64
-SMALL_BYTES = 16 << 10
-ALIGNMENT_BYTES = 64
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
 }
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-Memory: TypeAlias = tuple[str, int]
 _INT64 = range(-(1 << 63), 1 << 63)
-
-
-class TensorInfo(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Where one tensor lies: in which buffer, from which byte on, with which shape and strides (in elements)."""
-
-    buffer: int
-    offset_bytes: int
-    dtype: str
-    shape: list[int]
-    strides: list[int]
-
-
-def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return what two tensors have in common if they share memory: the device and the address of the storage."""
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 class Walker:
@@ -181,37 +163,12 @@ class Encoder(Walker):
         return ["array", value.dtype.str, list(value.shape), self._number(flat, memory)]
 
     def layout(self) -> tuple[list[TensorInfo], list[torch.Tensor]]:
-        """Return where each tensor lies, and the buffers.
-
-        Tensors that fill one piece of memory, or overlap in it, share a buffer; otherwise each has its own.
-        """
-        together: dict[Memory, list[int]] = {}
-        for number, tensor in enumerate(self._tensors):
-            together.setdefault(memory_of(tensor), []).append(number)
-        infos: dict[int, TensorInfo] = {}
-        buffers: list[torch.Tensor] = []
-
-        def add(members: dict[int, torch.Tensor], start: int, stop: int, live: bool) -> None:
-            for number, tensor in members.items():
-                infos[number] = _info(tensor, len(buffers), _start(tensor) - start)
-            raw = _raw(next(iter(members.values())), start, stop)
-            buffers.append(raw if live else raw.clone())
-
-        for memory, numbers in together.items():
-            members = {number: self._tensors[number] for number in numbers}
-            start, stop = _extent(members.values())
-            if stop - start <= sum(tensor.nbytes for tensor in members.values()):
-                add(members, start, stop, memory in self._live)
-                continue
-            for number, tensor in members.items():
-                packed = tensor.contiguous()
-                live = memory in self._live or memory_of(packed) != memory
-                add({number: packed}, _start(packed), _start(packed) + packed.nbytes, live)
-        return _pooled([infos[number] for number in range(len(self._tensors))], buffers)
+        """Return where each tensor lies, and the buffers."""
+        return lay_out(self._tensors, self._live)
 
     def _number(self, tensor: torch.Tensor, memory: Memory) -> int:
         """Return the number of a tensor, the same one for the same memory."""
-        key = (memory, _start(tensor), tensor.dtype, tensor.shape, tensor.stride())
+        key = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
             self._tensors.append(tensor)
@@ -242,8 +199,7 @@ class Decoder:
     """Builds values from an encoded tree, with tensors over the buffers; strict, because the tree may be garbage."""
 
     def __init__(self, tensors: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> None:
-        self._buffers = [torch.from_numpy(_writable(buffer)) for buffer in buffers]
-        self._tensors = [self._build(info) for info in tensors]
+        self._tensors = rebuild(tensors, buffers)
 
     def decode(self, tree: Any) -> Any:
         """Return the value that a tree describes."""
@@ -251,27 +207,6 @@ class Decoder:
             return self._value(tree)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise StateMalformed("the header of a state describes no valid value", why=str(error)) from error
-
-    def _build(self, info: TensorInfo) -> torch.Tensor:
-        dtype = _DTYPES.get(info.dtype)
-        if dtype is None:
-            raise StateMalformed(
-                f"a state has a tensor of type {info.dtype}, which this version of torch does not know",
-                do="install the same version of torch everywhere",
-            )
-        if 0 in info.shape:
-            return torch.empty(info.shape, dtype=dtype)
-        sound = len(info.shape) == len(info.strides) and min([0, info.buffer, info.offset_bytes, *info.strides]) == 0
-        if not sound or min([1, *info.shape]) < 1 or info.buffer >= len(self._buffers):
-            raise StateMalformed("the header of a state describes an impossible tensor", why=repr(info))
-        raw = self._buffers[info.buffer]
-        stop = info.offset_bytes + _span(info.shape, info.strides) * dtype.itemsize
-        if stop > raw.numel():
-            raise StateMalformed("the header of a state describes a tensor outside its buffer", why=repr(info))
-        data = raw[info.offset_bytes : stop]
-        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).as_strided(info.shape, info.strides)
 
     def _value(self, tree: Any) -> Any:
         if not isinstance(tree, list):
@@ -305,7 +240,7 @@ class Decoder:
     _READERS: ClassVar[dict[str, Callable[..., Any]]] = {
         "int": lambda _, text: int(text, 16),
         "complex": lambda _, real, imaginary: complex(real, imaginary),
-        "dtype": lambda _, name: _DTYPES[name],
+        "dtype": lambda _, name: DTYPES[name],
         "device": lambda _, name: torch.device(name),
         "size": lambda _, shape: torch.Size(shape),
         "bytearray": lambda _, data: bytearray(data),
@@ -329,62 +264,3 @@ def _plain(dtype: str) -> np.dtype[Any]:
     if plain.kind not in "biufcSUMm":
         raise ValueError(f"arrays of {dtype} are not handed over")
     return plain
-
-
-def _writable(buffer: Bytes) -> Bytes:
-    flat = buffer.reshape(-1)
-    return flat if flat.flags.writeable else flat.copy()
-
-
-def _start(tensor: torch.Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _extent(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return the first byte and the end of the memory that the tensors use in their storage."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    ends = [_start(each) + each.element_size() * _span(each.shape, each.stride()) for each in filled]
-    return min(map(_start, filled), default=0), max(ends, default=0)
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def _info(tensor: torch.Tensor, buffer: int, offset_bytes: int) -> TensorInfo:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return TensorInfo(buffer, offset_bytes, name, list(tensor.shape), list(tensor.stride()))
-
-
-def _pooled(infos: list[TensorInfo], buffers: list[torch.Tensor]) -> tuple[list[TensorInfo], list[torch.Tensor]]:
-    """Copy the small buffers of each device into one, because each buffer costs its readers a message."""
-    places: dict[int, tuple[int, int]] = {}
-    large: list[torch.Tensor] = []
-    small: dict[str, list[int]] = {}
-    for index, buffer in enumerate(buffers):
-        if buffer.numel() <= SMALL_BYTES:
-            small.setdefault(str(buffer.device), []).append(index)
-        else:
-            places[index] = (len(large), 0)
-            large.append(buffer)
-    for indices in small.values():
-        padded = [_padded(buffers[index]) for index in indices]
-        offset = 0
-        for index, each in zip(indices, padded, strict=True):
-            places[index] = (len(large), offset)
-            offset += each.numel()
-        large.append(torch.cat(padded))
-    for info in infos:
-        info.buffer, shift = places[info.buffer]
-        info.offset_bytes += shift
-    return infos, large
-
-
-def _padded(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(buffer, (0, -buffer.numel() % ALIGNMENT_BYTES))
-
-
-def _raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return bytes start..stop of a tensor's storage, as a tensor over the same memory."""
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage(), start, (stop - start,), (1,))

@@ -1,0 +1,146 @@
+"""Where tensors lie in memory: which bytes of which buffers are theirs, and tensors over such buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.errors import StateMalformed
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Memory: TypeAlias = tuple[str, int]
+
+SMALL_BYTES = 16 << 10
+ALIGNMENT_BYTES = 64
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class TensorInfo(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Where one tensor lies: in which buffer, from which byte on, with which shape and strides (in elements)."""
+
+    buffer: int
+    offset_bytes: int
+    dtype: str
+    shape: list[int]
+    strides: list[int]
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return what two tensors have in common if they share memory: the device and the address of the storage."""
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def lay_out(tensors: Sequence[torch.Tensor], live: Container[Memory]) -> tuple[list[TensorInfo], list[torch.Tensor]]:
+    """Return where each tensor lies, and flat byte buffers; memory that is not in `live` is copied.
+
+    Tensors that fill one piece of memory, or overlap in it, share a buffer; otherwise each has its own.
+    """
+    together: dict[Memory, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        together.setdefault(memory_of(tensor), []).append(number)
+    infos: dict[int, TensorInfo] = {}
+    buffers: list[torch.Tensor] = []
+
+    def add(members: dict[int, torch.Tensor], start: int, stop: int, as_is: bool) -> None:
+        for number, tensor in members.items():
+            infos[number] = _info(tensor, len(buffers), _start(tensor) - start)
+        raw = _raw(next(iter(members.values())), start, stop)
+        buffers.append(raw if as_is else raw.clone())
+
+    for memory, numbers in together.items():
+        members = {number: tensors[number] for number in numbers}
+        start, stop = _extent(members.values())
+        if stop - start <= sum(tensor.nbytes for tensor in members.values()):
+            add(members, start, stop, memory in live)
+            continue
+        for number, tensor in members.items():
+            packed = tensor.contiguous()
+            as_is = memory in live or memory_of(packed) != memory
+            add({number: packed}, _start(packed), _start(packed) + packed.nbytes, as_is)
+    return _pooled([infos[number] for number in range(len(tensors))], buffers)
+
+
+def rebuild(infos: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> list[torch.Tensor]:
+    """Return tensors over the buffers; strict, because the infos may be garbage."""
+    writable = [buffer if buffer.flags.writeable else buffer.copy() for buffer in buffers]
+    raws = [torch.from_numpy(buffer.reshape(-1)) for buffer in writable]
+    return [_tensor(info, raws) for info in infos]
+
+
+def _tensor(info: TensorInfo, raws: Sequence[torch.Tensor]) -> torch.Tensor:
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None:
+        raise StateMalformed(
+            f"a state has a tensor of type {info.dtype}, which this version of torch does not know",
+            do="install the same version of torch everywhere",
+        )
+    if len(info.shape) != len(info.strides) or min([0, *info.shape, *info.strides]) < 0:
+        raise StateMalformed("the header of a state describes an impossible tensor", why=repr(info))
+    if 0 in info.shape:
+        return torch.empty(info.shape, dtype=dtype)
+    stop = info.offset_bytes + _span(info.shape, info.strides) * dtype.itemsize
+    if not (0 <= info.buffer < len(raws) and info.offset_bytes >= 0 and stop <= raws[info.buffer].numel()):
+        raise StateMalformed("the header of a state describes a tensor outside its buffers", why=repr(info))
+    data = raws[info.buffer][info.offset_bytes : stop]
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).as_strided(info.shape, info.strides)
+
+
+def _pooled(infos: list[TensorInfo], buffers: list[torch.Tensor]) -> tuple[list[TensorInfo], list[torch.Tensor]]:
+    """Copy the small buffers of each device into one, because each buffer costs its readers a message."""
+    places: dict[int, tuple[int, int]] = {}
+    large: list[torch.Tensor] = []
+    small: dict[str, list[int]] = {}
+    for index, buffer in enumerate(buffers):
+        if buffer.numel() <= SMALL_BYTES:
+            small.setdefault(str(buffer.device), []).append(index)
+        else:
+            places[index] = (len(large), 0)
+            large.append(buffer)
+    for indices in small.values():
+        padded = [_padded(buffers[index]) for index in indices]
+        offset = 0
+        for index, each in zip(indices, padded, strict=True):
+            places[index] = (len(large), offset)
+            offset += each.numel()
+        large.append(torch.cat(padded))
+    for info in infos:
+        info.buffer, shift = places[info.buffer]
+        info.offset_bytes += shift
+    return infos, large
+
+
+def _padded(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(buffer, (0, -buffer.numel() % ALIGNMENT_BYTES))
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _extent(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Return the first byte and the end of the memory that the tensors use in their storage."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    ends = [_start(each) + each.element_size() * _span(each.shape, each.stride()) for each in filled]
+    return min(map(_start, filled), default=0), max(ends, default=0)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _info(tensor: torch.Tensor, buffer: int, offset_bytes: int) -> TensorInfo:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return TensorInfo(buffer, offset_bytes, name, list(tensor.shape), list(tensor.stride()))
+
+
+def _raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return bytes start..stop of a tensor's storage, as a tensor over the same memory."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), start, (stop - start,), (1,))

@@ -346,3 +346,39 @@ class HomeUnusable(StorageError):
     """
 
     code = "S510"
+
+
+class BadCredentials(MembershipError):
+    """The file with the coordinator's token is missing, unreadable, or not such a file.
+
+    Its first line is the token; a certificate in PEM may follow, which is the only one that is then trusted.
+    ``shoal coordinator`` writes it; copy it to the other machines as it is.
+    """
+
+    code = "S211"
+
+
+class WarmProcessFailed(LaunchError):
+    """The warm process, from which an agent starts members, does not come up or keeps dying.
+
+    The agent's log has its last words. Most often a module that it imports beforehand crashes the interpreter, or the
+    machine has no memory left.
+    """
+
+    code = "S402"
+
+
+class NotOurs(LaunchError):
+    """An agent was asked to end a process that it did not start. It was left alone."""
+
+    code = "S403"
+
+
+class BadNoticeSource(UsageError):
+    """The source of notices is not known.
+
+    ``notice.source`` is one of aws, gcp, azure, ``file:PATH``, or the name of an installed plug-in.
+    """
+
+    code = "S117"
+    exit_code = 3

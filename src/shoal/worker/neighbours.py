@@ -1,0 +1,382 @@
+"""The two connections of a rank in a ring, and how bytes go round them: in one thread, never blocked by one side.
+
+What a rank sends after its own bytes is what it received, in the same order: the outgoing stream of an operation is
+the rank's own part followed by the incoming stream. So a byte may leave as soon as it has been received (and added,
+where sums are made), and sending, receiving and adding overlap without any schedule.
+
+Bytes that nobody reads must not fill a peer's window for long, or TCP_USER_TIMEOUT would take a busy peer for a dead
+one. Hence a rank that begins a large operation sends one byte of credit backwards, and nobody sends more than
+EAGER_BYTES without it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.worker.exchange import Adder, ExchangeBroken
+from shoal.worker.sockets import disown
+
+HEADER = struct.Struct("<HBx4sIQ")
+HEADER_BYTES = HEADER.size
+MAGIC = 0x5A0A
+GATHER, REDUCE, BYE = 1, 2, 255
+EAGER_BYTES = 64 << 10
+SEGMENT_BYTES = 256 << 10
+_CREDIT, _FAREWELL = b"\x01", b"\xff"
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_KINDS = {GATHER: "a gather", REDUCE: "a sum", BYE: "a farewell"}
+
+
+def header_of(kind: int, sequence: int, dtype: str, count_bytes: int) -> bytes:
+    """What every rank says before an operation; equal on all ranks that agree."""
+    return HEADER.pack(MAGIC, kind, dtype.encode()[:4], sequence & 0xFFFFFFFF, count_bytes)
+
+
+def _describe(header: bytes) -> str:
+    magic, kind, dtype, sequence, count_bytes = HEADER.unpack(header)
+    if magic != MAGIC:
+        return "bytes that are no operation"
+    name = dtype.rstrip(b"\0").decode("ascii", "replace")
+    return f"operation {sequence}, {_KINDS.get(kind, 'unknown')} of {count_bytes} bytes of {name}"
+
+
+class Neighbours:
+    """The next and the previous rank of a ring of `size`, and the wake-up of the thread that serves them."""
+
+    def __init__(self, size: int, following: socket.socket, preceding: socket.socket, names: tuple[str, str]) -> None:
+        self._size = size
+        self._next, self._prev = following, preceding
+        self._next_name, self._prev_name = names
+        following.setblocking(False)
+        preceding.setblocking(False)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._open = True
+        self._stopped: str | None = None
+        self._credits = 0
+        self._next_left = self._next_gone = False
+        self._between = True
+        self._scratch = np.empty(SEGMENT_BYTES, np.uint8)
+        self._idle_poll, self._busy_poll = select.poll(), select.poll()
+        self._next_fd, self._prev_fd = following.fileno(), preceding.fileno()
+        for poll in (self._idle_poll, self._busy_poll):
+            poll.register(self._wakeup, select.POLLIN)
+            poll.register(self._next_fd, select.POLLIN | select.POLLRDHUP)
+        self._idle_poll.register(self._prev_fd, select.POLLRDHUP)
+        self._busy_poll.register(self._prev_fd, select.POLLIN)
+        self._masks = {self._next_fd: select.POLLIN | select.POLLRDHUP, self._prev_fd: int(select.POLLIN)}
+
+    # --- from any thread
+
+    def wake(self) -> None:
+        """Make the serving thread look up from its poll."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self._wakeup, 1)
+
+    def stop(self, cause: str) -> None:
+        """End the operation under way, and let both neighbours see it at once."""
+        with self._lock:
+            if not self._open:
+                return
+            self._stopped = self._stopped or cause
+            os.eventfd_write(self._wakeup, 1)
+            self._shut()
+
+    def close(self) -> None:
+        """Let go of both connections; only when the serving thread has ended."""
+        with self._lock:
+            if self._open:
+                self._shut()
+                self._open = False
+                disown(self._next)
+                disown(self._prev)
+                os.close(self._wakeup)
+
+    def _shut(self) -> None:
+        # a farewell tells the neighbours not to suspect us; it is only possible backwards in the midst of an operation
+        for sock, farewell in (
+            (self._prev, _FAREWELL),
+            (self._next, header_of(BYE, 0, "", 0) if self._between else b""),
+        ):
+            try:
+                if farewell:
+                    sock.send(farewell)
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    # --- from the serving thread only
+
+    def rest(self) -> None:
+        """Wait until woken; raise as soon as a neighbour is gone."""
+        if self._stopped is not None:
+            raise ExchangeBroken(self._stopped)
+        for fd, events in self._idle_poll.poll():
+            if fd == self._wakeup:
+                self._drain()
+            elif fd == self._next_fd:
+                self._read_credits(strict=True)
+            elif events & _GONE:
+                raise self._lost_previous()
+
+    def gather(self, header: bytes, own: memoryview) -> memoryview:
+        """Send `own` all the way round; the rows of the other ranks, the previous rank's first."""
+        width, hops = len(own), self._size - 1
+        outbox = memoryview(header + own)
+        inbox = memoryview(bytearray(HEADER_BYTES + hops * width))
+        first, last_in = HEADER_BYTES + width, HEADER_BYTES + hops * width
+        last_out = first + (hops - 1) * width
+        needs_credit = self._begin(width)
+        sent = got = 0
+        while sent < last_out or got < last_in or needs_credit:
+            limit = min(last_out, first + max(0, got - HEADER_BYTES))
+            if needs_credit:
+                limit = min(limit, EAGER_BYTES)
+            moved = 0
+            if sent < limit:
+                moved = self._send(
+                    outbox[sent : min(first, limit)]
+                    if sent < first
+                    else inbox[HEADER_BYTES + sent - first : HEADER_BYTES + limit - first]
+                )
+                sent += moved
+            if got < last_in:
+                arrived = self._receive(inbox[got:])
+                if got < HEADER_BYTES <= got + arrived:
+                    self._compare(header, inbox[:HEADER_BYTES])
+                got += arrived
+                moved += arrived
+            if not moved and (sent < last_out or got < last_in or needs_credit):
+                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit)
+            if needs_credit and self._credits:
+                self._credits -= 1
+                needs_credit = False
+            self._check()
+        self._between = True
+        return inbox[HEADER_BYTES:]
+
+    def sum_in_place(self, header: bytes, rank: int, flat: NDArray[Any], add: Adder | None) -> None:
+        """Sum a vector over the ring: every rank sums one chunk as it passes, then the sums go round."""
+        size, item = self._size, flat.itemsize
+        raw = flat.view(np.uint8).data
+        bounds = [flat.size * i // size for i in range(size + 1)]
+        out_spans = [
+            (bounds[(rank - s) % size] * item, bounds[(rank - s) % size + 1] * item) for s in range(2 * size - 2)
+        ]
+        in_spans = [out_spans[s] for s in range(1, 2 * size - 2)]
+        in_spans.append((bounds[(rank + 2) % size] * item, bounds[(rank + 2) % size + 1] * item))
+        scratch = self._scratch
+        scratch_raw, scratch_items = scratch.data, scratch.view(flat.dtype)
+        spans, sums = 2 * size - 2, size - 1
+        inbox = memoryview(bytearray(HEADER_BYTES))
+        header_sent = header_got = 0
+        out_at = in_at = 0
+        out_pos, in_pos = out_spans[0][0], in_spans[0][0]
+        filled = 0
+        sent_total = 0
+        needs_credit = self._begin(flat.nbytes)
+        while out_at < spans or in_at < spans or needs_credit:
+            moved = 0
+            writing = False
+            if out_at < spans:
+                start, stop = out_spans[out_at]
+                limit = stop if out_at == 0 or in_at >= out_at else (in_pos if in_at == out_at - 1 else start)
+                limit = min(limit, out_pos + SEGMENT_BYTES)
+                if needs_credit:
+                    limit = min(limit, out_pos + EAGER_BYTES - sent_total)
+                if header_sent < HEADER_BYTES:
+                    writing = True
+                    header_sent += self._send(memoryview(header)[header_sent:], more=limit > out_pos)
+                    moved += header_sent
+                if header_sent == HEADER_BYTES:
+                    if out_pos < limit:
+                        writing = True
+                        k = self._send(raw[out_pos:limit])
+                        out_pos += k
+                        sent_total += k
+                        moved += k
+                    if out_pos == stop:
+                        out_at += 1
+                        moved += 1
+                        if out_at < spans:
+                            out_pos = out_spans[out_at][0]
+            if header_got < HEADER_BYTES:
+                k = self._receive(inbox[header_got:])
+                header_got += k
+                moved += k
+                if header_got == HEADER_BYTES:
+                    self._compare(header, inbox)
+            elif in_at < spans:
+                start, stop = in_spans[in_at]
+                if in_at < sums:
+                    if in_pos + filled < stop:
+                        k = self._receive(scratch_raw[filled : min(SEGMENT_BYTES, stop - in_pos)])
+                        moved += k
+                        filled += k
+                        whole = filled // item
+                        if whole and k:
+                            lo = in_pos // item
+                            target, source = flat[lo : lo + whole], scratch_items[:whole]
+                            if add is None:
+                                np.add(target, source, target)
+                            else:
+                                add(target, source)
+                            in_pos += whole * item
+                            rest = filled - whole * item
+                            if rest:
+                                scratch[:rest] = scratch[filled - rest : filled]
+                            filled = rest
+                elif in_pos < stop:
+                    k = self._receive(raw[in_pos : min(stop, in_pos + SEGMENT_BYTES)])
+                    in_pos += k
+                    moved += k
+                if in_pos == stop:
+                    in_at += 1
+                    moved += 1
+                    if in_at < spans:
+                        in_pos = in_spans[in_at][0]
+            if not moved and (out_at < spans or in_at < spans or needs_credit):
+                self._wait(in_at < spans, writing, out_at < spans or needs_credit)
+            if needs_credit and self._credits:
+                self._credits -= 1
+                needs_credit = False
+            self._check()
+        self._between = True
+
+    # --- the smallest moves
+
+    def _begin(self, count_bytes: int) -> bool:
+        self._check()
+        self._between = False
+        if count_bytes <= EAGER_BYTES:
+            return False
+        try:
+            self._prev.send(_CREDIT)
+        except OSError as error:
+            raise self._lost_previous(error) from error
+        return True
+
+    def _check(self) -> None:
+        if self._stopped is not None:
+            raise ExchangeBroken(self._stopped)
+
+    def _send(self, view: memoryview, more: bool = False) -> int:
+        try:
+            return self._next.send(view, socket.MSG_MORE if more else 0)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost_next(error) from error
+
+    def _receive(self, view: memoryview) -> int:
+        try:
+            count = self._prev.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost_previous(error) from error
+        if count == 0:
+            raise self._lost_previous()
+        return count
+
+    def _wait(self, reading: bool, writing: bool, needs_next: bool) -> None:
+        self._mask(self._prev_fd, select.POLLIN if reading else 0)
+        watch = select.POLLIN | select.POLLRDHUP | (select.POLLOUT if writing else 0)
+        self._mask(self._next_fd, watch if not self._next_gone or needs_next else 0)
+        for fd, events in self._busy_poll.poll():
+            if fd == self._wakeup:
+                self._drain()
+            elif fd == self._next_fd and events & (select.POLLIN | _GONE):
+                self._read_credits(strict=needs_next)
+
+    def _mask(self, fd: int, mask: int) -> None:
+        if self._masks.get(fd) == mask:
+            return
+        if mask == 0:
+            self._busy_poll.unregister(fd)
+        elif self._masks.get(fd, 0) == 0:
+            self._busy_poll.register(fd, mask)
+        else:
+            self._busy_poll.modify(fd, mask)
+        self._masks[fd] = mask
+
+    def _drain(self) -> None:
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            return
+
+    def _read_credits(self, strict: bool) -> None:
+        # the next rank may end orderly while we still receive; that matters only to what it has not got yet
+        try:
+            marks = self._next.recv(64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if strict:
+                raise self._lost_next(error) from error
+            marks = b""
+        self._credits += marks.count(_CREDIT)
+        self._next_left = self._next_left or _FAREWELL in marks
+        if marks and not self._next_left:
+            return
+        if strict:
+            raise self._lost_next()
+        self._next_gone = True
+
+    def _compare(self, ours: bytes, theirs: memoryview) -> None:
+        if theirs == ours:
+            return
+        if _is_farewell(bytes(theirs)):
+            raise ExchangeBroken(f"{self._prev_name} left the ring")
+        raise ExchangeBroken(
+            f"{self._prev_name} and this member disagree: {_describe(bytes(theirs))} there, {_describe(ours)} here"
+        )
+
+    def _lost_next(self, error: OSError | None = None) -> ExchangeBroken:
+        if error is not None:
+            self._look_for_farewell()
+        if self._next_left:
+            return ExchangeBroken(f"{self._next_name} left the ring")
+        return ExchangeBroken(f"lost {self._next_name}: {_reason(error)}", (self._next_name,))
+
+    def _lost_previous(self, error: OSError | None = None) -> ExchangeBroken:
+        if self._between and error is None and self._said_farewell():
+            return ExchangeBroken(f"{self._prev_name} left the ring")
+        first = (self._next_name,) if self._next_gone and not self._next_left else ()
+        suspects = tuple(dict.fromkeys((*first, self._prev_name)))
+        return ExchangeBroken(f"lost {self._prev_name}: {_reason(error)}", suspects)
+
+    def _look_for_farewell(self) -> None:
+        try:
+            self._next_left = self._next_left or _FAREWELL in self._next.recv(64)
+        except OSError:
+            return
+
+    def _said_farewell(self) -> bool:
+        try:
+            return _is_farewell(self._prev.recv(HEADER_BYTES, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+
+def _is_farewell(header: bytes) -> bool:
+    return len(header) == HEADER_BYTES and HEADER.unpack(header)[:2] == (MAGIC, BYE)
+
+
+def _reason(error: OSError | None) -> str:
+    if error is None:
+        return "it closed the connection"
+    if error.errno == errno.ETIMEDOUT:
+        return "it did not answer in time"
+    return os.strerror(error.errno) if error.errno else str(error)

@@ -1,0 +1,79 @@
+"""Sockets between members: tuned alike, and never inherited by forked children."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+BUFFER_BYTES = 4 << 20
+_open: set[socket.socket] = set()
+_hooked = False
+
+
+def own(sock: socket.socket) -> socket.socket:
+    """Remember a socket, so that a forked child closes it.
+
+    A child that kept it, such as a DataLoader's worker, would hide this member's death from its peers.
+    """
+    global _hooked
+    if not _hooked:
+        os.register_at_fork(after_in_child=_forget_all)
+        _hooked = True
+    _open.add(sock)
+    return sock
+
+
+def disown(sock: socket.socket) -> None:
+    """Close a socket that `own` remembered."""
+    _open.discard(sock)
+    sock.close()
+
+
+def _forget_all() -> None:
+    # close, never shutdown: the connection is still the parent's
+    for sock in list(_open):
+        try:
+            sock.close()
+        except OSError:
+            continue
+    _open.clear()
+
+
+def tune(sock: socket.socket, user_timeout_ms: int) -> None:
+    """Make a connection fast, and make it fail when the peer's machine has silently gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", user_timeout_ms),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def enlarge(sock: socket.socket) -> None:
+    """Ask for large buffers where the system allows them; elsewhere its own tuning reaches further."""
+    for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
+        if _system_limit_bytes(limit) >= BUFFER_BYTES:
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+def _system_limit_bytes(name: str) -> int:
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def alive(sock: socket.socket) -> bool:
+    """Whether the peer of a connection has neither closed nor reset it."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -382,3 +382,45 @@ class BadNoticeSource(UsageError):
 
     code = "S117"
     exit_code = 3
+
+
+class JournalUnwritable(StorageError):
+    """The coordinator's journal cannot be written, so it makes no more changes.
+
+    Members train on in their world. When there is room again, what happened meanwhile is written down and acted on.
+    """
+
+    code = "S520"
+
+
+class JournalDamaged(StorageError):
+    """The coordinator's journal cannot be read in the middle. A torn last line is no damage: it is cut off."""
+
+    code = "S521"
+
+
+class JournalLocked(StorageError):
+    """Two coordinators were started on one directory; the second one ends at once."""
+
+    code = "S522"
+
+
+class PortInUse(LaunchError):
+    """The coordinator's address cannot be listened on: another process has the port, or the host is not this machine.
+
+    A coordinator that is started again keeps its port, because its members look for it there.
+    """
+
+    code = "S420"
+
+
+class RunOver(UsageError):
+    """The run has ended, so it cannot be stopped or scaled. ``shoal resume`` continues one that can be continued."""
+
+    code = "S120"
+
+
+class BadRequest(UsageError):
+    """A request to the coordinator is not what its API takes."""
+
+    code = "S121"

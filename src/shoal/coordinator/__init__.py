@@ -1,0 +1,1 @@
+"""The service that decides membership and keeps runs, agents and history."""

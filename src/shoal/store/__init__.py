@@ -1,0 +1,1 @@
+"""The journal, its SQLite views, and the places that checkpoints are written to."""

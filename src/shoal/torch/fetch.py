@@ -1,0 +1,190 @@
+"""Read samples of a map-style dataset into batches, such that what comes out does not depend on who reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from shoal.core.order import Order
+from shoal.core.plan import split
+from shoal.errors import SampleFailed
+
+Batch = Any
+Collate = Callable[[list[Any]], Batch]
+Watch = Callable[[int], bool]
+
+_MASK = (1 << 64) - 1
+
+
+class Fetcher:
+    """Turns a slice of a global batch into batches.
+
+    Before a sample is read, the global generators of Python, NumPy and torch are seeded from (seed, epoch, sample), so
+    that augmentation is the same whoever reads it, and in which order.
+    """
+
+    def __init__(self, dataset: Any, order: Order, collate: Collate | None = None) -> None:
+        self._order = order
+        self._collate: Collate = collate or default_collate
+        self._source, self._indices = _unwrap(dataset)
+        plain = type(self._source) is TensorDataset and collate is None
+        self._tensors: tuple[torch.Tensor, ...] | None = self._source.tensors if plain else None
+        self._batched = hasattr(self._source, "__getitems__")
+
+    @property
+    def quiet(self) -> bool:
+        """Whether reading never touches a global random generator."""
+        return self._tensors is not None
+
+    def batches(self, step: int, start: int, stop: int, micro: int | None, watch: Watch) -> list[Batch] | None:
+        """Samples start…stop of global batch `step` in pieces; None as soon as watch(sample) says to give up."""
+        found: list[Batch] = []
+        for size in cut(stop - start, micro):
+            ids = self._order.ids(step, start, start + size)
+            start += size
+            batch = self._tensor_batch(ids) if self.quiet else self._batch(ids, self._order.cursor(step).epoch, watch)
+            if batch is None:
+                return None
+            found.append(batch)
+        return found
+
+    def samples(self, step: int, start: int, stop: int, watch: Watch) -> list[Any] | None:
+        """The bare samples, one by one."""
+        ids = self._order.ids(step, start, stop)
+        return self._one_by_one(ids, self._order.cursor(step).epoch, watch)
+
+    def collate(self, samples: list[Any], ids: Sequence[int] = ()) -> Batch:
+        """One batch of these samples."""
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise failed(
+                f"{len(samples)} samples cannot be put into one batch: {_text(error)}",
+                f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}",
+                "make all samples alike, or pass collate= to run.batches",
+                error,
+            ) from error
+
+    def _tensor_batch(self, ids: NDArray[np.int64]) -> Batch:
+        assert self._tensors is not None
+        rows = torch.from_numpy(self._inner(ids))
+        return [tensor[rows] for tensor in self._tensors]
+
+    def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
+        samples = self._at_once(ids, epoch, watch) if self._batched else self._one_by_one(ids, epoch, watch)
+        return None if samples is None else self.collate(samples, ids.tolist())
+
+    def _one_by_one(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
+        found = []
+        for sample, inner in zip(ids.tolist(), self._inner(ids).tolist(), strict=True):
+            if not watch(sample):
+                return None
+            seed_all(sample_seed(self._order.seed, epoch, sample))
+            try:
+                found.append(self._source[inner])
+            except Exception as error:
+                raise _unreadable(f"sample {sample}", sample, error) from error
+        return found
+
+    def _at_once(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
+        """All samples in one call, unless that draws random numbers: then the result would depend on the slice."""
+        if not watch(int(ids[0])):
+            return None
+        seed_all(sample_seed(self._order.seed, epoch, int(ids[0])))
+        before = _state()
+        try:
+            found = list(self._source.__getitems__(self._inner(ids).tolist()))
+        except Exception as error:
+            raise _unreadable(f"one of samples {', '.join(map(str, ids[:8]))}…", int(ids[0]), error) from error
+        if _same(before, _state()):
+            return found
+        self._batched = False
+        return self._one_by_one(ids, epoch, watch)
+
+    def _inner(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return ids if self._indices is None else self._indices[ids]
+
+
+def cut(count: int, micro: int | None) -> tuple[int, ...]:
+    """The sizes of the pieces of at most `micro` samples; nearly equal, so that no piece is a lone sample."""
+    if count == 0:
+        return ()
+    return split(count, [1] * (-(-count // micro) if micro else 1))
+
+
+def sample_seed(seed: int, epoch: int, sample: int) -> int:
+    """64 bits for one sample of one epoch."""
+    mixed = (_epoch_key(seed, epoch) + sample * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (the CPU's: that of a device is the model's business)."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave the global generators as they were."""
+    python, numpy, torch_state = _state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(torch_state)
+
+
+def failed(what: str, where: str, do: str, error: BaseException) -> SampleFailed:
+    """An error of the user's dataset, with its traceback as a note: the traceback itself does not travel."""
+    failure = SampleFailed(what, where=where, why=_text(error), do=do)
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure
+
+
+def _unreadable(which: str, sample: int, error: BaseException) -> SampleFailed:
+    return failed(
+        f"{which} cannot be read: {_text(error)}", f"dataset[{sample}]", f"try dataset[{sample}] alone", error
+    )
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@lru_cache(maxsize=64)
+def _epoch_key(seed: int, epoch: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"shoal sample {seed} {epoch}".encode(), digest_size=8).digest(), "little")
+
+
+def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
+    """See through torch's own Subset, whose __getitems__ would hide the samples from seeding."""
+    indices: NDArray[np.int64] | None = None
+    while type(dataset) is Subset:
+        inner = np.asarray(dataset.indices, dtype=np.int64)
+        indices = inner if indices is None else inner[indices]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
+def _state() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _same(one: tuple[Any, Any, torch.Tensor], other: tuple[Any, Any, torch.Tensor]) -> bool:
+    numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    return bool(one[0] == other[0] and numpy_same and torch.equal(one[2], other[2]))

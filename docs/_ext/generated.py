@@ -1,0 +1,99 @@
+"""Writes the reference pages that are made from the code: commands, settings and error codes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import click
+from sphinx.application import Sphinx
+
+from shoal import config, errors
+
+
+def commands() -> str:
+    """Every command with its options, as click knows them."""
+    from shoal.cli.main import shoal
+
+    lines = ["# Commands", "", "Made from the commands themselves; `shoal COMMAND --help` says the same.", ""]
+    root = click.Context(shoal, info_name="shoal")
+    lines += _command(shoal, root)
+    for name in shoal.list_commands(root):
+        command = shoal.get_command(root, name)
+        if command is not None:
+            lines += _command(command, click.Context(command, info_name=name, parent=root))
+    return "\n".join(lines)
+
+
+def _command(command: click.Command, context: click.Context) -> list[str]:
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    text = inspect.cleandoc((command.help or "").replace("\b\n", "")).strip()
+    lines = [f"## {context.command_path}", "", "```text", usage, "```", ""]
+    lines += ["```text", text, "```", ""] if text else []
+    records = [record for parameter in command.params if (record := parameter.get_help_record(context))]
+    if records:
+        lines += ["| option | meaning |", "| --- | --- |"]
+        lines += [f"| `{_cell(left)}` | {_cell(right)} |" for left, right in records]
+    return [*lines, ""]
+
+
+def settings() -> str:
+    """Every setting from the table in shoal/config.py."""
+    lines = [
+        "# Settings",
+        "",
+        "Made from the table in `shoal/config.py`. Set them with `--set NAME=VALUE`, in `shoal.toml`, or in",
+        "`[tool.shoal]` of `pyproject.toml`; `shoal config` prints each value and where it came from. A name with a dot is",
+        "a key of the table before the dot; the others belong to `[run]`.",
+        "",
+        "| setting | type | default | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for key in config.declared():
+        default = f"`{key.default!r}`" if key.default != "" else "empty"
+        lines.append(f"| `{key.name}` | {_cell(key.kind)} | {default} | {_cell(key.help)} |")
+    return "\n".join([*lines, ""])
+
+
+def codes() -> str:
+    """Every error code with the text of `shoal explain`."""
+    lines = [
+        "# Error codes",
+        "",
+        "Made from `shoal/errors.py`; `shoal explain CODE` prints the same text. Every error says what went wrong,",
+        "where, why, and what to do.",
+        "",
+        "```text",
+        inspect.cleandoc(errors.__doc__ or "").split("::\n\n")[1].split("\n\n")[0],
+        "```",
+        "",
+    ]
+    for kind in sorted(_below(errors.ShoalError), key=lambda kind: kind.code):
+        lines += [f"## {kind.code} {kind.__name__}", ""]
+        lines += [inspect.getdoc(kind) or "", "", f"Exit code {kind.exit_code}.", ""]
+    return "\n".join(lines)
+
+
+def _below(kind: type[errors.ShoalError]) -> set[type[errors.ShoalError]]:
+    children = {child for child in kind.__subclasses__() if child.__module__ == errors.__name__}
+    return children.union(*(_below(child) for child in children))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def write(app: Sphinx) -> None:
+    """Write the pages before Sphinx looks for sources; only if they changed, so that builds stay incremental."""
+    folder = Path(app.srcdir) / "reference" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in (("commands", commands), ("settings", settings), ("errors", codes)):
+        page, text = folder / f"{name}.md", make()
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,272 @@
+"""Checkpoints: a data blob, and a manifest that is written last and makes the checkpoint exist.
+
+Names order them by step, then by world, so a writer of an older world never hides what a newer one wrote::
+
+    step-000000001200.world-00000007.5f0c2a91.data       the header and the buffers, end to end
+    step-000000001200.world-00000007.manifest.json       sizes, checksums, the name of the data
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, ShoalError, StoreUnusable
+from shoal.store.blobs import Blob, Store
+from shoal.worker.snapshot import PIECE_BYTES, PieceGone, Snapshot
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{12,})\.world-(\d{8,})\.")
+_MARGIN_BYTES = 1 << 20
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint consists of; `meta` is the caller's: the cursor, the seed, and the like."""
+
+    format: int
+    run: str
+    step: int
+    world: int
+    meta: dict[str, Any]
+    data: str
+    header: str
+    sizes: tuple[int, ...]
+    checksums: tuple[int, ...]
+    total_bytes: int
+
+
+class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+    crc32: int
+    manifest: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """A checkpoint that is complete in a store, as far as can be told without reading its data."""
+
+    step: int
+    world: int
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return _prefix(self.step, self.world)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The content of a checkpoint, and the newer ones that were passed over because they are damaged."""
+
+    entry: Entry
+    header: bytes
+    buffers: list[Bytes]
+    passed_over: tuple[ShoalError, ...] = ()
+
+
+def write(
+    store: Store,
+    snapshot: Snapshot,
+    reader: str,
+    *,
+    run: str,
+    world: int,
+    meta: dict[str, Any],
+    fence: Callable[[], bool] = lambda: True,
+) -> Entry:
+    """Write one checkpoint, a piece at a time; raise CheckpointFailed or StoreUnusable if that is not possible.
+
+    `fence` says whether this member may still write; it is asked before every piece and before the manifest.
+    """
+    prefix = _prefix(snapshot.step, world)
+    data = f"{prefix}.{secrets.token_hex(4)}.data"
+    checksums: list[int] = []
+    try:
+        _check_space(store, snapshot)
+        total_bytes = store.put(data, _pieces(snapshot, reader, checksums, fence))
+        header = base64.b64encode(snapshot.header).decode()
+        manifest = Manifest(
+            FORMAT, run, snapshot.step, world, meta, data, header, snapshot.sizes, tuple(checksums), total_bytes
+        )
+        _check_fence(fence)
+        store.put(f"{prefix}.manifest.json", [_seal(manifest)])
+    except OSError as error:
+        raise _failure(store, snapshot, error) from error
+    except PieceGone as error:
+        raise CheckpointFailed(f"the checkpoint of step {snapshot.step} was given up", why=str(error)) from error
+    finally:
+        snapshot.done(reader)
+    return Entry(snapshot.step, world, manifest)
+
+
+def entries(store: Store) -> list[Entry]:
+    """Return the complete checkpoints of a store, newest first."""
+    blobs = {blob.name: blob for blob in store.list("step-")}
+    found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(".manifest.json")]
+    return sorted((each for each in found if isinstance(each, Entry)), key=_order, reverse=True)
+
+
+def newest(store: Store) -> Entry | None:
+    """Return the newest complete checkpoint, or None."""
+    return next(iter(entries(store)), None)
+
+
+def read(store: Store, entry: Entry | None = None) -> Loaded:
+    """Return the content of a checkpoint (the newest by default), or of the newest good one before it."""
+    blobs = {blob.name: blob for blob in _listed(store)}
+    names = sorted((name for name in blobs if name.endswith(".manifest.json")), reverse=True)
+    passed_over: list[ShoalError] = []
+    for name in names:
+        if entry is not None and _key(name) > (entry.step, entry.world):
+            continue
+        found = _entry(store, blobs[name], blobs)
+        try:
+            if not isinstance(found, Entry):
+                raise found
+            header, buffers = _content(store, found)
+        except CheckpointDamaged as error:
+            passed_over.append(error)
+            continue
+        return Loaded(found, header, buffers, tuple(passed_over))
+    if passed_over:
+        raise CheckpointDamaged(
+            f"none of the {len(passed_over)} checkpoints in {store.where} is good",
+            why="; ".join(f"{error.what} ({error.why})" for error in passed_over),
+            do="restore one from a copy, or start the run anew",
+        )
+    raise NoCheckpoint(f"there is no complete checkpoint in {store.where}", do="check checkpoint.to, or start anew")
+
+
+def prune(store: Store, keep: int) -> list[str]:
+    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names."""
+    good = entries(store)
+    if not good:
+        return []
+    kept = {each.name for each in good[: max(1, keep)]}
+    latest = good[0].name
+    found = sorted({_prefix(*key) for blob in store.list("step-") if (key := _key(blob.name)) is not None})
+    gone = [name for name in found if name < latest and name not in kept]
+    for name in gone:
+        # The manifest goes first: what is left, if we are interrupted, is a leftover and not a damaged checkpoint.
+        store.delete(f"{name}.manifest.json")
+        store.delete(f"{name}.")
+    return gone
+
+
+def _prefix(step: int, world: int) -> str:
+    return f"step-{step:012d}.world-{world:08d}"
+
+
+def _key(name: str) -> tuple[int, int] | None:
+    match = _NAME.match(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _order(entry: Entry) -> tuple[int, int]:
+    return entry.step, entry.world
+
+
+def _pieces(snapshot: Snapshot, reader: str, checksums: list[int], fence: Callable[[], bool]) -> Iterator[bytes]:
+    for index, size in enumerate(snapshot.sizes):
+        for start in range(0, size, PIECE_BYTES):
+            _check_fence(fence)
+            data = snapshot.piece(reader, index, start, min(start + PIECE_BYTES, size))
+            checksums.append(zlib.crc32(data))
+            yield data
+
+
+def _check_fence(fence: Callable[[], bool]) -> None:
+    if not fence():
+        raise CheckpointFailed(
+            "a checkpoint was given up half-way", why="this member may no longer write it: its world is over"
+        )
+
+
+def _check_space(store: Store, snapshot: Snapshot) -> None:
+    free = store.free_bytes()
+    needed = snapshot.total_bytes + len(snapshot.header) * 2 + _MARGIN_BYTES
+    if free is not None and free < needed:
+        raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
+
+
+def _failure(store: Store, snapshot: Snapshot, error: OSError) -> ShoalError:
+    what = f"the checkpoint of step {snapshot.step} could not be written to {store.where}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+        return StoreUnusable(what, why=str(error), do="make it writable, or set checkpoint.to to another place")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CheckpointFailed(what, why=str(error), do="free some space, or set checkpoint.to or checkpoint.keep")
+    return CheckpointFailed(what, why=str(error), do="it is tried again when the next one is due")
+
+
+def _seal(manifest: Manifest) -> bytes:
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Sealed(zlib.crc32(body), msgspec.Raw(body)))
+
+
+def _listed(store: Store) -> list[Blob]:
+    try:
+        return store.list("step-")
+    except OSError as error:
+        raise StoreUnusable(f"{store.where} cannot be read", why=str(error), do="check checkpoint.to") from error
+
+
+def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> Entry | CheckpointDamaged:
+    """Return the checkpoint that a manifest describes, or what is wrong with it."""
+    try:
+        with store.open(blob.name) as file:
+            sealed = msgspec.json.decode(file.read(), type=_Sealed)
+        if zlib.crc32(sealed.manifest) != sealed.crc32:
+            raise ValueError("its checksum is wrong")
+        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+    except (OSError, ValueError) as error:
+        return CheckpointDamaged(f"{blob.name} cannot be read", why=str(error))
+    data = blobs.get(manifest.data)
+    if manifest.format != FORMAT:
+        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"it has format {manifest.format}, not {FORMAT}")
+    if data is None or data.size_bytes != manifest.total_bytes or sum(manifest.sizes) != manifest.total_bytes:
+        has = "missing" if data is None else f"{data.size_bytes} bytes long"
+        return CheckpointDamaged(f"{manifest.data} is {has}", why=f"it should have {manifest.total_bytes} bytes")
+    return Entry(manifest.step, manifest.world, manifest)
+
+
+def _content(store: Store, entry: Entry) -> tuple[bytes, list[Bytes]]:
+    manifest = entry.manifest
+    checksums = iter(manifest.checksums)
+    try:
+        with store.open(manifest.data) as file:
+            buffers = [_buffer(file, size, checksums) for size in manifest.sizes]
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{manifest.data} cannot be read", why=str(error)) from error
+    return base64.b64decode(manifest.header), buffers
+
+
+def _buffer(file: BinaryIO, size: int, checksums: Iterator[int]) -> Bytes:
+    buffer = np.empty(size, np.uint8)
+    view = memoryview(buffer)
+    for start in range(0, size, PIECE_BYTES):
+        piece = view[start : start + PIECE_BYTES]
+        _fill(file, piece)
+        if zlib.crc32(piece) != next(checksums, None):
+            raise ValueError(f"the checksum of {len(piece)} bytes before byte {file.tell()} is wrong")
+    return buffer
+
+
+def _fill(file: BinaryIO, piece: memoryview) -> None:
+    done = 0
+    while done < len(piece):
+        data = file.read(len(piece) - done)
+        if not data:
+            raise ValueError(f"it ends after {file.tell()} bytes")
+        piece[done : done + len(data)] = data
+        done += len(data)

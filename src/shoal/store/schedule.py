@@ -1,0 +1,21 @@
+"""When the next checkpoint is due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A checkpoint every so many seconds, every so many steps, or both; 0 turns a rule off."""
+
+    every_s: float = 0.0
+    every_steps: int = 0
+
+    def due(self, step: int, now: float, last_step: int, last_time: float) -> bool:
+        """Say whether to write one after `step`, given the step and time of the last one (or of the start)."""
+        if step <= last_step:
+            return False
+        by_time = self.every_s > 0 and now - last_time >= self.every_s
+        by_steps = self.every_steps > 0 and step - last_step >= self.every_steps
+        return by_time or by_steps

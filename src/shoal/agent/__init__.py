@@ -1,0 +1,1 @@
+"""The one process on a machine that starts, watches and surely ends the members there."""

@@ -1,0 +1,173 @@
+"""Why a member ended, and which of several ends was the cause of the others. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Cause = Literal["done", "user", "infrastructure", "preempted", "asked"]
+
+PREEMPTED_EXIT = 75
+TOGETHER_S = 10.0
+_CODE = re.compile(r"\bS(\d)\d\d\b")
+_VICTIM_CODES = frozenset({"S204", "S207", "S209"})
+_VICTIM_KINDS = (
+    "ExchangeBroken",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+    "ConnectionClosed",
+    "DistBackendError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
+# What the machine does to a process, in contrast to what its own code does.
+_MACHINE_SIGNALS = frozenset({signals.SIGKILL, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGABRT})
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What a member left behind about its uncaught exception."""
+
+    kind: str
+    text: str
+    code: str = ""
+    traceback: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """One member's end, with what the agent knew of it. `asked` and `noticed` say what was sent to it before."""
+
+    exit_code: int | None
+    signal: int | None
+    asked: str = ""
+    noticed: bool = False
+    why: Why | None = None
+    oom_kills: int = 0
+    last_words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    cause: Cause
+    detail: str
+
+
+def classify(end: Exit) -> Verdict:
+    """Whose doing an exit was, with one line that says what happened."""
+    if end.asked:
+        return Verdict("asked", end.asked)
+    if end.exit_code == 0:
+        return Verdict("done", "")
+    if end.exit_code == PREEMPTED_EXIT:
+        return Verdict("preempted", "left after a notice")
+    if end.signal == signals.SIGTERM and end.noticed:
+        return Verdict("preempted", "ended by SIGTERM after a notice")
+    if end.why is not None and end.signal is None:
+        return _of_exception(end.why)
+    if end.signal is not None:
+        return _of_signal(end)
+    words = f": {end.last_words}" if end.last_words else ""
+    return Verdict("user", f"exit code {end.exit_code}{words}")
+
+
+def _of_exception(why: Why) -> Verdict:
+    if why.kind == "SystemExit":
+        return Verdict("user", f"sys.exit({why.text})")
+    line = f"{why.kind}: {why.text}".rstrip(": ").splitlines()[0]
+    if why.code:
+        line = f"error[{why.code}] {why.text}"
+    ours = why.code.startswith("S2") or why.kind == "ExchangeBroken"
+    return Verdict("infrastructure" if ours else "user", line)
+
+
+def _of_signal(end: Exit) -> Verdict:
+    assert end.signal is not None
+    name = _name(end.signal)
+    if end.signal == signals.SIGKILL:
+        doubt = "out of memory: the kernel killed a process" if end.oom_kills else "perhaps out of memory"
+        return Verdict("infrastructure", f"killed by signal 9 ({doubt})")
+    if end.signal == signals.SIGINT:
+        return Verdict("user", "KeyboardInterrupt")
+    if end.signal in _MACHINE_SIGNALS:
+        words = f": {end.last_words}" if end.last_words else ""
+        return Verdict("infrastructure", f"crashed by signal {end.signal} ({name}){words}")
+    return Verdict("infrastructure", f"killed by signal {end.signal} ({name})")
+
+
+def _name(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A member's end or error as the journal has it."""
+
+    member: str
+    at: float
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """The failure to show first, and those that only followed from it."""
+
+    first: Failure
+    victims: tuple[Failure, ...]
+    reason: str
+
+
+def root_cause(failures: Sequence[Failure], together_s: float = TOGETHER_S) -> Culprit | None:
+    """Which of these failures caused the others; None if there is nothing to explain.
+
+    Failures more than `together_s` apart are unrelated: the last group is looked at. In it, an own error of the
+    user's code explains more than a process that was killed, and that more than a member that merely lost its peers.
+    """
+    told = [failure for failure in failures if failure.cause in ("user", "infrastructure")]
+    group = _last_group(sorted(told, key=lambda failure: failure.at), together_s)
+    if not group:
+        return None
+    first = min(group, key=lambda failure: (_rank(failure), failure.at))
+    victims = tuple(failure for failure in group if failure is not first)
+    return Culprit(first, victims, _reason(first, victims))
+
+
+def is_victim(failure: Failure) -> bool:
+    """Whether this failure says no more than that somebody else was gone."""
+    code = _CODE.search(failure.detail)
+    return bool(code and code.group() in _VICTIM_CODES) or any(kind in failure.detail for kind in _VICTIM_KINDS)
+
+
+def _rank(failure: Failure) -> int:
+    if is_victim(failure):
+        return 2
+    return 0 if failure.cause == "user" else 1
+
+
+def _last_group(ordered: Sequence[Failure], together_s: float) -> list[Failure]:
+    group: list[Failure] = []
+    for failure in ordered:
+        if group and failure.at - group[-1].at > together_s:
+            group = []
+        group.append(failure)
+    return group
+
+
+def _reason(first: Failure, victims: Sequence[Failure]) -> str:
+    if not victims:
+        return f"{first.member}: {first.detail}"
+    same = sum(failure.detail == first.detail for failure in victims)
+    others = len(victims) - same
+    parts = [f"{same} more with the same error"] if same else []
+    parts += [f"{others} that followed from it"] if others else []
+    return f"{first.member}: {first.detail} ({', '.join(parts)})"

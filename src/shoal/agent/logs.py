@@ -1,0 +1,130 @@
+"""What members print: whole in files, and in bounded batches of clean lines to the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+LINE_CHARACTERS = 2000
+BATCH_LINES = 200
+BATCH_CHARACTERS = 64 << 10
+LINES_PER_S = 500.0
+BURST_LINES = 2000.0
+_READ_BYTES = 256 << 10
+_PENDING_BYTES = 64 << 10
+# Tabs and the escape of colours stay; whatever else moves the cursor or rings a bell goes.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\u0080-\u009f]")
+
+
+class Lines:
+    """Turns bytes as they come into clean lines; holds back the last, unfinished one."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._skipped = 0
+
+    def feed(self, data: bytes) -> list[str]:
+        *whole, rest = (self._pending + data).split(b"\n")
+        lines = [self._clean(line) for line in whole]
+        # A progress bar rewrites its line with \r for hours: only what it shows now is kept.
+        rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if len(rest) > _PENDING_BYTES:
+            self._skipped += len(rest) - LINE_CHARACTERS * 4
+            rest = rest[: LINE_CHARACTERS * 4]
+        self._pending = rest
+        return lines
+
+    def finish(self) -> list[str]:
+        """What is left when nothing more comes."""
+        rest, self._pending = self._pending, b""
+        return [self._clean(rest)] if rest else []
+
+    def _clean(self, raw: bytes) -> str:
+        raw = raw.rstrip(b"\r")
+        raw = raw[raw.rfind(b"\r") + 1 :]
+        skipped, self._skipped = self._skipped, 0
+        text = _CONTROL.sub("\ufffd", raw.decode("utf-8", "replace"))
+        if len(text) <= LINE_CHARACTERS and not skipped:
+            return text
+        return f"{text[:LINE_CHARACTERS]}… ({len(text) - LINE_CHARACTERS + skipped} more)"
+
+
+class Allowance:
+    """How many lines a member may still send now; it refills with time."""
+
+    def __init__(self, per_s: float = LINES_PER_S, burst: float = BURST_LINES) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._left = burst
+        self._at = 0.0
+        self._dropped = 0
+
+    def pass_on(self, lines: list[str], now: float) -> list[str]:
+        """Those lines that may go, with a mark where some were left out."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s) if self._at else self._burst
+        self._at = now
+        allowed = lines[: int(self._left)]
+        if allowed and self._dropped:
+            allowed.insert(0, f"… {self._dropped} lines are in the member's file only")
+            self._dropped = 0
+        passed = min(len(lines), int(self._left))
+        self._left -= passed
+        self._dropped += len(lines) - passed
+        return allowed
+
+
+def batches(lines: list[str]) -> list[tuple[str, ...]]:
+    """Cut lines into batches that fit into one message."""
+    found: list[tuple[str, ...]] = []
+    batch: list[str] = []
+    size = 0
+    for line in lines:
+        if batch and (len(batch) >= BATCH_LINES or size + len(line) > BATCH_CHARACTERS):
+            found.append(tuple(batch))
+            batch, size = [], 0
+        batch.append(line)
+        size += len(line)
+    return [*found, tuple(batch)] if batch else found
+
+
+class Tail:
+    """Follows one member's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._lines = Lines()
+        self._allowance = Allowance()
+        self._last = ""
+
+    @property
+    def last_words(self) -> str:
+        """The last line that was not empty."""
+        return self._last
+
+    def read(self, now: float, last: bool = False) -> list[str]:
+        """New lines since the last call; with `last`, all that is left, however much."""
+        lines: list[str] = []
+        while data := self._read_some():
+            lines += self._lines.feed(data)
+            if not last:
+                break
+            if len(lines) > BURST_LINES:
+                lines = self._allowance.pass_on(lines, now)
+        if last:
+            lines += self._lines.finish()
+        self._last = next((line.strip() for line in reversed(lines) if line.strip()), self._last)
+        return self._allowance.pass_on(lines, now) if lines else []
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _read_some(self) -> bytes:
+        if self._descriptor is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.read(self._descriptor, _READ_BYTES) if self._descriptor is not None else b""

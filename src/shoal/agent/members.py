@@ -1,0 +1,262 @@
+"""The members under an agent: started on order, followed, ended for sure, and each exit told with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from shoal.agent import causes, logs, orders, probe, processes
+from shoal.agent.outbox import Outbox
+from shoal.agent.warm import WarmProcess
+from shoal.errors import MembershipError, ShoalError, WarmProcessFailed
+from shoal.wire.messages import LogLines, MemberExited, MemberStarted, StartMember
+
+log = logging.getLogger("shoal.agent")
+
+START_WITHIN_S = 300.0
+_LOOK_S = 0.08
+_DETAIL_CHARACTERS = 2000
+# An interpreter reads these once, when it starts; a fork of a warm one would not see them.
+_COLD_VARIABLES = (
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "PYTHONHASHSEED",
+    "PYTHONHOME",
+    "PYTHONOPTIMIZE",
+    "PYTHONMALLOC",
+    "PYTHONDEVMODE",
+    "PYTHONUTF8",
+    "PYTHONWARNINGS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What all members under this agent have in common."""
+
+    url: str
+    token_file: str
+    directory: Path
+    slots: int | None
+    interface: str
+    environ: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Member:
+    """One live member."""
+
+    order: StartMember
+    tail: logs.Tail
+    why_path: Path
+    oom_kills: int
+    process: psutil.Process | None = None
+    asked: str = ""
+    noticed: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        return (self.order.run, self.order.member, self.order.incarnation)
+
+
+class Members:
+    """Everybody who lives under this agent."""
+
+    def __init__(self, home: Home, preload: tuple[str, ...], outbox: Outbox) -> None:
+        self._home = home
+        self._outbox = outbox
+        self._alive: dict[str, Member] = {}
+        self._cores = probe.cores()
+        environment = {**home.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
+        # One thread in NumPy's own library, or the warm process would have more than one from the import on.
+        environment.setdefault("OPENBLAS_NUM_THREADS", "1")
+        self._warm_environment = environment
+        self.warm = WarmProcess(preload, environment, self._on_exit)
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    @property
+    def names(self) -> tuple[tuple[str, str, str], ...]:
+        return tuple(member.name for member in self._alive.values())
+
+    async def start(self, order: StartMember) -> None:
+        """Start a member; an order that was obeyed already is answered again."""
+        key = _key(order.run, order.member, order.incarnation)
+        if known := self._alive.get(key):
+            if known.process is not None:
+                self._outbox.put(self._started(known, known.process.pid))
+            return
+        directory = self._home.directory / "logs" / _file_name(order.run)
+        base = f"{_file_name(order.member)}.{_file_name(order.incarnation)}"
+        member = Member(order, logs.Tail(directory / f"{base}.log"), directory / f"{base}.why.json", probe.oom_kills())
+        self._alive[key] = member
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            start = self._order(key, member, directory / f"{base}.log")
+            pid = await self.warm.start(start, START_WITHIN_S)
+        except (ShoalError, OSError) as error:
+            self._never_started(key, error)
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.process = psutil.Process(pid)
+        if key not in self._alive:
+            return
+        log.info("%s of run %s started as process %d", order.member, order.run, pid)
+        self._outbox.put(self._started(member, pid))
+        if member.asked or member.noticed:
+            self._terminate(member)
+
+    def _order(self, key: str, member: Member, log_path: Path) -> orders.Start:
+        order = member.order
+        settings = _settings(order.env)
+        host = probe.host_to_announce(self._home.url, str(settings.get("interface") or self._home.interface))
+        threads = self._threads(order.env, settings)
+        env = {
+            "SHOAL_SETTINGS": "{}",
+            "SHOAL_RUN_DIR": str(self._home.directory / "runs" / _file_name(order.run)),
+            "OMP_NUM_THREADS": str(threads),
+            **self._home.environ,
+            **order.env,
+            "SHOAL_URL": self._home.url,
+            "SHOAL_TOKEN_FILE": self._home.token_file,
+            "SHOAL_RUN": order.run,
+            "SHOAL_MEMBER": order.member,
+            "SHOAL_INCARNATION": order.incarnation,
+            "SHOAL_HOST": host,
+            "PYTHONUNBUFFERED": "1",
+        }
+        cold = env.get("SHOAL_COMPAT", "") not in ("", "0")
+        cold = cold or any(env.get(name) != self._warm_environment.get(name) for name in _COLD_VARIABLES)
+        return orders.Start(
+            key, order.argv, order.module, order.cwd, env, str(log_path), str(member.why_path), threads, cold
+        )
+
+    def _threads(self, env: Mapping[str, str], settings: Mapping[str, object]) -> int:
+        """What the user set, else the setting of the run, else an equal part of the cores."""
+        given = {**self._home.environ, **env}.get("OMP_NUM_THREADS", "")
+        if given.isdigit() and int(given) > 0:
+            return int(given)
+        wished = settings.get("threads")
+        if isinstance(wished, int) and wished > 0:
+            return wished
+        return max(1, self._cores // self._home.slots) if self._home.slots else 1
+
+    def _started(self, member: Member, pid: int) -> MemberStarted:
+        return MemberStarted(*member.name, pid=pid, warm=member.order.env.get("SHOAL_COMPAT", "") in ("", "0"))
+
+    def _never_started(self, key: str, error: ShoalError | OSError) -> None:
+        if (member := self._alive.pop(key, None)) is None:
+            return
+        member.gone.set()
+        code = error.code if isinstance(error, ShoalError) else "S402"
+        text = error.what if isinstance(error, ShoalError) else str(error)
+        why = error.why if isinstance(error, WarmProcessFailed | MembershipError) else ""
+        detail = f"error[{code}] {text}" + (f": {why}" if why else "")
+        log.error("%s of run %s could not be started: %s", member.order.member, member.order.run, detail)
+        self._outbox.put(MemberExited(*member.name, None, None, "infrastructure", detail))
+
+    async def end(self, name: tuple[str, str, str], grace_s: float, reason: str) -> None:
+        """End a member; returns when nothing of its process tree is left."""
+        member = self._alive.get(_key(*name))
+        if member is None:
+            return
+        member.asked = member.asked or reason or "asked to end"
+        if member.process is None:
+            return
+        process = processes.own(member.process.pid)
+        if process is not None and process == member.process:
+            left = await processes.end(process, grace_s)
+            if left:
+                log.error("still there after SIGKILL: %s", ", ".join(str(process.pid) for process in left))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(member.gone.wait(), 10.0)
+
+    async def end_all(self, grace_s: float, reason: str) -> None:
+        await asyncio.gather(*(self.end(name, grace_s, reason) for name in self.names))
+
+    def notice_all(self) -> None:
+        """SIGTERM to every member: it hands over and goes."""
+        for member in self._alive.values():
+            member.noticed = True
+            self._terminate(member)
+
+    async def all_gone(self, within_s: float) -> bool:
+        """Wait for those who are alive now."""
+        waits = [member.gone.wait() for member in self._alive.values()]
+        try:
+            await asyncio.wait_for(asyncio.gather(*waits), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def follow_logs(self) -> None:
+        """Pass on what members print, for as long as the agent lives."""
+        while True:
+            await asyncio.sleep(_LOOK_S if self._alive else _LOOK_S * 3)
+            for member in list(self._alive.values()):
+                self._pass_on(member, last=False)
+
+    def _terminate(self, member: Member) -> None:
+        if member.process is not None:
+            processes.signal_to([member.process], 15)
+
+    def _pass_on(self, member: Member, last: bool) -> None:
+        for lines in logs.batches(member.tail.read(time.monotonic(), last)):
+            self._outbox.put(LogLines(member.order.run, member.order.member, lines))
+
+    def _on_exit(self, key: str, status: int) -> None:
+        if (member := self._alive.pop(key, None)) is None:
+            return
+        self._pass_on(member, last=True)
+        member.tail.close()
+        code = os.waitstatus_to_exitcode(status)
+        end = causes.Exit(
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            asked=member.asked,
+            noticed=member.noticed,
+            why=_why(member.why_path),
+            oom_kills=probe.oom_kills() - member.oom_kills,
+            last_words=member.tail.last_words,
+        )
+        verdict = causes.classify(end)
+        log.info("%s of run %s ended: %s %s", member.order.member, member.order.run, verdict.cause, verdict.detail)
+        detail = verdict.detail[:_DETAIL_CHARACTERS]
+        self._outbox.put(MemberExited(*member.name, end.exit_code, end.signal, verdict.cause, detail))
+        member.gone.set()
+
+
+def _key(run: str, member: str, incarnation: str) -> str:
+    return json.dumps((run, member, incarnation))
+
+
+def _file_name(text: str) -> str:
+    """A name from the network as a name of one file, never of a path."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:100] or "-"
+
+
+def _settings(env: Mapping[str, str]) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(env.get("SHOAL_SETTINGS") or "{}", type=dict[str, object])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _why(path: Path) -> causes.Why | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=causes.Why)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,99 @@
+"""What an agent and its warm process tell each other over their socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Union
+
+import msgspec
+
+MAX_ORDER_BYTES = 4 << 20
+_LENGTH = struct.Struct("!I")
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all of them; the tag is the class name."""
+
+
+class Start(Order, frozen=True):
+    """Fork a member. `env` is its whole environment; `cold` executes a new interpreter in the fork."""
+
+    key: str
+    argv: tuple[str, ...]
+    module: bool
+    cwd: str
+    env: dict[str, str]
+    log_path: str
+    why_path: str
+    threads: int
+    cold: bool = False
+
+
+class Warm(Order, frozen=True):
+    """The imports are done. `failed` maps a module that could not be imported to why."""
+
+    seconds: float
+    tasks: int
+    failed: dict[str, str] = {}
+
+
+class Started(Order, frozen=True):
+    key: str
+    pid: int
+
+
+class NotStarted(Order, frozen=True):
+    key: str
+    why: str
+
+
+class Exited(Order, frozen=True):
+    """A member is gone; `status` is what waitpid gave."""
+
+    key: str
+    pid: int
+    status: int
+
+
+FromZygote = Union[Warm, Started, NotStarted, Exited]
+
+_to_zygote = msgspec.msgpack.Decoder(Start)
+_from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
+
+
+def pack(order: Order) -> bytes:
+    body = msgspec.msgpack.encode(order)
+    return _LENGTH.pack(len(body)) + body
+
+
+def length_of(header: bytes) -> int:
+    """The length that a header announces; ValueError if nobody of ours would send that much."""
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_ORDER_BYTES:
+        raise ValueError(f"an order of {length} bytes")
+    return int(length)
+
+
+def unpack_from_zygote(body: bytes) -> FromZygote:
+    return _from_zygote.decode(body)
+
+
+def receive_start(channel: socket.socket) -> Start | None:
+    """The next order to the warm process; None when the agent is gone."""
+    header = _exactly(channel, _LENGTH.size)
+    body = _exactly(channel, length_of(header)) if header else None
+    return _to_zygote.decode(body) if body else None
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        try:
+            piece = channel.recv(count - len(parts))
+        except ConnectionError:
+            return None
+        if not piece:
+            return None
+        parts += piece
+    return bytes(parts)

@@ -1,0 +1,156 @@
+"""The agent's side of the warm process: keeps one up, gives it orders, and hears of exits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from shoal.agent import orders, processes
+from shoal.errors import WarmProcessFailed
+
+log = logging.getLogger("shoal.agent")
+
+_REVIVE_MAX_S = 5.0
+
+
+class WarmProcess:
+    """One warm process, started anew when it dies; `on_exit(key, status)` is called once for every member."""
+
+    def __init__(
+        self, preload: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[str, int], None]
+    ) -> None:
+        self._preload = tuple(preload)
+        self._environment = dict(environment)
+        self._on_exit = on_exit
+        self._pids: dict[str, int] = {}
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._up = asyncio.Event()
+        self._closing = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def open(self) -> None:
+        """Start the warm process and keep one up until `close`."""
+        processes.adopt_orphans()
+        self._keeper = asyncio.create_task(self._keep_one_up())
+
+    async def start(self, order: orders.Start, timeout_s: float) -> int:
+        """Start a member and return its pid."""
+        born: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[order.key] = born
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
+                assert self._writer is not None
+                self._writer.write(orders.pack(order))
+                await self._writer.drain()
+                return await born
+        except TimeoutError as error:
+            raise WarmProcessFailed(f"no member was started within {timeout_s:.0f} s") from error
+        except ConnectionError as error:
+            raise WarmProcessFailed("the warm process died while a member was to be started") from error
+        finally:
+            self._waiting.pop(order.key, None)
+
+    async def close(self) -> None:
+        """Let the warm process go; it kills whatever is left below it, and so do we."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._keeper is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._keeper), 10.0)
+            self._keeper.cancel()
+        await processes.kill(processes.descendants(), 10.0)
+        processes.reap_all()
+
+    async def _keep_one_up(self) -> None:
+        pause_s = 0.05
+        while not self._closing:
+            began = time.monotonic()
+            reader = await self._launch()
+            await self._listen(reader)
+            self._up.clear()
+            await self._after_its_death()
+            if self._closing:
+                return
+            pause_s = 0.05 if time.monotonic() - began > 10.0 else min(pause_s * 2, _REVIVE_MAX_S)
+            log.warning("the warm process is gone; another one starts in %.2f s", pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _launch(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shoal.agent.zygote", str(theirs.fileno()), *self._preload],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._up.set()
+        return reader
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                header = await reader.readexactly(4)
+                self._hear(orders.unpack_from_zygote(await reader.readexactly(orders.length_of(header))))
+
+    def _hear(self, report: orders.FromZygote) -> None:
+        match report:
+            case orders.Warm():
+                log.info("the warm process is ready after %.2f s", report.seconds)
+                for module, why in report.failed.items():
+                    log.warning("the warm process could not import %s: %s", module, why)
+                if report.tasks > 1:
+                    log.warning("the warm process has %d threads; forking from it may hang", report.tasks)
+            case orders.Started():
+                self._pids[report.key] = report.pid
+                if (born := self._waiting.get(report.key)) and not born.done():
+                    born.set_result(report.pid)
+            case orders.NotStarted():
+                if (born := self._waiting.get(report.key)) and not born.done():
+                    born.set_exception(WarmProcessFailed("a member could not be started", why=report.why))
+            case orders.Exited():
+                if self._pids.pop(report.key, None) is not None:
+                    self._on_exit(report.key, report.status)
+
+    async def _after_its_death(self) -> None:
+        """Everything that it had started dies by the kernel's hand or ours; tell of each member."""
+        if self._writer is not None:
+            self._writer.close()
+        process = self._process
+        assert process is not None
+        while process.poll() is None:
+            await asyncio.sleep(0.01)
+        await processes.kill(processes.descendants(), 30.0)
+        for born in self._waiting.values():
+            if not born.done():
+                born.set_exception(WarmProcessFailed("the warm process died while a member was to be started"))
+        for key, pid in list(self._pids.items()):
+            del self._pids[key]
+            self._on_exit(key, _status_of(pid))
+        processes.reap_all()
+
+
+def _status_of(pid: int) -> int:
+    """How an adopted member ended; SIGKILL if it cannot be known, since that is what its parent's death sends."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 9
+    return status if ended else 9

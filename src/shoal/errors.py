@@ -424,3 +424,13 @@ class BadRequest(UsageError):
     """A request to the coordinator is not what its API takes."""
 
     code = "S121"
+
+
+class PortsTaken(LaunchError):
+    """No port is free for a member to listen on.
+
+    Every member listens on one port for its peers. With ``ports = "29400-29499"`` it takes the first free one of that
+    range, so the range must be larger than the number of members on one machine; without it the system picks one.
+    """
+
+    code = "S404"

@@ -1,0 +1,177 @@
+"""The port of a member: one listener, through which rings are connected and the state is handed over."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.core.world import Address, World
+from shoal.worker import handover
+from shoal.worker.dial import GLANCE_S, Patience, dial
+from shoal.worker.door import Door, Identity, listen
+from shoal.worker.exchange import ExchangeBroken, OnBreak
+from shoal.worker.handover import Readable, Received
+from shoal.worker.handshake import RING, STATE, Hello, make_key
+from shoal.worker.ring import Ring
+from shoal.worker.sockets import disown
+
+STALL_S = 30.0
+
+log = logging.getLogger("shoal.port")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    snapshot: Readable
+    readers: frozenset[str]
+
+
+class Port:
+    """Where the peers of a member reach it, and from where it reaches them."""
+
+    def __init__(
+        self,
+        token: bytes,
+        run: str,
+        member: str,
+        incarnation: str,
+        host: str,
+        ports: range | None = None,
+        user_timeout_ms: int = 5000,
+    ) -> None:
+        self._identity = Identity(make_key(token, run), run, member, incarnation)
+        self._user_timeout_ms = user_timeout_ms
+        self._lock = threading.Lock()
+        self._offers: dict[int, _Offer] = {}
+        self._deliveries: dict[socket.socket, tuple[int, threading.Thread]] = {}
+        self._closed = False
+        listener = listen(host, ports)
+        self.address = Address(host, listener.getsockname()[1])
+        self._door = Door(listener, self._identity, user_timeout_ms, self._on_arrival)
+
+    def connect(
+        self, world: World, timeout_s: float, cancelled: threading.Event, on_break: OnBreak | None = None
+    ) -> Ring:
+        """Join the ring of a world; return when all of its members have."""
+        rank = world.rank_of(self._identity.member)
+        if rank is None:
+            raise ValueError(f"{self._identity.member} has no seat in world {world.number}")
+        members = [seat.member for seat in world.seats]
+        if world.size == 1:
+            return Ring(0, members)
+        patience = Patience(timeout_s, cancelled)
+        self._door.shun(world.number, shunned=False)
+        try:
+            ring = Ring(rank, members, *self._meet(world, rank, patience), on_break)
+            self._assemble(ring, patience)
+        except ExchangeBroken:
+            # those who wait for us must see at once that we have given up
+            self._door.shun(world.number)
+            raise
+        return ring
+
+    def offer(self, world: int, snapshot: Readable, readers: Collection[str]) -> None:
+        """Hand this snapshot to these members in the background, to each when it asks."""
+        with self._lock:
+            self._offers[world] = _Offer(snapshot, frozenset(readers))
+        for reader in readers:
+            self._deliver(world, reader)
+
+    def withdraw(self, up_to_world: int) -> None:
+        """Drop the offers and requests of worlds up to this number."""
+        with self._lock:
+            self._offers = {world: offer for world, offer in self._offers.items() if world > up_to_world}
+            over = [sock for sock, (world, _) in self._deliveries.items() if world <= up_to_world]
+            for sock in over:
+                _shut(sock)
+        self._door.forget(up_to_world)
+
+    def fetch(self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event) -> Received:
+        """Receive the state from a source, as soon as that offers it; `timeout_s` bounds each wait without progress."""
+        seat = world.seats[source_rank]
+        patience = Patience(timeout_s, cancelled)
+        sock = dial(self._identity, STATE, world.number, seat, patience, self._user_timeout_ms)
+        try:
+            return handover.receive(sock, seat.member, timeout_s, cancelled)
+        finally:
+            disown(sock)
+
+    def close(self) -> None:
+        """Stop listening; end every hand-over. Rings live on: each is closed by its owner."""
+        with self._lock:
+            self._closed = True
+            self._offers.clear()
+            deliveries = list(self._deliveries.items())
+            for sock, _ in deliveries:
+                _shut(sock)
+        self._door.close()
+        for _, (_, thread) in deliveries:
+            thread.join()
+
+    # --- the ring
+
+    def _meet(self, world: World, rank: int, patience: Patience) -> tuple[socket.socket, socket.socket]:
+        seats, identity = world.seats, self._identity
+        following = dial(identity, RING, world.number, seats[(rank + 1) % world.size], patience, self._user_timeout_ms)
+        previous = seats[rank - 1]
+        try:
+            with self._door.arrived:
+                while not (sock := self._door.take(RING, world.number, previous.member, previous.incarnation)):
+                    patience.check((previous.member,), f"{previous.member} did not come to world {world.number}")
+                    self._door.arrived.wait(GLANCE_S)
+        except ExchangeBroken:
+            disown(following)
+            raise
+        return following, sock
+
+    def _assemble(self, ring: Ring, patience: Patience) -> None:
+        ticket = ring.gather(np.zeros(1))
+        try:
+            while not ticket.done(GLANCE_S):
+                patience.check((), "not all members came to the ring")
+            ticket.wait()
+        except ExchangeBroken:
+            ring.close()
+            raise
+
+    # --- the state
+
+    def _on_arrival(self, hello: Hello) -> None:
+        if hello.kind == STATE:
+            self._deliver(hello.world, hello.member)
+
+    def _deliver(self, world: int, reader: str) -> None:
+        with self._lock:
+            offer = self._offers.get(world)
+            if offer is None or reader not in offer.readers or self._closed:
+                return
+            sock = self._door.take(STATE, world, reader)
+            if sock is None:
+                return
+            thread = threading.Thread(
+                target=self._hand_over, args=(sock, offer.snapshot, reader), name="shoal-handover", daemon=True
+            )
+            self._deliveries[sock] = (world, thread)
+            thread.start()
+
+    def _hand_over(self, sock: socket.socket, snapshot: Readable, reader: str) -> None:
+        try:
+            handover.send(sock, snapshot, reader, STALL_S)
+        except (OSError, LookupError) as error:
+            log.info("could not hand the state of step %d to %s: %s", snapshot.step, reader, error)
+        finally:
+            with self._lock:
+                del self._deliveries[sock]
+                disown(sock)
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return

@@ -15,7 +15,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,13 +23,28 @@ from numpy.typing import NDArray
 
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, ShoalError, StoreUnusable
 from shoal.store.blobs import Blob, Store
-from shoal.worker.snapshot import PIECE_BYTES, PieceGone, Snapshot
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 FORMAT = 1
+PIECE_BYTES = 4 << 20
 _NAME = re.compile(r"step-(\d{12,})\.world-(\d{8,})\.")
 _MARGIN_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """What a checkpoint is written from: a snapshot of the state, read forward in pieces (see worker.snapshot)."""
+
+    step: int
+    header: bytes
+    sizes: tuple[int, ...]
+    total_bytes: int
+
+    def piece(self, reader: str, index: int, start: int, stop: int) -> bytes:
+        """Return a copy of some bytes of one buffer, or raise LookupError if they are gone."""
+
+    def done(self, reader: str) -> None:
+        """Say that the reader needs nothing more."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +67,7 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
     manifest: msgspec.Raw
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A checkpoint that is complete in a store, as far as can be told without reading its data."""
 
@@ -61,8 +76,12 @@ class Entry:
     manifest: Manifest
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.step, self.world
+
+    @property
     def name(self) -> str:
-        return _prefix(self.step, self.world)
+        return _prefix(*self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +96,7 @@ class Loaded:
 
 def write(
     store: Store,
-    snapshot: Snapshot,
+    snapshot: Source,
     reader: str,
     *,
     run: str,
@@ -103,7 +122,7 @@ def write(
         store.put(f"{prefix}.manifest.json", [_seal(manifest)])
     except OSError as error:
         raise _failure(store, snapshot, error) from error
-    except PieceGone as error:
+    except LookupError as error:
         raise CheckpointFailed(f"the checkpoint of step {snapshot.step} was given up", why=str(error)) from error
     finally:
         snapshot.done(reader)
@@ -112,9 +131,9 @@ def write(
 
 def entries(store: Store) -> list[Entry]:
     """Return the complete checkpoints of a store, newest first."""
-    blobs = {blob.name: blob for blob in store.list("step-")}
+    blobs = _listed(store)
     found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(".manifest.json")]
-    return sorted((each for each in found if isinstance(each, Entry)), key=_order, reverse=True)
+    return sorted((each for each in found if isinstance(each, Entry)), key=lambda each: each.key, reverse=True)
 
 
 def newest(store: Store) -> Entry | None:
@@ -124,11 +143,11 @@ def newest(store: Store) -> Entry | None:
 
 def read(store: Store, entry: Entry | None = None) -> Loaded:
     """Return the content of a checkpoint (the newest by default), or of the newest good one before it."""
-    blobs = {blob.name: blob for blob in _listed(store)}
-    names = sorted((name for name in blobs if name.endswith(".manifest.json")), reverse=True)
+    blobs = _listed(store)
+    names = sorted((name for name in blobs if name.endswith(".manifest.json")), key=_key, reverse=True)
     passed_over: list[ShoalError] = []
     for name in names:
-        if entry is not None and _key(name) > (entry.step, entry.world):
+        if entry is not None and _key(name) > entry.key:
             continue
         found = _entry(store, blobs[name], blobs)
         try:
@@ -154,13 +173,17 @@ def prune(store: Store, keep: int) -> list[str]:
     if not good:
         return []
     kept = {each.name for each in good[: max(1, keep)]}
-    latest = good[0].name
-    found = sorted({_prefix(*key) for blob in store.list("step-") if (key := _key(blob.name)) is not None})
-    gone = [name for name in found if name < latest and name not in kept]
-    for name in gone:
-        # The manifest goes first: what is left, if we are interrupted, is a leftover and not a damaged checkpoint.
-        store.delete(f"{name}.manifest.json")
-        store.delete(f"{name}.")
+    older = sorted({key for key in map(_key, _listed(store)) if key < good[0].key})
+    gone = [name for key in older if (name := _prefix(*key)) not in kept]
+    try:
+        for name in gone:
+            # The manifest goes first: what is left, if we are interrupted, is a leftover and not a damaged checkpoint.
+            store.delete(f"{name}.manifest.json")
+            store.delete(f"{name}.")
+    except OSError as error:
+        raise StoreUnusable(
+            f"old checkpoints in {store.where} could not be deleted", why=str(error), do="delete them by hand"
+        ) from error
     return gone
 
 
@@ -168,16 +191,12 @@ def _prefix(step: int, world: int) -> str:
     return f"step-{step:012d}.world-{world:08d}"
 
 
-def _key(name: str) -> tuple[int, int] | None:
+def _key(name: str) -> tuple[int, int]:
     match = _NAME.match(name)
-    return (int(match[1]), int(match[2])) if match else None
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
 
 
-def _order(entry: Entry) -> tuple[int, int]:
-    return entry.step, entry.world
-
-
-def _pieces(snapshot: Snapshot, reader: str, checksums: list[int], fence: Callable[[], bool]) -> Iterator[bytes]:
+def _pieces(snapshot: Source, reader: str, checksums: list[int], fence: Callable[[], bool]) -> Iterator[bytes]:
     for index, size in enumerate(snapshot.sizes):
         for start in range(0, size, PIECE_BYTES):
             _check_fence(fence)
@@ -193,14 +212,14 @@ def _check_fence(fence: Callable[[], bool]) -> None:
         )
 
 
-def _check_space(store: Store, snapshot: Snapshot) -> None:
+def _check_space(store: Store, snapshot: Source) -> None:
     free = store.free_bytes()
     needed = snapshot.total_bytes + len(snapshot.header) * 2 + _MARGIN_BYTES
     if free is not None and free < needed:
         raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
 
 
-def _failure(store: Store, snapshot: Snapshot, error: OSError) -> ShoalError:
+def _failure(store: Store, snapshot: Source, error: OSError) -> ShoalError:
     what = f"the checkpoint of step {snapshot.step} could not be written to {store.where}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
         return StoreUnusable(what, why=str(error), do="make it writable, or set checkpoint.to to another place")
@@ -214,9 +233,10 @@ def _seal(manifest: Manifest) -> bytes:
     return msgspec.json.encode(_Sealed(zlib.crc32(body), msgspec.Raw(body)))
 
 
-def _listed(store: Store) -> list[Blob]:
+def _listed(store: Store) -> dict[str, Blob]:
+    """Return the blobs that belong to checkpoints, by name; other files in the same place are not ours."""
     try:
-        return store.list("step-")
+        return {blob.name: blob for blob in store.list("step-") if _NAME.match(blob.name)}
     except OSError as error:
         raise StoreUnusable(f"{store.where} cannot be read", why=str(error), do="check checkpoint.to") from error
 
@@ -234,6 +254,8 @@ def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> Entry | Checkpoi
     data = blobs.get(manifest.data)
     if manifest.format != FORMAT:
         return CheckpointDamaged(f"{blob.name} cannot be read", why=f"it has format {manifest.format}, not {FORMAT}")
+    if (manifest.step, manifest.world) != _key(blob.name):
+        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"it describes step {manifest.step}")
     if data is None or data.size_bytes != manifest.total_bytes or sum(manifest.sizes) != manifest.total_bytes:
         has = "missing" if data is None else f"{data.size_bytes} bytes long"
         return CheckpointDamaged(f"{manifest.data} is {has}", why=f"it should have {manifest.total_bytes} bytes")
@@ -253,7 +275,7 @@ def _content(store: Store, entry: Entry) -> tuple[bytes, list[Bytes]]:
 
 def _buffer(file: BinaryIO, size: int, checksums: Iterator[int]) -> Bytes:
     buffer = np.empty(size, np.uint8)
-    view = memoryview(buffer)
+    view = buffer.data
     for start in range(0, size, PIECE_BYTES):
         piece = view[start : start + PIECE_BYTES]
         _fill(file, piece)

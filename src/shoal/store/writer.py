@@ -10,7 +10,6 @@ from typing import Any
 from shoal.errors import CheckpointFailed, ShoalError
 from shoal.store import checkpoint
 from shoal.store.blobs import Store
-from shoal.worker.snapshot import Snapshot
 
 READER = "checkpoint"
 
@@ -19,7 +18,7 @@ class AsyncWriter:
     """Writes one checkpoint at a time in the background, and prunes old ones after each success.
 
     `on_done(step, path, bytes, seconds)`, `on_error(error)` and `on_skip(step, step in flight)` are called from the
-    writing thread (on_skip: from the caller's). An error never reaches the training: the next checkpoint is another try.
+    writing thread (on_skip: from the caller's). An error never reaches the training: the next one is another try.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class AsyncWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(
-        self, snapshot: Snapshot, world: int, meta: dict[str, Any], fence: Callable[[], bool] = lambda: True
+        self, snapshot: checkpoint.Source, world: int, meta: dict[str, Any], fence: Callable[[], bool] = lambda: True
     ) -> bool:
         """Begin to write a snapshot that counts us as a reader; return False if one is still being written."""
         if self.busy or self._closed.is_set():
@@ -71,7 +70,7 @@ class AsyncWriter:
         self._closed.set()
         return finished
 
-    def _write(self, snapshot: Snapshot, world: int, meta: dict[str, Any], fence: Callable[[], bool]) -> None:
+    def _write(self, snapshot: checkpoint.Source, world: int, meta: dict[str, Any], fence: Callable[[], bool]) -> None:
         began = self._now()
         try:
             entry = checkpoint.write(

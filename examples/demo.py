@@ -1,0 +1,274 @@
+"""The main job: a small network learns digits while its members are killed, added and told to go.
+
+scripts/demo, or: python examples/demo.py [--epochs 60]
+
+It first trains undisturbed and alone, then with `shoal run` under fire, and ends with a table of what each event cost
+and how far the two results are apart. The exit code is 0 only if all went well.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "digits" / "train.py"
+WATCHED = HERE / "watched.py"
+SHOAL = [sys.executable, "-m", "shoal.cli.main"]
+BOUND = 1e-8  # float64 and smooth activations: what is left is the order of sums, grown over the steps
+PATIENCE_S = 90.0
+SETTLE_STEPS = 15
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Cost:
+    """What one event cost, from the times at which the surviving members applied their steps."""
+
+    event: str
+    members: str
+    next_step_s: float
+    stall_s: float
+    repeated: int
+
+
+class Demo:
+    """One elastic run under fire."""
+
+    def __init__(self, folder: Path, epochs: int) -> None:
+        self.folder = folder
+        self.trace = folder / "trace"
+        self.trace.mkdir()
+        self.out = folder / "elastic.pt"
+        self.epochs = epochs
+        self.home = folder / "home"
+        self.environ = {**os.environ, "SHOAL_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        self.told = 0
+        self.began = time.time()
+        self.events: list[tuple[str, float, set[int], set[int], str]] = []
+
+    # --- the run, seen from outside
+
+    def start(self) -> subprocess.Popen[bytes]:
+        arguments = ["--dtype", "float64", "--epochs", str(self.epochs), "--out", str(self.out)]
+        command = [*SHOAL, "run", "-n", "2:3", "--name", "demo", str(WATCHED), str(self.trace), str(SCRIPT), *arguments]
+        with (self.folder / "shoal.log").open("wb") as log:
+            return subprocess.Popen(command, env=self.environ, stdout=log, stderr=log)
+
+    def shoal(self, *arguments: str) -> str:
+        return subprocess.run(
+            [*SHOAL, *arguments], env=self.environ, check=True, timeout=60, capture_output=True, text=True
+        ).stdout
+
+    def ask(self, path: str) -> object:
+        """One GET to the coordinator; None while it is down."""
+        for home in self.home.glob("coordinators/*"):
+            try:
+                token = (home / "token").read_text().splitlines()[0]
+                request = urllib.request.Request(
+                    (home / "url").read_text().strip() + path, headers={"Authorization": f"Bearer {token}"}
+                )
+                with urllib.request.urlopen(request, timeout=2) as answer:
+                    return json.load(answer)
+            except (OSError, urllib.error.URLError):
+                return None
+        return None
+
+    def view(self) -> dict:
+        view = self.ask("/v1/runs/demo")
+        return view if isinstance(view, dict) else {}
+
+    def training(self) -> list[dict]:
+        return [member for member in self.view().get("members", []) if member["status"] == "training"]
+
+    def tell(self) -> None:
+        """Print what the coordinator has written into the run's story since last time."""
+        lines = self.ask(f"/v1/runs/demo/story?after={self.told}&limit=200")
+        for line in lines if isinstance(lines, list) else []:
+            self.told = line["seq"]
+            console.print(f"  [dim]{line['at'] - self.began:6.1f} s  {line['text']}[/dim]")
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
+        until = time.time() + PATIENCE_S
+        while not reached():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the run ended while waiting until {what}")
+            if time.time() > until:
+                raise RuntimeError(f"waited {PATIENCE_S:.0f} s in vain until {what}")
+            self.tell()
+            time.sleep(0.1)
+
+    def settle(self, members: int) -> None:
+        """Wait until so many members train, and have made some steps together."""
+        self.wait(f"{members} members train", lambda: len(self.training()) == members)
+        pids = {member["pid"] for member in self.training()}
+        before = {pid: len(self.steps(pid)) for pid in pids}
+        self.wait("they have settled", lambda: all(len(self.steps(p)) >= before[p] + SETTLE_STEPS for p in pids))
+        self.tell()
+
+    def steps(self, pid: int) -> list[tuple[float, int]]:
+        """(time, step) of every step that a process has applied."""
+        file = self.trace / f"{pid}.txt"
+        rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [(float(row[0]), int(row[1])) for row in rows if len(row) == 2]
+
+    # --- what happens to it
+
+    @contextmanager
+    def event(self, text: str, hit: set[int], change: str) -> Iterator[None]:
+        before = {member["pid"] for member in self.training()}
+        at = time.time()
+        console.print(f"[bold yellow]{at - self.began:8.1f} s  {text}[/bold yellow]")
+        yield
+        self.events.append((text, at, before - hit, hit, change))
+
+    def kill(self, count: int) -> None:
+        chosen = self.training()[-count:]
+        names = " and ".join(member["member"] for member in chosen)
+        size = len(self.training())
+        with self.event(f"kill -9 {names}", {member["pid"] for member in chosen}, f"{size} → {size - count}"):
+            for member in chosen:
+                os.kill(member["pid"], signal.SIGKILL)
+
+    def add(self, most: int) -> None:
+        size = len(self.training())
+        with self.event(f"shoal scale demo 2:{most}", set(), f"{size} → {most}"):
+            self.shoal("scale", "demo", f"2:{most}")
+
+    def warn(self) -> None:
+        member, size = self.training()[0], len(self.training())
+        with self.event(f"SIGTERM to {member['member']}", {member["pid"]}, f"{size} → {size - 1}"):
+            os.kill(member["pid"], signal.SIGTERM)
+
+    def kill_the_coordinator(self) -> None:
+        pid = int(next(self.home.glob("coordinators/*/pid")).read_text())
+        size = len(self.training())
+        with self.event("kill -9 the coordinator", set(), f"{size}"):
+            os.kill(pid, signal.SIGKILL)
+
+    def run(self) -> list[Cost]:
+        self.process = self.start()
+        try:
+            self.settle(3)
+            self.kill(1)
+            self.settle(3)
+            self.add(4)
+            self.settle(4)
+            self.warn()
+            self.settle(4)
+            self.kill_the_coordinator()
+            self.settle(4)
+            self.kill(2)
+            self.settle(4)
+            console.print("  [dim]… undisturbed to the end[/dim]")
+            if self.process.wait(600) != 0:
+                raise RuntimeError(f"shoal run ended with exit code {self.process.returncode}")
+        except BaseException:
+            console.print((self.folder / "shoal.log").read_text()[-4000:], markup=False)
+            raise
+        finally:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                try:
+                    self.process.wait(30)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+        return [self.cost(index) for index in range(len(self.events))]
+
+    def cost(self, index: int) -> Cost:
+        text, at, survivors, _, change = self.events[index]
+        until = self.events[index + 1][1] if index + 1 < len(self.events) else at + 30.0
+        next_s, stall_s, repeated = 0.0, 0.0, 0
+        for pid in survivors:
+            rows = self.steps(pid)
+            around = [when for when, _ in rows if at - 2.0 < when < until]
+            gaps = [(after - before, after) for before, after in itertools.pairwise(around)]
+            usual_s = statistics.median(gap for gap, _ in gaps)
+            worst_s, ended = max((gap, after) for gap, after in gaps if after > at)
+            first_s = min(after for _, after in gaps if after > at) - at
+            next_s = max(next_s, ended - at if worst_s > 3 * usual_s else first_s)
+            stall_s = max(stall_s, worst_s - usual_s)
+            numbers = [step for when, step in rows if at - 2.0 < when < until]
+            repeated = max(repeated, len(numbers) - len(set(numbers)))
+        return Cost(text, change, next_s, stall_s, repeated)
+
+
+def alone(folder: Path, epochs: int) -> tuple[Path, str]:
+    """The same file without Shoal's launcher: (parameters, last line)."""
+    out = folder / "alone.pt"
+    command = [sys.executable, str(SCRIPT), "--dtype", "float64", "--epochs", str(epochs), "--out", str(out)]
+    done = subprocess.run(command, check=True, timeout=600, stdout=subprocess.PIPE, text=True, cwd=folder)
+    return out, done.stdout.strip().splitlines()[-1]
+
+
+def distance(one: Path, other: Path) -> float:
+    """The largest difference of any parameter, relative to the largest parameter."""
+    left, right = (torch.load(path, weights_only=True) for path in (one, other))
+    assert left.keys() == right.keys()
+    scale = max(value.abs().max().item() for value in left.values())
+    return max((left[name] - right[name]).abs().max().item() for name in left) / scale
+
+
+def show(costs: list[Cost]) -> None:
+    table = Table(title="What it cost", title_style="bold", title_justify="left")
+    table.add_column("event")
+    for name in ("members", "next step after", "others stalled", "steps lost"):
+        table.add_column(name, justify="right")
+    for cost in costs:
+        table.add_row(
+            cost.event,
+            cost.members,
+            f"{cost.next_step_s * 1000:.0f} ms",
+            f"{max(0.0, cost.stall_s) * 1000:.0f} ms",
+            str(cost.repeated),
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=60)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shoal-demo-") as name:
+        folder = Path(name)
+        console.print(f"[bold]1. {args.epochs} epochs alone and undisturbed[/bold]")
+        undisturbed, line = alone(folder, args.epochs)
+        console.print(f"  {line}")
+        console.print("[bold]2. The same with shoal run -n 2:3, under fire[/bold]")
+        demo = Demo(folder, args.epochs)
+        try:
+            costs = demo.run()
+        except RuntimeError as error:
+            console.print(f"[bold red]failed:[/bold red] {error}")
+            return 1
+        said = [line for line in demo.shoal("logs", "demo").splitlines() if "accuracy" in line]
+        console.print(f"  {said[-1] if said else 'it printed no accuracy'}")
+        show(costs)
+        apart = distance(undisturbed, demo.out)
+    good = apart <= BOUND and bool(said) and all(cost.repeated == 0 for cost in costs)
+    console.print(
+        f"largest difference to the undisturbed run: {apart:.1e} (bound {BOUND:.0e}: the order of sums in float64)"
+    )
+    console.print("[bold green]all well[/bold green]" if good else "[bold red]not as promised[/bold red]")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

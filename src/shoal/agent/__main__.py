@@ -14,26 +14,18 @@ from shoal.agent.zygote import PRELOAD
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="shoal.agent", description="Starts, watches and ends members here."
-    )
+    parser = argparse.ArgumentParser(prog="shoal.agent", description="Starts, watches and ends members here.")
     parser.add_argument("--url", required=True, help="the coordinator")
     parser.add_argument("--token-file", required=True, help="its token, and its certificate if it has one")
     parser.add_argument("--name", default=socket.gethostname().split(".")[0], help="this machine's name in runs")
     parser.add_argument("--slots", type=int, default=None, help="how many members it offers (default: any number)")
     parser.add_argument("--dir", type=Path, required=True, help="where logs are kept")
-    parser.add_argument(
-        "--interface", default="", help="interface to announce (default: towards the coordinator)"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=30.0, help="seconds for members to hand over before SIGKILL"
-    )
+    parser.add_argument("--interface", default="", help="interface to announce (default: towards the coordinator)")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds for members to hand over before SIGKILL")
     parser.add_argument(
         "--idle", type=float, default=600.0, help="seconds without members or coordinator before it gives up"
     )
-    parser.add_argument(
-        "--lifeline", type=int, default=None, help="descriptor of a pipe; its end ends everything"
-    )
+    parser.add_argument("--lifeline", type=int, default=None, help="descriptor of a pipe; its end ends everything")
     parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, or a plug-in")
     parser.add_argument("--notice-url", default="", help="base URL of the source, if it is not the usual one")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="modules that the warm process imports")

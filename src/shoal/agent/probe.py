@@ -68,7 +68,7 @@ def memory_free_bytes() -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory, here or in our control group; only differences mean anything."""
+    """How often the kernel has killed for want of memory; only differences mean anything."""
     count = 0
     files = [root / "proc/vmstat"]
     for place in _cgroup_places(root, "memory"):
@@ -157,14 +157,12 @@ def _local_address_towards(host: str, port: int) -> str:
     try:
         options = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise Unreachable(
-            f"the coordinator's host {host!r} has no address", why=str(error), do="mind its URL"
-        ) from error
+        raise Unreachable(f"the host {host!r} has no address", why=str(error), do="check its URL") from error
     for family, kind, protocol, _, target in options:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    raise Unreachable(f"there is no route to the coordinator at {host}", do="mind its URL, or set interface")
+    raise Unreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
 
 
 def _is_loopback(text: str) -> bool:

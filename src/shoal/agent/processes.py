@@ -85,7 +85,7 @@ def signal_to(processes: Iterable[psutil.Process], number: int) -> None:
 
 
 async def end(root: psutil.Process, grace_s: float, give_up_s: float = 30.0) -> list[psutil.Process]:
-    """SIGTERM to the member alone so that it can hand over; after the grace SIGKILL to its tree; what is left, if anything.
+    """SIGTERM to the member alone so that it can hand over; after the grace SIGKILL to its tree; returns what is left.
 
     Its children are remembered while it lives, because once it is gone they are somebody else's.
     """

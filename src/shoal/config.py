@@ -18,7 +18,6 @@ from msgspec import Meta
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
-MEMBERS = r"^\d+(:\d+)?$"
 TABLES = ("checkpoint", "budget", "notice")
 PORTS = r"^(\d+-\d+)?$"
 
@@ -51,11 +50,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
 
 
-class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
     """The settings of the command that starts a run; they do not travel with it."""
 
-    members: Annotated[str, Meta(pattern=MEMBERS, description="how many members: N, or MIN:MAX")] = "1"
+    members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
     name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
+    notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure or file:PATH")] = ""
+    notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""
+    notice_grace_s: Annotated[float, Meta(ge=0, description="time to hand over after SIGTERM to the agent")] = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Key:
         return "SHOAL_" + self.name.replace(".", "_").upper()
 
 
-def keys() -> tuple[Key, ...]:
+def declared() -> tuple[Key, ...]:
     """All settings, those of the command first."""
     return (*_keys_of(Launching, travels=False), *_keys_of(Settings, travels=True))
 
@@ -147,4 +149,6 @@ def _keys_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[Key, ...]:
 
 
 def _name_of(hint: Any) -> str:
-    return "|".join(get_args(hint)) if get_origin(hint) is Literal else str(hint.__name__)
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    return "|".join(one.__name__ for one in get_args(hint) or (hint,))

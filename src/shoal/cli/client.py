@@ -1,0 +1,170 @@
+"""A client of the coordinator's HTTP API, on the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from shoal import __version__, errors
+from shoal.wire.messages import PROTOCOL
+from shoal.wire.views import AgentView, Health, LogPage, Problem, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
+
+T = TypeVar("T")
+
+
+class Client:
+    """Asks one coordinator; the connection is kept, and opened again when it was lost."""
+
+    def __init__(self, url: str, token: str, context: ssl.SSLContext | None = None, timeout_s: float = 10.0) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._context = context
+        self._timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    def health(self) -> Health:
+        return self._ask("GET", "/v1/health", Health)
+
+    def check(self) -> Health:
+        """The coordinator's health, if it speaks our protocol."""
+        health = self.health()
+        if health.protocol != PROTOCOL:
+            raise errors.VersionMismatch(
+                f"the coordinator speaks protocol {health.protocol} (Shoal {health.shoal})",
+                where=self.url,
+                why=f"this is Shoal {__version__} with protocol {PROTOCOL}",
+                do="install the same version of Shoal on both machines",
+            )
+        return health
+
+    def runs(self) -> tuple[RunView, ...]:
+        return self._ask("GET", "/v1/runs", tuple[RunView, ...])
+
+    def submit(self, spec: RunSpec) -> RunView:
+        return self._ask("POST", "/v1/runs", RunView, spec)
+
+    def run(self, run: str) -> RunView:
+        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}", RunView)
+
+    def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
+        query = {"member": member, "after": after, "limit": limit}
+        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}/story", tuple[StoryLine, ...], query=query)
+
+    def logs(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
+        query = {"member": member, "after": after, "limit": limit}
+        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}/logs", LogPage, query=query)
+
+    def stop(self, run: str, ask: StopAsk) -> RunView:
+        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/stop", RunView, ask)
+
+    def scale(self, run: str, ask: ScaleAsk) -> RunView:
+        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/scale", RunView, ask)
+
+    def resume(self, run: str) -> RunView:
+        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView)
+
+    def agents(self) -> tuple[AgentView, ...]:
+        return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
+
+    def shutdown(self) -> None:
+        self._ask("POST", "/v1/shutdown", Any)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[T] | Any,
+        body: object = None,
+        query: Mapping[str, object] | None = None,
+    ) -> T:
+        asked = {name: value for name, value in (query or {}).items() if value not in ("", None)}
+        target = path + (f"?{urlencode(asked)}" if asked else "")
+        status, data = self._exchange(method, target, None if body is None else msgspec.json.encode(body))
+        if status >= 400:
+            raise _problem(status, data, self.url)
+        try:
+            answer: T = msgspec.json.decode(data or b"null", type=kind)
+        except msgspec.DecodeError as error:
+            raise errors.BadMessage("an answer that does not fit the API", where=self.url, why=str(error)) from error
+        return answer
+
+    def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        reused = self._connection is not None
+        try:
+            return self._once(method, target, body, headers)
+        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            self.close()
+            # A kept connection may have been closed by the other side; only a question may be asked twice.
+            if reused and method == "GET":
+                return self._again(target, headers)
+            raise self._unreachable(error) from error
+
+    def _again(self, target: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        try:
+            return self._once("GET", target, None, headers)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise self._unreachable(error) from error
+
+    def _once(self, method: str, target: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        if self._connection is None or method != "GET":
+            self.close()
+            self._connection = self._connect()
+        self._connection.request(method, target, body=body, headers=headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        host, port = parts.hostname or "127.0.0.1", parts.port
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+
+    def _unreachable(self, error: Exception) -> errors.CoordinatorUnreachable:
+        return errors.CoordinatorUnreachable(
+            "the coordinator does not answer",
+            where=self.url,
+            why=str(error) or type(error).__name__,
+            do="see that it runs and that the URL is right: shoal ps",
+        )
+
+
+def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
+    """A client of the coordinator at `url`, with the token, and the certificate if there is one, from its file."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise errors.UsageError(f"{url!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
+    from shoal.wire import credentials
+
+    found = credentials.read(token_file)
+    return Client(url, found.token, credentials.ssl_context(found), timeout_s)
+
+
+def _problem(status: int, data: bytes, url: str) -> errors.ShoalError:
+    try:
+        problem = msgspec.json.decode(data, type=Problem)
+    except msgspec.DecodeError:
+        text = data[:200].decode(errors="replace")
+        return errors.MembershipError(f"the coordinator answered {status}", where=url, why=text)
+    return as_error(problem, url)
+
+
+def as_error(problem: Problem, where: str = "") -> errors.ShoalError:
+    """The error that a problem describes, of its own class if this version knows the code."""
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShoalError)]
+    kind = next((one for one in kinds if one.code == problem.code), errors.ShoalError)
+    return kind(problem.what, where=problem.where or where, why=problem.why, do=problem.do)

@@ -1,0 +1,152 @@
+"""Shows a run as plain lines, or as one JSON object a line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import click
+import msgspec
+
+from shoal.cli import table
+from shoal.wire.views import RunView, StoryLine
+
+PROGRESS_EVERY_S = 10.0
+
+
+class Display(Protocol):
+    """Shows a run as it goes."""
+
+    def logs(self, lines: Sequence[tuple[str, str]]) -> None: ...
+    def story(self, lines: Sequence[StoryLine]) -> None: ...
+    def view(self, view: RunView) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def sentence(line: StoryLine) -> str:
+    """A line of the story with its reason."""
+    return f"{line.text} ({line.reason})" if line.reason and line.reason not in line.text else line.text
+
+
+def progress(view: RunView) -> str:
+    """Where a run is, in one line."""
+    total = f"/{table.count(view.total_steps)}" if view.total_steps else ""
+    parts = [f"step {table.count(view.step)}{total}", f"epoch {view.epoch}"]
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4g}")
+    if view.samples_per_s:
+        parts.append(f"{table.count(view.samples_per_s)} samples/s")
+    parts.append(members(view))
+    return "  ".join(parts) if view.status == "training" else "  ".join([view.status, *parts, view.reason]).rstrip()
+
+
+def members(view: RunView) -> str:
+    """The world in words."""
+    if view.world is None:
+        return "no world"
+    bounds = f"{view.members_min}:{view.members_max}" if view.members_min != view.members_max else str(view.members_max)
+    return f"world {view.world} of {view.world_size} (asked {bounds})"
+
+
+class Plain:
+    """One line for each thing that happens, and one for the progress now and then."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None] = click.echo,
+        clock: Callable[[], float] = time.monotonic,
+        quiet: bool = False,
+        every_s: float = PROGRESS_EVERY_S,
+    ) -> None:
+        self._say = say
+        self._clock = clock
+        self._quiet = quiet
+        self._every_s = every_s
+        self._next_at = 0.0
+        self._shown: tuple[str, int] = ("", -1)
+
+    def logs(self, lines: Sequence[tuple[str, str]]) -> None:
+        for member, text in lines:
+            self._say(f"{member} | {text}")
+
+    def story(self, lines: Sequence[StoryLine]) -> None:
+        for line in lines:
+            self.note(sentence(line))
+
+    def view(self, view: RunView) -> None:
+        now = self._clock()
+        if self._quiet or now < self._next_at or (view.status, view.step) == self._shown:
+            return
+        self._next_at = now + self._every_s
+        self._shown = (view.status, view.step)
+        self._say(progress(view))
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._say(f"shoal: {text}")
+
+    def close(self) -> None:
+        return
+
+
+class JsonLines:
+    """One JSON object a line, each with an `event`."""
+
+    def __init__(self, say: Callable[[str], None] = click.echo) -> None:
+        self._say = say
+        self._shown: tuple[str, int] = ("", -1)
+
+    def logs(self, lines: Sequence[tuple[str, str]]) -> None:
+        for member, text in lines:
+            self._put("log", {"member": member, "text": text})
+
+    def story(self, lines: Sequence[StoryLine]) -> None:
+        for line in lines:
+            self._put("story", msgspec.to_builtins(line))
+
+    def view(self, view: RunView) -> None:
+        if (view.status, view.step) != self._shown:
+            self._shown = (view.status, view.step)
+            self._put("progress", msgspec.to_builtins(view))
+
+    def note(self, text: str) -> None:
+        self._put("note", {"text": text})
+
+    def close(self) -> None:
+        return
+
+    def _put(self, event: str, fields: dict[str, object]) -> None:
+        self._say(msgspec.json.encode({"event": event, **fields}).decode())
+
+
+class Forgiving:
+    """Passes everything on until the terminal is gone; then the run must still be stopped in order."""
+
+    def __init__(self, inner: Display) -> None:
+        self._inner = inner
+        self._gone = False
+
+    def logs(self, lines: Sequence[tuple[str, str]]) -> None:
+        self._try(self._inner.logs, lines)
+
+    def story(self, lines: Sequence[StoryLine]) -> None:
+        self._try(self._inner.story, lines)
+
+    def view(self, view: RunView) -> None:
+        self._try(self._inner.view, view)
+
+    def note(self, text: str) -> None:
+        self._try(self._inner.note, text)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _try(self, show: Callable[..., None], what: object) -> None:
+        if self._gone:
+            return
+        try:
+            show(what)
+        except OSError:
+            self._gone = True

@@ -1,0 +1,130 @@
+"""What a command would start: rendered first, started after."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from shoal.cli.sources import Choices
+from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.wire.views import RunSpec
+
+URL = "<url>"
+LOCAL_AGENT = "local"
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """A coordinator and an agent to start, and the run to submit to it, or to resume."""
+
+    directory: str
+    coordinator: tuple[str, ...]
+    agent: tuple[str, ...]
+    spec: RunSpec | None = None
+    resume: str = ""
+    members: tuple[int, int] | None = None
+    made: bool = False
+
+
+def new_directory(home: Path) -> Path:
+    """Where the next coordinator would live; its name sorts by time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return home / "coordinators" / f"{stamp}-{secrets.token_hex(2)}"
+
+
+def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
+    """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
+    python = (sys.executable, "-P", "-m")
+    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", "127.0.0.1", "--port", str(port))
+    token_file = str(directory / "token")
+    agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL_AGENT)
+    options = ("--dir", str(directory), *agent_options(choices))
+    return Launch(str(directory), coordinator, (*agent, *options), spec)
+
+
+def agent_options(choices: Choices) -> tuple[str, ...]:
+    """The options of an agent that come from settings."""
+    given = {
+        "--interface": choices.text("interface"),
+        "--notice-source": choices.text("notice.source"),
+        "--notice-url": choices.text("notice.url"),
+        "--grace": choices.text("notice.grace_s"),
+    }
+    return tuple(part for option, value in given.items() if value for part in (option, value))
+
+
+def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices) -> RunSpec:
+    """The run that is asked for, checked as far as it can be without starting it."""
+    cwd = Path.cwd()
+    check_module(script, cwd) if module else check_script(script, cwd)
+    default_name = script.rpartition(".")[2] if module else Path(script).stem
+    return RunSpec(
+        name=choices.text("name") or default_name,
+        argv=(script, *arguments),
+        cwd=str(cwd),
+        members=parse_members(choices.text("members"), choices.source("members")),
+        module=module,
+        settings=choices.for_run(),
+        compat=compat,
+    )
+
+
+def parse_members(text: str, where: str = "") -> tuple[int, int]:
+    """(MIN, MAX) from `N` or `MIN:MAX`."""
+    low, colon, high = text.strip().partition(":")
+    if not low.isdecimal() or (colon and not high.isdecimal()):
+        raise BadCount(f"{text!r} is no number of members", where=where, do="write -n 4, or -n MIN:MAX such as -n 2:8")
+    found = (int(low), int(high) if colon else int(low))
+    if found[0] < 1:
+        raise BadCount("a run needs at least one member", where=where, do="write -n 1, or -n 1:8")
+    if found[1] < found[0]:
+        do = f"write -n {found[1]}:{found[0]}" if found[1] > 0 else "write -n MIN:MAX"
+        raise BadCount(f"MIN is greater than MAX in {text}", where=where, do=do)
+    return found
+
+
+def check_script(script: str, cwd: Path) -> None:
+    path = cwd / script
+    if not path.exists():
+        near = _near(path)
+        raise BadScript(f"there is no script {script}", where=str(cwd), do=f"did you mean {near}?" if near else "")
+    if not path.is_file():
+        raise BadScript(f"{script} is not a file", where=str(cwd), do="name the script itself")
+    if not os.access(path, os.R_OK):
+        raise BadScript(f"{script} cannot be read", where=str(cwd), why="permission denied", do=f"chmod u+r {script}")
+
+
+def check_module(module: str, cwd: Path) -> None:
+    # Only the outermost package is looked for: finding an inner one would import, and so run, the user's code.
+    first = module.partition(".")[0]
+    if importlib.machinery.PathFinder.find_spec(first, [str(cwd), *sys.path]) is None:
+        raise BadScript(f"there is no module {module}", where=str(cwd), do="check the name, or install it")
+
+
+def make(directory: Path, *, exist_ok: bool = False) -> None:
+    """Make a coordinator's or an agent's directory, for its owner only."""
+    try:
+        directory.mkdir(parents=True, mode=0o700, exist_ok=exist_ok)
+    except OSError as error:
+        raise HomeUnusable(
+            f"{directory} cannot be made", why=error.strerror or str(error), do="set SHOAL_HOME to a directory of yours"
+        ) from error
+
+
+def unmake(directory: Path) -> None:
+    """Take away the directory of a coordinator that never had a run."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _near(path: Path) -> str:
+    import difflib
+
+    siblings = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    return near[0] if near else ""

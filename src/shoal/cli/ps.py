@@ -1,0 +1,42 @@
+"""`shoal ps`: the runs of all coordinators."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from shoal.cli import find, table
+from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.wire.views import RunView
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Also all runs that are over, not only the last ten.")
+@with_place
+@with_frame
+def command(frame: Frame, place: Place, everything: bool) -> None:
+    """List runs."""
+    views = [view for _, view in find.all_runs(place)]
+    going = [view for view in views if view.status not in find.OVER]
+    over = [view for view in views if view.status in find.OVER]
+    shown = going + (over if everything else over[:10])
+    frame.answer(
+        shown, lambda: _text(shown, time.time()) if shown else "there are no runs; shoal run SCRIPT starts one"
+    )
+
+
+def _text(views: list[RunView], now: float) -> str:
+    rows = [
+        (
+            view.run,
+            view.name,
+            view.status,
+            table.count(view.step) + (f"/{table.count(view.total_steps)}" if view.total_steps else ""),
+            f"{view.world_size} ({view.members_min}:{view.members_max})",
+            table.span((view.ended or now) - view.started),
+            "" if view.loss is None else f"{view.loss:.4g}",
+        )
+        for view in views
+    ]
+    return table.columns(("run", "name", "status", "step", "members", "time", "loss"), rows)

@@ -1,0 +1,43 @@
+"""`shoal resume`: go on with a run from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import msgspec
+
+from shoal.cli import find, sources
+from shoal.cli import launch as launching
+from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.launch import Launch
+from shoal.cli.run import start
+from shoal.cli.supervise import port_if_free
+from shoal.errors import NotOver
+
+
+@click.command()
+@click.argument("run")
+@click.option("-n", "--members", metavar="MIN:MAX", help="How many members from now on.  [default: as before]")
+@click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
+@with_place
+@with_frame
+def command(frame: Frame, place: Place, run: str, members: str | None, detach: bool) -> None:
+    """Go on with a run that was stopped or lost all its members.
+
+    It continues at the exact step of its newest checkpoint, in the middle of an epoch if need be.
+    """
+    bounds = launching.parse_members(members, "-n") if members is not None else None
+    coordinator, view = find.find_run(place, run)
+    if coordinator.client is not None:
+        if view.status not in find.OVER:
+            raise NotOver(f"run {view.run} goes on ({view.status})", do=f"shoal status {view.run}")
+        standing = Place(place.home, coordinator.url, coordinator.token_file)
+        again = Launch(directory="", coordinator=(), agent=(), resume=view.run, members=bounds)
+        start(frame, standing, again, detach=detach)
+        return
+    assert coordinator.directory is not None
+    choices = sources.choose(Path.cwd(), os.environ)
+    launch = launching.render(coordinator.directory, choices, None, port_if_free(coordinator.url))
+    start(frame, place, msgspec.structs.replace(launch, resume=view.run, members=bounds), detach=detach)

@@ -1,0 +1,101 @@
+"""`shoal run`: train a script, and keep it training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import msgspec
+
+from shoal.cli import launch as launching
+from shoal.cli import sources
+from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.launch import Launch
+from shoal.cli.sources import Choices, Option
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
+@click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option(
+    "--compat",
+    type=click.Choice(["torchrun", "tf"]),
+    help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
+)
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
+@click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started.")
+@with_place
+@with_frame
+def command(
+    frame: Frame,
+    place: Place,
+    script: str,
+    args: tuple[str, ...],
+    members: str | None,
+    name: str | None,
+    module: bool,
+    compat: str | None,
+    assignments: tuple[str, ...],
+    detach: bool,
+    dry_run: bool,
+) -> None:
+    """Train a script, and keep it training whoever dies.
+
+    Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
+    standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
+    """
+    options = options_of(members=("-n", members), name=("--name", name))
+    choices = sources.choose(Path.cwd(), os.environ, assignments, options)
+    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
+    directory = launching.new_directory(place.home)
+    launch = launching.render(directory, choices, spec)
+    if place.url:
+        launch = Launch(directory="", coordinator=(), agent=(), spec=spec)
+    if dry_run:
+        frame.answer(launch, lambda: describe(launch, choices, place))
+        return
+    start(frame, place, msgspec.structs.replace(launch, made=not place.url), detach=detach)
+
+
+def start(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> None:
+    """Start, submit and follow, here or in the background; ends the command with the run's exit code."""
+    from shoal.cli import show
+
+    context = click.get_current_context()
+    if place.url:
+        context.exit(show.submit(frame, place, launch, detach=detach))
+    if detach:
+        from shoal.cli import background
+
+        context.exit(background.detach(frame, launch))
+    context.exit(show.supervise(frame, launch))
+
+
+def options_of(**given: tuple[str, str | None]) -> dict[str, Option]:
+    """Those options that were given, as a layer of settings."""
+    return {key: (option, value) for key, (option, value) in given.items() if value is not None}
+
+
+def describe(launch: Launch, choices: Choices, place: Place) -> str:
+    """What would be started, for people."""
+    spec = launch.spec
+    lines = []
+    if launch.directory:
+        lines += [f"coordinator  {' '.join(launch.coordinator)}", f"agent        {' '.join(launch.agent)}"]
+        lines += [f"directory    {launch.directory}"]
+    else:
+        lines += [f"coordinator  {place.url} (standing)"]
+    if spec is not None:
+        kind = "module" if spec.module else "script"
+        low, high = spec.members
+        lines += [f"run          {spec.name}: {low} to {high} members", f"{kind}       {' '.join(spec.argv)}"]
+        lines += [f"in           {spec.cwd}"]
+        lines += [f"compat       {spec.compat}"] if spec.compat else []
+    changed = [one for one in choices.found.values() if one.source != "default"]
+    lines += [f"setting      {one.key.name} = {one.value}  ({one.source})" for one in changed]
+    return "\n".join(lines)

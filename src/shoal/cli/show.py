@@ -1,0 +1,91 @@
+"""Runs a launch in the foreground: display, signals, summary, exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+import msgspec
+
+from shoal.cli import summary
+from shoal.cli.client import Client, open_client
+from shoal.cli.display import Display, Forgiving, JsonLines, Plain
+from shoal.cli.follow import Followed, Follower
+from shoal.cli.frame import Frame, Place, interactive
+from shoal.cli.interrupts import Interrupts
+from shoal.cli.launch import Launch
+from shoal.cli.supervise import Supervisor
+from shoal.errors import UsageError
+from shoal.wire.views import RunView, ScaleAsk
+
+PANEL_EVERY_S = 0.4
+PLAIN_EVERY_S = 0.8
+
+
+def supervise(frame: Frame, launch: Launch) -> int:
+    """Start coordinator, agent and run; follow it to its end; take all down. The exit code."""
+    supervisor = Supervisor(launch)
+    client, view = supervisor.open()
+    try:
+        with Interrupts() as interrupts:
+            seen = watch(frame, client, view, interrupts, supervisor.tend)
+    finally:
+        supervisor.close(client)
+    return conclude(frame, seen)
+
+
+def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
+    """Hand the run to a standing coordinator, and follow it unless detached."""
+    if not place.token_file:
+        raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
+    client = open_client(place.url, place.token_file)
+    client.check()
+    if launch.spec is not None:
+        view = client.submit(launch.spec)
+    else:
+        if launch.members is not None:
+            client.scale(launch.resume, ScaleAsk(*launch.members))
+        view = client.resume(launch.resume)
+    if detach:
+        frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
+        return 0
+    with Interrupts() as interrupts:
+        return conclude(frame, watch(frame, client, view, interrupts, list))
+
+
+def watch(
+    frame: Frame, client: Client, view: RunView, interrupts: Interrupts, tend: Callable[[], list[str]]
+) -> Followed:
+    """Follow a run on the display that suits where we are."""
+    panel = interactive() and not frame.json and not frame.quiet
+    display = _display(frame, panel)
+    if not panel:
+        display.note(f"run {view.run} ({view.name}) in {view.directory or client.url}")
+    try:
+        return Follower(client, view, display, tend).follow(interrupts, PANEL_EVERY_S if panel else PLAIN_EVERY_S)
+    finally:
+        display.close()
+
+
+def conclude(frame: Frame, seen: Followed) -> int:
+    """Print the summary; the exit code of the command."""
+    facts = summary.of(seen.view, seen.story, abandoned=seen.abandoned)
+    try:
+        if frame.json:
+            click.echo(msgspec.json.encode({"event": "end", **msgspec.to_builtins(facts)}))
+        elif not frame.quiet or facts.exit_code not in (0, 75):
+            click.echo(summary.text(facts), err=facts.exit_code not in (0, 75))
+    except OSError:
+        # The terminal is gone; the run has ended in order all the same.
+        return facts.exit_code
+    return facts.exit_code
+
+
+def _display(frame: Frame, panel: bool) -> Display:
+    if frame.json:
+        return Forgiving(JsonLines())
+    if panel:
+        from shoal.cli.panel import Panel
+
+        return Forgiving(Panel())
+    return Forgiving(Plain(quiet=frame.quiet))

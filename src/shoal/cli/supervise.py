@@ -1,0 +1,118 @@
+"""Starts what was rendered, keeps it alive, and takes it down again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal.cli.client import Client, open_client
+from shoal.cli.find import read_text
+from shoal.cli.launch import URL, Launch, make, unmake
+from shoal.cli.services import Service
+from shoal.errors import CoordinatorUnreachable, ShoalError
+from shoal.wire.views import RunView, ScaleAsk
+
+READY_S = 60.0
+GRACE_S = 8.0
+
+
+class Supervisor:
+    """Owns the coordinator and the agent of one launch."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._directory = Path(launch.directory)
+        self._coordinator = Service("coordinator", launch.coordinator, self._directory / "coordinator.log")
+        self._agent: Service | None = None
+        self._accepted = False
+
+    def open(self) -> tuple[Client, RunView]:
+        """Start both, submit or resume the run; on failure nothing is left behind."""
+        if self._launch.made:
+            make(self._directory)
+        try:
+            client = self._start()
+            view = self._submit(client)
+            self._accepted = True
+            return client, view
+        except BaseException:
+            self.close()
+            raise
+
+    def tend(self) -> list[str]:
+        """Start again what has died; one sentence for each."""
+        said = []
+        for service in (self._coordinator, self._agent):
+            how = service.revive() if service is not None else ""
+            if service is not None and how:
+                said.append(f"the {service.name} died ({how}) and was started again")
+        return said
+
+    def close(self, client: Client | None = None) -> None:
+        """End both: by asking first, then surely."""
+        if client is not None and self._coordinator.running():
+            with contextlib.suppress(ShoalError):
+                client.shutdown()
+        if client is not None and self._agent is not None:
+            self._agent.wait(GRACE_S)
+        if self._agent is not None:
+            self._agent.end(GRACE_S)
+        if client is not None:
+            self._coordinator.wait(GRACE_S)
+            client.close()
+        self._coordinator.end(GRACE_S)
+        if self._launch.made and not self._accepted:
+            unmake(self._directory)
+
+    def _start(self) -> Client:
+        url_file = self._directory / "url"
+        url_file.unlink(missing_ok=True)
+        self._coordinator.start()
+        client = self._wait_for(url_file)
+        # From now on it must come back where members and agents look for it.
+        port = str(urlsplit(client.url).port)
+        at = self._launch.coordinator.index("--port") + 1
+        self._coordinator.argv = (*self._launch.coordinator[:at], port, *self._launch.coordinator[at + 1 :])
+        agent = tuple(client.url if part == URL else part for part in self._launch.agent)
+        self._agent = Service("agent", agent, self._directory / "agent.log")
+        self._agent.start()
+        return client
+
+    def _wait_for(self, url_file: Path) -> Client:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if not self._coordinator.running():
+                raise self._coordinator.failure(f"the coordinator did not start ({self._coordinator.died()})")
+            url = read_text(url_file)
+            if url:
+                client = open_client(url, str(self._directory / "token"))
+                with contextlib.suppress(CoordinatorUnreachable):
+                    client.check()
+                    return client
+            time.sleep(0.02)
+        raise self._coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
+
+    def _submit(self, client: Client) -> RunView:
+        launch = self._launch
+        if launch.spec is not None:
+            return client.submit(launch.spec)
+        if launch.members is not None:
+            client.scale(launch.resume, ScaleAsk(*launch.members))
+        return client.resume(launch.resume)
+
+
+def port_if_free(url: str) -> int:
+    """The port of a coordinator that has ended if nobody else has it now, else 0 for any."""
+    port = urlsplit(url).port if url else None
+    if port is None:
+        return 0
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return 0
+    return port

@@ -1,0 +1,43 @@
+"""Plain columns, ages and sizes, without a library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns under a head in capitals."""
+    lines = [[title.upper() for title in head], *[list(row) for row in rows]]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def span(seconds: float) -> str:
+    """A time span that is short to read: 21 ms, 4.2 s, 3 min 5 s, 2 h 10 min."""
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def count(number: int | float) -> str:
+    """A number with thin groups: 4 318."""
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def size(number_bytes: float) -> str:
+    """A size in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number_bytes < 1024 or unit == "TiB":
+            return f"{number_bytes:.0f} {unit}" if unit == "B" else f"{number_bytes:.1f} {unit}"
+        number_bytes /= 1024
+    raise AssertionError("unreachable")

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
+from websockets.exceptions import InvalidStatus, WebSocketException
 
 import shoal
 from shoal.agent import notices, probe
@@ -212,7 +212,7 @@ class Agent:
                 raise CoordinatorUnreachable(
                     f"the coordinator at {self._settings.url} did not answer for {self._settings.idle_s:.0f} s",
                     why=why,
-                    do="start it again, or mind its URL",
+                    do="start it again, or check its URL",
                 )
             if time.time() >= say_at:
                 self._say_waiting(away_since, until, why)
@@ -248,8 +248,6 @@ class Agent:
                     where=self._settings.url,
                     do=f"give the coordinator's own file with --token-file, not {self._settings.token_file}",
                 ) from error
-            raise
-        except InvalidHandshake:
             raise
         try:
             yield link

@@ -1,0 +1,235 @@
+"""Nothing that an agent started outlives it, its warm process, or the order to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from agent_stage import until
+
+pytestmark = pytest.mark.process
+
+SLEEP = "import time\nprint('up')\ntime.sleep(600)\n"
+STUBBORN = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(600)\n"
+POLITE = "import signal, sys\nsignal.signal(15, lambda *_: (print('handed over'), sys.exit(0)))\n" + SLEEP
+MEANWHILE = "import time\nprint('up')\ntime.sleep(0.7)\nraise ValueError('meanwhile')"
+FAMILY = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import os, signal, time; os.setsid(); [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={})
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in (0, 1, 2): os.close(fd)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+time.sleep(0.2)
+print("up")
+time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
+"""
+
+
+def test_a_member_may_hand_over_before_it_goes(coordinator, agent, script):
+    coordinator.start(script(POLITE))
+    coordinator.line("up")
+    coordinator.end(30.0)
+    exit_ = coordinator.exit_of()
+    assert (exit_.exit_code, exit_.cause, exit_.detail) == (0, "asked", "a test wants it")
+    assert coordinator.lines() == ["up", "handed over"]
+
+
+def test_a_member_that_ignores_sigterm_is_killed_after_the_grace(coordinator, agent, script):
+    coordinator.start(script(STUBBORN))
+    coordinator.line("up")
+    coordinator.end(0.3)
+    exit_ = coordinator.exit_of()
+    assert (exit_.signal, exit_.cause) == (9, "asked")
+
+
+def test_a_stopped_member_is_ended_too(coordinator, agent, script):
+    coordinator.start(script(SLEEP))
+    coordinator.line("up")
+    os.kill(coordinator.pid_of(), signal.SIGSTOP)
+    coordinator.end(0.2)
+    assert coordinator.exit_of().signal in (9, 15)
+
+
+def family(coordinator, agent, script, *arguments):
+    """A member with children that left its session, ignore signals, and were orphaned."""
+    coordinator.start(script(FAMILY), *arguments)
+    coordinator.line("up")
+    seen = agent.remember() - {agent.zygote()}
+    assert len(seen) == 3
+    return seen
+
+
+def test_the_whole_family_goes_with_a_member(coordinator, agent, script):
+    members = family(coordinator, agent, script)
+    coordinator.end(0.2)
+    coordinator.exit_of()
+    until(lambda: not any(p.is_running() for p in members), "all gone")
+    assert agent.zygote().is_running()
+
+
+def test_what_a_finished_member_leaves_behind_is_killed_and_others_are_spared(coordinator, agent, script):
+    coordinator.start(script(FAMILY, "other.py"), member="lab/1", incarnation="two")
+    coordinator.line("up", "lab/1")
+    spared = agent.remember() - {agent.zygote()}
+    coordinator.start(script(FAMILY), "0.5")
+    coordinator.line("up")
+    leftovers = set(psutil.Process(agent.process.pid).children(recursive=True)) - spared - {agent.zygote()}
+    assert coordinator.exit_of().exit_code == 0
+    until(lambda: not any(p.is_running() for p in leftovers), "all gone")
+    assert psutil.pid_exists(coordinator.pid_of("lab/1", "two"))
+
+
+def test_nothing_survives_a_killed_agent(coordinator, agent, script):
+    family(coordinator, agent, script)
+    agent.process.kill()
+    until(agent.all_gone, "all gone")
+
+
+def test_a_killed_warm_process_takes_its_members_along_and_another_takes_over(coordinator, agent, script):
+    members = family(coordinator, agent, script)
+    zygote = agent.zygote()
+    zygote.kill()
+    exit_ = coordinator.exit_of()
+    assert (exit_.signal, exit_.cause) == (9, "infrastructure")
+    until(lambda: not any(p.is_running() for p in members), "all gone")
+    coordinator.start(script("print('again')", "again.py"), incarnation="two")
+    assert coordinator.exit_of(incarnation="two").exit_code == 0
+    assert "again" in coordinator.lines()
+    assert agent.zygote() != zygote
+
+
+def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator, agent, script):
+    text = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nprint('up')\ntime.sleep(600)"
+    coordinator.start(script(text))
+    coordinator.line("up")
+    agent.remember()
+    agent.process.terminate()
+    assert agent.process.wait(30) == 0
+    assert any(type(m).__name__ == "MachineNotice" for m in coordinator.heard)
+    assert coordinator.exit_of().cause == "preempted"
+    assert agent.all_gone()
+
+
+def test_members_that_do_not_go_within_the_grace_are_killed(coordinator, start_agent, script):
+    agent = start_agent("--grace", "0.3")
+    coordinator.start(script(STUBBORN))
+    coordinator.line("up")
+    agent.remember()
+    agent.process.terminate()
+    assert agent.process.wait(30) == 0
+    assert agent.all_gone()
+    assert coordinator.exit_of().signal == 9
+
+
+def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
+    reading, writing = os.pipe()
+    agent = start_agent("--lifeline", str(reading), pass_fds=[reading])
+    os.close(reading)
+    coordinator.start(script(STUBBORN))
+    coordinator.line("up")
+    agent.remember()
+    os.close(writing)
+    assert agent.process.wait(30) == 0
+    assert agent.all_gone()
+
+
+def test_told_to_shut_down_it_ends_all_and_goes(coordinator, start_agent, script):
+    from shoal.wire.messages import ShutDown
+
+    agent = start_agent("--grace", "0.3")
+    coordinator.start(script(STUBBORN))
+    coordinator.line("up")
+    agent.remember()
+    coordinator.tell(ShutDown("the run is over"))
+    assert agent.process.wait(30) == 0
+    assert agent.all_gone()
+    assert coordinator.exit_of().detail == "the run is over"
+
+
+def test_members_outlive_a_coordinator_and_an_exit_meanwhile_is_told_later(coordinator, agent, script):
+    coordinator.start(script(SLEEP), member="lab/0")
+    coordinator.start(script(MEANWHILE, "b.py"), member="lab/1")
+    coordinator.line("up", "lab/0")
+    coordinator.line("up", "lab/1")
+    pid = coordinator.pid_of()
+    coordinator.close()
+    until(lambda: not psutil.pid_exists(coordinator.pid_of("lab/1")), "the second member ended")
+    assert not coordinator.exits()
+    coordinator.open()
+    exit_ = coordinator.exit_of("lab/1")
+    assert (exit_.cause, exit_.detail) == ("user", "ValueError: meanwhile")
+    assert psutil.pid_exists(pid)
+    assert coordinator.hellos[-1].members == (("run", "lab/0", "one"),)
+    assert "waiting for the coordinator" in agent.log.read_text()
+
+
+def test_an_exit_that_may_have_been_lost_is_told_again(coordinator, agent, script):
+    coordinator.start(script("pass"))
+    coordinator.exit_of()
+    coordinator.close()
+    coordinator.heard.clear()
+    coordinator.open()
+    assert coordinator.exit_of().exit_code == 0
+
+
+def test_an_idle_agent_gives_up_with_a_cause(coordinator, start_agent):
+    coordinator.close()
+    agent = start_agent("--idle", "0.5")
+    assert agent.process.wait(30) == 4
+    assert "error[S207]" in agent.log.read_text()
+
+
+def test_a_wrong_token_is_told_at_once(coordinator, start_agent):
+    agent = start_agent(token="another")
+    assert agent.process.wait(30) == 4
+    assert "error[S201]" in agent.log.read_text()
+
+
+def test_a_notice_file_becomes_a_notice(coordinator, start_agent, tmp_path):
+    agent = start_agent("--notice-source", f"file:{tmp_path / 'notice'}")
+    until(lambda: coordinator.hellos)
+    (tmp_path / "notice").write_text("120 spot price too high")
+    notice = until(lambda: next((m for m in coordinator.heard if type(m).__name__ == "MachineNotice"), None))
+    assert (notice.within_s, notice.source, notice.detail) == (120.0, "file", "spot price too high")
+    assert agent.process.poll() is None
+
+
+def test_a_start_from_the_warm_process_is_a_matter_of_milliseconds(coordinator, start_agent, script):
+    """Compared with a cold start in the same run, so that a busy machine does not matter."""
+    start_agent(preload="numpy,torch")
+    path = script("import time, torch; print('born', time.time())")
+    coordinator.start(path, incarnation="first")
+    coordinator.exit_of(incarnation="first")
+    began = time.time()
+    coordinator.heard.clear()
+    coordinator.start(path, incarnation="warm")
+    warm_s = float(coordinator.line("born").split()[1]) - began
+    began = time.time()
+    coordinator.heard.clear()
+    coordinator.start(path, incarnation="cold", env={"SHOAL_COMPAT": "1"})
+    cold_s = float(coordinator.line("born").split()[1]) - began
+    print(f"warm {warm_s:.3f} s, cold {cold_s:.3f} s")
+    assert warm_s < cold_s / 3
+
+
+def test_ending_refuses_a_process_that_is_not_a_descendant():
+    from shoal.agent import processes
+    from shoal.errors import NotOurs
+
+    with pytest.raises(NotOurs):
+        processes.own(1)
+    child = subprocess.Popen(["sleep", "60"])
+    assert processes.own(child.pid) is not None
+    child.kill()
+    child.wait()
+    assert processes.own(child.pid) is None

@@ -17,6 +17,7 @@ def commands() -> str:
     from shoal.cli.main import shoal
 
     lines = ["# Commands", "", "Made from the commands themselves; `shoal COMMAND --help` says the same.", ""]
+    lines += ["`--json`, `-q` and `-v` may also stand after the verb.", ""]
     root = click.Context(shoal, info_name="shoal")
     lines += _command(shoal, root)
     for name in shoal.list_commands(root):
@@ -32,6 +33,8 @@ def _command(command: click.Command, context: click.Context) -> list[str]:
     lines = [f"## {context.command_path}", "", "```text", usage, "```", ""]
     lines += ["```text", text, "```", ""] if text else []
     records = [record for parameter in command.params if (record := parameter.get_help_record(context))]
+    shared = set() if context.parent is None else {"--json", "-q, --quiet", "-v, --verbose"}
+    records = [(left, right) for left, right in records if right and left not in shared]
     if records:
         lines += ["| option | meaning |", "| --- | --- |"]
         lines += [f"| `{_cell(left)}` | {_cell(right)} |" for left, right in records]

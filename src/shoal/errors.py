@@ -434,3 +434,70 @@ class PortsTaken(LaunchError):
     """
 
     code = "S404"
+
+
+class ShardChanged(TrainingError):
+    """A shard of a stream gave another number of samples than when it was read before.
+
+    Samples can be counted exactly once only if a shard gives the same samples in the same order whenever it is opened.
+    """
+
+    code = "S306"
+
+
+class UnusableShard(TrainingError):
+    """A shard of a stream cannot be opened again and again.
+
+    Pass functions without arguments that open the shard, objects that can be iterated over anew, or paths together
+    with ``open=``.
+    """
+
+    code = "S307"
+
+
+def catalog() -> dict[str, type[ShoalError]]:
+    """Every error class by its code."""
+    found: dict[str, type[ShoalError]] = {}
+    waiting: list[type[ShoalError]] = [ShoalError]
+    while waiting:
+        kind = waiting.pop()
+        found[kind.code] = kind
+        waiting.extend(kind.__subclasses__())
+    return dict(sorted(found.items()))
+
+
+def from_code(code: str, what: str, *, where: str = "", why: str = "", do: str = "") -> ShoalError:
+    """The error of a code that came over the network."""
+    return catalog().get(code, ShoalError)(what, where=where, why=why, do=do)
+
+
+class UnusableBackward(TrainingError):
+    """The loop's use of backward, optimizer or zero_grad does not make one step of one batch.
+
+    For each batch that ``run.batches`` gives, call ``run.backward(loss)`` once and then ``optimizer.step()`` once. A
+    closure passed to ``optimizer.step`` (LBFGS) evaluates the model several times a step and cannot be used.
+    """
+
+    code = "S311"
+
+
+class NotAttached(TrainingError):
+    """The run was asked to train before it was given a model and an optimizer. Call ``run.attach`` first."""
+
+    code = "S312"
+
+
+class SecondLoop(TrainingError):
+    """One run has one training loop: ``run.batches`` or ``run.stream`` was called a second time.
+
+    A member that joins later must know which loop the run is in. Make one loop over all epochs; ``run.epoch`` and
+    ``run.epoch_ended`` tell where it is.
+    """
+
+    code = "S313"
+
+
+class OutOfStep(TrainingError):
+    """The members of a world are not at the same step; nothing of it was applied."""
+
+    code = "S314"

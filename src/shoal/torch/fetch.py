@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,12 +26,34 @@ Watch = Callable[[int], bool]
 _MASK = (1 << 64) - 1
 
 
+class Key(NamedTuple):
+    """What identifies a piece of work; the same key always gives the same batches."""
+
+    step: int
+    start: int
+    stop: int
+    micro: int | None
+    bare: bool = False
+
+
+class Source(Protocol):
+    """What reads data, in this process or in a worker; `noun` is what its watch is told."""
+
+    noun: str
+
+    def read(self, key: Key, watch: Watch) -> Any | None:
+        """What belongs to this key; None as soon as watch(sample) says that nobody wants it any more."""
+        ...
+
+
 class Fetcher:
     """Turns a slice of a global batch into batches.
 
     Before a sample is read, the global generators of Python, NumPy and torch are seeded from (seed, epoch, sample), so
     that augmentation is the same whoever reads it, and in which order.
     """
+
+    noun = "sample"
 
     def __init__(self, dataset: Any, order: Order, collate: Collate | None = None) -> None:
         self._order = order
@@ -46,34 +68,25 @@ class Fetcher:
         """Whether reading never touches a global random generator."""
         return self._tensors is not None
 
-    def batches(self, step: int, start: int, stop: int, micro: int | None, watch: Watch) -> list[Batch] | None:
-        """Samples start…stop of global batch `step` in pieces; None as soon as watch(sample) says to give up."""
+    def read(self, key: Key, watch: Watch) -> list[Any] | None:
+        """The pieces of the slice that `key` names, or its samples if they are to be bare."""
+        epoch = self._order.cursor(key.step).epoch
+        if key.bare:
+            return self._one_by_one(self._order.ids(key.step, key.start, key.stop), epoch, watch)
         found: list[Batch] = []
-        for size in cut(stop - start, micro):
-            ids = self._order.ids(step, start, start + size)
+        start = key.start
+        for size in cut(key.stop - key.start, key.micro):
+            ids = self._order.ids(key.step, start, start + size)
             start += size
-            batch = self._tensor_batch(ids) if self.quiet else self._batch(ids, self._order.cursor(step).epoch, watch)
+            batch = self._tensor_batch(ids) if self.quiet else self._batch(ids, epoch, watch)
             if batch is None:
                 return None
             found.append(batch)
         return found
 
-    def samples(self, step: int, start: int, stop: int, watch: Watch) -> list[Any] | None:
-        """The bare samples, one by one."""
-        ids = self._order.ids(step, start, stop)
-        return self._one_by_one(ids, self._order.cursor(step).epoch, watch)
-
-    def collate(self, samples: list[Any], ids: Sequence[int] = ()) -> Batch:
+    def collate(self, samples: list[Any]) -> Batch:
         """One batch of these samples."""
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            raise failed(
-                f"{len(samples)} samples cannot be put into one batch: {_text(error)}",
-                f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}",
-                "make all samples alike, or pass collate= to run.batches",
-                error,
-            ) from error
+        return combine(self._collate, samples, "a ghost's batch")
 
     def _tensor_batch(self, ids: NDArray[np.int64]) -> Batch:
         assert self._tensors is not None
@@ -82,7 +95,9 @@ class Fetcher:
 
     def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
         samples = self._at_once(ids, epoch, watch) if self._batched else self._one_by_one(ids, epoch, watch)
-        return None if samples is None else self.collate(samples, ids.tolist())
+        if samples is None:
+            return None
+        return combine(self._collate, samples, f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}")
 
     def _one_by_one(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
         found = []
@@ -113,6 +128,20 @@ class Fetcher:
 
     def _inner(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return ids if self._indices is None else self._indices[ids]
+
+
+def always(_: int) -> bool:
+    """A watch that never gives up."""
+    return True
+
+
+def combine(collate: Collate, samples: list[Any], where: str) -> Batch:
+    """One batch of these samples."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        what = f"{len(samples)} samples cannot be put into one batch: {_text(error)}"
+        raise failed(what, where, "make all samples alike, or pass collate=", error) from error
 
 
 def cut(count: int, micro: int | None) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import torch
 
 from shoal.core.order import Order
 from shoal.errors import BadSize
-from shoal.torch.fetch import Batch, Collate, Fetcher, cut, preserved
-from shoal.torch.prefetch import Key, Prefetch
+from shoal.torch.fetch import Batch, Collate, Fetcher, Key, always, cut, preserved
+from shoal.torch.prefetch import Prefetch
 
 Span = tuple[int, int]
 Ahead = Callable[[int], Span | None]
@@ -88,20 +88,9 @@ class ShareLoader:
             return None if span is None or span[0] == span[1] else Key(step, *span, micro)
 
         if self._prefetch:
-            return self._prefetch.get(key, foresee)
+            pieces: list[Any] = self._prefetch.get(key, foresee)
+            return pieces
         if self._fetcher.quiet and not key.bare:
-            return self._read(key)
+            return self._fetcher.read(key, always) or []
         with preserved():
-            return self._read(key)
-
-    def _read(self, key: Key) -> list[Any]:
-        if key.bare:
-            found = self._fetcher.samples(key.step, key.start, key.stop, _always)
-        else:
-            found = self._fetcher.batches(key.step, key.start, key.stop, key.micro, _always)
-        assert found is not None
-        return found
-
-
-def _always(_: int) -> bool:
-    return True
+            return self._fetcher.read(key, always) or []

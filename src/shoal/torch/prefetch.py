@@ -18,24 +18,14 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from shoal.errors import LoaderDied, SampleFailed
-from shoal.torch.fetch import Batch, Fetcher
+from shoal.torch.fetch import Key, Source
 
-Foresight = Callable[[int], "Key | None"]
+Foresight = Callable[[int], Key | None]
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 2.0
 FEWER = "ask for fewer workers, or workers=0 to see the cause"
-
-
-class Key(NamedTuple):
-    """What identifies a piece of work; the same key always gives the same batches."""
-
-    step: int
-    start: int
-    stop: int
-    micro: int | None
-    bare: bool = False
 
 
 class Request(NamedTuple):
@@ -59,19 +49,20 @@ class Prefetch:
     the foresight changes, requests in flight that no longer fit are marked void, and the workers skip them.
     """
 
-    def __init__(self, fetcher: Fetcher, workers: int, prefetch: int, pin_memory: bool) -> None:
+    def __init__(self, source: Source, workers: int, prefetch: int, pin_memory: bool) -> None:
+        self._noun = source.noun
         self._depth = workers * prefetch
         self._void = RawArray(ctypes.c_byte, 2 * self._depth)
         self._reading = RawArray(ctypes.c_int64, [-1] * workers)
         self._pids = RawArray(ctypes.c_int64, workers)
         self._urgent: Key | None = None
         self._flying: dict[int, Key | None] = {}
-        self._ready: dict[Key, list[Batch] | Failure] = {}
+        self._ready: dict[Key, Any] = {}
         self._serial = 0
         self._now: Key | None = None
         self._foresee: Foresight = _nothing
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(fetcher, self._void, self._reading),  # type: ignore[arg-type]
+            _Reader(source, self._void, self._reading),  # type: ignore[arg-type]
             batch_size=None,
             sampler=_Requests(self._next),
             num_workers=workers,
@@ -102,8 +93,8 @@ class Prefetch:
         # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
         atexit.register(self.close)
 
-    def get(self, key: Key, foresee: Foresight) -> list[Batch]:
-        """The batches of `key`; meanwhile the workers go on with what `foresee` gives for the steps after it."""
+    def get(self, key: Key, foresee: Foresight) -> Any:
+        """What the source gives for `key`; meanwhile the workers go on with the steps that `foresee` names."""
         self._now, self._foresee = key, cache(foresee)
         if key not in self._ready and key not in self._flying.values():
             self._urgent = key
@@ -181,7 +172,9 @@ class Prefetch:
         for process in self._processes:
             if not process.is_alive():
                 reading = self._reading[self._pids[:].index(process.pid)] if process.pid in self._pids[:] else -1
-                what = f"data worker {process.pid} ended" + (f" while it read sample {reading}" if reading >= 0 else "")
+                what = f"data worker {process.pid} ended" + (
+                    f" while it read {self._noun} {reading}" if reading >= 0 else ""
+                )
                 raise LoaderDied(what, why=_ending(process.exitcode), do=FEWER)
 
 
@@ -199,17 +192,17 @@ class _Requests:
 class _Reader:
     """The dataset that the workers see: indexed by requests, gives (serial, answer)."""
 
-    def __init__(self, fetcher: Fetcher, void: Any, reading: Any) -> None:
-        self._fetcher = fetcher
+    def __init__(self, source: Source, void: Any, reading: Any) -> None:
+        self._source = source
         self._void = void
         self._reading = reading
 
-    def __getitem__(self, request: Request) -> tuple[int, list[Batch] | Failure | None]:
+    def __getitem__(self, request: Request) -> tuple[int, Any]:
         return request.serial, None if request.key is None else self._read(
             request.serial % len(self._void), request.key
         )
 
-    def _read(self, slot: int, key: Key) -> list[Batch] | Failure | None:
+    def _read(self, slot: int, key: Key) -> Any:
         info = get_worker_info()
         assert info is not None
 
@@ -218,9 +211,7 @@ class _Reader:
             return not self._void[slot]
 
         try:
-            if key.bare:
-                return self._fetcher.samples(key.step, key.start, key.stop, watch)
-            return self._fetcher.batches(key.step, key.start, key.stop, key.micro, watch)
+            return self._source.read(key, watch)
         except SampleFailed as error:
             return Failure(error, tuple(error.__notes__))
         finally:

@@ -12,7 +12,7 @@ _SECTIONS = {
     "parameter": "the parameters",
     "buffer": "the buffers",
     "optimizer": "the optimizer",
-    "setting": "the data",
+    "setting": "the data and settings",
 }
 
 

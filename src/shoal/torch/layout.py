@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -66,13 +66,27 @@ def lay_out(tensors: Sequence[torch.Tensor], live: Container[Memory]) -> tuple[l
 
 
 def rebuild(infos: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> list[torch.Tensor]:
-    """Return tensors over the buffers; strict, because the infos may be garbage."""
-    writable = [buffer if buffer.flags.writeable else buffer.copy() for buffer in buffers]
-    raws = [torch.from_numpy(buffer.reshape(-1)) for buffer in writable]
-    return [_tensor(info, raws) for info in infos]
+    """Return tensors over the buffers; strict, because the infos may be garbage.
+
+    Tensors that overlap share a storage, as they did before; any other has one of its own that begins with it, because
+    some functions of torch (such as set_rng_state) go wrong on a tensor in the middle of a storage.
+    """
+    writable = [(buffer if buffer.flags.writeable else buffer.copy()).reshape(-1) for buffer in buffers]
+    spans = [_checked_span(info, writable) for info in infos]
+    built: dict[int, torch.Tensor] = {}
+    for numbers, start, stop in _overlapping(infos, spans):
+        raw = writable[infos[numbers[0]].buffer][start:stop]
+        shared = torch.from_numpy(raw)
+        for number in numbers:
+            built[number] = _tensor(infos[number], shared[spans[number][0] - start : spans[number][1] - start])
+    return [
+        built[number] if number in built else torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        for number, info in enumerate(infos)
+    ]
 
 
-def _tensor(info: TensorInfo, raws: Sequence[torch.Tensor]) -> torch.Tensor:
+def _checked_span(info: TensorInfo, buffers: Sequence[Bytes]) -> tuple[int, int]:
+    """Return the first byte and the end of a tensor in its buffer; both are 0 if it is empty."""
     dtype = DTYPES.get(info.dtype)
     if dtype is None:
         raise StateMalformed(
@@ -82,11 +96,33 @@ def _tensor(info: TensorInfo, raws: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(info.shape) != len(info.strides) or min([0, *info.shape, *info.strides]) < 0:
         raise StateMalformed("the header of a state describes an impossible tensor", why=repr(info))
     if 0 in info.shape:
-        return torch.empty(info.shape, dtype=dtype)
+        return 0, 0
     stop = info.offset_bytes + _span(info.shape, info.strides) * dtype.itemsize
-    if not (0 <= info.buffer < len(raws) and info.offset_bytes >= 0 and stop <= raws[info.buffer].numel()):
+    if not (0 <= info.buffer < len(buffers) and info.offset_bytes >= 0 and stop <= buffers[info.buffer].nbytes):
         raise StateMalformed("the header of a state describes a tensor outside its buffers", why=repr(info))
-    data = raws[info.buffer][info.offset_bytes : stop]
+    return info.offset_bytes, stop
+
+
+def _overlapping(infos: Sequence[TensorInfo], spans: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], int, int]]:
+    """Yield the numbers of tensors that overlap, directly or through others, with the bytes that they cover."""
+    filled = [number for number, (start, stop) in enumerate(spans) if start < stop]
+    numbers: list[int] = []
+    first = end = 0
+    for number in sorted(filled, key=lambda each: (infos[each].buffer, *spans[each])):
+        start, stop = spans[number]
+        if numbers and (infos[number].buffer != infos[numbers[0]].buffer or start >= end):
+            yield numbers, first, end
+            numbers = []
+        if not numbers:
+            first = end = start
+        numbers.append(number)
+        end = max(end, stop)
+    if numbers:
+        yield numbers, first, end
+
+
+def _tensor(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
+    dtype = DTYPES[info.dtype]
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).as_strided(info.shape, info.strides)

@@ -5,9 +5,10 @@ Tensors and arrays are numbered; where their bytes lie is decided once all are k
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import msgspec
@@ -199,14 +200,13 @@ class Decoder:
     """Builds values from an encoded tree, with tensors over the buffers; strict, because the tree may be garbage."""
 
     def __init__(self, tensors: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> None:
-        self._tensors = rebuild(tensors, buffers)
+        with _malformed():
+            self._tensors = rebuild(tensors, buffers)
 
     def decode(self, tree: Any) -> Any:
         """Return the value that a tree describes."""
-        try:
+        with _malformed():
             return self._value(tree)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise StateMalformed("the header of a state describes no valid value", why=str(error)) from error
 
     def _value(self, tree: Any) -> Any:
         if not isinstance(tree, list):
@@ -257,6 +257,14 @@ class Decoder:
         "array": _array,
         "scalar": _scalar,
     }
+
+
+@contextlib.contextmanager
+def _malformed() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise StateMalformed("the header of a state describes no valid value", why=str(error)) from error
 
 
 def _plain(dtype: str) -> np.dtype[Any]:

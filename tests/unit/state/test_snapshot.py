@@ -1,0 +1,160 @@
+"""The state of a step can be read while its owner goes on, and is never a mixture of two steps."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from shoal.worker.snapshot import PIECE_BYTES, PieceGone, Snapshot
+
+
+def memory(*sizes: int) -> list[np.ndarray]:
+    return [np.full(size, 7, np.uint8) for size in sizes]
+
+
+def read_all(snapshot: Snapshot, reader: str, piece_bytes: int = 10) -> list[bytes]:
+    found = []
+    for index, size in enumerate(snapshot.sizes):
+        pieces = [
+            snapshot.piece(reader, index, start, min(start + piece_bytes, size))
+            for start in range(0, size, piece_bytes)
+        ]
+        found.append(b"".join(pieces))
+    snapshot.done(reader)
+    return found
+
+
+def test_it_tells_its_sizes():
+    snapshot = Snapshot(3, b"header", memory(10, 0, 5), readers=1)
+    assert (snapshot.step, snapshot.header, snapshot.sizes, snapshot.total_bytes) == (3, b"header", (10, 0, 5), 15)
+
+
+def test_freezing_copies_nothing_if_everybody_is_done():
+    snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
+    read_all(snapshot, "a")
+    read_all(snapshot, "b")
+    assert snapshot.finished
+    assert snapshot.freeze() == 0
+
+
+def test_freezing_copies_everything_if_an_expected_reader_has_not_begun():
+    snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
+    read_all(snapshot, "a")
+    assert not snapshot.finished
+    assert snapshot.freeze() == 150
+
+
+def test_freezing_copies_only_what_the_slowest_reader_lacks():
+    snapshot = Snapshot(0, b"", memory(100, 50, 30), readers=2)
+    snapshot.piece("fast", 2, 0, 10)
+    snapshot.piece("slow", 1, 0, 20)
+    assert snapshot.freeze() == 30 + 30
+
+
+def test_freezing_twice_copies_once():
+    snapshot = Snapshot(0, b"", memory(100), readers=1)
+    assert snapshot.freeze() == 100
+    assert snapshot.freeze() == 0
+
+
+def test_a_late_reader_gets_the_state_of_the_step_after_the_owner_went_on():
+    live = memory(100, 50)
+    snapshot = Snapshot(0, b"", live, readers=2)
+    snapshot.piece("a", 0, 0, 40)
+    snapshot.freeze()
+    for buffer in live:
+        buffer[:] = 9
+    assert read_all(snapshot, "b") == [b"\x07" * 100, b"\x07" * 50]
+
+
+def test_a_reader_in_the_middle_goes_on_from_where_it_was():
+    live = memory(100)
+    snapshot = Snapshot(0, b"", live, readers=1)
+    first = snapshot.piece("a", 0, 0, 40)
+    assert snapshot.freeze() == 60
+    live[0][:] = 9
+    assert first + snapshot.piece("a", 0, 40, 100) == b"\x07" * 100
+
+
+def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
+    snapshot = Snapshot(0, b"", memory(100), readers=1)
+    snapshot.piece("a", 0, 0, 40)
+    snapshot.freeze()
+    with pytest.raises(PieceGone):
+        snapshot.piece("a", 0, 0, 40)
+
+
+def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
+    live = memory(100)
+    snapshot = Snapshot(0, b"", live, readers=1)
+    read_all(snapshot, "a")
+    snapshot.freeze()
+    live[0][:] = 9
+    with pytest.raises(PieceGone):
+        snapshot.piece("late", 0, 0, 10)
+
+
+def test_a_reader_that_died_holds_nothing_back():
+    snapshot = Snapshot(0, b"", memory(100), readers=2)
+    read_all(snapshot, "a")
+    snapshot.done("dead")
+    assert snapshot.finished
+    assert snapshot.freeze() == 0
+
+
+def test_an_abandoned_snapshot_costs_nothing():
+    snapshot = Snapshot(0, b"", memory(100), readers=3)
+    snapshot.piece("a", 0, 0, 10)
+    snapshot.abandon()
+    assert snapshot.finished
+    assert snapshot.freeze() == 0
+    with pytest.raises(PieceGone):
+        snapshot.piece("a", 0, 10, 20)
+
+
+def test_a_snapshot_for_nobody_is_finished_at_once():
+    snapshot = Snapshot(0, b"", memory(100), readers=0)
+    assert snapshot.finished
+    assert snapshot.freeze() == 0
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 101), (6, 5)])
+def test_a_piece_outside_the_buffer_is_refused(start, stop):
+    with pytest.raises(ValueError, match="no piece"):
+        Snapshot(0, b"", memory(100), readers=1).piece("a", 0, start, stop)
+
+
+def test_a_piece_is_at_most_four_mebibytes():
+    with pytest.raises(ValueError, match="at most"):
+        Snapshot(0, b"", memory(PIECE_BYTES + 1), readers=1).piece("a", 0, 0, PIECE_BYTES + 1)
+
+
+def test_buffers_of_other_types_are_read_as_bytes():
+    numbers = np.arange(4, dtype=np.float32)
+    assert Snapshot(0, b"", [numbers], readers=1).piece("a", 0, 0, 16) == numbers.tobytes()
+
+
+def test_readers_in_threads_never_see_a_mixture_while_the_owner_steps():
+    live = [np.zeros(200_000, np.uint8) for _ in range(4)]
+    for step in range(1, 15):
+        for buffer in live:
+            buffer[:] = step
+        snapshot = Snapshot(step, b"", live, readers=3)
+        got: dict[str, list[bytes]] = {}
+
+        def reads(name: str, snapshot: Snapshot = snapshot, got: dict[str, list[bytes]] = got) -> None:
+            got[name] = read_all(snapshot, name, 9_000)
+
+        threads = [threading.Thread(target=reads, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        snapshot.freeze()
+        for buffer in live:
+            buffer[:] = 255
+        for thread in threads:
+            thread.join(timeout=30)
+        assert set(got) == set("abc")
+        for buffers in got.values():
+            assert all(set(data) == {step} for data in buffers)

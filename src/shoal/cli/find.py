@@ -78,7 +78,7 @@ def choose(pairs: Sequence[tuple[Coordinator, RunView]], wanted: str, where: str
     if len(going) > 1:
         raise AmbiguousRun(f"more than one run is called {wanted}", why=_list(going), do="use the id")
     if named:
-        return named[0]
+        return (going or named)[0]
     begun = [pair for pair in pairs if pair[1].run.startswith(wanted) or pair[1].name.startswith(wanted)]
     if len(begun) == 1:
         return begun[0]
@@ -128,8 +128,6 @@ def _at(place: Place) -> Coordinator:
 
 
 def _in(directory: Path) -> Coordinator | None:
-    from shoal.cli.past import Past
-
     url, pid = read_text(directory / "url"), read_text(directory / "pid")
     token_file = directory / "token"
     if not url and not (directory / "journal.jsonl").exists():
@@ -142,6 +140,8 @@ def _in(directory: Path) -> Coordinator | None:
                 return Coordinator(directory.name, url, str(token_file), directory, client, client)
         except ShoalError:
             client.close()
+    from shoal.cli.past import Past
+
     return Coordinator(directory.name, url, str(token_file), directory, None, Past(directory))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def with_frame(function: F) -> F:
 
     @click.option("--json", "as_json_", is_flag=True, help="Answer in JSON.")
     @click.option("-q", "--quiet", is_flag=True, help="Say only what was asked for.")
-    @click.option("-v", "--verbose", count=True, help="Say more.")
+    @click.option("-v", "--verbose", count=True, help="Say more; errors with their Python traceback.")
     @click.pass_context
     @functools.wraps(function)
     def framed(ctx: click.Context, /, as_json_: bool, quiet: bool, verbose: int, **rest: Any) -> Any:
@@ -81,6 +82,8 @@ def with_frame(function: F) -> F:
             return function(frame, **rest)
         except ShoalError as error:
             show_error(error, frame.json)
+            if frame.verbose:
+                traceback.print_exception(error)
             ctx.exit(error.exit_code)
 
     return framed  # type: ignore[return-value]

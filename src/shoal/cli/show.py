@@ -14,9 +14,9 @@ from shoal.cli.follow import Followed, Follower
 from shoal.cli.frame import Frame, Place, interactive
 from shoal.cli.interrupts import Interrupts
 from shoal.cli.launch import Launch
-from shoal.cli.supervise import Supervisor
+from shoal.cli.supervise import Supervisor, resume
 from shoal.errors import UsageError
-from shoal.wire.views import RunView, ScaleAsk
+from shoal.wire.views import RunView
 
 PANEL_EVERY_S = 0.4
 PLAIN_EVERY_S = 0.8
@@ -40,12 +40,7 @@ def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
         raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
     client = open_client(place.url, place.token_file)
     client.check()
-    if launch.spec is not None:
-        view = client.submit(launch.spec)
-    else:
-        if launch.members is not None:
-            client.scale(launch.resume, ScaleAsk(*launch.members))
-        view = client.resume(launch.resume)
+    view = client.submit(launch.spec) if launch.spec is not None else resume(client, launch.resume, launch.members)
     if detach:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0

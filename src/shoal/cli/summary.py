@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
 from shoal.wire.views import RunView, StoryLine
 
@@ -15,12 +16,13 @@ CHANGES_SHOWN = 10
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One change of the world, and what it cost."""
+    """One change of the world, and what it cost; a planned one (`formed_s` None) costs no wait."""
 
     world: int
     step: int | None
     text: str
-    stalled_s: float | None
+    formed_s: float | None
+    steps_lost: int
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -82,8 +84,25 @@ def exit_code(view: RunView, *, abandoned: bool = False) -> int:
 
 
 def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
-    """The worlds after the first, each with the reason why it came."""
-    return ()
+    """The worlds after the first: why each came, how long it took to form, and the steps that had to be done again."""
+    found: list[Change] = []
+    began: float | None = None
+    cause, reached, worlds = "", 0, 0
+    for line in story:
+        if line.kind in ("WorldBroke", "DissolveWorld", "ProcessExited") and began is None and worlds:
+            began = line.at
+        if line.kind == "DissolveWorld":
+            cause = line.reason
+        if line.kind == "WorldBroke":
+            reached = max(reached, line.step or 0)
+        if line.kind == "ProposeWorld":
+            found.append(Change(line.world or 0, line.step, line.reason, None, 0))
+        if line.kind == "FormWorld":
+            if worlds:
+                lost = max(0, reached - (line.step or 0))
+                found.append(Change(line.world or 0, line.step, cause, line.at - (began or line.at), lost))
+            worlds, began, cause, reached = worlds + 1, None, "", 0
+    return tuple(found)
 
 
 def text(facts: Summary) -> str:
@@ -100,7 +119,7 @@ def text(facts: Summary) -> str:
     if facts.reason and facts.status not in ("done",):
         lines.append(f"why         {facts.reason}")
     lines.append(f"members     {facts.members} at the end, {facts.losses} lost, {facts.joins} joined")
-    lines += _changes(facts.changes)
+    lines += _changes(facts)
     if facts.checkpoint_step is not None:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
     if facts.directory:
@@ -110,16 +129,50 @@ def text(facts: Summary) -> str:
     return "\n".join(lines)
 
 
-def _changes(found: Sequence[Change]) -> list[str]:
-    lines = []
-    for change in found[-CHANGES_SHOWN:]:
-        cost = "" if change.stalled_s is None else f"; next step after {table.span(change.stalled_s)}"
-        at = "" if change.step is None else f"step {table.count(change.step)}: "
-        lines.append(f"            {at}{change.text}{cost}")
-    if len(found) > CHANGES_SHOWN:
-        lines.insert(0, f"            … {len(found) - CHANGES_SHOWN} changes before; shoal why {''}".rstrip())
-    return ["changes" + line[7:] if index == 0 else line for index, line in enumerate(lines)]
+def _changes(facts: Summary) -> list[str]:
+    shown = facts.changes[-CHANGES_SHOWN:]
+    lines = [f"{_where(change)}{change.text}{_cost(change)}" for change in shown]
+    if len(facts.changes) > len(shown):
+        lines.insert(0, f"{len(facts.changes) - len(shown)} before these; shoal why {facts.run} tells all")
+    return [f"{'changes' if index == 0 else '':<12}{line}" for index, line in enumerate(lines)]
+
+
+def _where(change: Change) -> str:
+    return (
+        f"world {change.world}, step {table.count(change.step)}: "
+        if change.step is not None
+        else f"world {change.world}: "
+    )
+
+
+def _cost(change: Change) -> str:
+    if change.formed_s is None:
+        return " (planned: nobody waited for it)"
+    lost = f"{change.steps_lost} steps lost" if change.steps_lost != 1 else "1 step lost"
+    return f" (new world after {table.span(change.formed_s)}, {lost})"
 
 
 def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[str, ...]]:
-    return "", ()
+    """The failure that explains the others, and those; only for a run that failed."""
+    if view.status != "failed":
+        return "", ()
+    found = root_cause(_failures(story))
+    if found is None:
+        return view.reason, ()
+    return f"{found.first.member}: {found.first.detail}", tuple(f"{v.member}: {v.detail}" for v in found.victims)
+
+
+def _failures(story: Sequence[StoryLine]) -> list[Failure]:
+    """What members raised, and how processes ended that had not raised before."""
+    raised: dict[str, float] = {}
+    found = []
+    for line in story:
+        if line.kind == "MemberRaised":
+            raised[line.member] = line.at
+            detail = line.text.removeprefix(f"{line.member} raised ")
+            found.append(Failure(line.member, line.at, "user", f"{detail} ({line.reason})" if line.reason else detail))
+        elif line.kind == "ProcessExited" and line.at - raised.get(line.member, -TOGETHER_S) >= TOGETHER_S:
+            cause = "infrastructure" if "signal" in line.text else "user"
+            if not line.text.endswith("exit code 0"):
+                found.append(Failure(line.member, line.at, cause, line.reason))
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.cli.client import Client, open_client
-from shoal.cli.find import read_text
+from shoal.cli.find import OVER, read_text
 from shoal.cli.launch import URL, Launch, make, unmake
 from shoal.cli.services import Service
 from shoal.errors import CoordinatorUnreachable, ShoalError
@@ -99,9 +99,15 @@ class Supervisor:
         launch = self._launch
         if launch.spec is not None:
             return client.submit(launch.spec)
-        if launch.members is not None:
-            client.scale(launch.resume, ScaleAsk(*launch.members))
-        return client.resume(launch.resume)
+        return resume(client, launch.resume, launch.members)
+
+
+def resume(client: Client, run: str, members: tuple[int, int] | None) -> RunView:
+    """Set a run going again; one that its coordinator never saw end goes on by itself."""
+    view = client.run(run)
+    if view.status in OVER:
+        view = client.resume(run)
+    return view if members is None else client.scale(run, ScaleAsk(*members))
 
 
 def port_if_free(url: str) -> int:

@@ -1,0 +1,66 @@
+"""What a coordinator that has ended left on disk, read without starting it."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import StorageError, UnknownRun
+from shoal.store import views
+from shoal.wire.views import LogPage, RunView, StoryLine
+
+OVER = ("done", "failed", "stopped", "resumable")
+
+
+class Past:
+    """The runs of one directory, as `find.Records`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def runs(self) -> tuple[RunView, ...]:
+        try:
+            return tuple(_as_ended(view) for view in views.runs(self._directory))
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise StorageError(
+                "what a coordinator left cannot be read",
+                where=str(self._directory / views.FILE),
+                why=str(error),
+                do="delete that file; resuming a run writes it anew from the journal",
+            ) from error
+
+    def run(self, run: str) -> RunView:
+        for view in self.runs():
+            if view.run == run:
+                return view
+        raise UnknownRun(f"there is no run {run}", where=str(self._directory))
+
+    def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
+        return tuple(views.story(self._directory, run, member, after, limit))
+
+    def logs(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
+        page = tuple(itertools.islice(self._lines(run, member), after, after + limit))
+        return LogPage(page, after + len(page))
+
+    def _lines(self, run: str, wanted: str) -> Iterator[tuple[str, str]]:
+        """Every member's file after the other: files have no times to interleave them by."""
+        root = self._directory / "runs" / run / "logs"
+        for path in sorted(root.rglob("*.log")):
+            member = str(path.relative_to(root).with_suffix(""))
+            if wanted and member != wanted:
+                continue
+            with path.open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    yield member, line.rstrip("\n")
+
+
+def _as_ended(view: RunView) -> RunView:
+    """A run whose coordinator is gone does not go on, whatever was written last."""
+    if view.status in OVER:
+        return view
+    reason = f"its coordinator is gone; it was {view.status} then"
+    return msgspec.structs.replace(view, status="resumable", reason=reason, members=(), world_size=0, samples_per_s=0.0)

@@ -1,0 +1,64 @@
+"""The end of a run in a few lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.cli import summary
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("done", None, 0), ("failed", None, 1), ("stopped", None, 75), ("resumable", None, 75), ("failed", 5, 5)],
+)
+def test_the_exit_code_says_how_it_ended(make: Any, status: str, code: int | None, expected: int) -> None:
+    assert summary.exit_code(make.run(status=status, exit_code=code)) == expected
+
+
+def test_a_loss_is_shown_with_what_it_cost(make: Any) -> None:
+    story = [
+        make.line(1, "FormWorld", world=1, step=0),
+        make.line(2, "ProcessExited", "the process of local/1 ended by signal 9", at=110.0),
+        make.line(3, "DissolveWorld", world=1, reason="local/1 is gone: killed by signal 9", at=110.001),
+        make.line(4, "WorldBroke", member="local/0", world=1, step=40, at=110.01),
+        make.line(5, "FormWorld", world=2, step=40, at=110.021),
+        make.line(6, "ProposeWorld", world=3, reason="local/1 joins", at=112.0),
+    ]
+    lost, joined = summary.changes(story)
+    assert (lost.world, lost.step, lost.steps_lost) == (2, 40, 0)
+    assert lost.formed_s == pytest.approx(0.021)
+    assert joined.formed_s is None
+    text = summary.text(summary.of(make.run(status="done", ended=141.0), story))
+    assert (
+        "changes     world 2, step 40: local/1 is gone: killed by signal 9 (new world after 21 ms, 0 steps lost)"
+        in text
+    )
+    assert "1 234 of 5 000 steps in 41.0 s" in text
+
+
+def test_a_state_that_falls_back_to_a_checkpoint_counts_its_steps(make: Any) -> None:
+    story = [
+        make.line(1, "FormWorld", world=1, step=0),
+        make.line(2, "WorldBroke", member="local/0", world=1, step=45),
+        make.line(3, "FormWorld", world=2, step=40),
+    ]
+    assert [change.steps_lost for change in summary.changes(story)] == [5]
+
+
+def test_a_failure_shows_its_root_cause_first_and_folds_the_victims(make: Any) -> None:
+    story = [
+        make.line(1, "MemberRaised", "local/1 raised ConnectionResetError: peer", member="local/1"),
+        make.line(2, "MemberRaised", "local/0 raised ValueError: no", member="local/0", reason='File "t.py", line 3'),
+        make.line(3, "ProcessExited", "the process of local/0 ended with exit code 1", member="local/0", reason="user"),
+    ]
+    facts = summary.of(make.run(status="failed", exit_code=1, reason="local/0 raised"), story)
+    assert facts.cause == 'local/0: ValueError: no (File "t.py", line 3)'
+    assert facts.victims == ("local/1: ConnectionResetError: peer",)
+    assert summary.text(facts).startswith("cause       local/0: ValueError: no")
+
+
+def test_a_stopped_run_says_how_to_go_on(make: Any) -> None:
+    facts = summary.of(make.run(status="stopped", checkpoint_step=7, checkpoint_path="/c/7"), [])
+    assert summary.text(facts).endswith("to go on    shoal resume train-7f3k")

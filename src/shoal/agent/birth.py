@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from typing import Any, NoReturn
 
 from shoal.agent import orders, processes
@@ -26,6 +27,8 @@ def live(order: orders.Start, zygote: int, search_path: list[str]) -> None:
     """Become the member; returns or raises as its script does."""
     os.setsid()
     processes.die_with_parent(zygote, signal.SIGKILL)
+    with open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(birth_mark(os.getpid()))
     _redirect(order.log_path)
     try:
         os.chdir(order.cwd)
@@ -50,6 +53,11 @@ def live(order: orders.Start, zygote: int, search_path: list[str]) -> None:
         _record(order.why_path, error)
         _show_only_the_users_frames()
         raise
+
+
+def birth_mark(pid: int) -> str:
+    """The name of a member's process, which its forks inherit: so an orphan can still be told whose it is."""
+    return f"shoal-{pid}"
 
 
 def _redirect(log_path: str) -> None:
@@ -105,8 +113,6 @@ def _run_script(path: str) -> None:
 
 
 def _is_archive(path: str) -> bool:
-    import zipfile
-
     return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 

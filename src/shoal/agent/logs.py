@@ -12,8 +12,10 @@ BATCH_LINES = 200
 BATCH_CHARACTERS = 64 << 10
 LINES_PER_S = 500.0
 BURST_LINES = 2000.0
+LAST_LINES = 100
 _READ_BYTES = 256 << 10
 _PENDING_BYTES = 64 << 10
+_BEHIND_BYTES = 4 << 20
 # Tabs and the escape of colours stay; whatever else moves the cursor or rings a bell goes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\u0080-\u009f]")
 
@@ -61,18 +63,22 @@ class Allowance:
         self._at = 0.0
         self._dropped = 0
 
-    def pass_on(self, lines: list[str], now: float) -> list[str]:
-        """Those lines that may go, with a mark where some were left out."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s) if self._at else self._burst
+    def pass_on(self, lines: list[str], now: float, last: bool = False) -> list[str]:
+        """Those lines that may go, with a mark where some were left out; the last words of all always go."""
+        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._per_s)
         self._at = now
-        allowed = lines[: int(self._left)]
-        if allowed and self._dropped:
-            allowed.insert(0, f"… {self._dropped} lines are in the member's file only")
-            self._dropped = 0
-        passed = min(len(lines), int(self._left))
-        self._left -= passed
-        self._dropped += len(lines) - passed
-        return allowed
+        passed = lines[: int(self._left)]
+        self._left -= len(passed)
+        before = self._mark(self._dropped) if passed else []
+        self._dropped = len(lines) - len(passed) + (0 if passed else self._dropped)
+        if not last:
+            return [*before, *passed]
+        words = lines[len(passed) :][-LAST_LINES:]
+        return [*before, *passed, *self._mark(self._dropped - len(words)), *words]
+
+    @staticmethod
+    def _mark(dropped: int) -> list[str]:
+        return [f"… {dropped} lines are in the member's file only"] if dropped else []
 
 
 def batches(lines: list[str]) -> list[tuple[str, ...]]:
@@ -105,18 +111,27 @@ class Tail:
         return self._last
 
     def read(self, now: float, last: bool = False) -> list[str]:
-        """New lines since the last call; with `last`, all that is left, however much."""
-        lines: list[str] = []
+        """New lines since the last call; with `last`, all that is left."""
+        lines = self._catch_up()
         while data := self._read_some():
             lines += self._lines.feed(data)
             if not last:
                 break
-            if len(lines) > BURST_LINES:
-                lines = self._allowance.pass_on(lines, now)
         if last:
             lines += self._lines.finish()
         self._last = next((line.strip() for line in reversed(lines) if line.strip()), self._last)
-        return self._allowance.pass_on(lines, now) if lines else []
+        return self._allowance.pass_on(lines, now, last) if lines or last else []
+
+    def _catch_up(self) -> list[str]:
+        """Skip what nobody could read anyway, when a member writes faster than we pass on."""
+        if self._descriptor is None:
+            return []
+        here, size = os.lseek(self._descriptor, 0, os.SEEK_CUR), os.fstat(self._descriptor).st_size
+        if size - here <= _BEHIND_BYTES:
+            return []
+        os.lseek(self._descriptor, size - _READ_BYTES, os.SEEK_SET)
+        rest = self._lines.finish()
+        return [*rest, f"… {size - _READ_BYTES - here} bytes are in the member's file only"]
 
     def close(self) -> None:
         if self._descriptor is not None:

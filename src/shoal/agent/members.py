@@ -62,8 +62,10 @@ class Member:
     why_path: Path
     oom_kills: int
     process: psutil.Process | None = None
+    warm: bool = True
     asked: str = ""
     noticed: bool = False
+    born: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -83,7 +85,7 @@ class Members:
         # One thread in NumPy's own library, or the warm process would have more than one from the import on.
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._warm_environment = environment
-        self.warm = WarmProcess(preload, environment, self._on_exit)
+        self.warm = WarmProcess(preload, environment, self._on_start, self._on_exit)
 
     def __len__(self) -> int:
         return len(self._alive)
@@ -97,7 +99,7 @@ class Members:
         key = _key(order.run, order.member, order.incarnation)
         if known := self._alive.get(key):
             if known.process is not None:
-                self._outbox.put(self._started(known, known.process.pid))
+                self._outbox.put(MemberStarted(*known.name, known.process.pid, known.warm))
             return
         directory = self._home.directory / "logs" / _file_name(order.run)
         base = f"{_file_name(order.member)}.{_file_name(order.incarnation)}"
@@ -106,17 +108,22 @@ class Members:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             start = self._order(key, member, directory / f"{base}.log")
-            pid = await self.warm.start(start, START_WITHIN_S)
+            member.warm = not start.cold
+            await self.warm.start(start, START_WITHIN_S)
         except (ShoalError, OSError) as error:
             self._never_started(key, error)
+
+    def _on_start(self, key: str, pid: int) -> None:
+        if (member := self._alive.get(key)) is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.process = psutil.Process(pid)
-        if key not in self._alive:
-            return
-        log.info("%s of run %s started as process %d", order.member, order.run, pid)
-        self._outbox.put(self._started(member, pid))
-        if member.asked or member.noticed:
+            process = psutil.Process(pid)
+            # It may be gone already, and its number somebody else's.
+            member.process = process if process.ppid() == self.warm.pid else None
+        log.info("%s of run %s started as process %d", member.order.member, member.order.run, pid)
+        self._outbox.put(MemberStarted(*member.name, pid, member.warm))
+        member.born.set()
+        if member.noticed:
             self._terminate(member)
 
     def _order(self, key: str, member: Member, log_path: Path) -> orders.Start:
@@ -154,12 +161,10 @@ class Members:
             return wished
         return max(1, self._cores // self._home.slots) if self._home.slots else 1
 
-    def _started(self, member: Member, pid: int) -> MemberStarted:
-        return MemberStarted(*member.name, pid=pid, warm=member.order.env.get("SHOAL_COMPAT", "") in ("", "0"))
-
     def _never_started(self, key: str, error: ShoalError | OSError) -> None:
         if (member := self._alive.pop(key, None)) is None:
             return
+        member.born.set()
         member.gone.set()
         code = error.code if isinstance(error, ShoalError) else "S402"
         text = error.what if isinstance(error, ShoalError) else str(error)
@@ -174,9 +179,8 @@ class Members:
         if member is None:
             return
         member.asked = member.asked or reason or "asked to end"
-        if member.process is None:
-            return
-        process = processes.own(member.process.pid)
+        await member.born.wait()
+        process = processes.own(member.process.pid) if member.process is not None else None
         if process is not None and process == member.process:
             left = await processes.end(process, grace_s)
             if left:

@@ -123,7 +123,8 @@ class Agent:
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, number)
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
         if self._settings.lifeline is not None:
             os.set_inheritable(self._settings.lifeline, False)
             loop.add_reader(self._settings.lifeline, self._on_lifeline, self._settings.lifeline)
@@ -192,17 +193,16 @@ class Agent:
         while True:
             try:
                 async with self._link() as link:
-                    met = True
                     await self._converse(link)
                     why = "it closed the connection"
             except (OSError, TimeoutError, WebSocketException) as error:
                 why = f"{type(error).__name__}: {error}"
             except MembershipError as error:
-                if not met and not len(self._members):
+                if not (met or self._connected or len(self._members)):
                     raise
                 why = error.what
             if self._connected:
-                self._connected = False
+                met, self._connected = True, False
                 self._outbox.connection_lost(time.monotonic())
                 away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
             if self._ending.is_set():

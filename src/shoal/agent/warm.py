@@ -18,19 +18,28 @@ from shoal.errors import WarmProcessFailed
 log = logging.getLogger("shoal.agent")
 
 _REVIVE_MAX_S = 5.0
+_LAST_CHANCE_S = 10.0
 
 
 class WarmProcess:
-    """One warm process, started anew when it dies; `on_exit(key, status)` is called once for every member."""
+    """One warm process, started anew when it dies.
+
+    `on_start(key, pid)` and, after it, `on_exit(key, status)` are called once for every member.
+    """
 
     def __init__(
-        self, preload: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[str, int], None]
+        self,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        on_start: Callable[[str, int], None],
+        on_exit: Callable[[str, int], None],
     ) -> None:
         self._preload = tuple(preload)
         self._environment = dict(environment)
+        self._on_start = on_start
         self._on_exit = on_exit
         self._pids: dict[str, int] = {}
-        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._up = asyncio.Event()
@@ -46,9 +55,9 @@ class WarmProcess:
         processes.adopt_orphans()
         self._keeper = asyncio.create_task(self._keep_one_up())
 
-    async def start(self, order: orders.Start, timeout_s: float) -> int:
-        """Start a member and return its pid."""
-        born: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def start(self, order: orders.Start, timeout_s: float) -> None:
+        """Start a member; returns when it is there."""
+        born: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[order.key] = born
         try:
             async with asyncio.timeout(timeout_s):
@@ -56,7 +65,7 @@ class WarmProcess:
                 assert self._writer is not None
                 self._writer.write(orders.pack(order))
                 await self._writer.drain()
-                return await born
+                await born
         except TimeoutError as error:
             raise WarmProcessFailed(f"no member was started within {timeout_s:.0f} s") from error
         except ConnectionError as error:
@@ -120,8 +129,9 @@ class WarmProcess:
                     log.warning("the warm process has %d threads; forking from it may hang", report.tasks)
             case orders.Started():
                 self._pids[report.key] = report.pid
+                self._on_start(report.key, report.pid)
                 if (born := self._waiting.get(report.key)) and not born.done():
-                    born.set_result(report.pid)
+                    born.set_result(None)
             case orders.NotStarted():
                 if (born := self._waiting.get(report.key)) and not born.done():
                     born.set_exception(WarmProcessFailed("a member could not be started", why=report.why))
@@ -135,7 +145,10 @@ class WarmProcess:
             self._writer.close()
         process = self._process
         assert process is not None
+        deadline = time.monotonic() + _LAST_CHANCE_S
         while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
             await asyncio.sleep(0.01)
         await processes.kill(processes.descendants(), 30.0)
         for born in self._waiting.values():

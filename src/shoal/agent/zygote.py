@@ -20,9 +20,10 @@ import time
 import psutil
 
 from shoal.agent import orders, processes
-from shoal.agent.birth import live
+from shoal.agent.birth import birth_mark, live
 
-PRELOAD = ("numpy", "torch", "websockets.sync.client", "msgspec", "psutil", "shoal.torch")
+# torch._dynamo, because the first optimizer of a process imports it, which takes longer than all the rest.
+PRELOAD = ("numpy", "torch", "torch._dynamo", "torch.utils.data", "websockets.sync.client", "psutil", "shoal.torch")
 _HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     # Held back, not ignored: a SIGTERM that reaches a member before it has its own handlers must not be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     processes.adopt_orphans()
-    search_path = list(sys.path[1:])
+    search_path = sys.path[0 if sys.flags.safe_path else 1 :]
     channel.sendall(orders.pack(preload(given.preload)))
     gc.collect()
     gc.freeze()
@@ -142,7 +143,7 @@ class Nursery:
 
     def _belongs_to_the_living(self, process: psutil.Process) -> bool:
         with contextlib.suppress(OSError, psutil.Error):
-            if os.getsid(process.pid) in self._alive:
+            if os.getsid(process.pid) in self._alive or _mark(process.pid) in map(birth_mark, self._alive):
                 return True
             logs = {order.log_path for order in self._alive.values()}
             if any(_points_to(process.pid, number) in logs for number in (1, 2)):
@@ -150,6 +151,11 @@ class Nursery:
             born = process.environ().get("SHOAL_INCARNATION", "")
             return any(born and born == order.env.get("SHOAL_INCARNATION") for order in self._alive.values())
         return False
+
+
+def _mark(pid: int) -> str:
+    with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
 
 
 def _points_to(pid: int, descriptor: int) -> str:

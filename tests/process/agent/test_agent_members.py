@@ -184,5 +184,6 @@ def test_a_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, sc
     coordinator.exit_of()
     assert 0 < len(coordinator.lines()) < 10000
     assert any("in the member's file only" in line for line in coordinator.lines())
+    assert coordinator.lines()[-2:] == ["line 49999", "end"]
     (log,) = (agent.directory / "logs" / "run").glob("*.log")
     assert until(lambda: log.read_text().endswith("line 49999\nend\n"))

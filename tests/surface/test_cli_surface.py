@@ -11,7 +11,6 @@ from collections.abc import Callable
 import click
 import pytest
 
-from shoal.cli.explain import catalog
 from shoal.cli.main import VERBS, shoal
 from shoal.cli.main import run as run_line
 from shoal.cli.summary import EXIT_CODES
@@ -41,9 +40,8 @@ def test_verbs_and_options_are_frozen(frozen: Callable[[str, str], None]) -> Non
     frozen("cli.txt", "\n".join(lines))
 
 
-def test_exit_codes_are_frozen(frozen: Callable[[str, str], None]) -> None:
-    ends = [f"run {status}: {code}" for status, code in EXIT_CODES.items()]
-    frozen("exit_codes.txt", "\n".join([*ends, *(f"{code} {kind.exit_code}" for code, kind in catalog().items())]))
+def test_the_exit_code_of_each_end_of_a_run_is_frozen(frozen: Callable[[str, str], None]) -> None:
+    frozen("exit_codes.txt", "\n".join(f"{status}: {code}" for status, code in EXIT_CODES.items()))
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -65,8 +65,8 @@ class Client:
     def scale(self, run: str, ask: ScaleAsk) -> RunView:
         return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/scale", RunView, ask)
 
-    def resume(self, run: str) -> RunView:
-        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView)
+    def resume(self, run: str, ask: ScaleAsk | None = None) -> RunView:
+        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView, ask)
 
     def agents(self) -> tuple[AgentView, ...]:
         return self._ask("GET", "/v1/agents", tuple[AgentView, ...])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import click
 
@@ -11,7 +10,6 @@ from shoal.cli import find
 from shoal.cli.find import Records
 from shoal.cli.frame import Frame, Place, with_frame, with_place
 from shoal.errors import CoordinatorUnreachable
-from shoal.wire.views import LogPage
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5
@@ -21,7 +19,7 @@ FOLLOW_EVERY_S = 0.5
 @click.argument("run", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines until the run is over.")
 @click.option("--member", default="", help="Only this member's lines.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last so many lines.")
 @with_place
 @with_frame
 def command(frame: Frame, place: Place, run: str | None, follow: bool, member: str, lines: int | None) -> None:
@@ -47,18 +45,13 @@ def command(frame: Frame, place: Place, run: str | None, follow: bool, member: s
 
 
 def _print_so_far(frame: Frame, records: Records, run: str, member: str, lines: int | None) -> int:
-    kept: deque[tuple[str, str]] = deque(maxlen=lines)
-    after = 0
+    after = -lines if lines else 0
     while True:
-        page: LogPage = records.logs(run, member, after, PAGE)
-        after = page.next
-        if lines is None:
-            _print(frame, page.lines)
-        else:
-            kept.extend(page.lines)
+        page = records.logs(run, member, after, PAGE)
+        _print(frame, page.lines)
         if not page.lines:
-            _print(frame, tuple(kept))
-            return after
+            return page.next
+        after = page.next
 
 
 def _print(frame: Frame, lines: tuple[tuple[str, str], ...]) -> None:

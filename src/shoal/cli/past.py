@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from shoal.coordinator import logs
 from shoal.errors import StorageError, UnknownRun
 from shoal.store import views
 from shoal.wire.views import LogPage, RunView, StoryLine
@@ -43,19 +42,7 @@ class Past:
         return tuple(views.story(self._directory, run, member, after, limit))
 
     def logs(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
-        page = tuple(itertools.islice(self._lines(run, member), after, after + limit))
-        return LogPage(page, after + len(page))
-
-    def _lines(self, run: str, wanted: str) -> Iterator[tuple[str, str]]:
-        """Every member's file after the other: files have no times to interleave them by."""
-        root = self._directory / "runs" / run / "logs"
-        for path in sorted(root.rglob("*.log")):
-            member = str(path.relative_to(root).with_suffix(""))
-            if wanted and member != wanted:
-                continue
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    yield member, line.rstrip("\n")
+        return logs.page(self._directory, run, member, after, limit)
 
 
 def _as_ended(view: RunView) -> RunView:

@@ -104,10 +104,11 @@ class Supervisor:
 
 def resume(client: Client, run: str, members: tuple[int, int] | None) -> RunView:
     """Set a run going again; one that its coordinator never saw end goes on by itself."""
+    ask = ScaleAsk(*members) if members is not None else None
     view = client.run(run)
     if view.status in OVER:
-        view = client.resume(run)
-    return view if members is None else client.scale(run, ScaleAsk(*members))
+        return client.resume(run, ask)
+    return view if ask is None else client.scale(run, ask)
 
 
 def port_if_free(url: str) -> int:

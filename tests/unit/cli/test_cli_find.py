@@ -54,6 +54,7 @@ def test_a_directory_without_a_journal_is_no_coordinator(tmp_path: Path) -> None
 
 
 def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: Any) -> None:
+    from shoal.coordinator.logs import Logs
     from shoal.store.views import Views
 
     directory = tmp_path / "coordinators" / "x"
@@ -65,9 +66,7 @@ def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: 
     views.put_run(make.run("r2", status="done", started=50.0))
     views.put_lines([make.line(1, "Say", "hello", run="r1")])
     views.close()
-    logs = directory / "runs" / "r1" / "logs" / "local"
-    logs.mkdir(parents=True)
-    (logs / "0.log").write_text("one\ntwo\n")
+    Logs(directory).append("r1", "local/0", ["one", "two"])
     ((coordinator, going), (_, over)) = find.all_runs(find.Place(tmp_path))
     assert coordinator.client is None
     assert (going.run, going.status, going.members) == ("r1", "resumable", ())

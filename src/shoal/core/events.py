@@ -38,9 +38,11 @@ class BecameReady:
 
 @dataclass(frozen=True, slots=True)
 class WorldBroke:
+    """A member's exchange failed; it holds the state of `step`, None for none."""
+
     member: str
     world: int
-    step: int
+    step: int | None
     suspects: tuple[str, ...] = ()
     cause: str = ""
 

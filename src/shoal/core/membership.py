@@ -203,7 +203,8 @@ class _Draft:
         if not planned:
             self.set(losses=self.base.losses + 1)
             self.ask(ev.Say(f"{name} is lost: {reason}", member=name))
-        if world is not None and world.rank_of(name) is not None and status != DONE:
+        stopped = planned and self.base.stopping is not None
+        if world is not None and world.rank_of(name) is not None and status != DONE and not stopped:
             self.dissolve(f"{name} is gone: {reason}")
         elif proposal is not None and proposal.rank_of(name) is not None:
             self.set(proposal=None)
@@ -226,9 +227,9 @@ class _Draft:
         self.set(world=None, proposal=None)
         self.ask(ev.DissolveWorld(last, tell, reason))
 
-    def answered(self, name: str, step: int) -> None:
+    def answered(self, name: str, step: int | None) -> None:
         self.update(name, status=WAITING, step=step, stale=False)
-        self.set(step=max(self.base.step, step))
+        self.set(step=max(self.base.step, step or 0))
 
     # --- moving on
 
@@ -290,6 +291,8 @@ class _Draft:
 
     def _enough(self, present: list[Member]) -> bool:
         rules = self.base.rules
+        if self.base.stopping is not None:
+            return bool(present)
         if len(present) < rules.min_members:
             self.set(gather_until=None)
             self.wait_for(f"{len(present)} of at least {rules.min_members} members are present")
@@ -482,7 +485,9 @@ def _find_place(draft: _Draft, known: Member, event: ev.Hello) -> None:
     world, proposal = draft.base.world, draft.base.proposal
     if event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step))
-    elif event.broken and event.world is not None and event.step is not None:
+    elif event.broken and event.world is not None:
+        if proposal is not None and event.world == proposal.number and event.step is not None:
+            draft.enter(proposal, event.step)
         _on_broke(draft, ev.WorldBroke(event.member, event.world, event.step))
     elif proposal is not None and event.world == proposal.number and event.step is not None:
         draft.enter(proposal, event.step)
@@ -539,9 +544,11 @@ def _on_broke(draft: _Draft, event: ev.WorldBroke) -> None:
     if member is None:
         return
     world, proposal = draft.base.world, draft.base.proposal
-    live = {w.number for w in (world, proposal) if w is not None}
-    if event.world in live:
-        no_progress = world is not None and event.step <= draft.base.world_began_at
+    if proposal is not None and event.world == proposal.number:
+        _on_preparation_failed(draft, ev.PreparationFailed(event.member, event.world, event.suspects, event.cause))
+        return
+    if world is not None and event.world == world.number:
+        no_progress = (event.step or 0) <= draft.base.world_began_at
         for name in event.suspects:
             if name in draft.members and name != event.member:
                 suspect = draft.update(name, suspected=True)

@@ -81,7 +81,7 @@ def read(header: bytes, buffers: Sequence[Bytes]) -> dict[str, Any]:
     """Return the state_dict of every part in a captured state; its tensors lie over the buffers."""
     try:
         decoded = msgspec.msgpack.decode(header, type=_Header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise StateMalformed("the header of a state cannot be read", why=str(error)) from error
     if decoded.format != FORMAT:
         raise StateMalformed(

@@ -50,10 +50,10 @@ class Ready(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """The member's exchange failed; it holds the state of `step` and waits for another world."""
+    """The member's exchange failed; it holds the state of `step` (None: none) and waits for another world."""
 
     world: int
-    step: int
+    step: int | None
     suspects: tuple[str, ...] = ()
     cause: str = ""
 

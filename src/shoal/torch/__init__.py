@@ -1,0 +1,38 @@
+"""Shoal for PyTorch: ``import shoal.torch as shoal``.
+
+Example::
+
+    run = shoal.join()
+    model, optimizer = run.attach(model, optimizer)
+    for x, y in run.batches(dataset, size=512, epochs=10, seed=0):
+        loss = loss_fn(model(x), y)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.save("model.pt")
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from shoal.torch.run import Run, handle_sigterm
+from shoal.worker import environment
+from shoal.worker.session import Session
+from shoal.worker.solo import Solo
+
+__all__ = ["Run", "join"]
+
+
+def join() -> Run:
+    """Take part in the run that this process was started for; alone, if it was started by hand."""
+    told = environment.read(os.environ)
+    if told is None:
+        return Run(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
+    session = Session(told)
+    handle_sigterm(session)
+    where = told.values.checkpoint_to or os.path.join(told.run_dir, "checkpoints")
+    run = Run(session, told.run, where)
+    atexit.register(run.close)
+    return run

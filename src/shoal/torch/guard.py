@@ -1,0 +1,93 @@
+"""Optimizers, schedulers and scalers that do nothing for a step that did not commit.
+
+The objects stay what they are; only their methods are replaced on the instance, so that isinstance, state_dict and
+whatever else wraps them keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from shoal.errors import UnusableBackward
+
+
+class Gate(Protocol):
+    """Says what may happen now; the run."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
+
+    def apply_all(self, real: Callable[[], Any]) -> Any: ...
+
+    @property
+    def committed(self) -> bool: ...
+
+    @property
+    def has_gradient(self) -> bool: ...
+
+    @property
+    def accumulating(self) -> bool: ...
+
+
+def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise UnusableBackward(
+            f"{type(optimizer).__name__} cannot be used",
+            why="it needs closures or sparse gradients, and neither can be summed over members step by step",
+            do="use another optimizer, such as AdamW",
+        )
+    real_step, real_zero = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(real_step)
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise UnusableBackward(
+                "optimizer.step was given a closure",
+                why="it would evaluate the model again inside the step",
+                do="call run.backward(loss) and then optimizer.step()",
+            )
+        return gate.apply(self, real_step)
+
+    @functools.wraps(real_zero)
+    def zero_grad(_self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not gate.accumulating:
+            real_zero(set_to_none=set_to_none)
+
+    _replace(optimizer, "step", step)
+    _replace(optimizer, "zero_grad", zero_grad)
+
+
+def guard_scheduler(gate: Gate, scheduler: Any) -> None:
+    _only_if(scheduler, "step", lambda: gate.committed)
+
+
+def guard_scaler(gate: Gate, scaler: Any) -> None:
+    """A scaler's step counts as the step of the run, even if it finds infinities and skips the optimizer's."""
+    real_step = scaler.step
+
+    @functools.wraps(real_step)
+    def step(_self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return gate.apply_all(functools.partial(real_step, optimizer, *args, **kwargs))
+
+    _replace(scaler, "step", step)
+    _only_if(scaler, "unscale_", lambda: gate.has_gradient)
+    _only_if(scaler, "update", lambda: gate.committed)
+
+
+def _only_if(target: Any, name: str, allowed: Callable[[], bool]) -> None:
+    real = getattr(target, name)
+
+    @functools.wraps(real)
+    def method(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs) if allowed() else None
+
+    _replace(target, name, method)
+
+
+def _replace(target: Any, name: str, function: Callable[..., Any]) -> None:
+    # A bound method, because schedulers look for __func__ when they count steps.
+    setattr(target, name, types.MethodType(function, target))

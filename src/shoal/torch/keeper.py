@@ -1,0 +1,125 @@
+"""The state that is trained: captured for joiners and checkpoints, taken over from either."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import NoCheckpoint, ShoalError
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+from shoal.store.schedule import Schedule
+from shoal.store.writer import AsyncWriter
+from shoal.torch import state
+from shoal.worker.session import Session
+from shoal.worker.snapshot import Bytes, Snapshot
+from shoal.worker.solo import Solo
+
+
+class UserState:
+    """A part of the state that the user saves and loads with two functions."""
+
+    def __init__(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
+        self._save, self._load = save, load
+
+    def state_dict(self) -> Any:
+        return self._save()
+
+    def load_state_dict(self, saved: Any) -> None:
+        self._load(saved)
+
+
+class StateKeeper:
+    """All parts of the state, by name, and where their checkpoints go."""
+
+    def __init__(self, session: Session | Solo, run: str, directory: str) -> None:
+        self.parts: dict[str, Any] = {}
+        self.loaded: list[Callable[[], None]] = []
+        self._session = session
+        self._run = run
+        self._where = directory
+        settings = session.settings
+        self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
+        self._last_step, self._last_time = 0, time.monotonic()
+        self._writer: AsyncWriter | None = None
+        self._pending: Snapshot | None = None
+
+    def capture(self) -> tuple[bytes, list[Bytes]]:
+        header, tensors = state.capture(self.parts)
+        return header, state.as_bytes(tensors)
+
+    def load(self, header: bytes, buffers: list[Bytes]) -> None:
+        state.restore(self.parts, header, buffers)
+        for after in self.loaded:
+            after()
+
+    def restore(self) -> int | None:
+        try:
+            found = checkpoint.read(open_store(self._where))
+        except NoCheckpoint:
+            return None
+        for passed in found.passed_over:
+            _say(passed)
+        self.load(found.header, found.buffers)
+        self._last_step, self._last_time = found.entry.step, time.monotonic()
+        return found.entry.step
+
+    def at_boundary(self, step: int) -> None:
+        """Begin a checkpoint in the background if one is due."""
+        now = time.monotonic()
+        if not self._session.is_writer or not self._schedule.due(step, now, self._last_step, self._last_time):
+            return
+        self._last_step, self._last_time = step, now
+        self._begin(step)
+
+    def before_change(self) -> None:
+        """The state is about to change: what a checkpoint still lacks of it is copied."""
+        if self._pending is not None:
+            self._pending.freeze()
+            self._pending = None
+
+    def checkpoint_now(self) -> None:
+        writer = self._open_writer()
+        writer.close(wait_s=600.0)
+        self._writer = None
+        self._begin(self._session.step or 0)
+        if self._writer is not None:
+            self._writer.close(wait_s=600.0)
+            self._writer = None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close(wait_s=60.0)
+
+    def _begin(self, step: int) -> None:
+        writer = self._open_writer()
+        if writer.busy:
+            return
+        header, buffers = self.capture()
+        snapshot = Snapshot(step, header, buffers, readers=1)
+        world = self._session.world
+        number = world.number if world is not None else 0
+        self._pending = snapshot
+        writer.submit(snapshot, number, {"member": self._session.me}, fence=lambda: self._still_in(number))
+
+    def _still_in(self, number: int) -> bool:
+        """A member whose world went on without it must not write."""
+        world = self._session.world
+        return world is None or world.number >= number
+
+    def _open_writer(self) -> AsyncWriter:
+        if self._writer is None:
+            self._writer = AsyncWriter(
+                open_store(self._where),
+                self._run,
+                self._session.settings.checkpoint_keep,
+                on_done=self._session.checkpointed,
+                on_error=_say,
+            )
+        return self._writer
+
+
+def _say(error: ShoalError) -> None:
+    sys.stderr.write(f"{error}\n")

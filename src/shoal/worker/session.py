@@ -1,0 +1,657 @@
+"""One member's part in a run: it enters worlds, crosses into the next, and answers when one breaks.
+
+The main thread trains and calls `turn` between steps. The link's thread hears the coordinator, and every world is
+connected in a thread of its own, so that training never waits for a connection that somebody else may not make.
+What is said to the coordinator and what is applied to the model are decided under one lock: a member that has
+answered with step k does not apply step k afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import shoal
+from shoal import errors
+from shoal.config import Settings, port_range
+from shoal.core import pulse as pulses
+from shoal.core.world import World
+from shoal.wire import credentials, messages
+from shoal.worker.environment import Environment
+from shoal.worker.exchange import Exchange, ExchangeBroken
+from shoal.worker.link import Link
+from shoal.worker.port import Port
+from shoal.worker.snapshot import Bytes, Snapshot
+
+PREEMPTED = 75
+TELL_AFTER_S = (5.0, 30.0)
+FAREWELL_S = 5.0
+HAND_OVER_S = 2.0
+FOREVER_S = 7 * 24 * 3600.0
+
+
+class Keeper(Protocol):
+    """Whoever holds the state that is trained: a framework's side of a session."""
+
+    def capture(self) -> tuple[bytes, list[Bytes]]:
+        """The state now, as a header and views of live memory."""
+
+    def load(self, header: bytes, buffers: list[Bytes]) -> None:
+        """Take over a state."""
+
+    def restore(self) -> int | None:
+        """Load the newest good checkpoint; its step, or None if there is none."""
+
+    def checkpoint_now(self) -> None:
+        """Write a durable checkpoint before returning."""
+
+
+class RunOver(SystemExit):
+    """This member's part in the run has ended; it passes through the user's loop and ends the process."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(exit_code)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """A world that is connected and can be entered; without an exchange it is one that goes on without us."""
+
+    world: World
+    exchange: Exchange | None
+    planned: bool
+
+
+class Session:
+    """A member of a run that has a coordinator."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.settings: Settings = environment.values
+        self.me = environment.member
+        self.step: int | None = None
+        self.world: World | None = None
+        self.rank = 0
+        self.exchange: Exchange | None = None
+        self.reason = ""
+        self.status: Callable[[], dict[str, Any]] = dict
+        self._access = credentials.read(environment.token_file)
+        self._changed = threading.Condition(threading.RLock())
+        self._fingerprint = ""
+        self._ready = False
+        self._keeper: Keeper | None = None
+        self._broken = False
+        self._applying = False
+        self._agreed: int | None = None
+        self._stop_agreed = False
+        self._finishing = False
+        self._done = False
+        self._prepared: Entrance | None = None
+        self._announced: Entrance | None = None
+        self._formed: Entrance | None = None
+        self._retired: Exchange | None = None
+        self._connecting: tuple[int, threading.Event] | None = None
+        self._over_up_to = 0
+        self._offered: Snapshot | None = None
+        self._restore_asked = False
+        self._stop: messages.Stop | None = None
+        self._finished = False
+        self._leaving: tuple[float, str] | None = None
+        self._claims: dict[str, str] = {}
+        self._error: errors.ShoalError | None = None
+        self._why: tuple[tuple[str, ...], str] = ((), "")
+        self._phase, self._phase_since = "starting", time.monotonic()
+        self.port = Port(
+            self._access.token.encode(),
+            environment.run,
+            self.me,
+            environment.incarnation,
+            environment.host,
+            port_range(self.settings.ports),
+        )
+        self._link = Link(
+            environment.url,
+            self._access,
+            self._greet,
+            self._heard,
+            self._beat,
+            self.settings.beat_s,
+            self.settings.lease_s,
+        )
+        self._link.open()
+
+    # --- what the training loop calls
+
+    def begin(self, fingerprint: str, keeper: Keeper) -> None:
+        """The model is built: ask to be admitted."""
+        with self._changed:
+            self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
+            self._say(messages.Ready(fingerprint, self.step))
+        self.phase("waiting")
+
+    def phase(self, name: str) -> None:
+        """Say what the main thread is doing from now on."""
+        self._phase, self._phase_since = name, time.monotonic()
+
+    @property
+    def broken(self) -> bool:
+        return self._broken
+
+    @property
+    def size(self) -> int:
+        return self.world.size if self.world is not None else 1
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this member writes the checkpoints of its world."""
+        return self.rank == 0
+
+    def turn(self) -> int:
+        """Make sure that we are in a world with the state of a step, whatever it takes; the step to train next."""
+        while True:
+            self._raise_if_over()
+            if self.world is not None and not self._broken:
+                if self._agreed is not None:
+                    self._cross(self._agreed)
+                    continue
+                if self._stop_agreed:
+                    self._obey_stop()
+                if self.step is not None:
+                    return self.step
+            self._recover()
+
+    def announce(self) -> int:
+        """The number of the proposed world that could be entered after this step, 0 for none.
+
+        Once announced it is kept until the pulses of the step have told whether all go there.
+        """
+        with self._changed:
+            self._announced = self._prepared
+            return self._announced.world.number if self._announced is not None else 0
+
+    @property
+    def wishes(self) -> int:
+        return pulses.STOP if self._stop is not None else 0
+
+    def agree(self, everybody: tuple[pulses.Pulse, ...]) -> None:
+        """Note what the pulses of a step say about its end; it holds once the step is committed."""
+        with self._changed:
+            self._agreed = pulses.agreed(everybody)
+            self._stop_agreed = any(p.wishes & pulses.STOP for p in everybody)
+            if self._agreed is None and self._announced is not self._prepared:
+                _drop(self._announced)
+                self._announced = None
+
+    def may_apply(self) -> bool:
+        """Whether the gradient of this step may be applied; if so, nothing is said about the step before `commit`."""
+        self._wait_for_a_fresh_lease()
+        with self._changed:
+            if self._broken or self.world is None:
+                return False
+            self._applying = True
+        if self._offered is not None:
+            self._offered.freeze()
+            self._offered = None
+        return True
+
+    def commit(self) -> None:
+        """The gradient was applied: the step counts."""
+        with self._changed:
+            assert self.step is not None
+            self.step += 1
+            self._applying = False
+            if self._broken:
+                self._answer()
+        retired, self._retired = self._retired, None
+        if retired is not None:
+            retired.close()
+
+    def fail(self, broken: ExchangeBroken) -> None:
+        """The exchange of this step failed."""
+        self._break_world(broken.suspects, broken.cause)
+
+    def finish(self) -> bool:
+        """Whether every member of this world has committed the last step; if not, take another turn."""
+        exchange = self.exchange
+        self._finishing = True
+        try:
+            if exchange is not None:
+                exchange.barrier()
+        except ExchangeBroken as broken:
+            self._finishing = False
+            self.fail(broken)
+            return False
+        with self._changed:
+            self._done = True
+            self._say(messages.Done(self.step or 0))
+        self.phase("done")
+        return True
+
+    def quit(self) -> None:
+        """The script left its loop before the last step: the others go on without this member."""
+        with self._changed:
+            self._finishing = self._done = True
+            self._say(messages.Done(self.step or 0))
+            if self.exchange is not None:
+                self.exchange.abort("its script left the training loop")
+        self.phase("done")
+
+    def leave(self, within_s: float, cause: str) -> None:
+        """We were told to go away: hand over and go, at the next step boundary that all agree on."""
+        with self._changed:
+            if self._leaving is None:
+                self._leaving = (time.monotonic() + within_s, cause)
+                self._link.send(messages.Leaving(within_s, cause))
+                self._changed.notify_all()
+
+    def claim(self, name: str) -> bool:
+        """Wait until it is our turn to do something once (True), or until somebody has done it (False)."""
+        with self._changed:
+            if name not in self._claims:
+                self._claims[name] = "asked"
+                self._link.send(messages.Claim(name))
+            self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
+            return self._claims[name] == "granted"
+
+    def fulfil(self, name: str) -> None:
+        with self._changed:
+            self._claims[name] = "fulfilled"
+            self._link.send(messages.ClaimDone(name))
+
+    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+        self._link.send(messages.Checkpointed(step, path, size_bytes, seconds))
+
+    def close(self) -> None:
+        with self._changed:
+            exchanges = [self.exchange, self._retired]
+            exchanges += [e.exchange for e in (self._prepared, self._formed) if e is not None]
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.close()
+        self._link.close()
+        self.port.close()
+
+    # --- changing worlds, in the main thread
+
+    def _recover(self) -> None:
+        """Wait for a world and enter it; one that cannot be entered is reported, and the next is waited for."""
+        self.phase("waiting")
+        with self._changed:
+            self._wait_until(self._something_to_do, "the coordinator to form a world")
+            entrance, self._formed = self._formed, None
+            restore, self._restore_asked = self._restore_asked, False
+        self._raise_if_over()
+        if restore and self._keeper is not None:
+            self.step = self._keeper.restore()
+            self._say(messages.Ready(self._fingerprint, self.step, restored=True))
+        elif entrance is not None:
+            self._enter(entrance)
+
+    def _something_to_do(self) -> bool:
+        going = self._leaving is not None or self._stop is not None
+        return self._formed is not None or self._restore_asked or self._finished or (going and self._may_go())
+
+    def _may_go(self) -> bool:
+        """Whether nobody needs us outside a world: the only holder of the state waits to hand it over."""
+        if self.step is None or self._link.down_for_s:
+            return True
+        waited_s = time.monotonic() - self._phase_since
+        return (self._stop is not None and self._leaving is not None) or waited_s > HAND_OVER_S
+
+    def _enter(self, entrance: Entrance) -> None:
+        world, rank = entrance.world, entrance.world.rank_of(self.me)
+        assert rank is not None
+        step = 0 if world.fresh else self.step
+        with self._changed:
+            cancelled = threading.Event()
+            self._connecting = (world.number, cancelled)
+        if rank in world.sources:
+            self.phase("receiving state")
+            try:
+                received = self.port.fetch(world, world.sources[rank], FOREVER_S, cancelled)
+            except ExchangeBroken as broken:
+                _drop(entrance)
+                if not cancelled.is_set():
+                    self._tell_unconnected(world, entrance.planned, broken)
+                return
+            assert self._keeper is not None
+            self._keeper.load(received.header, received.buffers)
+            step = received.step
+        with self._changed:
+            self.step = step
+            if cancelled.is_set() or world.number <= self._over_up_to:
+                _drop(entrance)
+                self._answer_about(world.number)
+                return
+            self._take_over(entrance, rank)
+            if entrance.planned:
+                self._say(messages.Switched(world.number, self.step or 0))
+        self._offer(world, rank)
+
+    def _cross(self, number: int) -> None:
+        """Everybody has prepared the same world: leave the old one for it, or leave altogether."""
+        with self._changed:
+            entrance, self._announced, self._agreed = self._announced, None, None
+            if self._broken or entrance is None or entrance.world.number != number:
+                return
+            rank = entrance.world.rank_of(self.me)
+            old = self.exchange
+            if rank is not None:
+                self._retired = old
+                self._take_over(entrance, rank)
+                self._say(messages.Switched(number, self.step or 0))
+        if rank is None:
+            self._go_after(old)
+        else:
+            self._offer(entrance.world, rank)
+
+    def _take_over(self, entrance: Entrance, rank: int) -> None:
+        if self._prepared is not entrance:
+            _drop(self._prepared)
+        self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
+        self._broken, self._agreed, self._stop_agreed, self._finishing = False, None, False, False
+        self._prepared = self._announced = None
+
+    def _offer(self, world: World, rank: int) -> None:
+        """Let those that need the state read it, while we already compute the next step."""
+        readers = [world.seats[r].member for r, source in world.sources.items() if source == rank]
+        if readers and self._keeper is not None:
+            header, buffers = self._keeper.capture()
+            snapshot = Snapshot(self.step or 0, header, buffers, len(readers))
+            self.port.offer(world.number, snapshot, readers)
+            self._offered = snapshot
+
+    def _go_after(self, old: Exchange | None) -> None:
+        """We are not in the next world. Stay until the others have crossed, so that nobody sees us vanish."""
+        if self._leaving is not None:
+            self._say(messages.Left(self.step))
+        deadline = time.monotonic() + FAREWELL_S
+        while old is not None and time.monotonic() < deadline and getattr(old, "broken", None) is None:
+            time.sleep(0.002)
+        if self._leaving is not None:
+            raise self._goodbye(PREEMPTED, f"left the run at step {self.step}: {self._leaving[1]}")
+        with self._changed:
+            # A spare now: the state that we hold grows old, and we wait to be admitted again.
+            self.world, self.exchange, self.step = None, None, None
+            self._say_hello_again()
+
+    def _obey_stop(self) -> None:
+        stop = self._stop
+        if (stop is None or stop.checkpoint) and self.is_writer and self._keeper is not None:
+            self.phase("checkpoint")
+            self._keeper.checkpoint_now()
+        self._say(messages.Left(self.step))
+        code = stop.exit_code if stop is not None else PREEMPTED
+        raise self._goodbye(code, f"stopped at step {self.step}: {stop.reason if stop else 'the run stops'}")
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise self._error
+        idle = self.world is None or self._broken
+        if idle and self._finished:
+            raise self._goodbye(0, "the run has finished")
+        if idle and self._formed is None and (self._stop or self._leaving) and self._may_go():
+            self._go_from_outside()
+        if not idle and self._leaving is not None and self._nobody_answers(self._leaving[0]):
+            raise self._goodbye(PREEMPTED, f"left at step {self.step} without the coordinator's help")
+
+    def _nobody_answers(self, deadline: float) -> bool:
+        return self._link.down_for_s > 1.0 or time.monotonic() > deadline
+
+    def _go_from_outside(self) -> None:
+        stop = self._stop
+        if stop is not None and stop.checkpoint and self.step is not None and self._keeper is not None:
+            self._keeper.checkpoint_now()
+        self._say(messages.Left(self.step))
+        why = stop.reason if stop is not None else self._leaving[1] if self._leaving is not None else ""
+        code = stop.exit_code if stop is not None else PREEMPTED
+        raise self._goodbye(code, f"left while waiting for a world: {why}")
+
+    def _goodbye(self, exit_code: int, reason: str) -> RunOver:
+        sys.stderr.write(f"shoal: {self.me}: {reason}\n")
+        return RunOver(exit_code, reason)
+
+    # --- breaking, from any thread
+
+    def _break_world(self, suspects: tuple[str, ...], cause: str, answer: bool = True) -> None:
+        with self._changed:
+            if self.world is None or self._broken:
+                return
+            self._broken = True
+            self._why = (suspects, cause)
+            if self.exchange is not None:
+                self.exchange.abort(cause)
+            self._forget_prepared()
+            self.port.withdraw(self.world.number)
+            self._offered = None
+            if answer and not self._applying:
+                self._answer()
+            self._changed.notify_all()
+
+    def _answer(self) -> None:
+        if self.world is not None:
+            self._say(messages.Broken(self.world.number, self.step, *self._why))
+
+    def _answer_about(self, number: int) -> None:
+        """Say where we stand after a world that we never quite entered."""
+        self._say(messages.Broken(number, self.step))
+
+    def _world_broke(self, number: int, suspects: tuple[str, ...], cause: str) -> None:
+        """A neighbour was lost while nothing was being exchanged; at an agreed end that is no loss."""
+        with self._changed:
+            current = self.world is not None and self.world.number == number
+            ending = self._finishing or self._stop_agreed or self._agreed is not None
+            if current and not ending:
+                self._break_world(suspects, cause)
+
+    def _forget_prepared(self) -> None:
+        _drop(self._prepared)
+        _drop(self._announced)
+        self._prepared = self._announced = None
+
+    # --- hearing the coordinator, in the link's thread
+
+    def _greet(self, say: Callable[[messages.Message], None], attach: Callable[[], None]) -> None:
+        with self._changed:
+            for message in self._hello():
+                say(message)
+            attach()
+
+    def _say(self, message: messages.Message) -> None:
+        """Send under the lock, so that nothing is said between a hello and the state that it described."""
+        with self._changed:
+            self._link.send(message)
+
+    def _hello(self) -> list[messages.Message]:
+        with self._changed:
+            world = self.world.number if self.world is not None else None
+            hello = messages.MemberHello(
+                protocol=messages.PROTOCOL,
+                version=shoal.__version__,
+                run=self.environment.run,
+                member=self.me,
+                incarnation=self.environment.incarnation,
+                address=self.port.address,
+                pid=os.getpid(),
+                world=world,
+                step=self.step,
+                broken=self._broken and not self._applying,
+                done=self._done,
+            )
+            said: list[messages.Message] = [hello]
+            if self._ready and world is None:
+                said.append(messages.Ready(self._fingerprint, self.step))
+            if self._leaving is not None:
+                said.append(messages.Leaving(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
+            said += [messages.Claim(name) for name, state in self._claims.items() if state == "asked"]
+            said += [messages.ClaimDone(name) for name, state in self._claims.items() if state == "fulfilled"]
+            return said
+
+    def _say_hello_again(self) -> None:
+        for message in self._hello():
+            self._say(message)
+
+    def _beat(self) -> messages.Beat:
+        world = self.world
+        return messages.Beat(
+            world=world.number if world is not None else None,
+            step=self.step,
+            phase=self._phase,
+            phase_age_s=time.monotonic() - self._phase_since,
+            **self.status(),
+        )
+
+    def _heard(self, message: Any) -> None:
+        with self._changed:
+            handler = getattr(self, f"_on_{type(message).__name__.lower()}")
+            handler(message)
+            self._changed.notify_all()
+
+    def _on_welcome(self, _message: messages.Welcome) -> None:
+        """All that it says is also in the settings."""
+
+    def _on_refused(self, message: messages.Refused) -> None:
+        self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
+
+    def _on_form(self, message: messages.Form) -> None:
+        current = self.world.number if self.world is not None else 0
+        if message.world.number <= max(current, self._over_up_to):
+            return
+        self.reason = message.reason
+        if self.world is not None and not self._broken:
+            self._break_world((), message.reason)
+        self._connect(message.world, planned=False)
+
+    def _on_prepare(self, message: messages.Prepare) -> None:
+        training = self.world is not None and not self._broken
+        if message.world.number <= self._over_up_to:
+            return
+        if training and self.world is not None and self.world.number != message.after:
+            return
+        if self._prepared is not self._announced:
+            _drop(self._prepared)
+        self._prepared = None
+        if message.world.rank_of(self.me) is not None:
+            self._connect(message.world, planned=True)
+        elif training:
+            self._prepared = Entrance(message.world, None, planned=True)
+
+    def _on_dissolve(self, message: messages.Dissolve) -> None:
+        self._over_up_to = max(self._over_up_to, message.number)
+        self.reason = message.reason
+        if self._connecting is not None and self._connecting[0] <= message.number:
+            self._connecting[1].set()
+        if self._formed is not None and self._formed.world.number <= message.number:
+            _drop(self._formed)
+            self._formed = None
+        if self._prepared is not None and self._prepared.world.number <= message.number:
+            _drop(self._prepared)
+            self._prepared = None
+        if self.world is not None and self.world.number <= message.number:
+            if self._broken:
+                if not self._applying:
+                    self._answer()
+            else:
+                self._break_world((), message.reason)
+        elif self.world is None and self._ready:
+            self._say(messages.Ready(self._fingerprint, self.step))
+
+    def _on_expelled(self, message: messages.Expelled) -> None:
+        self._break_world((), message.reason, answer=False)
+        if not self._applying:
+            self.world, self.exchange = None, None
+            self._say_hello_again()
+
+    def _on_stop(self, message: messages.Stop) -> None:
+        self._stop = message
+
+    def _on_finished(self, _message: messages.Finished) -> None:
+        self._finished = True
+
+    def _on_restore(self, _message: messages.Restore) -> None:
+        self._restore_asked = True
+
+    def _on_leaving(self, message: messages.Leaving) -> None:
+        self.leave(message.within_s, message.cause)
+
+    def _on_granted(self, message: messages.Granted) -> None:
+        if self._claims.get(message.name) == "asked":
+            self._claims[message.name] = "granted"
+
+    def _on_alreadydone(self, message: messages.AlreadyDone) -> None:
+        self._claims[message.name] = "elsewhere"
+
+    # --- connecting, in a thread of its own
+
+    def _connect(self, world: World, planned: bool) -> None:
+        if self._connecting is not None:
+            self._connecting[1].set()
+        cancelled = threading.Event()
+        self._connecting = (world.number, cancelled)
+        work = partial(self._connect_now, world, planned, cancelled)
+        threading.Thread(target=work, name=f"shoal-world-{world.number}", daemon=True).start()
+
+    def _connect_now(self, world: World, planned: bool, cancelled: threading.Event) -> None:
+        try:
+            exchange = self.port.connect(
+                world, self.settings.connect_s, cancelled, partial(self._world_broke, world.number)
+            )
+        except ExchangeBroken as broken:
+            if not cancelled.is_set():
+                self._tell_unconnected(world, planned, broken)
+            return
+        with self._changed:
+            if cancelled.is_set() or world.number <= self._over_up_to:
+                exchange.abort("this world is over")
+                return
+            entrance = Entrance(world, exchange, planned)
+            if planned and self.world is not None and not self._broken:
+                self._prepared = entrance
+            else:
+                self._formed = entrance
+            self._changed.notify_all()
+
+    def _tell_unconnected(self, world: World, planned: bool, broken: ExchangeBroken) -> None:
+        if planned:
+            self._say(messages.CannotPrepare(world.number, broken.suspects, broken.cause))
+        else:
+            self._say(messages.Broken(world.number, self.step, broken.suspects, broken.cause))
+
+    # --- waiting
+
+    def _wait_for_a_fresh_lease(self) -> None:
+        """A world of one has no peer that would notice that it is cut off, so it must not outlive its lease."""
+        if self.size > 1 or self._link.may_step_alone(self.settings.lease_s):
+            return
+        self.phase("lease")
+        with self._changed:
+            self._wait_until(
+                lambda: self._broken or self.size > 1 or self._link.may_step_alone(self.settings.lease_s),
+                "the coordinator to renew the lease",
+            )
+
+    def _wait_until(self, ready: Callable[[], bool], whom: str) -> None:
+        """Wait on the lock that the caller holds; say whom we wait for when it takes long."""
+        since = time.monotonic()
+        tell_at = since + TELL_AFTER_S[0]
+        while not ready() and self._error is None:
+            self._changed.wait(0.2)
+            now = time.monotonic()
+            if now >= tell_at:
+                tell_at = now + TELL_AFTER_S[1]
+                where = f"; not reached for {self._link.down_for_s:.0f} s" if self._link.down_for_s else ""
+                sys.stderr.write(f"shoal: {self.me}: waiting for {whom} since {now - since:.0f} s{where}\n")
+        if self._error is not None:
+            raise self._error
+
+
+def _drop(entrance: Entrance | None) -> None:
+    if entrance is not None and entrance.exchange is not None:
+        entrance.exchange.abort("this world will not be")

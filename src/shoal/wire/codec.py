@@ -31,7 +31,7 @@ class Codec(Generic[M]):
             raise BadMessage(f"a message of {len(data)} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
         try:
             decoded: M = self._decoder.decode(data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (ValueError, RecursionError) as error:  # msgspec lets UnicodeDecodeError through
             raise BadMessage("a message that does not fit the protocol", why=str(error)) from error
         return decoded
 

@@ -1,0 +1,112 @@
+"""Any tree of supported values comes back as it was, whatever it is made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import ModelDiffers, StateMalformed
+from shoal.torch import state
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float16]
+
+
+class Own:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    value = torch.randint(0, 2, shape).to(draw(st.sampled_from(DTYPES)))
+    if value.dim() and draw(st.booleans()):
+        value = value.transpose(0, -1)
+    if value.dim() and value.shape[0] > 1 and draw(st.booleans()):
+        value = value[:: draw(st.integers(1, 2))]
+    return value
+
+
+keys = st.one_of(st.integers(), st.text(max_size=5), st.none(), st.tuples(st.integers(), st.text(max_size=2)))
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=10),
+    st.binary(max_size=10),
+    st.complex_numbers(),
+    tensors(),
+    st.sampled_from(DTYPES),
+    st.integers(0, 5).map(lambda n: np.arange(n, dtype=np.float32)),
+    st.floats(width=32).map(np.float32),
+    st.sets(st.integers(), max_size=4),
+    st.frozensets(st.text(max_size=3), max_size=4),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
+        st.lists(inner, max_size=3).map(lambda items: deque(items, maxlen=5)),
+    ),
+    max_leaves=20,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other) or repr(one) == repr(other)
+
+
+@settings(deadline=None)
+@given(trees)
+def test_a_tree_comes_back_as_it_was(tree):
+    header, buffers = state.capture({"own": Own(tree)})
+    receiver = Own()
+    state.restore({"own": receiver}, header, [buffer.copy() for buffer in state.as_bytes(buffers)])
+    assert same(receiver.value, tree)
+    assert state.checksum({"own": receiver}) == state.checksum({"own": Own(tree)})
+
+
+@settings(deadline=None)
+@given(trees, st.data())
+def test_a_changed_header_loads_something_valid_or_is_refused_with_a_code(tree, data):
+    header, buffers = state.capture({"own": Own(tree)})
+    changed = bytearray(header)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(StateMalformed, ModelDiffers):
+        state.restore({"own": Own()}, bytes(changed), [buffer.copy() for buffer in state.as_bytes(buffers)])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(StateMalformed):
+        state.read(data, [])

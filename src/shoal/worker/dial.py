@@ -15,7 +15,7 @@ from shoal.worker import handshake
 from shoal.worker.door import Identity
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.handshake import Hello, Refused
-from shoal.worker.sockets import disown, enlarge, own, tune
+from shoal.worker.sockets import disown, own, tune
 
 TRIES = 3
 GLANCE_S = 0.02
@@ -64,7 +64,6 @@ def _dial_once(
     family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     sock = own(socket.socket(family, socket.SOCK_STREAM))
     try:
-        enlarge(sock)
         sock.setblocking(False)
         _open(sock, where, seat, patience)
         tune(sock, user_timeout_ms)

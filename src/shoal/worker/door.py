@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from shoal.errors import PortsTaken
 from shoal.worker import handshake
 from shoal.worker.handshake import Hello, Refused
-from shoal.worker.sockets import alive, disown, enlarge, own, tune
+from shoal.worker.sockets import alive, disown, own, tune
 
 STRANGERS_LIMIT = 64
 GUESTS_LIMIT = 512
@@ -276,7 +276,6 @@ def _bind(host: str, port: int) -> socket.socket:
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        enlarge(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(where)

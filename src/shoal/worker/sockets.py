@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
-BUFFER_BYTES = 4 << 20
 _open: set[socket.socket] = set()
 _hooked = False
 
@@ -41,7 +39,11 @@ def _forget_all() -> None:
 
 
 def tune(sock: socket.socket, user_timeout_ms: int) -> None:
-    """Make a connection fast, and make it fail when the peer's machine has silently gone."""
+    """Make a connection fast, and make it fail when the peer's machine has silently gone.
+
+    Buffers are left to the system, whose own tuning goes further than it lets us ask for: fixed ones of 4 MiB made sums
+    of 100 MB twice as slow here, because their windows closed and opened again.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -53,20 +55,6 @@ def tune(sock: socket.socket, user_timeout_ms: int) -> None:
         option = getattr(socket, name, None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def enlarge(sock: socket.socket) -> None:
-    """Ask for large buffers where the system allows them; elsewhere its own tuning reaches further."""
-    for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
-        if _system_limit_bytes(limit) >= BUFFER_BYTES:
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-
-
-def _system_limit_bytes(name: str) -> int:
-    try:
-        return int(Path("/proc/sys/net/core", name).read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 def alive(sock: socket.socket) -> bool:

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.order import Order
+from shoal.core.plan import Equal, Fixed, Policy, span
+
+POLICIES = st.just(Equal()) | st.lists(st.floats(0, 1e9), min_size=1, max_size=6).filter(any).map(
+    lambda weights: Fixed(tuple(weights))
+)
+
+
+@given(POLICIES, st.integers(0, 10_000), st.integers(1, 12), st.data())
+def test_shares_always_sum_to_the_batch_and_ghosts_get_none(
+    policy: Policy, size: int, ranks: int, data: st.DataObject
+) -> None:
+    ghosts = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
+    shares = policy.shares(size, ranks, ghosts)
+    assert len(shares) == ranks
+    assert sum(shares) == size
+    assert all(share >= 0 for share in shares)
+    assert all(shares[ghost] == 0 for ghost in ghosts)
+    assert shares == policy.shares(size, ranks, ghosts)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(0, 5000))
+def test_a_fixed_share_is_never_a_sample_off(weights: list[int], size: int) -> None:
+    shares = Fixed(tuple(weights)).shares(size, len(weights))
+    assert all(abs(share - size * weight / sum(weights)) < 1 for share, weight in zip(shares, weights, strict=True))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 9), st.booleans(), st.data())
+def test_an_epoch_is_complete_whatever_the_shares(
+    samples: int, size: int, seed: int, drop: bool, data: st.DataObject
+) -> None:
+    size = min(size, samples)
+    order = Order(samples, size, epochs=2, seed=seed, last="drop" if drop else "keep")
+    seen: list[int] = []
+    for step in range(order.steps_per_epoch, order.total_steps):
+        ranks = data.draw(st.integers(1, 5))
+        shares = data.draw(POLICIES).shares(order.size_of(step), ranks)
+        for rank in range(ranks):
+            seen += order.ids(step, *span(shares, rank)).tolist()
+    assert len(seen) == len(set(seen))
+    assert len(seen) == (samples - samples % size if drop else samples)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from shoal.core.order import TABLE_LIMIT, Cursor, Order, permute
+from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
+
+
+def epoch_of(order: Order, epoch: int) -> list[int]:
+    first = epoch * order.steps_per_epoch
+    steps = range(first, first + order.steps_per_epoch)
+    return [int(i) for step in steps for i in order.ids(step, 0, order.size_of(step))]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 100, TABLE_LIMIT, TABLE_LIMIT + 1, 10_007, 65_536])
+def test_an_epoch_has_every_sample_exactly_once(samples: int) -> None:
+    order = Order(samples, size=max(1, samples // 7), epochs=2, seed=5)
+    assert sorted(epoch_of(order, 1)) == list(range(samples))
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    assert Order(100_000, 8, seed=1).ids(3, 0, 4).tolist() == [79836, 33346, 17563, 56365]
+    assert Order(100, 8, seed=1).ids(3, 0, 4).tolist() == [44, 49, 33, 77]
+
+
+def test_a_slice_is_that_slice_of_the_whole_batch() -> None:
+    order = Order(50_000, 512, epochs=2, seed=3)
+    whole = order.ids(96, 0, 512)
+    assert order.ids(96, 100, 300).tolist() == whole[100:300].tolist()
+    assert order.ids(96, 5, 5).size == 0
+
+
+@pytest.mark.parametrize("samples", [600, 50_000])
+def test_epochs_and_seeds_give_unrelated_orders(samples: int) -> None:
+    everything = np.arange(samples)
+    orders = [permute(everything, samples, seed, epoch) for seed in (0, 1, -1, 2**70) for epoch in (0, 1, 2)]
+    for number, one in enumerate(orders):
+        for other in orders[:number]:
+            assert np.count_nonzero(one == other) < 15  # one is expected by chance
+            assert abs(np.corrcoef(one, other)[0, 1]) < 6 / np.sqrt(samples)
+
+
+@pytest.mark.parametrize("samples", [900, 40_000])
+def test_the_order_is_well_mixed(samples: int) -> None:
+    """Where the samples of each tenth land, over many seeds, by a chi-square with 81 degrees of freedom."""
+    everything = np.arange(samples)
+    counts = np.zeros((10, 10))
+    for seed in range(20):
+        places = permute(everything, samples, seed, 0)
+        np.add.at(counts, (everything * 10 // samples, places * 10 // samples), 1)
+    expected = samples * 20 / 100
+    assert ((counts - expected) ** 2 / expected).sum() < 150
+    neighbours = np.abs(np.diff(places))
+    assert abs(neighbours.mean() / (samples / 3) - 1) < 0.06  # a third of the range apart, on average
+
+
+def test_pairs_of_a_small_dataset_come_in_every_order() -> None:
+    seen = {tuple(permute(np.arange(4), 4, seed, 0).tolist()) for seed in range(400)}
+    assert len(seen) == 24
+
+
+def test_a_billion_samples_cost_no_memory() -> None:
+    order = Order(1_000_000_000, 512, seed=9)
+    tracemalloc.start()
+    batch = order.ids(order.total_steps - 1, 0, order.size_of(order.total_steps - 1))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0 <= batch.min() <= batch.max() < 1_000_000_000
+    assert peak_bytes < 1_000_000
+
+
+def test_a_short_last_batch_is_kept_or_dropped() -> None:
+    kept, dropped = Order(10, 4, epochs=3), Order(10, 4, epochs=3, last="drop")
+    assert (kept.steps_per_epoch, kept.total_steps, kept.size_of(2)) == (3, 9, 2)
+    assert (dropped.steps_per_epoch, dropped.total_steps, dropped.size_of(1)) == (2, 6, 4)
+    assert kept.cursor(4) == Cursor(1, 1)
+    assert kept.cursor(9) == Cursor(3, 0)
+
+
+def test_without_shuffling_samples_come_in_their_own_order() -> None:
+    assert epoch_of(Order(10, 4, shuffle=False), 0) == list(range(10))
+
+
+@pytest.mark.parametrize(("step", "start", "stop"), [(0, 0, 5), (0, 3, 2), (2, 0, 3), (3, 0, 1), (-1, 0, 1)])
+def test_what_lies_outside_a_batch_is_refused(step: int, start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="not within"):
+        Order(10, 4).ids(step, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"samples": 0, "size": 1}, EmptyDataset),
+        ({"samples": 3, "size": 4}, DatasetTooSmall),
+        ({"samples": 3, "size": 4, "last": "drop"}, DatasetTooSmall),
+        ({"samples": 3, "size": 0}, BadSize),
+        ({"samples": 3, "size": 1, "epochs": 0}, BadSize),
+        ({"samples": 3, "size": 1, "last": "half"}, BadSize),
+    ],
+)
+def test_impossible_sizes_are_refused_with_a_remedy(arguments: dict[str, int], error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        Order(**arguments)  # type: ignore[arg-type]
+    assert caught.value.do  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shoal.core.pulse import CHECKPOINT, LEAVE, WIDTH, Pulse, agreed, decode, desync, encode
+
+
+def test_a_pulse_survives_the_exchange() -> None:
+    sent = (
+        Pulse(2**50, 7, 7.5, -0.1, 0.2, 0.3, 0.4, 1e30, 12, LEAVE | CHECKPOINT, more=False),
+        Pulse(2**50, samples=1, more=True),
+    )
+    rows = np.stack([encode(pulse) for pulse in sent])
+    assert rows.shape == (2, WIDTH)
+    assert rows.dtype == np.float64
+    assert decode(rows) == sent
+
+
+def test_a_loss_that_is_not_a_number_is_carried_as_such() -> None:
+    assert math.isnan(decode(encode(Pulse(1, loss=math.nan))[None])[0].loss)
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected rows"):
+        decode(np.zeros((2, WIDTH + 1)))
+
+
+@pytest.mark.parametrize(
+    ("prepared", "number"), [((3, 3), 3), ((3, 0), None), ((3, 4), None), ((0, 0), None), ((), None)]
+)
+def test_a_world_is_agreed_on_only_if_all_have_prepared_it(prepared: tuple[int, ...], number: int | None) -> None:
+    assert agreed([Pulse(1, prepared=world) for world in prepared]) == number
+
+
+def test_members_at_different_steps_are_found_out() -> None:
+    assert desync([Pulse(4), Pulse(4)]) == ""
+    assert "rank 1 is at step 5" in desync([Pulse(4), Pulse(5)])

@@ -1,0 +1,1 @@
+"""What faults and steps cost with Shoal and with its peers: `python -m benchmarks`."""

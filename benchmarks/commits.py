@@ -1,0 +1,117 @@
+"""Reads the commit logs that the members of a job write, one file a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from benchmarks.processes import is_running
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One process applied one step. `samples` is 0 if it only received the step."""
+
+    pid: int
+    step: int
+    at: float
+    world: str
+    size: int
+    samples: int
+
+
+class TimedOut(Exception):
+    """What was waited for did not happen in time."""
+
+
+class Commits:
+    """All commits of a job so far, in order of time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+        self._all: list[Commit] = []
+
+    def refresh(self) -> list[Commit]:
+        """Reads what was written since the last call; returns all."""
+        for path in self._directory.glob("*.commits"):
+            with path.open() as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                step, at, world, size, samples = line.split()
+                self._all.append(Commit(int(path.stem), int(step), float(at), world, int(size), int(samples)))
+        self._all.sort(key=lambda commit: commit.at)
+        return self._all
+
+    def after(self, at: float) -> list[Commit]:
+        return [commit for commit in self.refresh() if commit.at > at]
+
+    def before(self, at: float, within_s: float = float("inf")) -> list[Commit]:
+        return [commit for commit in self.refresh() if at - within_s <= commit.at <= at]
+
+    def wait_for(
+        self, found: Callable[[Commit], bool], since: float, timeout_s: float, alive: Callable[[], bool] = lambda: True
+    ) -> Commit:
+        """The first commit after `since` that `found` accepts; TimedOut if none comes, or the job is over."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            over = not alive() or time.monotonic() > ends
+            for commit in self.after(since):
+                if found(commit):
+                    return commit
+            if over:
+                raise TimedOut(f"no such commit in {timeout_s:.0f} s")
+            time.sleep(0.02)
+
+    def wait_until_steady(self, members: int, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> list[int]:
+        """Waits until `members` processes have contributed to the last ten steps in one world; their pids."""
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends and alive():
+            recent: dict[int, set[int]] = {}
+            commits = self.refresh()
+            for commit in commits[-12 * members :]:
+                if commit.world == commits[-1].world and commit.size == members and commit.samples:
+                    recent.setdefault(commit.pid, set()).add(commit.step)
+            steady = [pid for pid, steps in recent.items() if len(steps) >= 10 and is_running(pid)]
+            if len(steady) == members and time.monotonic() - commits[-1].at < 2.0:
+                return sorted(steady)
+            time.sleep(0.05)
+        raise TimedOut(f"{members} members did not train together within {timeout_s:.0f} s")
+
+
+def step_time_s(commits: list[Commit]) -> float:
+    """The median time between consecutive commits of one process."""
+    return median(gaps_s(commits) or [0.0])
+
+
+def gaps_s(commits: list[Commit]) -> list[float]:
+    """Times between consecutive commits, process by process."""
+    by_pid: dict[int, list[float]] = {}
+    for commit in commits:
+        by_pid.setdefault(commit.pid, []).append(commit.at)
+    return [later - earlier for times in by_pid.values() for earlier, later in pairwise(times)]
+
+
+def longest_gap_s(commits: list[Commit], others: Collection[int], since: float) -> float:
+    """The longest time between commits of one of `others` that ends after `since`; of anybody's if none of them lasted."""
+    lasting = {commit.pid for commit in commits if commit.at > since} & set(others)
+    longest = 0.0
+    for group in [{pid} for pid in lasting] or [{commit.pid for commit in commits}]:
+        times = [commit.at for commit in commits if commit.pid in group]
+        longest = max([longest, *(later - earlier for earlier, later in pairwise(times) if later > since)])
+    return longest
+
+
+def steps_lost(before: list[Commit], after: list[Commit]) -> int:
+    """How many steps that were committed before a fault had to be committed again after it."""
+    if not before or not after:
+        return 0
+    reached = max(commit.step for commit in before)
+    return max(0, reached + 1 - min(commit.step for commit in after))

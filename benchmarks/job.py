@@ -1,0 +1,104 @@
+"""The job that every side trains: one model, one data set, one pace, one commit log; no distribution in here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+SAMPLES = 4_800
+CLASSES = 10
+PIXELS = 28
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+
+def build_model(name: str) -> nn.Module:
+    """The model of that name, with the same weights in every process."""
+    torch.manual_seed(0)
+    if name == "cnn":
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 64),
+            nn.ReLU(),
+            nn.Linear(64, CLASSES),
+        )
+    if name == "wide":  # 26 M parameters, 105 MB of gradients: bound by what is exchanged
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(PIXELS * PIXELS, 4096),
+            nn.ReLU(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(),
+            nn.Linear(4096, 1536),
+            nn.ReLU(),
+            nn.Linear(1536, CLASSES),
+        )
+    raise SystemExit(f"no model is called {name!r}: cnn or wide")
+
+
+def build_dataset() -> TensorDataset:
+    """Images made on the spot; their labels can be learnt."""
+    noise = torch.Generator().manual_seed(1)
+    images = torch.randn(SAMPLES, 1, PIXELS, PIXELS, generator=noise)
+    labels = images[:, 0, ::7, ::7].flatten(1)[:, :CLASSES].argmax(1)
+    return TensorDataset(images, labels)
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+class Job:
+    """The settings of this process, its pace, and its commit log."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        self.directory: Path = options.directory
+        self.model: str = options.model
+        self.batch: int = options.batch
+        self.pace_s: float = options.pace_s
+        self.gated: bool = options.gated
+        self._log: int | None = None
+
+    def forward(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of one step, no sooner than the pace allows."""
+        if self.pace_s:
+            time.sleep(self.pace_s)
+        return nn.functional.cross_entropy(model(images), labels)
+
+    def committed(self, step: int, world: object, size: int, samples: int, at: float | None = None) -> None:
+        """Writes that this process applied `step` in `world`, with `samples` of its own in it."""
+        if self._log is None:
+            self._log = os.open(self.directory / f"{os.getpid()}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(self._log, f"{step} {time.monotonic() if at is None else at:.6f} {world} {size} {samples}\n".encode())
+
+    def wait_for_turn(self, step: int) -> None:
+        """Holds a gated job before `step` until the benchmark has opened the gate that far."""
+        if not self.gated:
+            return
+        gate = self.directory / "gate"
+        while step >= int(gate.read_text() or 0):
+            time.sleep(0.01)
+
+
+def from_arguments() -> Job:
+    """The job that the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--batch", type=int, default=48, help="samples of one step, over all members")
+    parser.add_argument("--pace-s", type=float, default=0.0, help="least seconds that a forward pass takes")
+    parser.add_argument("--gated", action="store_true")
+    return Job(parser.parse_args())

@@ -1,0 +1,49 @@
+"""Plain DDP: the processes are started by hand, as a launcher would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks import processes
+from benchmarks.sides.side import SCRIPTS, Side
+
+
+class PlainDdp(Side):
+    name = "ddp"
+    bucket_view = False
+
+    def start(self, members: int) -> None:
+        port = processes.free_port()
+        self._members: list[subprocess.Popen[bytes]] = []
+        for rank in range(members):
+            env = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(members),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "BENCH_BUCKET_VIEW": str(int(self.bucket_view)),
+            }
+            command = [sys.executable, str(SCRIPTS / "train_ddp.py"), *self.load.arguments(self.directory)]
+            self._members.append(processes.start(command, self.directory / f"member{rank}.log", env))
+
+    def alive(self) -> bool:
+        return all(member.poll() is None for member in self._members)
+
+    def add(self) -> None:
+        raise NotImplementedError("plain DDP cannot grow")
+
+    def remove(self, pid: int) -> None:
+        raise NotImplementedError("plain DDP cannot shrink")
+
+    def end(self) -> None:
+        for member in self._members:
+            processes.end(member)
+
+
+class DdpWithBucketView(PlainDdp):
+    """DDP whose gradients live in its buckets: less memory, one copy less."""
+
+    name = "ddp+view"
+    bucket_view = True

@@ -1,0 +1,201 @@
+"""``python -m shoal.coordinator --dir D``: the service as a process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from shoal.coordinator import tls
+from shoal.coordinator.app import make_app
+from shoal.coordinator.auth import Guard, is_loopback
+from shoal.coordinator.protocol import ImpatientProtocol
+from shoal.coordinator.service import Service
+from shoal.errors import BadCredentials, JournalUnwritable, PortInUse, ShoalError
+from shoal.store.journal import Journal
+from shoal.store.views import Views
+from shoal.wire import credentials
+from shoal.wire.codec import MAX_MESSAGE_BYTES
+
+PORT_WITHIN_S = 3.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until told to go; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m shoal.coordinator", description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="where its journal, token and logs are kept")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is used off loopback")
+    parser.add_argument("--port", type=int, default=0, help="0 for any, or the one that it had before")
+    parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
+    options = parser.parse_args(argv)
+    try:
+        return asyncio.run(_serve(options.dir, options.host, options.port, options.lifeline))
+    except ShoalError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _serve(directory: Path, host: str, port: int, lifeline: int | None) -> int:
+    _make_directory(directory)
+    journal = Journal(directory)
+    try:
+        secure = not is_loopback(host)
+        token = _keep_token(directory, tls.ensure(directory, host) if secure else None)
+        listener = _listen(host, port or _port_before(directory))
+    except BaseException:
+        journal.close()
+        raise
+    service = Service(directory, journal, Views(directory), name=directory.resolve().name)
+    service.replay()
+    server = _Server(_config(service, token, directory, host, secure, lambda: server.leave()))
+    _announce(directory, host, listener.getsockname()[1], secure)
+    if lifeline is not None:
+        asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
+    keepers = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.keep_views())]
+    for keeper in keepers:
+        keeper.add_done_callback(server.keeper_ended)
+    # A pause to collect garbage would be added to every recovery; what is here by now stays anyway.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        service.close()
+        (directory / "pid").unlink(missing_ok=True)
+    return 1 if server.failed else 0
+
+
+class _Server(uvicorn.Server):
+    """Leaves at once: members find the coordinator again, so nobody needs to be waited for."""
+
+    failed = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.leave()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self.force_exit = True
+
+    def keeper_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            sys.stderr.write(f"the coordinator stops: {task.exception()!r}\n")
+            self.failed = True
+            self.leave()
+
+
+def _config(
+    service: Service, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        Guard(make_app(service, leave), token, loopback_only=is_loopback(host)),  # type: ignore[arg-type]
+        http=ImpatientProtocol,
+        ws="websockets-sansio",
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_interval=None,
+        ws_per_message_deflate=False,
+        access_log=False,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        date_header=False,
+        ssl_certfile=str(directory / tls.CERTIFICATE) if secure else None,
+        ssl_keyfile=str(directory / tls.KEY) if secure else None,
+    )
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (directory / "runs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise JournalUnwritable(
+            "the coordinator cannot keep anything in its directory",
+            where=str(directory),
+            why=error.strerror or str(error),
+            do="mend its permissions, or give another with --dir or SHOAL_HOME",
+        ) from error
+
+
+def _keep_token(directory: Path, certificate_pem: str | None) -> str:
+    """The token of this directory, made on first use."""
+    path = directory / "token"
+    token = secrets.token_urlsafe(32)
+    if path.exists():
+        with contextlib.suppress(BadCredentials):
+            token = credentials.read(path).token
+    credentials.write(path, credentials.Credentials(token, certificate_pem))
+    return token
+
+
+def _port_before(directory: Path) -> int:
+    """The port of this directory's coordinator before, where its members look for it; 0 if there was none."""
+    try:
+        return urlsplit((directory / "url").read_text("ascii").strip()).port or 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind, with a little patience for a predecessor that is just going."""
+    deadline = time.monotonic() + (PORT_WITHIN_S if port else 0.0)
+    while True:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(512)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            listener.close()
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise PortInUse(
+                f"the coordinator cannot listen on {host}:{port}",
+                why=error.strerror or str(error),
+                do="end the other process, or choose another address with --host and --port",
+            ) from error
+
+
+def _announce(directory: Path, host: str, port: int, secure: bool) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    _write(directory / "pid", f"{os.getpid()}\n")
+    _write(directory / "url", f"{'https' if secure else 'http'}://{shown}:{port}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text, "ascii")
+    os.replace(part, path)
+
+
+def _on_lifeline(descriptor: int, server: _Server) -> None:
+    if os.read(descriptor, 4096) == b"":
+        asyncio.get_running_loop().remove_reader(descriptor)
+        server.leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

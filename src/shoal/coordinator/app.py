@@ -1,0 +1,204 @@
+"""The coordinator's one port: an HTTP API for people and tools, WebSockets for members and agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+import shoal
+from shoal.coordinator import logs, metrics
+from shoal.coordinator.links import AgentLink, Link, MemberLink
+from shoal.coordinator.service import Service
+from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownRun
+from shoal.wire import codec
+from shoal.wire.messages import PROTOCOL
+from shoal.wire.views import Health, Problem, RunSpec, ScaleAsk, StopAsk
+
+HELLO_WITHIN_S = 10.0
+MAX_BODY_BYTES = 1 << 20
+MAX_LINES = 10_000
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Api:
+    """The endpoints around one service."""
+
+    def __init__(self, service: Service, leave: Callable[[], None]) -> None:
+        self._service = service
+        self._leave = leave
+
+    def routes(self) -> list[Route | WebSocketRoute]:
+        return [
+            Route("/v1/health", _answering(self.health)),
+            Route("/v1/runs", _answering(self.runs)),
+            Route("/v1/runs", _answering(self.create), methods=["POST"]),
+            Route("/v1/runs/{run}", _answering(self.run)),
+            Route("/v1/runs/{run}/story", _answering(self.story)),
+            Route("/v1/runs/{run}/logs", _answering(self.logs)),
+            Route("/v1/runs/{run}/stop", _answering(self.stop), methods=["POST"]),
+            Route("/v1/runs/{run}/scale", _answering(self.scale), methods=["POST"]),
+            Route("/v1/runs/{run}/resume", _answering(self.resume), methods=["POST"]),
+            Route("/v1/agents", _answering(self.agents)),
+            Route("/v1/shutdown", _answering(self.shutdown), methods=["POST"]),
+            Route("/metrics", self.metrics),
+            WebSocketRoute("/v1/member", self.member),
+            WebSocketRoute("/v1/agent", self.agent),
+        ]
+
+    async def health(self, _request: Request) -> object:
+        return Health(shoal.__version__, PROTOCOL, self._service.name)
+
+    async def runs(self, _request: Request) -> object:
+        return self._service.run_views()
+
+    async def create(self, request: Request) -> object:
+        return self._service.create(await _body(request, RunSpec))
+
+    async def run(self, request: Request) -> object:
+        return self._service.view(self._service.find(request.path_params["run"]).name)
+
+    async def story(self, request: Request) -> object:
+        run = self._service.find(request.path_params["run"])
+        member, after, limit = _page(request)
+        return await self._service.story(run, member, after, limit)
+
+    async def logs(self, request: Request) -> object:
+        run = self._service.find(request.path_params["run"])
+        member, after, limit = _page(request)
+        return await asyncio.to_thread(logs.page, self._service.directory, run.name, member, after, limit)
+
+    async def stop(self, request: Request) -> object:
+        ask = await _body(request, StopAsk, StopAsk())
+        return self._service.stop(self._service.find(request.path_params["run"]), ask)
+
+    async def scale(self, request: Request) -> object:
+        ask = await _body(request, ScaleAsk)
+        return self._service.scale(self._service.find(request.path_params["run"]), ask)
+
+    async def resume(self, request: Request) -> object:
+        ask = await _body(request, ScaleAsk) if await request.body() else None
+        return self._service.resume(self._service.find(request.path_params["run"]), ask)
+
+    async def agents(self, _request: Request) -> object:
+        return self._service.agent_views()
+
+    async def shutdown(self, _request: Request) -> object:
+        self._service.shut_down("the coordinator is shut down")
+        asyncio.get_running_loop().call_later(0.1, self._leave)
+        return {}
+
+    async def metrics(self, _request: Request) -> Response:
+        body = metrics.render(self._service.run_views(), self._service.agent_views())
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def member(self, socket: WebSocket) -> None:
+        link = MemberLink(codec.to_member, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
+        said = self._service.member_said
+        await _converse(
+            socket, link, lambda data: said(link, codec.from_member.decode(data)), lambda: bool(link.member)
+        )
+        self._service.member_gone(link)
+
+    async def agent(self, socket: WebSocket) -> None:
+        link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
+        said = self._service.agent_said
+        await _converse(socket, link, lambda data: said(link, codec.from_agent.decode(data)), lambda: bool(link.agent))
+        self._service.agent_gone(link)
+
+
+def make_app(service: Service, leave: Callable[[], None]) -> Starlette:
+    return Starlette(routes=Api(service, leave).routes())
+
+
+async def _converse(
+    socket: WebSocket, link: Link, take: Callable[[bytes | str], None], known: Callable[[], bool]
+) -> None:
+    """Read and write until either side closes; nothing that is read here can disturb anybody else."""
+    await socket.accept()
+    writer = asyncio.create_task(_write(socket, link))
+    late = asyncio.get_running_loop().call_later(HELLO_WITHIN_S, lambda: None if known() else link.close())
+    try:
+        while not link.closed:
+            message = await socket.receive()
+            if message["type"] == "websocket.disconnect":
+                break
+            data = message.get("bytes")
+            take(data if data is not None else message.get("text") or "")
+    except BadMessage as error:
+        link.refuse(error.code, error.what, error.why, error.do)
+    except WebSocketDisconnect:
+        pass
+    finally:
+        late.cancel()
+        link.close()
+        await asyncio.wait([writer], timeout=2.0)
+        writer.cancel()
+
+
+async def _write(socket: WebSocket, link: Link) -> None:
+    """Send what waits in the outbox until it says that it is over."""
+    try:
+        while (data := await link.outbox.get()) is not None:
+            await socket.send_bytes(data)
+        if socket.client_state is WebSocketState.CONNECTED:
+            await socket.close()
+    except (WebSocketDisconnect, RuntimeError, OSError):
+        # The other side is gone; the reader finds out too.
+        link.closed = True
+
+
+def _peer(socket: WebSocket) -> str:
+    return socket.client.host if socket.client is not None else ""
+
+
+def _base_url(socket: WebSocket) -> str:
+    """The coordinator's address as this peer knows it."""
+    scheme = "https" if socket.url.scheme == "wss" else "http"
+    return f"{scheme}://{socket.headers.get('host', socket.url.netloc)}"
+
+
+def _answering(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
+    """Turns what an endpoint returns into JSON, and Shoal's errors into problems."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return Response(msgspec.json.encode(await endpoint(request)), media_type="application/json")
+        except ShoalError as error:
+            status = 404 if isinstance(error, UnknownRun) else 507 if isinstance(error, StorageError) else 400
+            problem = Problem(error.code, error.what, error.where, error.why, error.do)
+            return Response(msgspec.json.encode(problem), status, media_type="application/json")
+
+    return answer
+
+
+async def _body(request: Request, kind: type[T], default: T | None = None) -> T:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise BadRequest("the request is too large", why=f"the limit is {MAX_BODY_BYTES} bytes")
+    if not data and default is not None:
+        return default
+    try:
+        return msgspec.json.decode(bytes(data), type=kind)
+    except msgspec.DecodeError as error:
+        raise BadRequest("the request cannot be understood", why=str(error)) from error
+
+
+def _page(request: Request) -> tuple[str, int, int]:
+    query: Any = request.query_params
+    try:
+        after, limit = int(query.get("after") or 0), int(query.get("limit") or 1000)
+    except ValueError as error:
+        raise BadRequest("after and limit are numbers", why=str(error)) from error
+    return query.get("member") or "", after, max(1, min(limit, MAX_LINES))

@@ -1,0 +1,86 @@
+"""Decisions as messages to members and agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from shoal.core import events as ev
+from shoal.core import fleet as fl
+from shoal.wire import messages as ms
+from shoal.wire.views import RunSpec
+
+
+def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
+    """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name."""
+    match asked:
+        case ev.FormWorld(world, to, reason):
+            yield from ((name, ms.Form(world, reason)) for name in to)
+        case ev.ProposeWorld(after, world, to, reason):
+            yield from ((name, ms.Prepare(after, world, reason)) for name in to)
+        case ev.DissolveWorld(number, to, reason):
+            yield from ((name, ms.Dissolve(number, reason)) for name in to)
+        case ev.AskRestore(member, reason):
+            yield member, ms.Restore(reason)
+        case ev.Expel(member, reason):
+            yield member, ms.Expelled(reason)
+        case ev.StopMembers(to, reason, checkpoint, exit_code):
+            yield from ((name, ms.Stop(reason, checkpoint, exit_code)) for name in to)
+        case ev.TellFinished(to, step):
+            yield from ((name, ms.Finished(step)) for name in to)
+        case ev.Grant(member, name):
+            yield member, ms.Granted(name)
+        case ev.TellFulfilled(to, name):
+            yield from ((who, ms.AlreadyDone(name)) for who in to)
+
+
+def start_member(
+    asked: fl.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
+) -> ms.StartMember:
+    """The order to start a process; the agent adds the token file and the host, which differ on every machine."""
+    env = {
+        **spec.env,
+        "SHOAL_URL": url,
+        "SHOAL_RUN": asked.run,
+        "SHOAL_MEMBER": asked.member,
+        "SHOAL_INCARNATION": asked.incarnation,
+        "SHOAL_SETTINGS": msgspec.json.encode(dict(settings)).decode(),
+        "SHOAL_RUN_DIR": run_dir,
+        "SHOAL_MEMBERS_MAX": str(spec.members[1]),
+        **dict(asked.env),
+    }
+    return ms.StartMember(
+        asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart
+    )
+
+
+def end_member(asked: fl.EndProcess) -> ms.EndMember:
+    return ms.EndMember(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
+
+
+def event_of(member: str, message: ms.Message) -> ev.Event | None:
+    """What a member's message says to the membership, None if it says nothing there."""
+    match message:
+        case ms.Ready(fingerprint, step, restored):
+            return ev.BecameReady(member, fingerprint, step, restored)
+        case ms.Broken(world, step, suspects, cause):
+            return ev.WorldBroke(member, world, step, suspects, cause)
+        case ms.Switched(world, step):
+            return ev.EnteredWorld(member, world, step)
+        case ms.CannotPrepare(world, suspects, cause):
+            return ev.PreparationFailed(member, world, suspects, cause)
+        case ms.Leaving(within_s, cause):
+            return ev.NoticeGiven(member, within_s, cause)
+        case ms.Left(step):
+            return ev.MemberLeft(member, step)
+        case ms.Done(step):
+            return ev.MemberDone(member, step)
+        case ms.Claim(name):
+            return ev.Claimed(member, name)
+        case ms.ClaimDone(name):
+            return ev.ClaimFulfilled(member, name)
+        case ms.Checkpointed(step, path):
+            return ev.CheckpointWritten(member, step, path)
+    return None

@@ -1,0 +1,59 @@
+"""The open sockets of members and agents; what is sent waits in a queue, so that a slow one holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from shoal.wire.codec import Codec
+from shoal.wire.messages import Message, Refused
+
+MAX_QUEUED = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One socket. `outbox` ends with None, which closes it."""
+
+    codec: Codec[object]
+    peer: str
+    base_url: str
+    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    closed: bool = False
+    heard_at: float = 0.0
+
+    def send(self, message: Message) -> None:
+        if self.closed:
+            return
+        if self.outbox.qsize() >= MAX_QUEUED:
+            self.close()
+            return
+        self.outbox.put_nowait(self.codec.encode(message))
+
+    def refuse(self, code: str, what: str, why: str = "", do: str = "") -> None:
+        self.send(Refused(code, what, why, do))
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.outbox.put_nowait(None)
+
+
+@dataclass(slots=True, eq=False)
+class MemberLink(Link):
+    """A member's socket; `expelled` means that only a new hello is listened to."""
+
+    run: str = ""
+    member: str = ""
+    incarnation: str = ""
+    pid: int = 0
+    expelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class AgentLink(Link):
+    agent: str = ""
+    pid: int = 0
+    load: float = 0.0
+    memory_free_bytes: int = 0

@@ -1,0 +1,54 @@
+"""The coordinator's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from shoal.wire.views import AgentView, RunView
+
+_GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
+    ("shoal_run_step", "Committed steps", lambda run: run.step),
+    ("shoal_run_world", "Number of the live world", lambda run: run.world),
+    ("shoal_run_world_size", "Members of the live world", lambda run: run.world_size),
+    ("shoal_run_loss", "Latest loss", lambda run: run.loss),
+    ("shoal_run_samples_per_second", "Samples trained on a second", lambda run: run.samples_per_s),
+    ("shoal_run_checkpoint_step", "Step of the newest checkpoint", lambda run: run.checkpoint_step),
+)
+
+
+def render(runs: Iterable[RunView], agents: Iterable[AgentView]) -> bytes:
+    """All figures in the text format."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(list(runs), list(agents)))
+    return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, runs: list[RunView], agents: list[AgentView]) -> None:
+        self._runs, self._agents = runs, agents
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["run", "name"])
+            for run in self._runs:
+                found = value(run)
+                if found is not None:
+                    gauge.add_metric([run.run, run.name], found)
+            yield gauge
+        losses = CounterMetricFamily("shoal_run_losses", "Members lost", labels=["run", "name"])
+        joins = CounterMetricFamily("shoal_run_joins", "Members that joined", labels=["run", "name"])
+        members = GaugeMetricFamily("shoal_run_members", "Members by status", labels=["run", "name", "status"])
+        for run in self._runs:
+            losses.add_metric([run.run, run.name], run.losses)
+            joins.add_metric([run.run, run.name], run.joins)
+            for status in sorted({member.status for member in run.members}):
+                count = sum(member.status == status for member in run.members)
+                members.add_metric([run.run, run.name, status], count)
+        yield from (losses, joins, members)
+        agents = GaugeMetricFamily("shoal_agent_connected", "Whether the agent is connected", labels=["agent"])
+        for agent in self._agents:
+            agents.add_metric([agent.agent], float(agent.connected))
+        yield agents

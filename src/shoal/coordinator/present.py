@@ -1,0 +1,145 @@
+"""What the coordinator knows, as the API shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.coordinator import records
+from shoal.coordinator.links import AgentLink, MemberLink
+from shoal.coordinator.runs import Run, Runs
+from shoal.core import fleet as fl
+from shoal.core import membership as mb
+from shoal.wire.messages import Beat
+from shoal.wire.views import AgentView, MemberView, RunView
+
+
+class Live:
+    """What a run's members said lately; it is not journaled."""
+
+    __slots__ = ("beats", "links", "measured", "measured_at", "said")
+
+    def __init__(self) -> None:
+        self.links: dict[str, MemberLink] = {}
+        self.beats: dict[str, mb.Beat] = {}
+        self.said: dict[str, Beat] = {}
+        self.measured: records.Measured | None = None
+        self.measured_at = 0.0
+
+
+def measure(run: Run, live: Live) -> records.Measured | None:
+    """How the training goes, from the latest beats of the world's members."""
+    world = run.membership.world
+    said = [live.said[s.member] for s in world.seats if s.member in live.said] if world is not None else []
+    said = [beat for beat in said if beat.step is not None]
+    if not said:
+        return None
+    first = max(said, key=lambda beat: beat.step or 0)
+    loss = next((beat.loss for beat in said if beat.loss is not None), None)
+    return records.Measured(
+        step=max(beat.step or 0 for beat in said),
+        epoch=first.epoch,
+        total_steps=first.total_steps,
+        loss=loss,
+        samples_per_s=sum(beat.samples_per_s for beat in said),
+        metrics=next((beat.metrics for beat in said if beat.metrics), {}),
+    )
+
+
+def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> RunView:
+    state = run.membership
+    latest = (measure(run, live) if not run.over else None) or live.measured
+    return RunView(
+        run=run.name,
+        name=run.spec.name,
+        status=run.state_name,
+        reason=run.reason,
+        since=run.since,
+        started=run.created,
+        ended=run.ended,
+        exit_code=run.exit_code,
+        argv=run.spec.argv,
+        members_min=state.rules.min_members,
+        members_max=state.rules.max_members,
+        world=state.world.number if state.world is not None else None,
+        world_size=state.world.size if state.world is not None else 0,
+        step=max(state.step, latest.step if latest else 0),
+        total_steps=latest.total_steps if latest else None,
+        epoch=latest.epoch if latest else 0,
+        loss=latest.loss if latest else None,
+        samples_per_s=latest.samples_per_s if latest and not run.over else 0.0,
+        metrics=dict(latest.metrics) if latest else {},
+        members=_members(run, runs, live, now),
+        losses=state.losses,
+        joins=state.joins,
+        last_change=run.last_change,
+        checkpoint_step=state.checkpoint_step,
+        checkpoint_path=state.checkpoint_path,
+        directory=directory,
+    )
+
+
+def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, ...]:
+    processes = {p.member: p for p in runs.fleet.processes.values() if p.run == run.name}
+    names = list(dict.fromkeys([*run.membership.members, *processes]))
+    if run.over:
+        names = [name for name in names if name in live.links]
+    found = [_member(name, run, processes.get(name), live, now) for name in names]
+    return tuple(sorted(found, key=lambda view: (view.rank is None, view.rank or 0, view.member)))
+
+
+def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: float) -> MemberView:
+    member = run.membership.members.get(name)
+    world = run.membership.world
+    said, beat, link = live.said.get(name), live.beats.get(name), live.links.get(name)
+    return MemberView(
+        member=name,
+        incarnation=member.incarnation if member else process.incarnation if process else "",
+        status=_status(run, member, process),
+        rank=world.rank_of(name) if world is not None else None,
+        agent=process.agent if process else "",
+        pid=(process.pid if process else 0) or (link.pid if link else 0),
+        host=member.address.host if member else "",
+        step=said.step if said else member.step if member else None,
+        share=said.share if said else 0,
+        phase=said.phase if said else "",
+        phase_age_s=said.phase_age_s + max(0.0, now - beat.at) if said and beat else 0.0,
+        beat_age_s=max(0.0, now - beat.at) if beat else 0.0,
+        samples_per_s=said.samples_per_s if said else 0.0,
+        connected=link is not None,
+    )
+
+
+def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> str:
+    if member is None:
+        status = process.status if process else ""
+        return {fl.RUNNING: "starting", fl.ENDING: "leaving", fl.BACKOFF: "waiting"}.get(status, status or "starting")
+    if member.leaving or (process is not None and process.status == fl.ENDING):
+        return "leaving"
+    if member.status == mb.OUT:
+        return "recovering"
+    if member.status == mb.WAITING and run.membership.world is not None:
+        return "spare"
+    return member.status
+
+
+def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[AgentView]:
+    found = []
+    for agent in sorted(runs.fleet.agents.values(), key=lambda a: a.order):
+        machine, link = runs.machines.get(agent.name), links.get(agent.name)
+        members = tuple(p.member for p in runs.fleet.processes.values() if p.agent == agent.name and p.alive)
+        found.append(
+            AgentView(
+                agent=agent.name,
+                machine=machine.name if machine else agent.name,
+                cores=machine.cores if machine else 0,
+                memory_bytes=machine.memory_bytes if machine else 0,
+                devices=machine.devices if machine else (),
+                slots=agent.slots,
+                members=members,
+                connected=link is not None,
+                beat_age_s=max(0.0, now - link.heard_at) if link else 0.0,
+                load=link.load if link else 0.0,
+                notice=agent.notice,
+            )
+        )
+    return found

@@ -1,0 +1,21 @@
+"""HTTP connections that must say something soon."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_WITHIN_S = 10.0
+
+
+class ImpatientProtocol(H11Protocol):
+    """Closes a connection on which no request has arrived, so that the silent cannot use up all descriptors."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_WITHIN_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.scope is None and not self.transport.is_closing():
+            self.transport.close()

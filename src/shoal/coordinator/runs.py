@@ -1,0 +1,238 @@
+"""All that a coordinator knows, as a function of its journal.
+
+`Runs.apply(run, event, now)` is the one door: membership and fleet decide, and what follows from one for the other is
+worked out here, so that the journal holds only what came from outside, and replaying it gives the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Union
+
+from shoal.config import Settings
+from shoal.coordinator import records
+from shoal.core import budget, events, membership
+from shoal.core import fleet as fl
+from shoal.wire.messages import Machine
+from shoal.wire.views import RunSpec
+
+Instruction = Union[events.Instruction, fl.Instruction]
+Asked = list[tuple[str, Instruction]]
+
+ENDED = ("done", "failed", "stopped", "resumable")
+_FLEET = tuple(kind for kind in fl.Event.__args__)  # type: ignore[attr-defined]
+_VICTIMS = ("S204", "S207", "S209")
+
+
+@dataclass(slots=True)
+class Run:
+    """One run: its spec, its membership, and how it ended if it did."""
+
+    name: str
+    spec: RunSpec
+    settings: Mapping[str, records.Value]
+    membership: membership.State
+    created: float
+    since: float
+    ended: float | None = None
+    status: str = ""
+    exit_code: int | None = None
+    reason: str = ""
+    ends_as: str = "resumable"
+    last_change: str = ""
+    failure: records.MemberRaised | None = None
+    failed_at: float = 0.0
+    pids: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        return self.ended is not None
+
+    @property
+    def state_name(self) -> str:
+        """The status in one word."""
+        if self.status:
+            return self.status
+        if self.membership.stopping is not None:
+            return "stopping"
+        if self.membership.world is not None or self.membership.finished:
+            return "training"
+        return "waiting" if self.membership.started else "starting"
+
+
+@dataclass(slots=True)
+class Runs:
+    """The runs, the fleet and the machines of one coordinator."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    fleet: fl.State = field(default_factory=fl.State)
+    machines: dict[str, Machine] = field(default_factory=dict)
+
+    def apply(self, name: str, event: Any, now: float) -> Asked:
+        """Take in one event, and say what to do about it, in order, each with its run."""
+        asked: Asked = []
+        if isinstance(event, records.RunCreated):
+            self._create(name, event, now, asked)
+        elif isinstance(event, records.MachineKnown):
+            self.machines[event.agent] = event.machine
+        elif isinstance(event, _FLEET):
+            self._before_fleet(event, now, asked)
+            self._fleet(event, now, asked)
+        elif name in self.runs:
+            self._run_event(self.runs[name], event, now, asked)
+        return asked
+
+    # --- the life of a run
+
+    def _create(self, name: str, event: records.RunCreated, now: float, asked: Asked) -> None:
+        low, high = event.spec.members
+        rules = rules_of(event.settings, low, high)
+        state = membership.State(rules=rules, started=event.spec.resume)
+        self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
+        wanted = fl.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings))
+        self._fleet(wanted, now, asked)
+
+    def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
+        """The number of worlds and the checkpoint are remembered; members and claims are not."""
+        old = run.membership
+        run.membership = membership.State(
+            rules=rules_of(run.settings, event.min_members, event.max_members),
+            number=old.number,
+            order=old.order,
+            started=old.started or old.checkpoint_step is not None,
+            step=old.step,
+            claims={name: claim for name, claim in old.claims.items() if claim.fulfilled},
+            checkpoint_step=old.checkpoint_step,
+            checkpoint_path=old.checkpoint_path,
+            losses=old.losses,
+            joins=old.joins,
+            reason="resumed: waiting for members",
+        )
+        run.ended, run.status, run.exit_code, run.failure = None, "", None, None
+        run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
+        wanted = fl.RunWanted(
+            run.name, event.min_members, event.max_members, run.spec.compat, restarts_of(run.settings)
+        )
+        self._fleet(wanted, now, asked)
+
+    def _end(self, run: Run, status: str, reason: str, exit_code: int, now: float) -> None:
+        run.status, run.exit_code, run.ended, run.since = status, exit_code, now, now
+        run.reason = run.last_change = reason
+
+    def _run_event(self, run: Run, event: Any, now: float, asked: Asked) -> None:
+        if isinstance(event, records.RunResumed):
+            if run.over:
+                self._resume(run, event, now, asked)
+        elif run.over:
+            return
+        elif isinstance(event, records.StopRequested):
+            run.ends_as = event.status
+            self._membership(run, events.StopAsked(event.reason, event.checkpoint, 75), now, asked, event.grace_s)
+        elif isinstance(event, records.MemberRaised):
+            self._raised(run, event, now)
+        else:
+            self._membership(run, event, now, asked)
+
+    def _raised(self, run: Run, event: records.MemberRaised, now: float) -> None:
+        """Keep the first cause: those that only lost their peers, and those that follow at once, are its victims."""
+        follows = run.failure is not None and now - run.failed_at < 10.0
+        if event.code in _VICTIMS or (follows and run.failure is not None and run.failure.code not in _VICTIMS):
+            return
+        run.failure, run.failed_at = event, now
+
+    # --- membership, and what follows from it for the processes
+
+    def _membership(self, run: Run, event: events.Event, now: float, asked: Asked, grace_s: float = 30.0) -> None:
+        before = run.membership
+        after, instructions = membership.decide(before, event, now)
+        run.membership = after
+        if after.reason != before.reason:
+            run.reason, run.since = after.reason, now
+        for instruction in instructions:
+            asked.append((run.name, instruction))
+            if isinstance(instruction, (events.FormWorld, events.ProposeWorld, events.DissolveWorld)):
+                run.last_change = instruction.reason
+        if isinstance(event, events.Lost) and event.member in before.members:
+            self._fleet(fl.MemberSilent(run.name, event.member), now, asked)
+        elif isinstance(event, events.Hello):
+            self._fleet(fl.MemberBack(run.name, event.member), now, asked)
+        elif isinstance(event, events.ScaleAsked):
+            keep = tuple(s.member for s in before.world.seats[: event.max_members]) if before.world else ()
+            scaled = fl.Scaled(run.name, event.min_members, event.max_members, keep)
+            self._fleet(scaled, now, asked)
+        self._tell_guests(run, now, asked)
+        if after.stopping is not None and before.stopping is None:
+            stop = fl.RunStopping(run.name, after.stopping.exit_code, grace_s, after.stopping.reason)
+            self._fleet(stop, now, asked)
+        if after.finished and not before.finished:
+            self._fleet(fl.RunFinished(run.name), now, asked)
+
+    def _tell_guests(self, run: Run, now: float, asked: Asked) -> None:
+        wanted = self.fleet.runs.get(run.name)
+        if wanted is None:
+            return
+        guests = tuple(
+            m.name
+            for m in run.membership.members.values()
+            if (run.name, m.name) not in self.fleet.processes and (m.connected or not run.membership.finished)
+        )
+        if guests != wanted.guests:
+            self._fleet(fl.GuestsChanged(run.name, guests), now, asked)
+
+    # --- processes, and what follows from them for the membership
+
+    def _before_fleet(self, event: fl.Event, now: float, asked: Asked) -> None:
+        """The loss of a member is decided first: others wait for it, while a restart can wait."""
+        if isinstance(event, fl.ProcessExited) and event.run in self.runs:
+            run = self.runs[event.run]
+            member = run.membership.members.get(event.member)
+            if run.over or member is None or member.incarnation != event.incarnation:
+                return
+            if member.status == membership.DONE:
+                if run.membership.finished and member.connected:
+                    self._membership(run, events.Disconnected(event.member), now, asked)
+            else:
+                detail = event.detail or event.cause
+                self._membership(run, events.Lost(event.member, f"its process ended: {detail}"), now, asked)
+        elif isinstance(event, fl.AgentNotice):
+            for process in list(self.fleet.processes.values()):
+                run_of = self.runs.get(process.run)
+                if process.agent == event.agent and process.alive and run_of is not None and not run_of.over:
+                    given = events.NoticeGiven(process.member, event.within_s, event.cause)
+                    self._membership(run_of, given, now, asked)
+
+    def _fleet(self, event: fl.Event, now: float, asked: Asked) -> None:
+        self.fleet, instructions = fl.decide(self.fleet, event, now)
+        for instruction in instructions:
+            run = self.runs.get(instruction.run)
+            asked.append((instruction.run, instruction))
+            if run is None or run.over:
+                continue
+            if isinstance(instruction, fl.RunFailed):
+                self._end(run, "failed", _with_failure(instruction.reason, run.failure), instruction.exit_code, now)
+            elif isinstance(instruction, fl.RunEnded):
+                status = "done" if instruction.exit_code == 0 else run.ends_as
+                self._end(run, status, instruction.reason, instruction.exit_code, now)
+        if isinstance(event, fl.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
+            self._tell_guests(self.runs[event.run], now, asked)
+
+
+def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:
+    if failure is None:
+        return reason
+    return f"{failure.member} raised {failure.kind}: {failure.text}"
+
+
+def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> membership.Rules:
+    given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
+    return replace(membership.Rules(min_members=low, max_members=high), **given)  # type: ignore[arg-type]
+
+
+def restarts_of(settings: Mapping[str, records.Value]) -> budget.BudgetSettings:
+    return budget.BudgetSettings(
+        user=int(settings.get("budget.user", Settings().budget_user)),
+        infrastructure=int(settings.get("budget.infrastructure", Settings().budget_infrastructure)),
+        backoff_s=float(settings.get("backoff_s", Settings().backoff_s)),
+        backoff_max_s=float(settings.get("backoff_max_s", Settings().backoff_max_s)),
+    )

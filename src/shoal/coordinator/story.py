@@ -1,0 +1,126 @@
+"""What happened, as sentences: every event and instruction is worth at most one line of the story."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.coordinator import records
+from shoal.core import events as ev
+from shoal.core import fleet as fl
+from shoal.wire.views import StoryLine
+
+LINES_PER_ENTRY = 100
+
+
+def tell(seq: int, at: float, run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> list[StoryLine]:
+    """The lines that entry `seq` of the journal and what was decided about it are worth."""
+    lines: list[StoryLine] = []
+    for name, told in [(run, event), *asked]:
+        sentence = _SENTENCES.get(type(told))
+        found = sentence(told) if sentence is not None else None
+        if found is None or len(lines) == LINES_PER_ENTRY:
+            continue
+        text, reason = found
+        number = seq * LINES_PER_ENTRY + len(lines)
+        kind, member = type(told).__name__, getattr(told, "member", "")
+        lines.append(StoryLine(number, at, name, kind, member, _world(told), _step(told), text, reason))
+    return lines
+
+
+def _world(told: Any) -> int | None:
+    world = getattr(told, "world", None)
+    number = getattr(world, "number", world)
+    return number if isinstance(number, int) else getattr(told, "number", None)
+
+
+def _step(told: Any) -> int | None:
+    step = getattr(told, "step", None)
+    return step if step is not None else getattr(getattr(told, "world", None), "step", None)
+
+
+Sentence = tuple[str, str] | None
+
+
+def _hello(e: ev.Hello) -> Sentence:
+    if e.world is None:
+        return f"{e.member} connected from {e.address.host}", ""
+    return f"{e.member} found the coordinator again", f"it says that it is in world {e.world} at step {e.step}"
+
+
+def _ready(e: ev.BecameReady) -> Sentence:
+    held = f"it holds the state of step {e.step}" if e.step is not None else "it holds no state yet"
+    return f"{e.member} is ready", held
+
+
+def _broke(e: ev.WorldBroke) -> Sentence:
+    who = f", suspects {', '.join(e.suspects)}" if e.suspects else ""
+    return f"{e.member} lost world {e.world} at step {e.step}{who}", e.cause
+
+
+def _created(e: records.RunCreated) -> Sentence:
+    low, high = e.spec.members
+    return f"run created: {' '.join(e.spec.argv)} with {low}:{high} members", ""
+
+
+def _raised(e: records.MemberRaised) -> Sentence:
+    places = [line.strip() for line in e.traceback.splitlines() if line.lstrip().startswith("File ")]
+    return f"{e.member} raised {e.kind}: {e.text}", places[-1] if places else ""
+
+
+def _exited(e: fl.ProcessExited) -> Sentence:
+    how = f"by signal {e.signal}" if e.signal else f"with exit code {e.exit_code}" if e.exit_code is not None else ""
+    return f"the process of {e.member} ended {how}".rstrip(), e.detail or e.cause
+
+
+def _agent_joined(e: fl.AgentJoined) -> Sentence:
+    offer = "as many members as asked" if e.slots is None else f"{e.slots} members"
+    return f"agent {e.agent} connected and offers {offer}", ""
+
+
+def _formed(i: ev.FormWorld) -> Sentence:
+    names = ", ".join(seat.member for seat in i.world.seats)
+    return f"world {i.world.number} begins at step {i.world.step} with {names}", i.reason
+
+
+def _proposed(i: ev.ProposeWorld) -> Sentence:
+    names = ", ".join(seat.member for seat in i.world.seats)
+    return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
+
+
+def _start(i: fl.StartProcess) -> Sentence:
+    return f"{i.member} is started {'again ' if i.restart else ''}on agent {i.agent}", i.reason
+
+
+_SENTENCES: dict[type, Callable[[Any], Sentence]] = {
+    ev.Hello: _hello,
+    ev.BecameReady: _ready,
+    ev.WorldBroke: _broke,
+    ev.Disconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
+    ev.MemberDone: lambda e: (f"{e.member} is done at step {e.step}", ""),
+    ev.ClaimFulfilled: lambda e: (f"{e.member} did {e.name}", "exactly one member does it"),
+    ev.CheckpointWritten: lambda e: (f"{e.member} wrote the checkpoint of step {e.step}", e.path),
+    ev.FormWorld: _formed,
+    ev.ProposeWorld: _proposed,
+    ev.DissolveWorld: lambda i: (f"world {i.number} is over", i.reason),
+    ev.AskRestore: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
+    ev.Refuse: lambda i: (f"{i.member} is refused: {i.what}", i.why),
+    ev.Expel: lambda i: (f"{i.member} is told that it is out", i.reason),
+    ev.StopMembers: lambda i: (f"{', '.join(i.to)} told to stop", i.reason),
+    ev.TellFinished: lambda i: (f"the training is finished at step {i.step}", ""),
+    ev.Say: lambda i: (i.text, ""),
+    records.RunCreated: _created,
+    records.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
+    records.StopRequested: lambda e: ("the run is asked to stop", e.reason),
+    records.MemberRaised: _raised,
+    fl.AgentJoined: _agent_joined,
+    fl.AgentAway: lambda e: (f"agent {e.agent} lost its connection", ""),
+    fl.AgentNotice: lambda e: (f"the machine of agent {e.agent} goes away within {e.within_s:.0f} s", e.cause),
+    fl.ProcessStarted: lambda e: (f"{e.member} runs as process {e.pid}{', warm' if e.warm else ''}", ""),
+    fl.ProcessExited: _exited,
+    fl.StartProcess: _start,
+    fl.EndProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
+    fl.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
+    fl.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
+    fl.Tell: lambda i: (i.text, ""),
+}

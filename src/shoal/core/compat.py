@@ -1,0 +1,68 @@
+"""What unmodified torchrun and TF_CONFIG scripts find in their environment."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FIRST_PORT, PORTS = 20000, 12000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank runs."""
+
+    agent: str
+    host: str
+
+
+def rendezvous(
+    kind: str, run: str, salt: str, places: Sequence[Place], restarts: int, max_restarts: int
+) -> list[tuple[tuple[str, str], ...]]:
+    """The environment of each rank; `kind` is torchrun or tf. Every restart meets on other ports."""
+    agents = list(dict.fromkeys(place.agent for place in places))
+    ordered = sorted(range(len(places)), key=lambda i: agents.index(places[i].agent))
+    port = FIRST_PORT + zlib.crc32(f"{salt} {run} {restarts}".encode()) % (PORTS - len(places))
+    ports = {i: port + rank for rank, i in enumerate(ordered)}
+    envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
+    for rank, i in enumerate(ordered):
+        if kind == "tf":
+            workers = [f"{places[j].host}:{ports[j]}" for j in ordered]
+            config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+            pairs = {"TF_CONFIG": json.dumps(config)}
+        else:
+            pairs = _torchrun(run, places, ordered, rank, agents, restarts, max_restarts, ports[ordered[0]])
+        envs[i] = (("SHOAL_COMPAT", "1"), *pairs.items())
+    return envs
+
+
+def _torchrun(
+    run: str,
+    places: Sequence[Place],
+    ordered: Sequence[int],
+    rank: int,
+    agents: Sequence[str],
+    restarts: int,
+    max_restarts: int,
+    port: int,
+) -> dict[str, str]:
+    mine = places[ordered[rank]].agent
+    here = [r for r, i in enumerate(ordered) if places[i].agent == mine]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_RANK": str(here.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(here)),
+        "GROUP_RANK": str(agents.index(mine)),
+        "GROUP_WORLD_SIZE": str(len(agents)),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(len(places)),
+        "MASTER_ADDR": places[ordered[0]].host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }

@@ -1,0 +1,756 @@
+"""Which member processes should exist, and on which agents.
+
+`decide(state, event, now)` returns the next state and what to tell which agent; `due(state, now)` says which waits are
+over, as events. It knows processes only: whether their members are in a world is decided in `membership`.
+
+A process's life::
+
+    starting ──▶ running ──exit 0──▶ done
+        ▲           │ └──asked──▶ ending ──▶ forgotten
+        └─ backoff ◀┘ crash            budget spent: given up for a while, or the run fails
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Union
+
+from shoal.core import budget
+from shoal.core.compat import Place, rendezvous
+
+STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
+GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
+ALIVE = (STARTING, RUNNING, ENDING)
+DEFAULT_RESTARTS = budget.BudgetSettings()
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The coordinator began, or began again; `salt` makes the incarnations of this life unlike those of any other."""
+
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentJoined:
+    """An agent connected; `members` are the processes alive under it, as (run, member, incarnation)."""
+
+    agent: str
+    slots: int | None
+    host: str
+    members: tuple[tuple[str, str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAway:
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentNotice:
+    agent: str
+    within_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunWanted:
+    run: str
+    min_members: int
+    max_members: int
+    compat: str = ""
+    restarts: budget.BudgetSettings = DEFAULT_RESTARTS
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStarted:
+    run: str
+    member: str
+    incarnation: str
+    pid: int
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """`cause` is one of: done, user, infrastructure, preempted, asked."""
+
+    run: str
+    member: str
+    incarnation: str
+    cause: str
+    detail: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSilent:
+    """The member was lost by its lease, but nobody said that its process ended."""
+
+    run: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberBack:
+    run: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuestsChanged:
+    """Members that take part without a process that an agent answers for."""
+
+    run: str
+    guests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """`keep` are the members to keep if some have to go."""
+
+    run: str
+    min_members: int
+    max_members: int
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunStopping:
+    run: str
+    exit_code: int
+    grace_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """The last step is committed; members end by themselves."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOver:
+    """A wait for an agent, a run or a process is over; `what` says which."""
+
+    what: str
+    run: str = ""
+    member: str = ""
+    agent: str = ""
+
+
+Event = Union[
+    Opened,
+    AgentJoined,
+    AgentAway,
+    AgentNotice,
+    RunWanted,
+    ProcessStarted,
+    ProcessExited,
+    MemberSilent,
+    MemberBack,
+    GuestsChanged,
+    Scaled,
+    RunStopping,
+    RunFinished,
+    WaitOver,
+]
+
+# --- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class StartProcess:
+    """`env` is what only this process needs, beyond what every member is given."""
+
+    agent: str
+    run: str
+    member: str
+    incarnation: str
+    restart: bool
+    reason: str
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndProcess:
+    agent: str
+    run: str
+    member: str
+    incarnation: str
+    grace_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed:
+    run: str
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    run: str
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A sentence for the story; nothing to carry out."""
+
+    run: str
+    text: str
+    member: str = ""
+
+
+Instruction = Union[StartProcess, EndProcess, RunFailed, RunEnded, Tell]
+
+# --- state
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long things are waited for."""
+
+    revive_s: float = 10.0
+    agent_s: float = 10.0
+    alone_s: float = 60.0
+    missing_s: float = 2.0
+    forgive_s: float = 600.0
+    grace_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent; `slots` is how many members it offers, None for as many as asked."""
+
+    name: str
+    slots: int | None
+    host: str
+    order: int
+    away_since: float | None = None
+    notice: str = ""
+    notice_until: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        return self.away_since is None and not self.notice
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A member's process. `until` is the end of its back-off; `again` says why it is ended only to be started anew."""
+
+    run: str
+    member: str
+    incarnation: str
+    agent: str
+    status: str
+    order: int
+    pid: int = 0
+    until: float = 0.0
+    again: str = ""
+    silent_since: float | None = None
+    missing_since: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.status in ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run wants. `regroup` says why a compat run's processes are all being started anew."""
+
+    run: str
+    min_members: int
+    max_members: int
+    compat: str
+    restarts: budget.BudgetSettings
+    status: str = GOING
+    exit_code: int = 0
+    reason: str = ""
+    end_by: float | None = None
+    losses: Mapping[str, tuple[budget.Loss, ...]] = field(default_factory=dict)
+    guests: tuple[str, ...] = ()
+    seen: bool = False
+    alone_since: float | None = None
+    generation: int = 0
+    regroup: str = ""
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All agents, runs and processes of a coordinator."""
+
+    limits: Limits = Limits()
+    salt: str = ""
+    count: int = 0
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    runs: Mapping[str, Wanted] = field(default_factory=dict)
+    processes: Mapping[tuple[str, str], Process] = field(default_factory=dict)
+
+    def of_run(self, run: str) -> list[Process]:
+        return [p for p in self.processes.values() if p.run == run]
+
+
+def decide(state: State, event: Event, now: float) -> tuple[State, tuple[Instruction, ...]]:
+    """The next state, and what to tell which agent."""
+    draft = _Draft(state, now)
+    _HANDLERS[type(event)](draft, event)
+    draft.advance()
+    return draft.freeze(), tuple(draft.asked)
+
+
+def due(state: State, now: float) -> tuple[WaitOver, ...]:
+    """The waits that are over."""
+    limits = state.limits
+    fired = [
+        WaitOver("agent", agent=a.name)
+        for a in state.agents.values()
+        if a.away_since is not None and now - a.away_since > limits.agent_s
+    ]
+    fired += [WaitOver("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until]
+    for run in state.runs.values():
+        if run.status == STOPPING and run.end_by is not None and now >= run.end_by:
+            fired.append(WaitOver("grace", run.run))
+        if run.status == GOING and run.alone_since is not None and now - run.alone_since > limits.alone_s:
+            fired.append(WaitOver("alone", run.run))
+        if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
+            fired.append(WaitOver("regroup", run.run))
+    for p in state.processes.values():
+        what = _process_due(p, now, limits)
+        if what:
+            fired.append(WaitOver(what, p.run, p.member))
+    return tuple(fired)
+
+
+def _process_due(p: Process, now: float, limits: Limits) -> str:
+    if p.status in (BACKOFF, GIVEN_UP) and now >= p.until:
+        return "backoff"
+    if p.status == RUNNING and p.silent_since is not None and now - p.silent_since > limits.revive_s:
+        return "revive"
+    if p.alive and p.missing_since is not None and now - p.missing_since > limits.missing_s:
+        return "missing"
+    return ""
+
+
+class _Draft:
+    """A state under change; it lives for one event."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.base = state
+        self.now = now
+        self.agents = dict(state.agents)
+        self.runs = dict(state.runs)
+        self.processes = dict(state.processes)
+        self.asked: list[Instruction] = []
+
+    def freeze(self) -> State:
+        return replace(self.base, agents=self.agents, runs=self.runs, processes=self.processes)
+
+    def of_run(self, run: str) -> list[Process]:
+        return [p for p in self.processes.values() if p.run == run]
+
+    def update(self, p: Process, **changes: object) -> Process:
+        changed = replace(p, **changes)  # type: ignore[arg-type]
+        self.processes[p.run, p.member] = changed
+        return changed
+
+    def set_run(self, run: str, **changes: object) -> Wanted:
+        self.runs[run] = replace(self.runs[run], **changes)  # type: ignore[arg-type]
+        return self.runs[run]
+
+    def next_incarnation(self) -> tuple[int, str]:
+        self.base = replace(self.base, count=self.base.count + 1)
+        return self.base.count, f"{self.base.salt}-{self.base.count}"
+
+    # --- moving on
+
+    def advance(self) -> None:
+        for name, run in list(self.runs.items()):
+            if run.status == GOING:
+                if run.compat:
+                    self.align(run)
+                else:
+                    self.fill(run)
+            self.settle(name)
+
+    def fill(self, run: Wanted) -> None:
+        for agent in sorted(self.agents.values(), key=lambda a: a.order):
+            while agent.usable and self.room(agent, run) > 0:
+                self.start_new(agent, run, "there is room for it")
+
+    def room(self, agent: Agent, run: Wanted) -> int:
+        if agent.slots is not None:
+            return agent.slots - sum(1 for p in self.processes.values() if p.agent == agent.name)
+        staying = [p for p in self.of_run(run.run) if p.status != ENDING or p.again]
+        return run.max_members - sum(1 for p in staying if self.is_usable(p.agent))
+
+    def is_usable(self, agent: str) -> bool:
+        """Whether processes there count; those of an agent that is away may still be back."""
+        return agent in self.agents and not self.agents[agent].notice
+
+    def start_new(self, agent: Agent, run: Wanted, reason: str, env: tuple[tuple[str, str], ...] = ()) -> None:
+        taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
+        index = next(i for i in range(len(taken) + 1) if f"{agent.name}/{i}" not in taken)
+        order, incarnation = self.next_incarnation()
+        p = Process(run.run, f"{agent.name}/{index}", incarnation, agent.name, STARTING, order)
+        self.processes[p.run, p.member] = p
+        self.set_run(run.run, seen=True, alone_since=None)
+        self.asked.append(StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
+
+    def start_again(self, p: Process, reason: str) -> None:
+        order, incarnation = self.next_incarnation()
+        self.processes[p.run, p.member] = Process(p.run, p.member, incarnation, p.agent, STARTING, order)
+        self.asked.append(StartProcess(p.agent, p.run, p.member, incarnation, True, reason))
+
+    def end(self, p: Process, reason: str, grace_s: float, again: str = "") -> None:
+        if p.status in (STARTING, RUNNING):
+            self.update(p, status=ENDING, again=again)
+            self.asked.append(EndProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
+        elif p.status == ENDING:
+            self.update(p, again=again)
+        else:
+            del self.processes[p.run, p.member]
+
+    def settle(self, name: str) -> None:
+        """End a run that has nothing left to wait for."""
+        run = self.runs[name]
+        processes = self.of_run(name)
+        alive = [p for p in processes if p.alive]
+        waiting = [p for p in processes if p.status in (BACKOFF, GIVEN_UP)]
+        if alive or run.guests or run.status == OVER:
+            self.set_run(name, alone_since=None)
+        elif run.status == STOPPING:
+            self.over(name)
+            self.asked.append(RunEnded(name, run.reason, run.exit_code))
+        elif run.status == FINISHING or (processes and not waiting):
+            self.over(name)
+            self.asked.append(RunEnded(name, "all members are done", 0))
+        elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
+            self.set_run(name, alone_since=self.now)
+
+    def over(self, name: str) -> None:
+        self.set_run(name, status=OVER, end_by=None, alone_since=None)
+        for p in self.of_run(name):
+            if not p.alive:
+                del self.processes[p.run, p.member]
+
+    def fail(self, name: str, reason: str, exit_code: int) -> None:
+        for p in self.of_run(name):
+            self.end(p, f"the run failed: {reason}", grace_s=5.0)
+        self.over(name)
+        self.asked.append(RunFailed(name, reason, exit_code))
+
+    # --- losing
+
+    def lose(self, p: Process, cause: str, detail: str) -> None:
+        """A process is gone that was not asked to go for good."""
+        run = self.runs[p.run]
+        if run.status != GOING:
+            del self.processes[p.run, p.member]
+            if run.status == FINISHING and cause == "user":
+                self.fail(p.run, f"{p.member}: {detail}", 1)
+            return
+        agent = self.agents.get(p.agent)
+        if cause == "preempted" and (agent is None or agent.notice):
+            del self.processes[p.run, p.member]
+            return
+        decision = self.judge(run, p.member, cause)
+        if isinstance(decision, budget.GiveUp):
+            self.give_up(p, cause, f"{p.member}: {detail or cause}", decision.reason)
+        elif decision.after_s > 0.0 or agent is None or not agent.usable:
+            # An agent that is away or about to go may be back; the wait ends when it can start something.
+            self.update(
+                p, status=BACKOFF, until=self.now + decision.after_s, again="", silent_since=None, missing_since=None
+            )
+            if decision.after_s > 0.0:
+                self.asked.append(
+                    Tell(p.run, f"{p.member} is started again in {decision.after_s:.1f} s: {decision.reason}", p.member)
+                )
+        else:
+            self.start_again(p, decision.reason)
+
+    def judge(self, run: Wanted, who: str, cause: str) -> budget.Decision:
+        kind: budget.Cause = "user" if cause == "user" else "preempted" if cause == "preempted" else "infrastructure"
+        history = run.losses.get(who, ())
+        losses = {**run.losses, who: (*history[-99:], budget.Loss(self.now, kind))}
+        self.set_run(run.run, losses=losses)
+        return budget.decide(history, kind, self.now, run.restarts)
+
+    def give_up(self, p: Process, cause: str, what: str, why: str) -> None:
+        if cause == "user":
+            self.fail(p.run, f"{what} ({why})", 1)
+            return
+        self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
+        run = self.runs[p.run]
+        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE)]
+        if len(left) + len(run.guests) < run.min_members:
+            self.fail(p.run, f"{what} ({why}); fewer than {run.min_members} members are left", 5)
+        else:
+            self.asked.append(Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
+
+    # --- compat: no membership, so any change starts all anew
+
+    def layout(self, run: Wanted) -> list[Agent]:
+        """The agent of each rank, if the group were started now."""
+        places: list[Agent] = []
+        for agent in sorted(self.agents.values(), key=lambda a: a.order):
+            if not agent.usable:
+                continue
+            room = run.max_members - len(places)
+            if agent.slots is not None:
+                others = sum(1 for p in self.processes.values() if p.agent == agent.name and p.run != run.run)
+                room = min(room, agent.slots - others)
+            places += [agent] * max(0, room)
+        return places
+
+    def align(self, run: Wanted) -> None:
+        processes = self.of_run(run.run)
+        places = self.layout(run)
+        if processes and not run.regroup and not any(p.status == DONE for p in processes):
+            have = sorted(p.agent for p in processes)
+            away = any(a.away_since is not None for a in self.agents.values() if a.name in have)
+            if have != sorted(a.name for a in places) and not away and len(places) >= run.min_members:
+                self.regroup(run, f"the agents now offer {len(places)} places instead of {len(processes)}", 0.0)
+        run = self.runs[run.run]
+        if self.of_run(run.run) or len(places) < run.min_members or self.now < run.not_before:
+            return
+        again = bool(run.generation)
+        run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
+        hosts = [Place(agent.name, agent.host or "127.0.0.1") for agent in places]
+        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, run.generation - 1, run.restarts.infrastructure)
+        for agent, env in zip(places, envs, strict=True):
+            self.start_new(agent, run, "all start anew" if again else "the group is complete", env)
+
+    def regroup(self, run: Wanted, reason: str, after_s: float) -> None:
+        self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
+        self.asked.append(Tell(run.run, f"all members are started anew: {reason}"))
+        for p in self.of_run(run.run):
+            self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
+
+    def lose_of_group(self, run: Wanted, p: Process, cause: str, detail: str) -> None:
+        del self.processes[p.run, p.member]
+        if run.status != GOING or run.regroup:
+            return
+        decision = self.judge(run, "", cause)
+        if isinstance(decision, budget.GiveUp):
+            self.fail(run.run, f"{p.member}: {detail or cause} ({decision.reason})", 1 if cause == "user" else 5)
+        else:
+            self.regroup(self.runs[run.run], f"{p.member} ended: {detail or cause}", decision.after_s)
+
+
+def _on_opened(draft: _Draft, event: Opened) -> None:
+    draft.base = replace(draft.base, salt=event.salt)
+    for name, agent in draft.agents.items():
+        draft.agents[name] = replace(agent, away_since=draft.now)
+    for p in list(draft.processes.values()):
+        draft.update(p, silent_since=None)
+
+
+def _on_agent_joined(draft: _Draft, event: AgentJoined) -> None:
+    known = draft.agents.get(event.agent)
+    order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
+    notice = (known.notice, known.notice_until) if known else ("", 0.0)
+    draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice)
+    living = set(event.members)
+    for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
+        if (p.run, p.member, p.incarnation) not in living:
+            draft.update(p, missing_since=draft.now)
+        elif p.status == ENDING:
+            draft.asked.append(EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
+        else:
+            draft.update(p, status=RUNNING, missing_since=None)
+    for run, member, incarnation in event.members:
+        if not _is_known(draft, run, member, incarnation):
+            _adopt_or_end(draft, event.agent, run, member, incarnation)
+
+
+def _is_known(draft: _Draft, run: str, member: str, incarnation: str) -> bool:
+    p = draft.processes.get((run, member))
+    return p is not None and p.incarnation == incarnation and p.alive
+
+
+def _adopt_or_end(draft: _Draft, agent: str, run: str, member: str, incarnation: str) -> None:
+    """A process that nobody counted on any more: it may go on if there is room for it."""
+    wanted = draft.runs.get(run)
+    p = draft.processes.get((run, member))
+    free = p is None or not p.alive
+    if wanted is not None and wanted.status == GOING and not wanted.compat and free:
+        draft.processes.pop((run, member), None)
+        if draft.room(draft.agents[agent], wanted) > 0:
+            order, _ = draft.next_incarnation()
+            draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
+            draft.set_run(run, seen=True, alone_since=None)
+            return
+    draft.asked.append(EndProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
+
+
+def _on_agent_away(draft: _Draft, event: AgentAway) -> None:
+    agent = draft.agents.get(event.agent)
+    if agent is not None and agent.away_since is None:
+        draft.agents[event.agent] = replace(agent, away_since=draft.now)
+
+
+def _on_agent_notice(draft: _Draft, event: AgentNotice) -> None:
+    agent = draft.agents.get(event.agent)
+    if agent is not None:
+        until = draft.now + event.within_s + 60.0
+        draft.agents[event.agent] = replace(agent, notice=event.cause or "a notice", notice_until=until)
+        for p in [p for p in draft.processes.values() if p.agent == event.agent and p.status in (BACKOFF, GIVEN_UP)]:
+            del draft.processes[p.run, p.member]
+
+
+def _on_run_wanted(draft: _Draft, event: RunWanted) -> None:
+    draft.runs[event.run] = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts)
+
+
+def _on_started(draft: _Draft, event: ProcessStarted) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is not None and p.incarnation == event.incarnation:
+        draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
+
+
+def _on_exited(draft: _Draft, event: ProcessExited) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is None or p.incarnation != event.incarnation or not p.alive:
+        return
+    run = draft.runs[event.run]
+    if p.status == ENDING and not p.again:
+        del draft.processes[p.run, p.member]
+    elif event.cause == "done" and not p.again and run.status in (GOING, FINISHING):
+        draft.update(p, status=DONE)
+    elif run.compat:
+        draft.lose_of_group(run, p, event.cause, event.detail)
+    elif event.cause == "asked" and not p.again:
+        # Somebody else ended it, most likely the agent on its way out: a breath shows which.
+        draft.update(p, status=BACKOFF, until=draft.now + 1.0)
+    else:
+        draft.lose(p, "infrastructure" if p.again else event.cause, p.again or event.detail)
+
+
+def _on_silent(draft: _Draft, event: MemberSilent) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is not None and p.alive and p.silent_since is None:
+        draft.update(p, silent_since=draft.now)
+
+
+def _on_back(draft: _Draft, event: MemberBack) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is not None:
+        draft.update(p, silent_since=None)
+
+
+def _on_guests(draft: _Draft, event: GuestsChanged) -> None:
+    draft.set_run(event.run, guests=event.guests)
+
+
+def _on_scaled(draft: _Draft, event: Scaled) -> None:
+    run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
+    if run.compat or run.status != GOING:
+        return
+    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
+    elastic = [p for p in staying if draft.agents[p.agent].slots is None]
+    extra = max(0, len(staying) - event.max_members)
+    elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
+    for p in elastic[:extra]:
+        draft.end(p, f"scaled to at most {event.max_members} members", draft.base.limits.grace_s)
+
+
+def _on_stopping(draft: _Draft, event: RunStopping) -> None:
+    run = draft.runs[event.run]
+    if run.status not in (GOING, FINISHING):
+        return
+    end_by = draft.now + event.grace_s
+    draft.set_run(event.run, status=STOPPING, exit_code=event.exit_code, reason=event.reason, end_by=end_by)
+    for p in draft.of_run(event.run):
+        if run.compat or not p.alive:
+            draft.end(p, event.reason, event.grace_s)
+
+
+def _on_finished(draft: _Draft, event: RunFinished) -> None:
+    if draft.runs[event.run].status == GOING:
+        draft.set_run(event.run, status=FINISHING)
+        for p in draft.of_run(event.run):
+            if p.status in (BACKOFF, GIVEN_UP):
+                del draft.processes[p.run, p.member]
+
+
+def _on_wait_over(draft: _Draft, event: WaitOver) -> None:
+    if event.what == "agent":
+        _forget_agent(draft, event.agent)
+    elif event.what == "notice" and event.agent in draft.agents:
+        draft.agents[event.agent] = replace(draft.agents[event.agent], notice="")
+    elif event.what == "grace":
+        for p in draft.of_run(event.run):
+            draft.end(p, "it did not stop in time", grace_s=5.0)
+        draft.set_run(event.run, end_by=None)
+    elif event.what == "alone":
+        draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
+    elif event.what == "regroup":
+        draft.set_run(event.run, not_before=0.0)
+    else:
+        _process_wait_over(draft, event)
+
+
+def _process_wait_over(draft: _Draft, event: WaitOver) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is None:
+        return
+    if event.what == "backoff":
+        if p.agent in draft.agents and draft.agents[p.agent].usable:
+            draft.start_again(p, "its back-off is over")
+        else:
+            draft.update(p, until=draft.now + 1.0)
+    elif event.what == "revive":
+        why = f"its member was silent for {draft.base.limits.revive_s:g} s"
+        draft.end(p, why, grace_s=1.0, again=why)
+    elif event.what == "missing":
+        exited = ProcessExited(p.run, p.member, p.incarnation, "infrastructure", "it was gone when its agent came back")
+        _on_exited(draft, exited)
+
+
+def _forget_agent(draft: _Draft, name: str) -> None:
+    """The agent did not come back: its processes are not counted on any more."""
+    if draft.agents.pop(name, None) is None:
+        return
+    for p in [p for p in draft.processes.values() if p.agent == name]:
+        run = draft.runs[p.run]
+        if p.status == DONE:
+            continue
+        if run.compat and p.alive and p.status != ENDING:
+            draft.lose_of_group(run, p, "preempted", f"agent {name} is lost")
+        else:
+            draft.processes.pop((p.run, p.member), None)
+    for run in draft.runs.values():
+        if run.status != OVER:
+            draft.asked.append(
+                Tell(run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s")
+            )
+
+
+_HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
+    Opened: _on_opened,
+    AgentJoined: _on_agent_joined,
+    AgentAway: _on_agent_away,
+    AgentNotice: _on_agent_notice,
+    RunWanted: _on_run_wanted,
+    ProcessStarted: _on_started,
+    ProcessExited: _on_exited,
+    MemberSilent: _on_silent,
+    MemberBack: _on_back,
+    GuestsChanged: _on_guests,
+    Scaled: _on_scaled,
+    RunStopping: _on_stopping,
+    RunFinished: _on_finished,
+    WaitOver: _on_wait_over,
+}

@@ -6,10 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

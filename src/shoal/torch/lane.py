@@ -78,8 +78,8 @@ class Lane:
     def take(self, position: int, count: int, keep: int) -> tuple[list[Any], bool]:
         """Samples position…position+count, and whether there is one after them; `keep` samples before stay at hand."""
         place, rest = self._layout.locate(self._number, self.epoch, position, self._lengths)
-        ahead = position > self._base + len(self._window) and place > self._place
-        if position < self._base or ahead:
+        unopened = place > self._place or self._iterator is None
+        if position < self._base or (unopened and position > self._base + len(self._window)):
             self._enter(place, rest, position)
         self._discard_below(position - keep)
         start = position - self._base

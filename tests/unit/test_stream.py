@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from shoal.core.order import Cursor
+from shoal.core.stream import LaneLayout, advance
+from shoal.errors import BadSize, EmptyDataset, SampleFailed, ShardChanged, UnusableShard
+from shoal.torch.stream import LaneReader
+
+
+class Opened:
+    """Shards that remember what was opened and read."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.log: list[str] = []
+        self.shards = [self._shard(number, length) for number, length in enumerate(lengths)]
+        self.layout = LaneLayout.of(len(lengths), size=2, lanes=1)
+
+    def _shard(self, number: int, length: int) -> Callable[[], Iterator[str]]:
+        def read() -> Iterator[str]:
+            self.log.append(f"open {number}")
+            for index in range(length):
+                yield f"{number}.{index}"
+            self.log.append(f"end {number}")
+
+        return read
+
+    def reader(self) -> LaneReader:
+        return LaneReader(self.shards, self.layout, collate=list)
+
+
+def test_lanes_are_as_many_as_are_useful() -> None:
+    assert LaneLayout.of(1000, 512).lanes == 64
+    assert LaneLayout.of(3, 512).quotas == (171, 171, 170)
+    assert LaneLayout.of(1000, 8).lanes == 8
+
+
+def test_lanes_follow_the_shares() -> None:
+    layout = LaneLayout.of(64, 512)
+    assert [layout.range_of((384, 128, 0), rank) for rank in range(3)] == [(0, 48), (48, 64), (64, 64)]
+
+
+def test_shards_are_shuffled_anew_every_epoch_but_each_is_in_one_place() -> None:
+    layout = LaneLayout.of(20, 4, epochs=2, seed=1, shuffle=True)
+    epochs = [
+        [layout.shard(lane, place, epoch) for lane in range(4) for place in range(layout.length(lane))]
+        for epoch in range(2)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
+    assert epochs[0] != epochs[1]
+
+
+def test_the_epoch_ends_when_nobody_has_more() -> None:
+    assert advance(Cursor(0, 4), more=True) == Cursor(0, 5)
+    assert advance(Cursor(0, 4), more=False) == Cursor(1, 0)
+
+
+def test_the_last_step_says_that_there_is_no_more() -> None:
+    reader = Opened(3, 0, 1).reader()
+    assert reader.take(0, 0, (0, 1)) == (["0.0", "0.1"], 2, True)
+    assert reader.take(1, 0, (0, 1)) == (["0.2", "2.0"], 2, False)
+    assert reader.take(2, 0, (0, 1)) == (None, 0, False)
+
+
+def test_a_step_that_did_not_commit_is_taken_again_without_reading() -> None:
+    data = Opened(9)
+    reader = data.reader()
+    first = [reader.take(step, 0, (0, 1)) for step in (0, 1)]
+    assert [reader.take(step, 0, (0, 1)) for step in (1, 0)] == [first[1], first[0]]
+    assert data.log == ["open 0"]
+
+
+def test_shards_of_known_length_are_not_even_opened() -> None:
+    data = Opened(3, 4, 5)
+    veteran = data.reader()
+    for step in range(4):
+        veteran.take(step, 0, (0, 1))
+    data.log.clear()
+    resumed = data.reader()
+    resumed.load_state_dict(veteran.state_dict())
+    assert resumed.take(4, 0, (0, 1)) == (["2.1", "2.2"], 2, True)
+    assert data.log == ["open 2"]
+
+
+def test_a_reader_that_fell_behind_jumps_over_known_shards() -> None:
+    data = Opened(3, 4, 5)
+    reader = data.reader()
+    reader.take(0, 0, (0, 1))
+    reader.load_state_dict({"shards": [0, 1], "lengths": [3, 4]})
+    data.log.clear()
+    assert reader.take(4, 0, (0, 1)).batch == ["2.1", "2.2"]
+    assert data.log == ["open 2"]
+
+
+def test_sequences_are_entered_without_reading() -> None:
+    class Watched(list[int]):
+        read: ClassVar[list[int]] = []
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("read from the start")
+
+    shard = Watched(range(100))
+    reader = LaneReader([shard], LaneLayout.of(1, 2), collate=list)
+    assert reader.take(30, 0, (0, 1)).batch == [60, 61]
+    assert min(shard.read) >= 58
+
+
+def test_memory_is_bounded_while_a_lane_is_sought() -> None:
+    alive: set[int] = set()
+    most = 0
+
+    class Sample:
+        def __init__(self) -> None:
+            nonlocal most
+            alive.add(id(self))
+            most = max(most, len(alive))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    reader = LaneReader([lambda: (Sample() for _ in range(10_000))], LaneLayout.of(1, 4), collate=list)
+    assert reader.take(2000, 0, (0, 1)).samples == 4
+    assert most <= 4 * 2 + 2
+
+
+def test_random_numbers_of_a_shard_do_not_depend_on_who_reads_it() -> None:
+    def shard() -> Iterator[float]:
+        while True:
+            yield random.random()
+
+    layout = LaneLayout.of(2, 4)
+    before = random.getstate()
+    straight = LaneReader([shard, shard], layout, collate=list)
+    whole = [straight.take(step, 0, (0, 2)).batch for step in range(3)]
+    assert LaneReader([shard, shard], layout, collate=list).take(2, 0, (1, 2)).batch == whole[2][2:]
+    assert len({number for batch in whole for number in batch}) == 12
+    assert random.getstate() == before
+
+
+def test_a_ghost_gets_a_sample_whether_it_has_seen_one_or_not() -> None:
+    data = Opened(0, 3)
+    seen, unseen = data.reader(), data.reader()
+    seen.take(1, 0, (0, 1))
+    assert seen.ghost() == ["1.2"]
+    assert unseen.ghost() == ["1.0", "1.1"]
+    with pytest.raises(EmptyDataset):
+        Opened(0, 0).reader().ghost()
+
+
+def test_paths_are_opened_by_the_function_given(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.write_text(f"{path.name}1\n{path.name}2\n")
+    reader = LaneReader([str(path) for path in paths], LaneLayout.of(2, 2), collate=list, open=open)
+    assert reader.take(1, 0, (0, 2)) == (["a2\n", "b2\n"], 2, False)
+    with pytest.raises(UnusableShard, match="open="):
+        LaneReader([str(path) for path in paths], LaneLayout.of(2, 2))
+
+
+def test_an_iterator_that_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(UnusableShard, match="only once"):
+        LaneReader([iter([1])], LaneLayout.of(1, 1))
+
+
+def test_an_error_in_a_shard_names_the_sample() -> None:
+    def shard() -> Iterator[int]:
+        yield 1
+        raise OSError("disk gone")
+
+    with pytest.raises(SampleFailed, match="sample 1 of shard 0 cannot be read: OSError: disk gone"):
+        LaneReader([shard], LaneLayout.of(1, 2)).take(0, 0, (0, 1))
+
+
+@pytest.mark.parametrize("known", [2, 4])
+def test_a_shard_that_changed_its_length_is_found_out(known: int) -> None:
+    reader = Opened(3).reader()
+    reader.load_state_dict({"shards": [0], "lengths": [known]})
+    with pytest.raises(ShardChanged, match=f"it had {known}"):
+        [reader.take(step, 0, (0, 1)) for step in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"shards": 0, "size": 4}, EmptyDataset),
+        ({"shards": 2, "size": 0}, BadSize),
+        ({"shards": 2, "size": 4, "lanes": 3}, BadSize),
+        ({"shards": 9, "size": 4, "lanes": 5}, BadSize),
+        ({"shards": 2, "size": 4, "lanes": 0}, BadSize),
+        ({"shards": 2, "size": 4, "epochs": 0}, BadSize),
+    ],
+)
+def test_impossible_layouts_are_refused(arguments: dict[str, int], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LaneLayout.of(**arguments)

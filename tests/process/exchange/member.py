@@ -1,0 +1,25 @@
+"""A member in a process of its own: joins a ring of two, forks a child that only sleeps, and sleeps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from meeting import TOKEN
+
+from shoal.core.world import Address, Seat, World
+from shoal.worker.port import Port
+
+port = Port(TOKEN, "run", "m1", "first", "127.0.0.1")
+other = Seat("m0", "first", Address("127.0.0.1", int(sys.argv[1])))
+print(port.address.port, flush=True)
+world = World(1, (other, Seat("m1", "first", port.address)), 0)
+ring = port.connect(world, 20.0, threading.Event())
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)

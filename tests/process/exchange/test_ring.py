@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from meeting import connect_all, die, world_of
+
+from shoal.worker.exchange import ExchangeBroken
+
+
+pytestmark = pytest.mark.process
+
+SIZES = (0, 1, 2, 5, 997, 16_384, 40_001, 300_007)
+
+
+def add_bfloat16(target: Any, source: Any) -> None:
+    total = (target.astype(np.uint32) << 16).view(np.float32) + (source.astype(np.uint32) << 16).view(np.float32)
+    target[...] = (total.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def sum_on(rings, buffers, add=None):
+    for ticket in [ring.reduce(buffer, add) for ring, buffer in zip(rings, buffers, strict=True)]:
+        ticket.wait()
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
+def test_a_sum_is_the_sum_of_all_ranks(make_rings, size, dtype):
+    rings = make_rings(size)
+    for count in SIZES:
+        parts = [np.random.default_rng(rank).integers(-50, 50, count).astype(dtype) for rank in range(size)]
+        expected = np.sum(parts, axis=0).astype(dtype)
+        sum_on(rings, parts)
+        for part in parts:
+            np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [7, 5_000, 200_003])
+def test_all_ranks_have_the_same_bits(make_rings, size, count):
+    parts = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(size)]
+    exact = np.sum(np.array(parts, np.float64), axis=0)
+    sum_on(make_rings(size), parts)
+    assert len({part.tobytes() for part in parts}) == 1
+    np.testing.assert_allclose(parts[0], exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [9, 70_001])
+def test_a_type_that_numpy_cannot_add_is_summed_by_the_given_function(make_rings, count):
+    parts = [np.full(count, 0x3F80, np.uint16) for _ in range(3)]
+    sum_on(make_rings(3), parts, add_bfloat16)
+    assert all((part == 0x4040).all() for part in parts)
+
+
+def test_operations_are_done_in_order_while_many_are_pending(make_rings):
+    rings = make_rings(3)
+    buffers = [[np.full(size, float(rank), np.float32) for size in (100_000, 3, 50_000, 1) * 5] for rank in range(3)]
+    tickets = [ring.reduce(buffer) for ring, mine in zip(rings, buffers, strict=True) for buffer in mine]
+    pulses = [ring.gather(np.array([ring.rank, 7.0])) for ring in rings]
+    for ticket in tickets:
+        ticket.wait()
+    assert all((buffer == 3.0).all() for mine in buffers for buffer in mine)
+    for pulse in pulses:
+        np.testing.assert_array_equal(pulse.result(), [[0, 7], [1, 7], [2, 7]])
+
+
+def test_a_matrix_is_summed_in_place_but_a_strided_view_is_refused(make_rings):
+    rings = make_rings(2)
+    parts = [np.ones((30, 40), np.float32) for _ in rings]
+    sum_on(rings, parts)
+    assert (parts[0] == 2).all()
+    with pytest.raises(ValueError, match="contiguous"):
+        rings[0].reduce(parts[0][:, ::2])
+
+
+def test_abort_from_another_thread_frees_whoever_is_blocked(make_rings):
+    rings = make_rings(3)
+    ticket = rings[0].reduce(np.ones(1_000_000, np.float32))
+    threading.Timer(0.1, rings[0].abort, ["enough"]).start()
+    with pytest.raises(ExchangeBroken) as broken:
+        ticket.wait()
+    assert (broken.value.cause, broken.value.suspects) == ("enough", ())
+    with pytest.raises(ExchangeBroken, match="enough"):
+        rings[0].gather(np.zeros(1)).wait()
+    rings[0].abort("again")
+
+
+def test_whoever_aborts_is_left_by_all_and_suspected_by_none(make_rings):
+    rings = make_rings(4)
+    tickets = [ring.gather(np.zeros(3)) for ring in rings[1:]]
+    rings[0].abort("I go")
+    broken = []
+    for ticket in tickets:
+        with pytest.raises(ExchangeBroken) as error:
+            ticket.wait()
+        broken.append(error.value)
+    assert all("m0" not in one.suspects for one in broken)
+    assert any(one.cause == "m0 left the ring" for one in broken)
+
+
+@pytest.mark.parametrize("count", [10, 2_000_000])
+def test_a_lost_rank_breaks_all_and_its_neighbours_suspect_it(make_rings, count):
+    rings = make_rings(5)
+    tickets = [ring.reduce(np.ones(count, np.float32)) for ring in rings if ring.rank != 2]
+    time.sleep(0.05)
+    die(rings[2])
+    suspects = []
+    for ticket in tickets:
+        with pytest.raises(ExchangeBroken) as error:
+            ticket.wait()
+        suspects.append(error.value.suspects)
+    assert "m2" in {name for some in suspects for name in some}
+
+
+def test_a_loss_is_told_while_nothing_is_exchanged(make_rings):
+    heard = [threading.Event() for _ in range(4)]
+    told = {}
+
+    def listener(rank):
+        return lambda suspects, cause: (told.update({rank: (suspects, cause)}), heard[rank].set())
+
+    rings = make_rings(4, listener)
+    for ticket in [ring.gather(np.zeros(1)) for ring in rings]:
+        ticket.wait()
+    die(rings[1])
+    assert all(heard[rank].wait(5) for rank in (0, 2, 3))
+    assert told[0][0] == ("m1",)
+    assert told[2][0] == ("m1",)
+
+
+def test_whoever_closes_is_not_suspected_and_hears_nothing(make_rings):
+    told = []
+    done = threading.Event()
+    rings = make_rings(2, lambda rank: lambda *what: (told.append((rank, *what)), done.set()))
+    rings[0].close()
+    assert done.wait(5)
+    assert told == [(1, (), "m0 left the ring")]
+
+
+def test_a_last_operation_succeeds_everywhere_though_the_quick_close_at_once(make_rings):
+    for _ in range(20):
+        rings = make_rings(4)
+        failures = []
+
+        def last(ring, failures=failures):
+            try:
+                ring.reduce(np.ones(30_000, np.float32)).wait()
+                ring.barrier()
+                ring.close()
+            except ExchangeBroken as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=last, args=(ring,)) for ring in rings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not failures
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda ring: ring.reduce(np.zeros(100, np.float32)), lambda ring: ring.reduce(np.zeros(101, np.float32))),
+        (lambda ring: ring.reduce(np.zeros(50_000, np.float32)), lambda ring: ring.reduce(np.zeros(25_000, np.float64))),
+        (lambda ring: ring.reduce(np.zeros(4, np.float64)), lambda ring: ring.gather(np.zeros(4))),
+        (lambda ring: ring.reduce(np.zeros(900_000, np.float32)), lambda ring: ring.reduce(np.zeros(3, np.float32))),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(make_rings, ours, theirs):
+    rings = make_rings(2)
+    causes = []
+    for ticket in (ours(rings[0]), theirs(rings[1])):
+        with pytest.raises(ExchangeBroken) as error:
+            ticket.wait()
+        causes.append(error.value.cause)
+    assert any("disagree" in cause for cause in causes), causes
+
+
+def test_garbage_in_the_stream_breaks_the_ring_instead_of_the_training(make_rings):
+    rings = make_rings(2)
+    rings[0]._neighbours._next.send(b"x" * 100)
+    with pytest.raises(ExchangeBroken, match="no operation"):
+        rings[1].reduce(np.zeros(1000, np.float32)).wait()
+
+
+def test_a_peer_that_is_late_is_waited_for_beyond_the_user_timeout(make_ports):
+    ports = make_ports(2, user_timeout_ms=300)
+    rings = connect_all(ports, world_of(ports))
+    parts = [np.ones(4_000_000, np.float32) for _ in rings]
+    early = rings[0].reduce(parts[0])
+    assert not early.done(1.2)
+    rings[1].reduce(parts[1]).wait()
+    early.wait()
+    assert (parts[0] == 2).all()
+    for ring in rings:
+        ring.close()

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import os
-import sys
+import threading
+import time
 from pathlib import Path
 
 import click
 
 from shoal.cli import launch as launching
+from shoal.cli.find import read_text
 from shoal.cli.frame import Frame, home, with_frame
+
+READY_S = 60.0
 
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; TLS off loopback.")
-@click.option("--port", default=29300, show_default=True, type=click.IntRange(0, 65535), help="0 for any.")
+@click.option(
+    "--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 for the one before, or any."
+)
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Where it keeps everything.")
 @with_frame
 def command(frame: Frame, host: str, port: int, directory: Path | None) -> None:
     """Run a standing coordinator.
 
     Stays in the foreground, and prints its URL and token file. Submit to it with shoal run --url, add machines with
-    shoal join. Started again on the same --dir it goes on where it was.
+    shoal join. Started again on the same --dir it goes on where it was, and whoever trained meanwhile finds it again.
     """
     where = directory or launching.new_directory(home())
     fresh = not where.exists()
-    if fresh:
-        launching.make(where)
-    argv = [sys.executable, "-P", "-m", "shoal.coordinator", "--dir", str(where), "--host", host, "--port", str(port)]
-    os.execv(sys.executable, argv)
+    launching.make(where, exist_ok=True)
+    from shoal.coordinator.__main__ import main
+
+    threading.Thread(target=_announce, args=(frame, where), daemon=True).start()
+    code = main(["--dir", str(where), "--host", host, "--port", str(port)])
+    if code and fresh and not (where / "url").exists():
+        launching.unmake(where)
+    click.get_current_context().exit(code)
+
+
+def _announce(frame: Frame, directory: Path) -> None:
+    """Say where it is, once it is there."""
+    deadline = time.monotonic() + READY_S
+    while read_text(directory / "pid") != str(os.getpid()) or not read_text(directory / "url"):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+    url, token_file = read_text(directory / "url"), str(directory / "token")
+    facts = {"coordinator": directory.name, "url": url, "token_file": token_file, "directory": str(directory)}
+    lines = [f"coordinator {directory.name} at {url}", f"token file  {token_file}"]
+    more = f"--url {url} --token-file {token_file}"
+    lines += [f"submit      shoal run {more} SCRIPT", f"join        shoal join {url} --token-file {token_file}"]
+    frame.answer(facts, lambda: "\n".join(lines))

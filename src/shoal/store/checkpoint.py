@@ -2,8 +2,10 @@
 
 Names order them by step, then by world, so a writer of an older world never hides what a newer one wrote::
 
-    step-000000001200.world-00000007.5f0c2a91.data       the header and the buffers, end to end
-    step-000000001200.world-00000007.manifest.json       sizes, checksums, the name of the data
+    step-000000001200.world-00000007.5f0c2a91.data             the buffers, end to end
+    step-000000001200.world-00000007.5f0c2a91.manifest.json    the header, sizes, checksums, the name of the data
+
+No blob is ever overwritten: every write has a random part in its names.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 FORMAT = 1
 PIECE_BYTES = 4 << 20
 _NAME = re.compile(r"step-(\d{12,})\.world-(\d{8,})\.")
+_MANIFEST = ".manifest.json"
 _MARGIN_BYTES = 1 << 20
 
 
@@ -108,8 +111,8 @@ def write(
 
     `fence` says whether this member may still write; it is asked before every piece and before the manifest.
     """
-    prefix = _prefix(snapshot.step, world)
-    data = f"{prefix}.{secrets.token_hex(4)}.data"
+    name = f"{_prefix(snapshot.step, world)}.{secrets.token_hex(4)}"
+    data = f"{name}.data"
     checksums: list[int] = []
     try:
         _check_space(store, snapshot)
@@ -119,7 +122,7 @@ def write(
             FORMAT, run, snapshot.step, world, meta, data, header, snapshot.sizes, tuple(checksums), total_bytes
         )
         _check_fence(fence)
-        store.put(f"{prefix}.manifest.json", [_seal(manifest)])
+        store.put(f"{name}{_MANIFEST}", [_seal(manifest)])
     except OSError as error:
         raise _failure(store, snapshot, error) from error
     except LookupError as error:
@@ -132,7 +135,7 @@ def write(
 def entries(store: Store) -> list[Entry]:
     """Return the complete checkpoints of a store, newest first."""
     blobs = _listed(store)
-    found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(".manifest.json")]
+    found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(_MANIFEST)]
     return sorted((each for each in found if isinstance(each, Entry)), key=lambda each: each.key, reverse=True)
 
 
@@ -144,7 +147,7 @@ def newest(store: Store) -> Entry | None:
 def read(store: Store, entry: Entry | None = None) -> Loaded:
     """Return the content of a checkpoint (the newest by default), or of the newest good one before it."""
     blobs = _listed(store)
-    names = sorted((name for name in blobs if name.endswith(".manifest.json")), key=_key, reverse=True)
+    names = sorted((name for name in blobs if name.endswith(_MANIFEST)), key=_key, reverse=True)
     passed_over: list[ShoalError] = []
     for name in names:
         if entry is not None and _key(name) > entry.key:
@@ -172,13 +175,15 @@ def prune(store: Store, keep: int) -> list[str]:
     good = entries(store)
     if not good:
         return []
-    kept = {each.name for each in good[: max(1, keep)]}
+    kept = list(dict.fromkeys(each.name for each in good))[: max(1, keep)]
     older = sorted({key for key in map(_key, _listed(store)) if key < good[0].key})
     gone = [name for key in older if (name := _prefix(*key)) not in kept]
     try:
         for name in gone:
             # The manifest goes first: what is left, if we are interrupted, is a leftover and not a damaged checkpoint.
-            store.delete(f"{name}.manifest.json")
+            for blob in store.list(f"{name}."):
+                if blob.name.endswith(_MANIFEST):
+                    store.delete(blob.name)
             store.delete(f"{name}.")
     except OSError as error:
         raise StoreUnusable(

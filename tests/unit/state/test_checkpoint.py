@@ -1,0 +1,396 @@
+"""A checkpoint exists only when it is whole; a damaged one costs nobody the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import threading
+
+import numpy as np
+import pytest
+
+from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
+from shoal.store import checkpoint
+from shoal.store.blobs import LocalStore, RemoteStore
+from shoal.store.schedule import Schedule
+from shoal.store.writer import AsyncWriter
+from shoal.worker.snapshot import PIECE_BYTES, Snapshot
+
+
+def snapshot(step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> Snapshot:
+    buffers = [np.random.default_rng((step, size)).integers(0, 256, size, np.uint8) for size in sizes]
+    return Snapshot(step, f"header {step}".encode(), buffers, readers=1)
+
+
+def write(store, step: int, world: int = 1, sizes: tuple[int, ...] = (1000, 0, 77), **options) -> checkpoint.Entry:
+    options = {"run": "r", "meta": {"cursor": [0, step]}} | options
+    return checkpoint.write(store, snapshot(step, sizes), "checkpoint", world=world, **options)
+
+
+def names(store) -> list[str]:
+    return [blob.name for blob in store.list()]
+
+
+def steps(store) -> list[int]:
+    return [entry.step for entry in checkpoint.entries(store)]
+
+
+def is_step(loaded: checkpoint.Loaded, step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> bool:
+    truth = snapshot(step, sizes)
+    same = all(
+        got.tobytes() == b"".join(truth.piece("t", i, at, min(at + PIECE_BYTES, s)) for at in range(0, s, PIECE_BYTES))
+        for i, (got, s) in enumerate(zip(loaded.buffers, truth.sizes, strict=True))
+    )
+    return same and loaded.entry.step == step and loaded.header == truth.header
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(tmp_path / "checkpoints")
+
+
+@pytest.fixture(params=["local", "memory", "file"])
+def any_store(request, tmp_path):
+    if request.param == "local":
+        return LocalStore(tmp_path / "checkpoints")
+    if request.param == "memory":
+        return RemoteStore(f"memory://{secrets.token_hex(4)}/dir")
+    return RemoteStore(f"file://{tmp_path}/checkpoints")
+
+
+def test_what_was_written_is_read(any_store):
+    write(any_store, 5, world=3)
+    loaded = checkpoint.read(any_store)
+    assert is_step(loaded, 5)
+    assert loaded.entry.world == 3
+    assert loaded.entry.manifest.run == "r"
+    assert loaded.entry.manifest.meta == {"cursor": [0, 5]}
+    assert loaded.passed_over == ()
+
+
+def test_large_buffers_go_in_pieces(any_store):
+    sizes = (PIECE_BYTES * 2 + 5, 3)
+    entry = write(any_store, 1, sizes=sizes)
+    assert len(entry.manifest.checksums) == 4
+    assert is_step(checkpoint.read(any_store), 1, sizes)
+
+
+def test_what_was_read_may_be_changed(store):
+    write(store, 1)
+    checkpoint.read(store).buffers[0][:] = 0
+
+
+def test_the_newest_is_the_one_with_the_highest_step_then_world(any_store):
+    write(any_store, 9, world=9)
+    write(any_store, 10, world=2)
+    write(any_store, 10, world=1)
+    newest = checkpoint.newest(any_store)
+    assert newest is not None
+    assert newest.key == (10, 2)
+
+
+def test_a_writer_of_an_older_world_does_not_hide_what_a_newer_one_wrote(store):
+    write(store, 20, world=5)
+    write(store, 20, world=4)
+    write(store, 19, world=4)
+    assert checkpoint.read(store).entry.key == (20, 5)
+
+
+def test_an_empty_place_has_no_checkpoint(any_store):
+    assert checkpoint.newest(any_store) is None
+    with pytest.raises(NoCheckpoint):
+        checkpoint.read(any_store)
+
+
+def damage_data(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "a flipped bit": damage_data,
+    "truncated": truncate,
+    "empty": lambda p: p.write_bytes(b""),
+    "gone": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("which", ["data", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(store, tmp_path, which, damage):
+    write(store, 1)
+    write(store, 2)
+    [path] = [path for path in (tmp_path / "checkpoints").glob("step-000000000002.*") if path.name.endswith(which)]
+    DAMAGES[damage](path)
+    loaded = checkpoint.read(store)
+    assert is_step(loaded, 1)
+    assert len(loaded.passed_over) == (0 if (which, damage) == ("manifest.json", "gone") else 1)
+
+
+def test_any_flipped_bit_of_a_manifest_is_noticed(store, tmp_path):
+    write(store, 1, sizes=(10,))
+    write(store, 2, sizes=(10,))
+    [path] = (tmp_path / "checkpoints").glob("step-000000000002.*.json")
+    good = path.read_bytes()
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        loaded = checkpoint.read(store)
+        assert is_step(loaded, loaded.entry.step, (10,))
+        assert loaded.entry.manifest.meta == {"cursor": [0, loaded.entry.step]}
+
+
+def test_if_none_is_good_the_error_lists_what_was_tried(store, tmp_path):
+    write(store, 1)
+    write(store, 2)
+    for path in (tmp_path / "checkpoints").glob("*.data"):
+        damage_data(path)
+    with pytest.raises(CheckpointDamaged) as caught:
+        checkpoint.read(store)
+    assert "step-000000000001" in caught.value.why
+    assert "step-000000000002" in caught.value.why
+    assert caught.value.do
+
+
+def test_an_older_checkpoint_can_be_asked_for(store):
+    old = write(store, 1)
+    write(store, 2)
+    assert is_step(checkpoint.read(store, old), 1)
+
+
+def test_pruning_keeps_the_newest(any_store):
+    for step in range(1, 6):
+        write(any_store, step)
+    assert len(checkpoint.prune(any_store, keep=2)) == 3
+    assert steps(any_store) == [5, 4]
+    assert len(names(any_store)) == 4
+
+
+def test_pruning_never_deletes_the_last_good_one(store):
+    write(store, 1)
+    checkpoint.prune(store, keep=0)
+    assert steps(store) == [1]
+
+
+def test_damaged_ones_do_not_count_as_kept(store, tmp_path):
+    for step in range(1, 5):
+        write(store, step)
+    for step in (3, 4):
+        [path] = (tmp_path / "checkpoints").glob(f"step-00000000000{step}.*.data")
+        truncate(path)
+    checkpoint.prune(store, keep=1)
+    assert steps(store) == [2]
+
+
+def test_leftovers_of_torn_writes_are_cleaned_up_once_a_newer_one_is_whole(store, tmp_path):
+    write(store, 1)
+    root = tmp_path / "checkpoints"
+    torn = ["step-000000000002.world-00000001.aa.data.bb.partial", "step-000000000002.world-00000001.cc.data"]
+    ahead = "step-000000000009.world-00000001.dd.data.ee.partial"
+    for name in [*torn, ahead, "notes.txt", "step-by-step.md"]:
+        (root / name).write_bytes(b"x")
+    checkpoint.prune(store, keep=2)
+    assert set(torn) <= set(names(store))
+    write(store, 3)
+    checkpoint.prune(store, keep=2)
+    assert not set(torn) & set(names(store))
+    assert {ahead, "notes.txt", "step-by-step.md"} <= set(names(store))
+    assert steps(store) == [3, 1]
+
+
+def test_a_write_into_the_same_name_keeps_the_old_data_until_it_is_whole(store):
+    write(store, 1)
+    with pytest.raises(CheckpointFailed):
+        write(store, 1, fence=iter([True, True, False]).__next__)
+    assert is_step(checkpoint.read(store), 1)
+
+
+def test_writing_the_same_step_again_is_harmless(any_store):
+    write(any_store, 1)
+    write(any_store, 1)
+    assert is_step(checkpoint.read(any_store), 1)
+    write(any_store, 2)
+    checkpoint.prune(any_store, keep=1)
+    assert len(names(any_store)) == 2
+
+
+def test_a_writer_whose_world_is_over_gives_up(store):
+    write(store, 1)
+    with pytest.raises(CheckpointFailed, match="given up"):
+        write(store, 2, fence=lambda: False)
+    assert steps(store) == [1]
+    assert len(names(store)) == 2
+
+
+def test_the_snapshot_is_released_whether_or_not_the_write_succeeds(store):
+    for fence in (lambda: True, lambda: False):
+        source = snapshot(1)
+        with contextlib.suppress(CheckpointFailed):
+            checkpoint.write(store, source, "checkpoint", run="r", world=1, meta={}, fence=fence)
+        assert source.finished
+
+
+class Full(LocalStore):
+    def free_bytes(self) -> int:
+        return 100
+
+
+def test_a_disk_that_is_too_full_is_not_filled_up(tmp_path):
+    with pytest.raises(CheckpointFailed) as caught:
+        write(Full(tmp_path), 1)
+    assert "100 are free" in caught.value.why
+    assert "checkpoint.to" in caught.value.do
+    assert list(tmp_path.iterdir()) == []
+
+
+class Refusing(LocalStore):
+    def __init__(self, root, number: int) -> None:
+        super().__init__(root)
+        self.number = number
+
+    def put(self, name, chunks):
+        raise OSError(self.number, "no")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EROFS, StoreUnusable),
+        (errno.EACCES, StoreUnusable),
+        (errno.ENOSPC, CheckpointFailed),
+        (errno.EIO, CheckpointFailed),
+    ],
+)
+def test_every_failure_has_a_code_a_cause_and_a_remedy(tmp_path, number, kind):
+    with pytest.raises(kind) as caught:
+        write(Refusing(tmp_path, number), 1)
+    assert caught.value.why
+    assert caught.value.do
+
+
+class Slow(LocalStore):
+    """Waits, in the middle of a data blob, until it is told to go on."""
+
+    def __init__(self, root) -> None:
+        super().__init__(root)
+        self.started, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, name, chunks):
+        self.started.set()
+        assert self.go_on.wait(20)
+        return super().put(name, chunks)
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.done, self.errors, self.skipped = [], [], []
+
+    def writer(self, store, keep: int = 2) -> AsyncWriter:
+        return AsyncWriter(
+            store,
+            "r",
+            keep,
+            on_done=lambda *report: self.done.append(report),
+            on_error=self.errors.append,
+            on_skip=lambda *report: self.skipped.append(report),
+        )
+
+
+def test_a_writer_writes_in_the_background_and_reports(store):
+    ears = Ears()
+    writer = ears.writer(store)
+    for step in (1, 2, 3):
+        assert writer.submit(snapshot(step), world=1, meta={})
+        writer._thread.join(20)
+    assert writer.close(20)
+    assert [(step, size) for step, _, size, _ in ears.done] == [(1, 1077), (2, 1077), (3, 1077)]
+    assert "step-000000000003" in ears.done[-1][1]
+    assert ears.errors == []
+    assert steps(store) == [3, 2]
+
+
+def test_a_checkpoint_due_while_one_is_in_flight_is_skipped_and_said_so(tmp_path):
+    ears, store = Ears(), Slow(tmp_path)
+    writer = ears.writer(store)
+    assert writer.submit(snapshot(1), world=1, meta={})
+    assert store.started.wait(20)
+    skipped = snapshot(2)
+    assert not writer.submit(skipped, world=1, meta={})
+    assert skipped.finished
+    assert ears.skipped == [(2, 1)]
+    store.go_on.set()
+    assert writer.close(20)
+    assert steps(store) == [1]
+
+
+def test_the_owner_may_change_its_memory_while_a_slow_writer_writes(tmp_path):
+    ears, store = Ears(), Slow(tmp_path)
+    live = [np.full(1000, 1, np.uint8)]
+    source = Snapshot(1, b"", live, readers=1)
+    writer = ears.writer(store)
+    writer.submit(source, world=1, meta={})
+    assert store.started.wait(20)
+    assert source.freeze() == 1000
+    live[0][:] = 2
+    store.go_on.set()
+    assert writer.close(20)
+    assert set(checkpoint.read(store).buffers[0]) == {1}
+
+
+def test_a_failing_writer_reports_and_tries_the_next_one(tmp_path):
+    ears = Ears()
+    writer = ears.writer(Refusing(tmp_path, errno.ENOSPC))
+    for step in (1, 2):
+        assert writer.submit(snapshot(step), world=1, meta={})
+        writer._thread.join(20)
+    assert [error.code for error in ears.errors] == ["S503", "S503"]
+
+
+def test_even_a_bug_in_a_store_does_not_end_in_silence(tmp_path):
+    class Buggy(LocalStore):
+        def put(self, name, chunks):
+            raise ZeroDivisionError("oops")
+
+    ears = Ears()
+    writer = ears.writer(Buggy(tmp_path))
+    writer.submit(snapshot(1), world=1, meta={})
+    writer.close(20)
+    assert "ZeroDivisionError: oops" in ears.errors[0].why
+
+
+def test_closing_gives_up_what_takes_too_long(tmp_path):
+    ears, store = Ears(), Slow(tmp_path)
+    writer = ears.writer(store)
+    writer.submit(snapshot(1), world=1, meta={})
+    assert store.started.wait(20)
+    assert not writer.close(0)
+    store.go_on.set()
+    writer._thread.join(20)
+    assert [error.code for error in ears.errors] == ["S503"]
+    assert checkpoint.newest(store) is None
+    assert not writer.submit(snapshot(2), world=1, meta={})
+
+
+def test_closing_an_idle_writer_is_immediate(store):
+    assert Ears().writer(store).close(0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "now", "due"),
+    [
+        (Schedule(), 1000, 1e9, False),
+        (Schedule(every_s=300), 11, 399.9, False),
+        (Schedule(every_s=300), 11, 400.0, True),
+        (Schedule(every_s=300), 10, 1000.0, False),
+        (Schedule(every_steps=5), 14, 1e9, False),
+        (Schedule(every_steps=5), 15, 100.0, True),
+        (Schedule(every_s=300, every_steps=5), 11, 500.0, True),
+    ],
+)
+def test_a_checkpoint_is_due_by_time_or_by_steps(schedule, step, now, due):
+    assert schedule.due(step, now, last_step=10, last_time=100.0) is due

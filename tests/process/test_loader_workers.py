@@ -1,0 +1,260 @@
+"""Data workers: they outlive every world, never their member, and change nothing about the data."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from shoal.core.order import Order
+from shoal.core.stream import LaneLayout
+from shoal.errors import LoaderDied, SampleFailed
+from shoal.torch.loader import ShareLoader
+from shoal.torch.stream import LaneReader
+
+pytestmark = pytest.mark.process
+
+ORDER = Order(200, 16, epochs=3, seed=7)
+
+
+class Counted(Dataset[Any]):
+    """Counts how often each sample is read, in whichever process (one worker only)."""
+
+    def __init__(self) -> None:
+        self.reads = RawArray(ctypes.c_int32, 200)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        return torch.tensor([index, random.random(), float(np.random.rand()), torch.rand(()).item()])
+
+
+class Hostile(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise KeyError("no such file")
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Gated(Counted):
+    """Reads nothing beyond step 0 before the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = RawArray(ctypes.c_int32, 1)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        while index >= 16 and not self.open[0]:
+            time.sleep(0.01)
+        return index
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    made: list[Any] = []
+    yield lambda loader: made.append(loader) or loader
+    for loader in made:
+        loader.close()
+
+
+def always_ahead(span: tuple[int, int]) -> Callable[[int], tuple[int, int] | None]:
+    return lambda step: span if step < ORDER.total_steps else None
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    """Whether a process ends in time; a zombie has ended."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] in "ZX":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_world_changes_keep_the_workers_and_the_data(closing: Callable[[Any], Any]) -> None:
+    plain = ShareLoader(Counted(), ORDER)
+    ahead = closing(ShareLoader(Counted(), ORDER, workers=2, micro=5))
+    pids = set()
+    spans = [(0, 8), (0, 8), (4, 16), (4, 16), (0, 16), (0, 0), (3, 4), (0, 8)]
+    steps = [0, 1, 2, 2, 3, 4, 4, 5, 6, 20, 21, 5, 6]
+    for number, step in enumerate(steps):
+        span = spans[number % len(spans)]
+        expected = plain.take(step, span, always_ahead(span))
+        found = ahead.take(step, span, always_ahead(span))
+        assert [len(piece) for piece in found] == list(ahead.sizes(span))
+        assert torch.equal(torch.cat([torch.empty(0, 4), *found]), torch.cat([torch.empty(0, 4), *expected]))
+        pids.add(ahead.pids)
+    assert len(pids) == 1
+    assert len(ahead.pids) == 2
+
+
+def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable[[Any], Any]) -> None:
+    data = Counted()
+    loader = closing(ShareLoader(data, ORDER, workers=1, prefetch=3))
+    for step in range(9):
+        loader.take(step, (0, 16), lambda step: (0, 16) if step < 9 else None)
+    loader.take(9, (0, 1), lambda _: None)
+    wanted = {int(i) for step in range(9) for i in ORDER.ids(step, 0, 16)} | {int(ORDER.ids(9, 0, 1)[0])}
+    assert list(data.reads) == [int(index in wanted) for index in range(200)]
+
+
+def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], Any]) -> None:
+    data = Gated()
+    loader = closing(ShareLoader(data, Order(200, 16, shuffle=False), workers=1, prefetch=3))
+    loader.take(0, (0, 16), always_ahead((0, 16)))
+
+    def ahead(step: int) -> tuple[int, int]:
+        data.open[0] = int(step >= 3)
+        return 0, 2
+
+    assert loader.take(1, (8, 10), ahead)[0].tolist() == [24, 25]
+    read = {index for index in range(16, 48) if data.reads[index]}
+    assert read <= {16, 24, 25, 32, 33}
+
+
+def test_the_last_step_does_not_hang_for_want_of_more(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Counted(), ORDER, workers=2, prefetch=4))
+    for step in range(ORDER.total_steps):
+        span = (0, ORDER.size_of(step))
+        loader.take(step, span, lambda later: (0, ORDER.size_of(later)) if later < ORDER.total_steps else None)
+
+
+def test_reading_ahead_leaves_the_own_random_numbers_alone(closing: Callable[[Any], Any]) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    loader.take(0, (0, 8), always_ahead((0, 8)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_a_ghost_is_fed_by_the_workers_too(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    assert loader.ghost(0).shape == (2, 4)
+    assert loader.take(0, (0, 4), always_ahead((0, 4)))[0].shape == (4, 4)
+
+
+def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Hostile(), Order(20, 4, shuffle=False), workers=1))
+    assert loader.take(0, (0, 4), lambda step: (0, 4) if step < 2 else None)[0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
+        loader.take(1, (0, 4), lambda _: None)
+    assert "__getitem__" in caught.value.__notes__[0]
+
+
+def test_a_worker_that_dies_names_the_sample_that_it_read(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Hostile(), Order(20, 4, shuffle=False), workers=2))
+    with pytest.raises(LoaderDied, match="while it read sample 9") as caught:
+        loader.take(2, (0, 4), lambda _: None)
+    assert caught.value.why == "killed by SIGKILL"
+
+
+def test_a_worker_that_died_meanwhile_is_found_at_the_next_step(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Counted(), ORDER, workers=2))
+    loader.take(0, (0, 4), lambda _: None)
+    os.kill(loader.pids[0], signal.SIGKILL)
+    assert gone(loader.pids[0])
+    with pytest.raises(LoaderDied, match="killed by SIGKILL"):
+        loader.take(1, (0, 4), lambda _: None)
+
+
+def test_a_notice_to_the_whole_process_tree_does_not_end_the_workers(closing: Callable[[Any], Any]) -> None:
+    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    loader.take(0, (0, 4), always_ahead((0, 4)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(loader.pids[0], number)
+    for step in range(1, 6):
+        loader.take(step, (0, 4), always_ahead((0, 4)))
+    assert not gone(loader.pids[0], within_s=0.1)
+
+
+def test_closing_ends_the_workers() -> None:
+    loader = ShareLoader(Counted(), ORDER, workers=2)
+    loader.start()
+    pids = loader.pids
+    loader.close()
+    assert all(gone(pid) for pid in pids)
+
+
+SCRIPT = """
+import sys, time, torch
+from torch.utils.data import Dataset
+from shoal.core.order import Order
+from shoal.torch.loader import ShareLoader
+
+class Slow(Dataset):
+    def __getitem__(self, index):
+        if index >= 4:
+            time.sleep(600)
+        return index
+
+loader = ShareLoader(Slow(), Order(100, 4, shuffle=False), workers=2)
+loader.take(0, (0, 4), lambda step: (0, 4))
+print(*loader.pids, flush=True)
+if sys.argv[1] == "stay":
+    time.sleep(600)
+"""
+
+
+def started(how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_workers_do_not_outlive_a_killed_member() -> None:
+    member, workers = started("stay")
+    assert len(workers) == 2
+    member.kill()
+    member.wait(timeout=10)
+    assert all(gone(pid) for pid in workers)
+
+
+def test_a_member_that_ends_does_not_wait_for_workers_that_hang() -> None:
+    member, workers = started("leave")
+    assert member.wait(timeout=30) == 0
+    assert all(gone(pid) for pid in workers)
+
+
+def shard(number: int) -> Callable[[], Iterator[Any]]:
+    def read() -> Iterator[Any]:
+        for index in range(number * 3):
+            yield number, index, random.random()
+
+    return read
+
+
+def test_a_stream_read_ahead_is_the_same_stream(closing: Callable[[Any], Any]) -> None:
+    shards = [shard(number) for number in range(5)]
+    layout = LaneLayout.of(5, 6, lanes=3, epochs=2)
+    plain = LaneReader(shards, layout, collate=list)
+    ahead = closing(LaneReader(shards, layout, collate=list, workers=1))
+    assert len(ahead.ghost()) == len(plain.ghost()) == 2
+    for step, epoch, lanes in [
+        (0, 0, (0, 3)),
+        (1, 0, (0, 3)),
+        (1, 0, (0, 2)),
+        (2, 0, (1, 3)),
+        (5, 0, (0, 3)),
+        (0, 1, (0, 3)),
+    ]:
+        assert ahead.take(step, epoch, lanes) == plain.take(step, epoch, lanes)
+    assert len(ahead.pids) == 1
+    assert set(ahead.state_dict()["shards"]) >= {0, 1}

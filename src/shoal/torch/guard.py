@@ -62,7 +62,14 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:
-    _only_if(scheduler, "step", lambda: gate.committed)
+    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict."""
+    kind = type(scheduler)
+
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.step(self, *args, **kwargs) if gate.committed else None
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
 
 def guard_scaler(gate: Gate, scaler: Any) -> None:

@@ -1,0 +1,459 @@
+"""Members join, leave, hang, die and lose the coordinator in any order; the promises of membership hold all the while.
+
+Members are modelled after `shoal.worker.session`: messages travel in order on each line, but lines are delivered in any
+order. Nothing here has a clock but the one that the rules move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.core import events as ev
+from shoal.core.membership import Beat, Rules, State, decide, due
+from shoal.core.world import Address, World
+
+RULES = Rules(min_members=1, max_members=3, gather_s=0.5)
+
+
+@dataclasses.dataclass
+class Model:
+    """A member as its session behaves."""
+
+    name: str
+    incarnation: str
+    alive: bool = True
+    hung: bool = False
+    connected: bool = True
+    world: World | None = None
+    broken: bool = False
+    step: int | None = None
+    formed: World | None = None
+    prepared: World | None = None
+    over_up_to: int = 0
+    leaving: bool = False
+    inbox: deque[Any] = dataclasses.field(default_factory=deque)
+    outbox: deque[Any] = dataclasses.field(default_factory=deque)
+
+    @property
+    def works(self) -> bool:
+        return self.alive and not self.hung
+
+    def say(self, event: Any) -> None:
+        if self.connected:
+            self.outbox.append(event)
+
+    def hello(self) -> None:
+        self.say(
+            ev.Hello(
+                self.name,
+                self.incarnation,
+                Address("h", 1),
+                self.world.number if self.world else None,
+                self.step,
+                self.broken,
+            )
+        )
+        if self.world is None:
+            self.say(ev.BecameReady(self.name, "f", self.step))
+        if self.leaving:
+            self.say(ev.NoticeGiven(self.name, 30.0, "notice"))
+
+    def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True) -> None:
+        if self.world is not None and not self.broken:
+            self.broken, self.prepared = True, None
+            if answer:
+                self.say(ev.WorldBroke(self.name, self.world.number, self.step, suspects))
+
+
+class Membership(RuleBasedStateMachine):
+    @initialize(count=st.integers(1, 4))
+    def begin(self, count: int) -> None:
+        self.now = 1000.0
+        self.state = State(RULES)
+        self.journal: list[tuple[Any, float]] = []
+        self.models: dict[str, Model] = {}
+        self.names = 0
+        self.down = False
+        self.checkpoint: int | None = None
+        self.committed = 0
+        for _ in range(count):
+            self._join()
+
+    # --- what may happen
+
+    def _join(self) -> None:
+        self.names += 1
+        model = Model(f"m{self.names}", f"i{self.names}", connected=not self.down)
+        self.models[model.name] = model
+        model.hello()
+
+    @precondition(lambda self: sum(m.alive for m in self.models.values()) < 5)
+    @rule()
+    def join(self) -> None:
+        self._join()
+
+    @rule(data=st.data())
+    def deliver_some(self, data: st.DataObject) -> None:
+        for _ in range(data.draw(st.integers(1, 6))):
+            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
+            if not lines:
+                return
+            self._deliver(*data.draw(st.sampled_from(lines)))
+
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        victim = self._pick(data, lambda m: m.alive)
+        if victim is not None:
+            victim.alive, victim.connected = False, False
+            self._feed(ev.Disconnected(victim.name), victim)
+            if data.draw(st.booleans()):
+                self._feed(ev.Lost(victim.name, "its process ended"), victim)
+
+    @rule(data=st.data())
+    def hang(self, data: st.DataObject) -> None:
+        victim = self._pick(data, lambda m: m.works)
+        if victim is not None:
+            victim.hung = True
+
+    @rule(data=st.data())
+    def wake_up(self, data: st.DataObject) -> None:
+        sleeper = self._pick(data, lambda m: m.alive and m.hung)
+        if sleeper is not None:
+            sleeper.hung = False
+
+    @rule(data=st.data())
+    def lose_the_line(self, data: st.DataObject) -> None:
+        victim = self._pick(data, lambda m: m.works and m.connected)
+        if victim is not None:
+            self._cut(victim)
+            self._feed(ev.Disconnected(victim.name), victim)
+
+    @rule(data=st.data())
+    def give_notice(self, data: st.DataObject) -> None:
+        victim = self._pick(data, lambda m: m.works and not m.leaving)
+        if victim is not None and self._others_can_go_on(victim):
+            victim.leaving = True
+            victim.say(ev.NoticeGiven(victim.name, 30.0, "notice"))
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 1.5, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self._pass_time(seconds)
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        """A step of a world that is whole; sometimes one member dies in it, and only some commit."""
+        world = self._whole()
+        if world is None:
+            return
+        seats = [self.models[s.member] for s in world.seats]
+        committing = list(seats)
+        if len(seats) > 1 and data.draw(st.integers(0, 4)) == 0:
+            victim = data.draw(st.sampled_from(seats))
+            others = [m for m in seats if m is not victim]
+            committing = [m for m in others if data.draw(st.booleans())]
+            victim.alive = victim.connected = False
+            self._feed(ev.Disconnected(victim.name), victim)
+            self._step(world, committing)
+            for model in others:
+                if model not in committing:
+                    model.break_world((victim.name,))
+        else:
+            self._step(world, committing)
+
+    @rule(data=st.data())
+    def notice_a_broken_ring(self, data: st.DataObject) -> None:
+        model = self._pick(data, lambda m: m.works and m.world is not None and not m.broken and self._ring_gone(m))
+        if model is not None:
+            assert model.world is not None
+            suspects = tuple(s.member for s in model.world.seats if not self.models[s.member].alive)
+            model.break_world(suspects[:1])
+
+    @precondition(lambda self: not self.down)
+    @rule()
+    def coordinator_dies(self) -> None:
+        self.down = True
+        for model in self.models.values():
+            self._cut(model)
+
+    @precondition(lambda self: self.down)
+    @rule()
+    def coordinator_comes_back(self) -> None:
+        self._come_back()
+
+    # --- what must hold
+
+    @invariant()
+    def one_world_at_most_is_whole(self) -> None:
+        if hasattr(self, "models"):
+            whole = {m.world.number for m in self.models.values() if self._is_whole(m)}
+            assert len(whole) <= 1, whole
+
+    @invariant()
+    def members_of_a_whole_world_are_at_the_same_step(self) -> None:
+        world = self._whole() if hasattr(self, "models") else None
+        if world is not None:
+            assert len({self.models[s.member].step for s in world.seats}) == 1
+
+    @invariant()
+    def the_world_is_never_too_large(self) -> None:
+        if hasattr(self, "state") and self.state.world is not None:
+            assert self.state.world.size <= RULES.max_members + 1
+
+    def teardown(self) -> None:
+        """When the faults end, those who are alive train on, all that fit in."""
+        if not hasattr(self, "models"):
+            return
+        if self.down:
+            self._come_back()
+        for model in self.models.values():
+            model.hung = False
+        for _ in range(60):
+            self._settle()
+        alive = [m for m in self.models.values() if m.alive]
+        if alive and self.state.stopping is None:
+            world = self._whole()
+            assert world is not None, (self.state.reason, self.state)
+            assert world.size == min(len(alive), RULES.max_members), (self.state.reason, self.state)
+            assert (self.models[world.seats[0].member].step or 0) >= self.committed - 1
+        self._replay()
+
+    def _replay(self) -> None:
+        state = State(RULES)
+        for event, at in self.journal:
+            state, _ = decide(state, event, at)
+        assert state == self.state
+
+    # --- the model's machinery
+
+    def _settle(self) -> None:
+        for model in list(self.models.values()):
+            if model.alive and not model.connected:
+                model.connected = True
+                model.inbox.clear()
+                model.hello()
+            if model.works and self._ring_gone(model):
+                model.break_world()
+            if model.works and model.leaving and (model.world is None or model.broken):
+                self._depart(model)
+        for _ in range(400):
+            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
+            if not lines:
+                break
+            self._deliver(*lines[0])
+        world = self._whole()
+        if world is not None:
+            self._step(world, [self.models[s.member] for s in world.seats])
+        self._pass_time(0.3)
+
+    def _others_can_go_on(self, leaver: Model) -> bool:
+        return any(m.works and not m.leaving and m is not leaver for m in self.models.values())
+
+    def _pick(self, data: st.DataObject, wanted: Any) -> Model | None:
+        found = [m for m in self.models.values() if wanted(m)]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def _cut(self, model: Model) -> None:
+        model.connected = False
+        model.inbox.clear()
+        model.outbox.clear()
+
+    def _come_back(self) -> None:
+        self.down = False
+        self._decide(ev.CoordinatorRestarted())
+        for model in self.models.values():
+            if model.alive:
+                model.connected = True
+                model.hello()
+
+    def _pass_time(self, seconds: float) -> None:
+        for _ in range(max(1, int(seconds / 0.5))):
+            self.now += min(seconds, 0.5)
+            if self.down:
+                continue
+            beats = {m.name: Beat(self.now) for m in self.models.values() if m.works and m.connected}
+            self._beats = getattr(self, "_beats", {}) | beats
+            for event in due(self.state, self._beats, self.now):
+                self._decide(event)
+            for model in self.models.values():
+                if model.works and not model.connected:
+                    model.connected = True
+                    model.inbox.clear()
+                    model.hello()
+
+    def _feed(self, event: Any, model: Model) -> None:
+        if not self.down:
+            model.outbox.clear()
+            self._decide(event)
+
+    def _can_deliver(self, model: Model, way: str) -> bool:
+        if self.down:
+            return False
+        return bool(model.outbox) if way == "out" else bool(model.inbox) and model.works
+
+    def _deliver(self, model: Model, way: str) -> None:
+        if way == "in":
+            self._hear(model, model.inbox.popleft())
+            return
+        event = model.outbox.popleft()
+        known = self.state.members.get(model.name)
+        if not isinstance(event, ev.Hello) and (known is None or known.incarnation != model.incarnation):
+            if not isinstance(event, ev.MemberLeft):
+                model.inbox.append(ev.Expel(model.name, "unknown"))
+            return
+        self._decide(event)
+
+    def _decide(self, event: Any) -> None:
+        self.journal.append((event, self.now))
+        if isinstance(event, ev.Hello):
+            self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
+        self.state, asked = decide(self.state, event, self.now)
+        for instruction in asked:
+            names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
+            for name in names:
+                model = self.models.get(name)
+                if model is not None and model.alive and model.connected and not isinstance(instruction, ev.Say):
+                    model.inbox.append(instruction)
+
+    def _hear(self, model: Model, told: Any) -> None:
+        if isinstance(told, ev.FormWorld):
+            self._on_form(model, told.world)
+        elif isinstance(told, ev.ProposeWorld):
+            self._on_prepare(model, told)
+        elif isinstance(told, ev.DissolveWorld):
+            model.over_up_to = max(model.over_up_to, told.number)
+            if model.formed is not None and model.formed.number <= told.number:
+                model.formed = None
+            if model.prepared is not None and model.prepared.number <= told.number:
+                model.prepared = None
+            if model.world is not None and model.world.number <= told.number:
+                if model.broken:
+                    model.say(ev.WorldBroke(model.name, model.world.number, model.step))
+                else:
+                    model.break_world()
+            elif model.world is None:
+                model.say(ev.BecameReady(model.name, "f", model.step))
+        elif isinstance(told, ev.Expel):
+            model.break_world(answer=False)
+            model.world, model.broken = None, False
+            model.hello()
+        elif isinstance(told, ev.AskRestore):
+            model.step = self.checkpoint
+            model.say(ev.BecameReady(model.name, "f", model.step, restored=True))
+            if self.checkpoint is None:
+                self.committed = 0
+
+    def _on_form(self, model: Model, world: World) -> None:
+        current = model.world.number if model.world else 0
+        if world.number <= max(current, model.over_up_to):
+            return
+        model.break_world()
+        model.formed = world
+        self._try_enter(world)
+
+    def _on_prepare(self, model: Model, told: ev.ProposeWorld) -> None:
+        training = model.world is not None and not model.broken
+        if told.world.number <= model.over_up_to or (training and model.world.number != told.after):
+            return
+        if training:
+            model.prepared = told.world
+        elif told.world.rank_of(model.name) is not None:
+            model.formed = told.world
+
+    def _try_enter(self, world: World) -> None:
+        """A formed world is entered when all of its members have connected; the needy then receive the state."""
+        seats = [self.models[s.member] for s in world.seats]
+        if not all(m.works and m.formed == world for m in seats):
+            return
+        for rank, model in enumerate(seats):
+            source = world.sources.get(rank)
+            if world.fresh:
+                model.step = 0
+            elif source is not None:
+                model.step = seats[source].step
+            model.world, model.formed, model.broken, model.prepared = world, None, False, None
+
+    def _is_whole(self, model: Model) -> bool:
+        world = model.world
+        if world is None or model.broken or not model.works:
+            return False
+        return all(
+            self.models[s.member].works
+            and self.models[s.member].world is not None
+            and self.models[s.member].world.number == world.number
+            and not self.models[s.member].broken
+            for s in world.seats
+        )
+
+    def _whole(self) -> World | None:
+        return next((m.world for m in self.models.values() if self._is_whole(m)), None)
+
+    def _ring_gone(self, model: Model) -> bool:
+        world = model.world
+        if world is None or model.broken:
+            return False
+        return any(
+            not self.models[s.member].alive
+            or self.models[s.member].world is None
+            or self.models[s.member].world.number < world.number
+            or self.models[s.member].broken
+            or self.models[s.member].world.rank_of(model.name) is None
+            for s in world.seats
+        )
+
+    def _step(self, world: World, committing: list[Model]) -> None:
+        seats = [self.models[s.member] for s in world.seats]
+        numbers = {m.prepared.number if m.prepared else 0 for m in seats}
+        agreed = numbers.pop() if len(numbers) == 1 else 0
+        target = next((m.prepared for m in seats if m.prepared), None) if agreed else None
+        if target is not None and not self._connected(target, seats):
+            target = None
+        for model in committing:
+            model.step = (model.step or 0) + 1
+        self.committed = max([self.committed, *((m.step or 0) for m in committing)])
+        if target is None:
+            return
+        step = committing[0].step if committing else None
+        for model in committing:
+            model.prepared = None
+            if target.rank_of(model.name) is not None:
+                model.world = target
+                model.say(ev.EnteredWorld(model.name, target.number, model.step or 0))
+            else:
+                self._depart(model)
+        for rank in target.sources:
+            joiner = self.models[target.seats[rank].member]
+            if joiner.formed == target and joiner.works and step is not None:
+                joiner.world, joiner.formed, joiner.broken, joiner.step = target, None, False, step
+                joiner.say(ev.EnteredWorld(joiner.name, target.number, step))
+
+    def _connected(self, target: World, seats: list[Model]) -> bool:
+        """Whether the ring of the proposed world stands: all of its members are there and have heard of it."""
+        for seat in target.seats:
+            model = self.models[seat.member]
+            heard = model.formed == target or (model in seats and model.prepared == target)
+            if not model.works or not heard:
+                return False
+        return True
+
+    def _depart(self, model: Model) -> None:
+        if model.leaving:
+            model.say(ev.MemberLeft(model.name, model.step))
+            model.alive = False
+        else:
+            model.world, model.step, model.broken = None, None, False
+            model.hello()
+
+
+TestMembership = Membership.TestCase
+TestMembership.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)

@@ -14,6 +14,8 @@ PREEMPTED_EXIT = 75
 TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207", "S209"})
+# Tokens, versions and models that do not fit are not mended by starting again.
+_USERS_CODES = frozenset({"S201", "S202", "S203", "S206", "S211"})
 _VICTIM_KINDS = (
     "ExchangeBroken",
     "ConnectionResetError",
@@ -83,7 +85,7 @@ def _of_exception(why: Why) -> Verdict:
     line = f"{why.kind}: {why.text}".rstrip(": ").splitlines()[0]
     if why.code:
         line = f"error[{why.code}] {why.text}"
-    ours = why.code.startswith("S2") or why.kind == "ExchangeBroken"
+    ours = (why.code.startswith("S2") and why.code not in _USERS_CODES) or why.kind == "ExchangeBroken"
     return Verdict("infrastructure" if ours else "user", line)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import deque
 from pathlib import Path
 
 LINE_CHARACTERS = 2000
@@ -62,6 +63,7 @@ class Allowance:
         self._left = burst
         self._at = 0.0
         self._dropped = 0
+        self._held: deque[str] = deque(maxlen=LAST_LINES)
 
     def pass_on(self, lines: list[str], now: float, last: bool = False) -> list[str]:
         """Those lines that may go, with a mark where some were left out; the last words of all always go."""
@@ -69,12 +71,16 @@ class Allowance:
         self._at = now
         passed = lines[: int(self._left)]
         self._left -= len(passed)
-        before = self._mark(self._dropped) if passed else []
-        self._dropped = len(lines) - len(passed) + (0 if passed else self._dropped)
-        if not last:
-            return [*before, *passed]
-        words = lines[len(passed) :][-LAST_LINES:]
-        return [*before, *passed, *self._mark(self._dropped - len(words)), *words]
+        shown: list[str] = []
+        if passed:
+            shown = [*self._mark(self._dropped), *passed]
+            self._dropped = 0
+            self._held.clear()
+        self._dropped += len(lines) - len(passed)
+        self._held.extend(lines[len(passed) :])
+        if last:
+            shown += [*self._mark(self._dropped - len(self._held)), *self._held]
+        return shown
 
     @staticmethod
     def _mark(dropped: int) -> list[str]:

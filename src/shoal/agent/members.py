@@ -159,7 +159,9 @@ class Members:
         wished = settings.get("threads")
         if isinstance(wished, int) and wished > 0:
             return wished
-        return max(1, self._cores // self._home.slots) if self._home.slots else 1
+        most = env.get("SHOAL_MEMBERS_MAX", "")
+        sharing = self._home.slots or (int(most) if most.isdigit() else self._cores)
+        return max(1, self._cores // max(1, sharing))
 
     def _never_started(self, key: str, error: ShoalError | OSError) -> None:
         if (member := self._alive.pop(key, None)) is None:

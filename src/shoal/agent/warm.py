@@ -103,7 +103,7 @@ class WarmProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.agent.zygote", str(theirs.fileno()), *self._preload],
+                [sys.executable, "-P", "-m", "shoal.agent.zygote", str(theirs.fileno()), *self._preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,

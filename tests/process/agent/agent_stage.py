@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import subprocess
 import threading
 import time
@@ -40,8 +41,8 @@ class Coordinator:
         self._server: Any = None
         self.port = 0
 
-    def open(self) -> None:
-        self._server = serve(self._handle, "127.0.0.1", self.port, process_request=self._check)
+    def open(self, tls: ssl.SSLContext | None = None) -> None:
+        self._server = serve(self._handle, "127.0.0.1", self.port, process_request=self._check, ssl=tls)
         self.port = self._server.socket.getsockname()[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

@@ -28,12 +28,19 @@ def coordinator() -> Iterator[Coordinator]:
 def start_agent(coordinator: Coordinator, tmp_path: Path) -> Iterator[Callable[..., RunningAgent]]:
     running: list[RunningAgent] = []
 
-    def start(*options: str, preload: str = "msgspec", token: str = TOKEN, **popen: Any) -> RunningAgent:
+    def start(
+        *options: str,
+        preload: str = "msgspec",
+        token: str = TOKEN,
+        certificate: str | None = None,
+        scheme: str = "http",
+        **popen: Any,
+    ) -> RunningAgent:
         directory = tmp_path / "agent"
         directory.mkdir(exist_ok=True)
-        credentials.write(directory / "token", credentials.Credentials(token))
+        credentials.write(directory / "token", credentials.Credentials(token, certificate))
         log = directory / "agent.log"
-        command = [sys.executable, "-m", "shoal.agent", "--url", f"http://127.0.0.1:{coordinator.port}"]
+        command = [sys.executable, "-m", "shoal.agent", "--url", f"{scheme}://127.0.0.1:{coordinator.port}"]
         command += ["--token-file", str(directory / "token"), "--name", "lab", "--slots", "2", "--dir", str(directory)]
         with log.open("ab") as file:
             process = subprocess.Popen(

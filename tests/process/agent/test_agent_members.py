@@ -29,6 +29,16 @@ print("handlers", __import__("signal").getsignal(15), __import__("signal").pthre
 sys.exit(0)
 """
 
+TORCH = """
+import torch
+from torch.utils.data import DataLoader
+a = torch.ones(300, 300, requires_grad=True)
+(a @ torch.ones(300, 300)).sum().backward()
+print("threads", torch.get_num_threads())
+print("gradient", a.grad.max().item())
+print("batches", len(list(DataLoader(range(10), batch_size=2, num_workers=2))))
+"""
+
 
 def test_a_member_sees_what_a_plain_python_process_would(coordinator, agent, script):
     script("value = 42", "beside.py")
@@ -141,11 +151,10 @@ def test_forks_do_not_share_their_random_numbers(coordinator, start_agent, scrip
 
 
 def test_a_torch_member_starts_warm_single_threaded_and_computes(coordinator, start_agent, script):
-    agent = start_agent(preload="numpy,torch,no_such_module")
-    path = script("import torch; a = torch.ones(300, 300); print('sum', (a @ a).sum().item(), torch.get_num_threads())")
-    coordinator.start(path, env={"OMP_NUM_THREADS": "2"})
+    agent = start_agent(preload="numpy,torch,torch._dynamo,no_such_module")
+    coordinator.start(script(TORCH), env={"OMP_NUM_THREADS": "2"})
     assert coordinator.exit_of().exit_code == 0, coordinator.lines()
-    assert coordinator.lines() == [f"sum {300.0**3} 2"]
+    assert coordinator.lines() == ["threads 2", f"gradient {300.0}", "batches 5"]
     assert "could not import no_such_module" in agent.log.read_text()
     assert "forking from it may hang" not in agent.log.read_text()
 

@@ -228,7 +228,8 @@ class _Draft:
         self.ask(ev.DissolveWorld(last, tell, reason))
 
     def answered(self, name: str, step: int | None) -> None:
-        self.update(name, status=WAITING, step=step, stale=False)
+        progress = (step or 0) > self.base.world_began_at
+        self.update(name, status=WAITING, step=step, stale=False, strikes=0 if progress else self.members[name].strikes)
         self.set(step=max(self.base.step, step or 0))
 
     # --- moving on
@@ -475,6 +476,8 @@ def _on_hello(draft: _Draft, event: ev.Hello) -> None:
             draft.ask(ev.Expel(event.member, "it is not in the run any more"))
         if draft.base.stopping is not None:
             draft._repeat_stop([event.member])
+        if draft.base.finished:
+            draft.ask(ev.TellFinished((event.member,), draft.base.step))
         return
     draft.update(event.member, connected=True, away_since=None, suspected=False, address=event.address)
     _find_place(draft, known, event)
@@ -514,7 +517,7 @@ def _on_ready(draft: _Draft, event: ev.BecameReady) -> None:
                 do="start every member from the same script, with the same model, optimizer, data and batch size",
             )
         )
-        draft.lose(member.name, "its model differs")
+        draft.lose(member.name, "its model differs", planned=True)
         return
     if event.restored:
         if draft.base.restoring == member.name:
@@ -547,20 +550,26 @@ def _on_broke(draft: _Draft, event: ev.WorldBroke) -> None:
     if proposal is not None and event.world == proposal.number:
         _on_preparation_failed(draft, ev.PreparationFailed(event.member, event.world, event.suspects, event.cause))
         return
-    if world is not None and event.world == world.number:
-        no_progress = (event.step or 0) <= draft.base.world_began_at
-        for name in event.suspects:
-            if name in draft.members and name != event.member:
-                suspect = draft.update(name, suspected=True)
-                if no_progress:
-                    strikes = suspect.strikes + 1
-                    bench = draft.now + draft.base.rules.bench_s * strikes if strikes > 1 else 0.0
-                    draft.update(name, strikes=strikes, benched_until=bench)
+    live = world is not None and event.world == world.number
+    if member.status in (OUT, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
+        draft.answered(event.member, event.step)
+    if live:
+        _strike(draft, event)
         who = f" with {_names(event.suspects)}" if event.suspects else ""
         draft.dissolve(f"{event.member} lost touch{who}" + (f": {event.cause}" if event.cause else ""))
-    if draft.members[event.member].status in (OUT, TRAINING, WAITING) and event.world >= _last_world(draft, event):
-        draft.answered(event.member, event.step)
     _drop_the_suspected(draft)
+
+
+def _strike(draft: _Draft, event: ev.WorldBroke) -> None:
+    """Suspects of a world that never took a step sit out for a while, longer each time."""
+    no_progress = (event.step or 0) <= draft.base.world_began_at
+    for name in event.suspects:
+        if name in draft.members and name != event.member:
+            suspect = draft.update(name, suspected=True)
+            if no_progress:
+                strikes = suspect.strikes + 1
+                bench = draft.now + draft.base.rules.bench_s * strikes if strikes > 1 else 0.0
+                draft.update(name, strikes=strikes, benched_until=bench)
 
 
 def _last_world(draft: _Draft, event: ev.WorldBroke) -> int:
@@ -692,6 +701,9 @@ def _on_scale(draft: _Draft, event: ev.ScaleAsked) -> None:
 
 
 def _on_timer(draft: _Draft, event: ev.TimerFired) -> None:
+    if event.what == "gather" and not any(m.status == WAITING and m.connected for m in draft.members.values()):
+        # Whoever was gathered for is gone; the next to become ready starts the wait anew.
+        draft.set(gather_until=None)
     if event.what == "bench":
         for name in [m.name for m in draft.members.values() if 0.0 < m.benched_until <= draft.now]:
             draft.update(name, benched_until=0.0)

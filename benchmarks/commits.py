@@ -99,11 +99,10 @@ def gaps_s(commits: list[Commit]) -> list[float]:
     return [later - earlier for times in by_pid.values() for earlier, later in pairwise(times)]
 
 
-def longest_gap_s(commits: list[Commit], others: Collection[int], since: float) -> float:
-    """The longest time between commits of one of `others` that ends after `since`; of anybody's if none of them lasted."""
-    lasting = {commit.pid for commit in commits if commit.at > since} & set(others)
+def longest_gap_s(commits: list[Commit], pids: Collection[int], since: float) -> float:
+    """The longest time between commits of one of `pids` that ends after `since`; of anybody's if there are none."""
     longest = 0.0
-    for group in [{pid} for pid in lasting] or [{commit.pid for commit in commits}]:
+    for group in [{pid} for pid in pids] or [{commit.pid for commit in commits}]:
         times = [commit.at for commit in commits if commit.pid in group]
         longest = max([longest, *(later - earlier for earlier, later in pairwise(times) if later > since)])
     return longest

@@ -80,7 +80,7 @@ def join(side: Side, chance: random.Random) -> Figures:
     time.sleep(1.0)
     return {
         "contributes_s": first.at - at,
-        "stall_s": _stall_s(side, at, first.at + 1.0, pids),
+        "stall_s": _stall_s(side, at, first.at, pids),
         "lost_steps": steps_lost(side.commits.before(at), side.commits.after(at)),
     }
 
@@ -96,14 +96,14 @@ def blackout(side: Side, down_s: float) -> Figures:
     back = time.monotonic()
     during = side.commits.before(back, within_s=down_s)
     side.start_coordinator()
-    side.commits.wait_for(lambda commit: True, back, RECOVERY_S, side.alive)
+    first = side.commits.wait_for(lambda commit: commit.size > 0, back, RECOVERY_S, side.alive)
     figures = {
         "down_s": down_s,
         "steps_during": len({commit.step for commit in during if commit.pid in pids}),
         "steps_expected": down_s / usual_s,
         "slowdown": (step_time_s(during) / usual_s) if during else float("inf"),
         "lost_steps": steps_lost(side.commits.before(at), side.commits.after(at)),
-        "stall_s": _stall_s(side, at, back, pids),
+        "stall_s": _stall_s(side, at, first.at, pids),
     }
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     victim = pids[0]
@@ -113,9 +113,9 @@ def blackout(side: Side, down_s: float) -> Figures:
 
 
 def _wait_within_step(side: Side, chance: random.Random) -> None:
-    """Sleeps so that what follows falls on any point of a step with equal chance."""
+    """Sleeps so that what follows falls on any point of any of ten steps with equal chance."""
     commits = side.commits.refresh()
-    time.sleep(chance.random() * max(0.01, step_time_s(commits[-30:])))
+    time.sleep(chance.random() * 10 * max(0.01, step_time_s(commits[-30:])))
 
 
 def _recovery(side: Side, at: float, pids: list[int], victim: int) -> Figures:
@@ -144,8 +144,9 @@ def _first_contribution(side: Side, at: float, pids: list[int]) -> Commit:
     )
 
 
-def _stall_s(side: Side, at: float, until: float, others: list[int]) -> float:
-    """The longest time in which one of the others did not commit, beyond the usual time of a step."""
+def _stall_s(side: Side, at: float, event: float, others: list[int]) -> float:
+    """The longest time in which one of the others did not commit until after `event`, beyond the usual time of a step."""
     usual_s = step_time_s(side.commits.before(at)[-60:])
-    around = [commit for commit in side.commits.before(until) if commit.at > at - 3 * usual_s]
-    return max(0.0, longest_gap_s(around, others, since=at) - usual_s)
+    around = [commit for commit in side.commits.after(at - 3 * usual_s) if commit.at <= event + max(0.1, usual_s)]
+    lasting = {commit.pid for commit in around if commit.at >= event} & set(others)
+    return max(0.0, longest_gap_s(around, lasting, since=at) - usual_s)

@@ -32,7 +32,7 @@ if checkpoint.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     step = saved["step"]
-world = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{size}"
+world = os.environ["MASTER_PORT"]  # a new one each rendezvous; restart counts differ from agent to agent
 
 while True:
     sampler.set_epoch(step // len(loader))

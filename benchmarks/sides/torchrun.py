@@ -57,6 +57,7 @@ class Torchrun(Side):
             str(SCRIPTS / "train_torchrun.py"),
             *self.load.arguments(self.directory),
         ]
+        # Workers that share the agents' store read stale addresses after a restart: pytorch/pytorch#135712.
         env = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._agents.append(processes.start(command, self.directory / f"agent{number}.log", env))
 

@@ -1,0 +1,63 @@
+"""Shoal: a standing coordinator and one agent a member, so that coordinator and machines can be lost one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks import processes
+from benchmarks.sides.side import MOST_MEMBERS, SCRIPTS, Side
+
+
+class Shoal(Side):
+    """All settings are the defaults."""
+
+    name = "shoal"
+    settings = {"all": "defaults"}
+
+    def start(self, members: int) -> None:
+        self._shoal = str(Path(sys.executable).parent / "shoal")
+        self._env = {"SHOAL_HOME": str(self.directory / "home")}
+        self._home = self.directory / "coordinator"
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self.start_coordinator()
+        for _ in range(members):
+            self.add()
+        script = [str(SCRIPTS / "train_shoal.py"), *self.load.arguments(self.directory)]
+        self._run = self._command("run", ["-n", f"1:{MOST_MEMBERS}", *self._place(url_option=True), *script], "run.log")
+
+    def start_coordinator(self) -> None:
+        self._coordinator = self._command("coordinator", ["--dir", str(self._home)], "coordinator.log")
+        ends = time.monotonic() + 30
+        while not (self._home / "url").exists() and time.monotonic() < ends:
+            time.sleep(0.05)
+
+    def stop_coordinator(self) -> None:
+        processes.end(self._coordinator)
+
+    def alive(self) -> bool:
+        return self._run.poll() is None
+
+    def add(self) -> None:
+        number = len(self._agents)
+        offer = ["--name", f"machine{number}", "--slots", "1"]
+        self._agents.append(self._command("join", [*offer, *self._place()], f"agent{number}.log"))
+
+    def remove(self, pid: int) -> None:
+        above = {process.pid for process in psutil.Process(pid).parents()}
+        processes.end(next(agent for agent in self._agents if agent.pid in above))
+
+    def end(self) -> None:
+        for process in (self._run, *self._agents, self._coordinator):
+            processes.end(process)
+
+    def _place(self, url_option: bool = False) -> list[str]:
+        url, token = (self._home / "url").read_text().strip(), str(self._home / "token")
+        return [*(["--url"] if url_option else []), url, "--token-file", token]
+
+    def _command(self, verb: str, arguments: list[str], log: str) -> subprocess.Popen[bytes]:
+        return processes.start([self._shoal, verb, *arguments], self.directory / log, self._env)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import secrets
 import socket
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 for any, or the one that it had before")
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
     options = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     try:
         return asyncio.run(_serve(options.dir, options.host, options.port, options.lifeline))
     except ShoalError as error:

@@ -14,7 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import shoal
-from shoal.coordinator import logs, metrics
+from shoal.coordinator import logs
 from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.service import Service
 from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownRun
@@ -98,7 +98,9 @@ class Api:
         return {}
 
     async def metrics(self, _request: Request) -> Response:
-        body = metrics.render(self._service.run_views(), self._service.agent_views())
+        from shoal.coordinator.metrics import render
+
+        body = render(self._service.run_views(), self._service.agent_views())
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def member(self, socket: WebSocket) -> None:

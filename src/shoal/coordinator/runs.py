@@ -124,7 +124,7 @@ class Runs:
         if isinstance(event, records.RunResumed):
             if run.over:
                 self._resume(run, event, now, asked)
-        elif run.over:
+        elif run.over or isinstance(event, records.Measured):
             return
         elif isinstance(event, records.StopRequested):
             run.ends_as = event.status

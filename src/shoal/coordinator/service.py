@@ -6,6 +6,7 @@ Everything here runs on one event loop and handles an event to its end before th
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import sqlite3
@@ -46,6 +47,9 @@ from shoal.store.views import Views
 from shoal.wire import messages as ms
 from shoal.wire.views import AgentView, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
 
+log = logging.getLogger("shoal.coordinator")
+
+MAX_HELD = 100_000
 TICK_S = 0.05
 FLUSH_S = 0.2
 MEASURE_EVERY_S = 1.0
@@ -78,7 +82,7 @@ class Service:
         self._journal = journal
         self._views = views
         self._live: dict[str, present.Live] = {}
-        self._held: deque[Callable[[], None]] = deque()
+        self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
@@ -111,7 +115,9 @@ class Service:
         if shown > self._journal.seq:
             shown = self._views.forget()
         for entry in self._journal.entries:
-            self._take_in(entry, event_of(entry, records.KINDS), entry.at, shown=entry.seq <= shown)
+            event = event_of(entry, records.KINDS)
+            # As when it happened: an event that could not be handled then cannot be handled now.
+            self._try(partial(self._take_in, entry, event, entry.at, shown=entry.seq <= shown))
         self._journal.entries.clear()
         self.handle("", fl.Opened(secrets.token_hex(4)))
         for run in self.runs.runs.values():
@@ -121,23 +127,31 @@ class Service:
     def live(self, run: str) -> present.Live:
         return self._live.setdefault(run, present.Live())
 
-    def attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], object]) -> None:
         """Do something that is journaled; while the journal cannot be written, it waits in line."""
         if self._held:
+            if len(self._held) < MAX_HELD:
+                self._held.append(action)
+        elif not self._try(action):
             self._held.append(action)
-            return
+
+    def _try(self, action: Callable[[], object]) -> bool:
+        """Whether it is done with; False while the journal cannot be written."""
         try:
             action()
         except JournalUnwritable as error:
+            if self.trouble is None:
+                log.error("%s", error)
             self.trouble = error
-            self._held.append(action)
+            return False
+        except Exception:
+            # One event that we got wrong must not cost all others the coordinator.
+            log.exception("an event could not be handled")
+        return True
 
     def _retry(self) -> None:
         while self._held:
-            try:
-                self._held[0]()
-            except JournalUnwritable as error:
-                self.trouble = error
+            if not self._try(self._held[0]):
                 return
             self._held.popleft()
         self.trouble = None
@@ -164,7 +178,7 @@ class Service:
             if link is not None:
                 link.send(message)
                 if isinstance(message, ms.Expelled):
-                    link.expelled = True
+                    link.expelled = member not in self.runs.runs[run].membership.members
 
     def _refuse(self, run: str, refusal: ev.Refuse) -> None:
         link = self.live(run).links.get(refusal.member)

@@ -71,7 +71,9 @@ class Coordinator:
         given = self.credentials.headers if headers is None else headers
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=given)
         try:
-            with urllib.request.urlopen(request, timeout=WAIT_S, context=credentials.ssl_context(self.credentials)) as r:
+            with urllib.request.urlopen(
+                request, timeout=WAIT_S, context=credentials.ssl_context(self.credentials)
+            ) as r:
                 return r.status, json.loads(r.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"null")
@@ -104,7 +106,8 @@ class Coordinator:
     def open(self, path: str, headers: dict[str, str] | None = None) -> ClientConnection:
         given = self.credentials.headers if headers is None else headers
         url = self.url.replace("http", "ws", 1) + path
-        return connect(url, additional_headers=given, ssl=credentials.ssl_context(self.credentials), open_timeout=WAIT_S)
+        context = credentials.ssl_context(self.credentials)
+        return connect(url, additional_headers=given, ssl=context, open_timeout=WAIT_S, proxy=None).__enter__()
 
 
 class Fake:

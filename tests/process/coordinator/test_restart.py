@@ -1,0 +1,125 @@
+"""kill -9 of the coordinator: nothing is forgotten, and what was lost meanwhile is resolved."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import Coordinator, FakeAgent, FakeMember
+
+from shoal.store import journal, views
+from shoal.wire import messages as ms
+
+pytestmark = pytest.mark.process
+SETTINGS = {"gather_s": 0.1, "lease_s": 1.0, "reconnect_s": 0.3, "beat_s": 0.2}
+
+
+def three(coordinator: Coordinator, run: str) -> list[FakeMember]:
+    members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(3)]
+    for member in members:
+        assert member.hear(ms.Form).world.size == 3
+    return members
+
+
+def test_members_find_a_killed_coordinator_again_and_nothing_changes(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 3, settings=SETTINGS)
+    members = three(coordinator, run)
+    url, token = coordinator.url, coordinator.credentials.token
+    coordinator.kill()
+    coordinator.restart()
+    assert (coordinator.url, coordinator.credentials.token) == (url, token)
+    for member in members:
+        member.reconnect()
+        member.hello(world=1, step=40)
+        assert member.hear(ms.Welcome).started
+    for member in members:
+        member.beat(1, 41)
+    view = coordinator.await_view(run, status="training", world=1, world_size=3, step=41, losses=0)
+    assert [m["connected"] for m in view["members"]] == [True] * 3
+
+
+def test_a_member_lost_while_the_coordinator_was_down_is_resolved_by_its_lease(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 3, settings=SETTINGS)
+    members = three(coordinator, run)
+    coordinator.kill()
+    coordinator.restart()
+    for member in members[:2]:
+        member.reconnect()
+        member.hello(world=1, step=40, broken=True)
+    world = members[0].hear(ms.Form).world
+    assert (world.number, world.step) == (2, 40)
+    assert [seat.member for seat in world.seats] == ["m/0", "m/1"]
+
+
+def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 3, settings=SETTINGS)
+    members = three(coordinator, run)
+    members[0].beat(1, 7, loss=0.5, samples_per_s=10.0)
+    coordinator.await_view(run, step=7, loss=0.5)
+    members[0].say(ms.Checkpointed(7, "there/7", 100, 0.1))
+    before = coordinator.await_view(run, checkpoint_step=7)
+    story = coordinator.story(run)
+    coordinator.kill()
+    for file in coordinator.directory.glob("views.sqlite*"):
+        file.unlink()
+    coordinator.restart()
+    again = coordinator.story(run)
+    assert again[: len(story)] == story
+    coordinator.close()
+    directory = coordinator.directory
+    assert views.story(directory, run)[0].text == story[0]
+    assert [(w.number, w.members) for w in views.worlds(directory, run)] == [(1, ("m/0", "m/1", "m/2"))]
+    assert views.checkpoints(directory, run) == [(7, "there/7")]
+    assert [(m.step, m.loss) for m in views.metrics(directory, run)] == [(7, 0.5)]
+    found = views.runs(directory)
+    assert [(r.run, r.step, r.checkpoint_path) for r in found] == [(run, before["step"], "there/7")]
+
+
+def test_every_event_is_in_the_journal_before_its_effect_is_seen(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 1, settings=SETTINGS)
+    member = FakeMember(coordinator, run, "m/0").hello()
+    member.hear(ms.Welcome)
+    path = coordinator.directory / journal.FILE
+    assert [entry.kind for entry in journal.read(path)] == ["Opened", "RunCreated", "Hello"]
+    member.ready()
+    member.hear(ms.Form)
+    assert list(journal.read(path))[-1].kind == "BecameReady"
+
+
+def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 1, settings=SETTINGS)
+    member = FakeMember(coordinator, run, "m/0").hello().ready()
+    member.hear(ms.Form)
+    status, _ = coordinator.ask("POST", f"/v1/runs/{run}/stop", {"reason": "enough"})
+    assert status == 200
+    stop = member.hear(ms.Stop)
+    assert (stop.reason, stop.checkpoint, stop.exit_code) == ("enough", True, 75)
+    member.say(ms.Checkpointed(5, "there/5", 100, 0.1))
+    member.say(ms.Left(5))
+    view = coordinator.await_view(run, status="stopped")
+    assert (view["exit_code"], view["checkpoint_step"], view["reason"]) == (75, 5, "enough")
+    member.close()
+    coordinator.kill()
+    coordinator.restart()
+    status, view = coordinator.ask("POST", f"/v1/runs/{run}/resume")
+    assert status == 200
+    again = FakeMember(coordinator, run, "n/0", "2").hello().ready()
+    again.hear(ms.Restore)
+    again.ready(step=5, restored=True)
+    world = again.hear(ms.Form).world
+    assert (world.number, world.step, world.fresh) == (2, 5, False)
+
+
+def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: Coordinator) -> None:
+    agent = FakeAgent(coordinator, "lab").hello()
+    run = coordinator.create(2, 2, settings=SETTINGS)
+    orders = [agent.hear(ms.StartMember) for _ in range(2)]
+    for order in orders:
+        agent.started(order)
+    coordinator.await_view(run, status="starting")
+    coordinator.kill()
+    coordinator.restart()
+    agent.reconnect()
+    agent.hello(tuple((o.run, o.member, o.incarnation) for o in orders))
+    agent.exited(orders[0], "infrastructure", "killed by signal 9", None)
+    again = agent.hear(ms.StartMember)
+    assert (again.member, again.restart) == (orders[0].member, True)
+    assert again.incarnation not in {o.incarnation for o in orders}

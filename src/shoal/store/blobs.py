@@ -135,8 +135,7 @@ class RemoteStore:
     def put(self, name: str, chunks: Iterable[bytes]) -> int:
         size_bytes = 0
         with _failures_as_os_errors():
-            self._files.makedirs(self._root, exist_ok=True)
-            file = self._files.open(self._path(name), "wb")
+            file = self._begin(name)
             try:
                 for chunk in chunks:
                     size_bytes += file.write(chunk)
@@ -170,6 +169,14 @@ class RemoteStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    def _begin(self, name: str) -> Any:
+        """Open a blob for writing; a directory is made only if the driver misses it, or S3 would make a bucket."""
+        try:
+            return self._files.open(self._path(name), "wb")
+        except FileNotFoundError:
+            self._files.makedirs(self._root, exist_ok=True)
+            return self._files.open(self._path(name), "wb")
 
     def _give_up(self, file: Any, name: str) -> None:
         """Drop an unfinished upload; plainly closing it would complete it."""

@@ -1,0 +1,211 @@
+"""A real `shoal run` under test: what its members recorded, what the story says, and ways to hurt it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.core.order import Order
+
+SCRIPT = Path(__file__).with_name("train.py")
+PATIENCE_S = 90.0
+# Float64 and smooth activations: what is left is the order of summation, some 1e-16 a step, which training may enlarge
+# a little. A lost or repeated sample changes parameters by 1e-4 and more.
+SUMMATION_ORDER = 1e-10
+
+
+class Stage:
+    """One run in a home of its own."""
+
+    def __init__(self, path: Path, members: str = "2:3", settings: tuple[str, ...] = (), **plan: Any) -> None:
+        self.home, self.records, self.plan = path / "home", path / "records", plan
+        self.records.mkdir(parents=True)
+        self.environ = {
+            **os.environ,
+            "SHOAL_HOME": str(self.home),
+            "RECORDS": str(self.records),
+            "FAULTS": json.dumps(plan),
+            "OMP_NUM_THREADS": "1",
+            "TERM": "dumb",
+        }
+        self._log = path / "out"
+        options = [o for s in ("gather_s=2", *settings) for o in ("--set", s)]
+        self.process = self.start("run", "-n", members, *options, str(SCRIPT))
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli.main", *arguments],
+            env=self.environ,
+            stdout=self._log.open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def shoal(self, *arguments: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal.cli.main", "--json", *arguments],
+            env=self.environ,
+            capture_output=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout) if done.stdout.strip() else None
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    # --- what happened
+
+    def events(self) -> list[dict[str, Any]]:
+        found = []
+        for file in sorted(self.records.glob("*.jsonl")):
+            for line in file.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    found.append(json.loads(line))
+        return sorted(found, key=lambda e: e["at"])
+
+    def commits(self) -> list[dict[str, Any]]:
+        return [e for e in self.events() if e["event"] == "commit"]
+
+    def step(self) -> int:
+        return max((e["step"] for e in self.commits()), default=-1)
+
+    def world_size(self) -> int:
+        commits = self.commits()
+        return commits[-1]["size"] if commits else 0
+
+    def pids(self) -> dict[str, int]:
+        """The living members by name."""
+        latest = {e["member"]: e["pid"] for e in self.events() if e["event"] == "ready"}
+        return {name: pid for name, pid in latest.items() if psutil.pid_exists(pid)}
+
+    def journal(self) -> list[dict[str, Any]]:
+        file = next(self.home.glob("coordinators/*/journal.jsonl"))
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def helper(self, word: str) -> psutil.Process:
+        """The coordinator or the agent of this run."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(p for p in children if any(f"shoal.{word}" in part for part in p.cmdline()))
+
+    # --- waiting and hurting
+
+    def until(self, ready: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
+        while not ready():
+            assert self.process.poll() is None or ready(), f"the run ended before {what}:\n{self.output[-6000:]}"
+            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.output[-6000:]}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step, f"step {step}")
+
+    def until_size(self, size: int) -> None:
+        self.until(lambda: self.world_size() == size, f"a world of {size}")
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids()[name], number)
+
+    def finish(self, exit_code: int = 0, patience_s: float = PATIENCE_S) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        assert self.process.poll() == exit_code, self.output[-6000:]
+
+    # --- promises
+
+    def check(self) -> None:
+        """Each sample once an epoch, one trajectory, one result, and the result is that of one undisturbed member."""
+        self.check_samples()
+        self.check_checksums()
+        self.check_worlds()
+        self.check_result()
+
+    def order(self) -> Order:
+        plan = self.plan
+        return Order(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
+
+    def check_samples(self) -> None:
+        order = self.order()
+        for step in range(order.total_steps):
+            mine = [c for c in self.commits() if c["step"] == step]
+            assert mine, f"nobody recorded step {step}"
+            batch = order.ids(step, 0, order.size_of(step)).tolist()
+            last = max(c["world"] for c in mine)
+            seen = [i for c in mine if c["world"] == last for i in c["ids"]]
+            assert len(seen) == len(set(seen)), f"a sample was counted twice in step {step}"
+            assert set(seen) <= set(batch), f"step {step} has samples of another batch"
+            if len([c for c in mine if c["world"] == last]) == mine[0]["size"] and not self.plan.get("micro"):
+                assert set(seen) == set(batch), f"step {step} lacks samples"
+
+    def check_checksums(self) -> None:
+        """Members that committed a step in the same world hold the same parameters, bit for bit."""
+        for step in range(self.order().total_steps):
+            sums: dict[int, set[str]] = {}
+            for commit in self.commits():
+                if commit["step"] == step:
+                    sums.setdefault(commit["world"], set()).add(commit["sum"])
+            assert all(len(found) == 1 for found in sums.values()), f"members differ after step {step}"
+        done = [e for e in self.events() if e["event"] == "done"]
+        assert len({e["sum"] for e in done}) == 1, "members end with different states"
+
+    def check_worlds(self) -> None:
+        """The journal's worlds follow each other without a gap."""
+        numbers = [e["fields"]["world"] for e in self.journal() if e["kind"] == "EnteredWorld"]
+        assert numbers == sorted(numbers)
+        done = [e["fields"]["step"] for e in self.journal() if e["kind"] == "MemberDone"]
+        assert done, "the journal knows of nobody who finished"
+        assert set(done) == {self.order().total_steps}
+
+    def check_result(self) -> None:
+        mine = torch.load(self.records / "final.pt", weights_only=True)
+        reference = self.alone()
+        worst = max((mine[k] - reference[k]).abs().max().item() for k in mine)
+        assert worst < SUMMATION_ORDER, f"the parameters differ by {worst} from those of one undisturbed member"
+
+    def alone(self) -> dict[str, torch.Tensor]:
+        """The parameters after the same script, started by hand."""
+        out = self.records.with_name("alone")
+        if not out.exists():
+            out.mkdir()
+            plan = {k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width")}
+            environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan)}
+            subprocess.run([sys.executable, str(SCRIPT)], env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
+        found: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
+        return found
+
+    def close(self) -> None:
+        """End everything that was started here, and insist that nothing survives."""
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        leftovers = [p.cmdline() for p in alive if p.is_running()]
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert not leftovers, f"processes survived the end of shoal run: {leftovers}"
+
+
+@contextlib.contextmanager
+def staged(path: Path, *args: Any, **kwargs: Any) -> Iterator[Stage]:
+    stage = Stage(path, *args, **kwargs)
+    try:
+        yield stage
+    finally:
+        stage.close()

@@ -1,0 +1,111 @@
+"""Members die at every point of a step, alone, in pairs and all but one; no sample is lost or repeated."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from stage import staged
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
+
+
+def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
+    deaths = [
+        {"member": f"local/{index % 3}", "step": 3 + 4 * index, "point": point} for index, point in enumerate(POINTS[:3])
+    ]
+    deaths += [{"member": "local/0", "step": 17, "point": "in the optimizer"}]
+    with staged(tmp_path, "2:3", die=deaths, pause_s=0.02, epochs=6) as run:
+        run.finish()
+        run.check()
+        assert run.journal()[-1]
+        assert sum(e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9 for e in run.journal()) >= 3
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_survivors_do_the_step_of_a_dead_member_again(tmp_path: Path, point: str) -> None:
+    with staged(tmp_path, "2:3", die=[{"member": "local/1", "step": 5, "point": point}], epochs=2) as run:
+        run.finish()
+        run.check()
+
+
+def test_two_members_killed_at_once_cost_no_sample(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:4", pause_s=0.03, epochs=6) as run:
+        run.until_size(4)
+        pids = run.pids()
+        for name in ("local/1", "local/2"):
+            run.kill(name)
+        run.until(lambda: len(set(run.pids().values()) - set(pids.values())) >= 2, "two new processes")
+        run.finish()
+        run.check()
+
+
+def test_all_but_one_killed_and_the_last_one_goes_on(tmp_path: Path) -> None:
+    with staged(tmp_path, "1:4", pause_s=0.03, epochs=6) as run:
+        run.until_size(4)
+        survivor = run.pids()["local/3"]
+        for name in ("local/0", "local/1", "local/2"):
+            run.kill(name)
+        run.until(lambda: any(c["size"] == 1 for c in run.commits()), "a world of one")
+        run.finish()
+        assert run.pids().get("local/3", survivor) == survivor
+        run.check()
+
+
+def test_nobody_restarts_because_of_somebody_else(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.03, epochs=4) as run:
+        run.until_size(3)
+        before = run.pids()
+        run.kill("local/1")
+        run.until(lambda: run.pids().get("local/1", before["local/1"]) != before["local/1"], "local/1 to be back")
+        after = run.pids()
+        assert (after["local/0"], after["local/2"]) == (before["local/0"], before["local/2"])
+        run.finish()
+        run.check()
+
+
+def test_a_stopped_member_is_left_behind_and_comes_back_when_it_wakes(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", ("lease_s=2",), pause_s=0.05, epochs=20) as run:
+        run.until_size(3)
+        pid = run.pids()["local/2"]
+        run.kill("local/2", signal.SIGSTOP)
+        run.until_size(2)
+        run.kill("local/2", signal.SIGCONT)
+        run.until_size(3)
+        assert run.pids()["local/2"] == pid, "the process that woke up was replaced"
+        run.finish()
+        run.check()
+
+
+def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", ("budget.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
+        run.finish(exit_code=1)
+        assert "the script is wrong" in run.output
+
+
+def test_too_few_members_wait_until_there_are_enough_again(tmp_path: Path) -> None:
+    with staged(tmp_path, "3:3", pause_s=0.02, epochs=4) as run:
+        run.until_size(3)
+        run.kill("local/0")
+        run.finish()
+        assert all(c["size"] == 3 for c in run.commits())
+        assert "2 of at least 3 members are present" in run.output
+        run.check()
+
+
+def test_dataloader_workers_outlive_neither_their_member_nor_a_change_of_world(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", workers=1, pause_s=0.03, epochs=4) as run:
+        run.until_size(3)
+        run.kill("local/1")
+        run.finish()
+        run.check()
+
+
+def test_accumulated_micro_batches_are_done_again_as_one_step(tmp_path: Path) -> None:
+    deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
+    with staged(tmp_path, "2:3", micro=8, die=deaths, epochs=3) as run:
+        run.finish()
+        run.check()

@@ -1,0 +1,98 @@
+"""The script under fault tests: a small float64 model whose every committed step leaves a record.
+
+What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
+before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import shoal.torch as shoal
+from shoal.torch.state import checksum
+
+PLAN = json.loads(os.environ.get("FAULTS", "{}"))
+OUT = Path(os.environ["RECORDS"])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Samples that know their number."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
+        self.y = torch.sin(self.x.sum(1, keepdim=True))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int):
+        return i, self.x[i], self.y[i]
+
+
+def build():
+    torch.manual_seed(3)
+    width = PLAN.get("width", 32)
+    layers = [torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+
+
+def main() -> None:
+    run = shoal.join()
+    me = run.member.replace("/", "-")
+    log = (OUT / f"{me}.{os.environ.get('SHOAL_INCARNATION', 'alone')}.jsonl").open("a", buffering=1)
+    first_life = len(list(OUT.glob(f"{me}.*.jsonl"))) == 1
+    deaths = {(d["step"], d["point"]) for d in PLAN.get("die", []) if d["member"] == run.member and first_life}
+
+    def record(event: str, **fields) -> None:
+        log.write(json.dumps({"event": event, "member": run.member, "pid": os.getpid(), "at": time.time(), **fields}) + "\n")
+
+    def die(point: str) -> None:
+        if (run.step, point) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model, optimizer, scheduler = run.attach(*build())
+    middle = list(model.parameters())[2]
+    middle.register_post_accumulate_grad_hook(lambda _: die("backward"))
+    optimizer.register_step_post_hook(lambda *_: die("in the optimizer"))
+    data = Numbered(PLAN.get("samples", 512))
+    record("ready")
+    for ids, x, y in run.batches(
+        data,
+        size=PLAN.get("batch", 64),
+        epochs=PLAN.get("epochs", 4),
+        seed=5,
+        workers=PLAN.get("workers", 0),
+        micro=PLAN.get("micro"),
+    ):
+        if run.step == PLAN.get("raise_at") and run.member == PLAN.get("raise_in"):
+            raise RuntimeError("the script is wrong")
+        step, world, share = run.step, run.world, run.share
+        die("forward")
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        run.backward(loss)
+        die("before the optimizer")
+        optimizer.step()
+        die("after")
+        scheduler.step()
+        optimizer.zero_grad()
+        time.sleep(PLAN.get("pause_s", 0.0))
+        if run.committed:
+            counted = ids.tolist() if share else []
+            record("commit", step=step, world=world, size=run.size, ids=counted, sum=checksum({"model": model}))
+    run.save(OUT / "final.pt")
+    record("done", step=run.step, sum=checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler}))
+    print("done", run.step, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import importlib.machinery
 import io
 import json
@@ -29,6 +30,7 @@ def live(order: orders.Start, zygote: int, search_path: list[str]) -> None:
     processes.die_with_parent(zygote, signal.SIGKILL)
     with open("/proc/self/comm", "w", encoding="ascii") as file:
         file.write(birth_mark(os.getpid()))
+    _retitle(f"shoal {order.env.get('SHOAL_MEMBER', 'member')}: {' '.join(order.argv)}")
     _redirect(order.log_path)
     try:
         os.chdir(order.cwd)
@@ -58,6 +60,17 @@ def live(order: orders.Start, zygote: int, search_path: list[str]) -> None:
 def birth_mark(pid: int) -> str:
     """The name of a member's process, which its forks inherit: so an orphan can still be told whose it is."""
     return f"shoal-{pid}"
+
+
+def _retitle(title: str) -> None:
+    """Show the script in `ps` instead of the warm process's own arguments, which lie between two known addresses."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if 0 < start < end:
+        text = title.encode("utf-8", "replace")[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
 
 
 def _redirect(log_path: str) -> None:
@@ -150,8 +163,8 @@ def _record(why_path: str, error: BaseException) -> None:
     lines = traceback.format_exception(type(error), error, users)
     why = {
         "kind": type(error).__name__,
-        "text": _text_of(error)[:2000],
-        "traceback": "".join(lines)[-_MAX_TRACEBACK:],
+        "text": _speakable(_text_of(error)[:2000]),
+        "traceback": _speakable("".join(lines)[-_MAX_TRACEBACK:]),
         "code": _code_of(error),
         "at": time.time(),
     }
@@ -159,6 +172,11 @@ def _record(why_path: str, error: BaseException) -> None:
         with open(f"{why_path}.part", "w", encoding="utf-8", errors="replace") as file:
             json.dump(why, file)
         os.replace(f"{why_path}.part", why_path)
+
+
+def _speakable(text: str) -> str:
+    """File names in unknown encodings turn up in messages, and would not travel."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _text_of(error: BaseException) -> str:

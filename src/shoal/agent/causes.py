@@ -134,13 +134,16 @@ def root_cause(failures: Sequence[Failure], together_s: float = TOGETHER_S) -> C
 
     Failures more than `together_s` apart are unrelated: the last group is looked at. In it, an own error of the
     user's code explains more than a process that was killed, and that more than a member that merely lost its peers.
+    What one member met again after a restart is told once.
     """
     told = [failure for failure in failures if failure.cause in ("user", "infrastructure")]
     group = _last_group(sorted(told, key=lambda failure: failure.at), together_s)
     if not group:
         return None
     first = min(group, key=lambda failure: (_rank(failure), failure.at))
-    victims = tuple(failure for failure in group if failure is not first)
+    others = {(failure.member, failure.detail): failure for failure in group}
+    others.pop((first.member, first.detail))
+    victims = tuple(others.values())
     return Culprit(first, victims, _reason(first, victims))
 
 

@@ -110,7 +110,7 @@ class Members:
             start = self._order(key, member, directory / f"{base}.log")
             member.warm = not start.cold
             await self.warm.start(start, START_WITHIN_S)
-        except (ShoalError, OSError) as error:
+        except (ShoalError, OSError, ValueError) as error:
             self._never_started(key, error)
 
     def _on_start(self, key: str, pid: int) -> None:
@@ -148,7 +148,15 @@ class Members:
         cold = env.get("SHOAL_COMPAT", "") not in ("", "0")
         cold = cold or any(env.get(name) != self._warm_environment.get(name) for name in _COLD_VARIABLES)
         return orders.Start(
-            key, order.argv, order.module, order.cwd, env, str(log_path), str(member.why_path), threads, cold
+            key=key,
+            argv=order.argv,
+            module=order.module,
+            cwd=order.cwd,
+            variables={os.fsencode(name): os.fsencode(value) for name, value in env.items()},
+            log_path=str(log_path),
+            why_path=str(member.why_path),
+            threads=threads,
+            cold=cold,
         )
 
     def _threads(self, env: Mapping[str, str], settings: Mapping[str, object]) -> int:
@@ -163,7 +171,7 @@ class Members:
         sharing = self._home.slots or (int(most) if most.isdigit() else self._cores)
         return max(1, self._cores // max(1, sharing))
 
-    def _never_started(self, key: str, error: ShoalError | OSError) -> None:
+    def _never_started(self, key: str, error: ShoalError | OSError | ValueError) -> None:
         if (member := self._alive.pop(key, None)) is None:
             return
         member.born.set()

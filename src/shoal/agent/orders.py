@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from typing import Union
@@ -17,17 +18,24 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Start(Order, frozen=True):
-    """Fork a member. `env` is its whole environment; `cold` executes a new interpreter in the fork."""
+    """Fork a member; `cold` executes a new interpreter in the fork.
+
+    `variables` are its whole environment, as bytes, because the user's may be in any encoding.
+    """
 
     key: str
     argv: tuple[str, ...]
     module: bool
     cwd: str
-    env: dict[str, str]
+    variables: dict[bytes, bytes]
     log_path: str
     why_path: str
     threads: int
     cold: bool = False
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {os.fsdecode(name): os.fsdecode(value) for name, value in self.variables.items()}
 
 
 class Warm(Order, frozen=True):
@@ -63,7 +71,10 @@ _from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(From
 
 
 def pack(order: Order) -> bytes:
+    """An order as it travels; ValueError if it cannot."""
     body = msgspec.msgpack.encode(order)
+    if len(body) > MAX_ORDER_BYTES:
+        raise ValueError(f"an order of {len(body)} bytes; the environment is too large")
     return _LENGTH.pack(len(body)) + body
 
 

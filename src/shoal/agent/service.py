@@ -263,14 +263,20 @@ class Agent:
             raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
         log.info("linked to coordinator %s at %s", welcome.coordinator, self._settings.url)
         self._connected = True
-        jobs = [asyncio.create_task(self._beat(welcome.beat_s)), asyncio.create_task(self._send_all(link))]
+        work = (self._beat(welcome.beat_s), self._send_all(link), self._listen(link))
+        jobs = [asyncio.create_task(part) for part in work]
         try:
-            async for data in link:
-                self._obey(codec.to_agent.decode(data))
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
         finally:
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
+
+    async def _listen(self, link: ClientConnection) -> None:
+        async for data in link:
+            self._obey(codec.to_agent.decode(data))
 
     def _hello(self) -> AgentHello:
         return AgentHello(

@@ -34,6 +34,7 @@ def start_agent(coordinator: Coordinator, tmp_path: Path) -> Iterator[Callable[.
         token: str = TOKEN,
         certificate: str | None = None,
         scheme: str = "http",
+        environ: dict[bytes, bytes] | None = None,
         **popen: Any,
     ) -> RunningAgent:
         directory = tmp_path / "agent"
@@ -46,7 +47,7 @@ def start_agent(coordinator: Coordinator, tmp_path: Path) -> Iterator[Callable[.
             process = subprocess.Popen(
                 [*command, "--preload", preload, *options],
                 stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environb, b"OMP_NUM_THREADS": b"1", **(environ or {})},
                 preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL),
                 **popen,
             )

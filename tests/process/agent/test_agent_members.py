@@ -159,6 +159,19 @@ def test_a_torch_member_starts_warm_single_threaded_and_computes(coordinator, st
     assert "forking from it may hang" not in agent.log.read_text()
 
 
+def test_ps_shows_the_member_and_its_script(coordinator, agent, script):
+    coordinator.start(script("import time; print('up'); time.sleep(60)"), "--fast")
+    coordinator.line("up")
+    assert " ".join(psutil.Process(coordinator.pid_of()).cmdline()).startswith("shoal lab/0: ")
+
+
+def test_an_environment_in_another_encoding_arrives_as_it_is(coordinator, start_agent, script):
+    start_agent(environ={b"LATIN": b"gr\xfc\xdfe"})
+    coordinator.start(script("import os; print(os.environb[b'LATIN'])"))
+    assert coordinator.exit_of().exit_code == 0
+    assert coordinator.lines() == ["b'gr\\xfc\\xdfe'"]
+
+
 def test_the_same_order_twice_starts_one_member(coordinator, agent, script):
     path = script("import time; time.sleep(60)")
     coordinator.start(path)

@@ -97,6 +97,12 @@ def test_among_equals_the_first_is_the_cause():
     assert found.reason == "a/2: ValueError: bad (2 more with the same error)"
 
 
+def test_the_same_error_after_a_restart_is_told_once():
+    failures = [failure(f"a/{i % 2}", 10.0 + i, "user", "ValueError: bad") for i in range(6)]
+    found = root_cause(failures)
+    assert (found.first.at, [victim.member for victim in found.victims]) == (10.0, ["a/1"])
+
+
 def test_failures_long_ago_are_another_story():
     old = failure("a/0", 10.0, "user", "ValueError: old")
     new = failure("a/1", 100.0, "infrastructure", "killed by signal 9")

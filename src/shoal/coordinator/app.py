@@ -23,6 +23,7 @@ from shoal.wire.messages import PROTOCOL
 from shoal.wire.views import Health, Problem, RunSpec, ScaleAsk, StopAsk
 
 HELLO_WITHIN_S = 10.0
+SHUT_DOWN_WITHIN_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_LINES = 10_000
 
@@ -36,6 +37,7 @@ class Api:
     def __init__(self, service: Service, leave: Callable[[], None]) -> None:
         self._service = service
         self._leave = leave
+        self._leaving: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route | WebSocketRoute]:
         return [
@@ -94,8 +96,16 @@ class Api:
 
     async def shutdown(self, _request: Request) -> object:
         self._service.shut_down("the coordinator is shut down")
-        asyncio.get_running_loop().call_later(0.1, self._leave)
+        self._leaving = asyncio.create_task(self._leave_soon())
         return {}
+
+    async def _leave_soon(self) -> None:
+        """When the last run has ended, or has taken too long; the answer to the request is sent first."""
+        deadline = asyncio.get_running_loop().time() + SHUT_DOWN_WITHIN_S
+        await asyncio.sleep(0.1)
+        while self._service.busy and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        self._leave()
 
     async def metrics(self, _request: Request) -> Response:
         from shoal.coordinator.metrics import render

@@ -210,7 +210,8 @@ class Runs:
             if run is None or run.over:
                 continue
             if isinstance(instruction, fl.RunFailed):
-                self._end(run, "failed", _with_failure(instruction.reason, run.failure), instruction.exit_code, now)
+                failure = run.failure if instruction.exit_code == 1 else None
+                self._end(run, "failed", _with_failure(instruction.reason, failure), instruction.exit_code, now)
             elif isinstance(instruction, fl.RunEnded):
                 status = "done" if instruction.exit_code == 0 else run.ends_as
                 self._end(run, status, instruction.reason, instruction.exit_code, now)

@@ -557,6 +557,11 @@ class Service:
         await self.flush()
         return await asyncio.to_thread(self._views.story, run.name, run.created, member, after, limit)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a process that an agent answers for is still alive."""
+        return any(process.alive and process.agent in self.agents for process in self.runs.fleet.processes.values())
+
     def shut_down(self, reason: str) -> None:
         """End what goes on here, so that it can be resumed, and send the agents away."""
         for run in self.runs.runs.values():

@@ -281,6 +281,7 @@ class Wanted:
     losses: Mapping[str, tuple[budget.Loss, ...]] = field(default_factory=dict)
     guests: tuple[str, ...] = ()
     seen: bool = False
+    preempted: bool = False
     alone_since: float | None = None
     generation: int = 0
     regroup: str = ""
@@ -376,13 +377,13 @@ class _Draft:
     # --- moving on
 
     def advance(self) -> None:
-        for name, run in list(self.runs.items()):
-            if run.status == GOING:
-                if run.compat:
-                    self.align(run)
-                else:
-                    self.fill(run)
+        for name in list(self.runs):
             self.settle(name)
+        for run in list(self.runs.values()):
+            if run.status == GOING and run.compat:
+                self.align(run)
+            elif run.status == GOING:
+                self.fill(run)
 
     def fill(self, run: Wanted) -> None:
         for agent in sorted(self.agents.values(), key=lambda a: a.order):
@@ -405,7 +406,7 @@ class _Draft:
         order, incarnation = self.next_incarnation()
         p = Process(run.run, f"{agent.name}/{index}", incarnation, agent.name, STARTING, order)
         self.processes[p.run, p.member] = p
-        self.set_run(run.run, seen=True, alone_since=None)
+        self.set_run(run.run, seen=True, preempted=False, alone_since=None)
         self.asked.append(StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
 
     def start_again(self, p: Process, reason: str) -> None:
@@ -464,6 +465,7 @@ class _Draft:
         agent = self.agents.get(p.agent)
         if cause == "preempted" and (agent is None or agent.notice):
             del self.processes[p.run, p.member]
+            self.set_run(p.run, preempted=True)
             return
         decision = self.judge(run, p.member, cause)
         if isinstance(decision, budget.GiveUp):
@@ -489,6 +491,7 @@ class _Draft:
 
     def give_up(self, p: Process, cause: str, what: str, why: str) -> None:
         if cause == "user":
+            del self.processes[p.run, p.member]
             self.fail(p.run, f"{what} ({why})", 1)
             return
         self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
@@ -694,6 +697,9 @@ def _on_wait_over(draft: _Draft, event: WaitOver) -> None:
         for p in draft.of_run(event.run):
             draft.end(p, "it did not stop in time", grace_s=5.0)
         draft.set_run(event.run, end_by=None)
+    elif event.what == "alone" and draft.runs[event.run].preempted:
+        draft.over(event.run)
+        draft.asked.append(RunEnded(event.run, "every machine went away after a notice, and no other came", 75))
     elif event.what == "alone":
         draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
     elif event.what == "regroup":

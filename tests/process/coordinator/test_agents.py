@@ -146,9 +146,11 @@ def test_the_figures_are_there_for_prometheus(coordinator: Coordinator) -> None:
 def test_shutting_down_sends_the_agents_away_and_leaves_the_run_resumable(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 1, settings=SETTINGS)
-    agent.hear(ms.StartMember)
+    order = agent.hear(ms.StartMember)
     assert coordinator.ask("POST", "/v1/shutdown")[0] == 200
     agent.hear(ms.ShutDown)
+    agent.exited(order, "asked")
     assert coordinator.process.wait(20) == 0
     coordinator.restart()
-    assert coordinator.view(run)["status"] in ("stopping", "resumable")
+    view = coordinator.view(run)
+    assert (view["status"], view["exit_code"]) == ("resumable", 75)

@@ -47,10 +47,7 @@ def test_lanes_follow_the_shares() -> None:
 
 def test_shards_are_shuffled_anew_every_epoch_but_each_is_in_one_place() -> None:
     layout = LaneLayout.of(20, 4, epochs=2, seed=1, shuffle=True)
-    epochs = [
-        [layout.shard(lane, place, epoch) for lane in range(4) for place in range(layout.length(lane))]
-        for epoch in range(2)
-    ]
+    epochs = [[shard for lane in range(4) for shard in layout.lane(lane, epoch)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
     assert epochs[0] != epochs[1]
 
@@ -178,6 +175,23 @@ def test_an_error_in_a_shard_names_the_sample() -> None:
 
     with pytest.raises(SampleFailed, match="sample 1 of shard 0 cannot be read: OSError: disk gone"):
         LaneReader([shard], LaneLayout.of(1, 2)).take(0, 0, (0, 1))
+
+
+def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> None:
+    trouble = ["network down"]
+
+    def shard() -> Iterator[int]:
+        for index in range(5):
+            if index == 3 and trouble:
+                raise OSError(trouble.pop())
+            yield index
+
+    reader = LaneReader([shard], LaneLayout.of(1, 2), collate=list)
+    reader.take(0, 0, (0, 1))
+    with pytest.raises(SampleFailed, match="network down"):
+        reader.take(1, 0, (0, 1))
+    assert reader.take(1, 0, (0, 1)) == ([2, 3], 2, True)
+    assert reader.take(2, 0, (0, 1)) == ([4], 1, False)
 
 
 @pytest.mark.parametrize("known", [2, 4])

@@ -58,34 +58,28 @@ class LaneLayout:
         """How many samples a step takes of each lane."""
         return split(self.size, [1] * self.lanes)
 
-    def length(self, lane: int) -> int:
-        """How many shards a lane has."""
-        return len(range(lane, self.shards, self.lanes))
-
-    def shard(self, lane: int, place: int, epoch: int) -> int:
-        """The shard at this place of a lane."""
-        position = lane + place * self.lanes
-        if not self.shuffle:
-            return position
-        return int(permute(np.array([position], dtype=np.int64), self.shards, self.seed, epoch)[0])
-
-    def locate(self, lane: int, epoch: int, position: int, lengths: Mapping[int, int]) -> tuple[int, int]:
-        """The place in the lane from which to read, and how many samples to pass over there.
-
-        Shards of known length that end before `position` are not even opened.
-        """
-        place = 0
-        while place < self.length(lane):
-            known = lengths.get(self.shard(lane, place, epoch))
-            if known is None or position < known:
-                break
-            position -= known
-            place += 1
-        return place, position
+    def lane(self, number: int, epoch: int) -> list[int]:
+        """The shards of a lane, in the order in which it reads them."""
+        positions = np.arange(number, self.shards, self.lanes, dtype=np.int64)
+        shards = permute(positions, self.shards, self.seed, epoch) if self.shuffle else positions
+        return [int(shard) for shard in shards]
 
     def range_of(self, shares: Sequence[int], rank: int) -> tuple[int, int]:
         """The lanes (start, stop) of a rank, in proportion to the shares; none for a share of 0."""
         return span(split(self.lanes, shares), rank)
+
+
+def locate(shards: Sequence[int], position: int, lengths: Mapping[int, int]) -> tuple[int, int]:
+    """The place in a lane from which to read, and how many samples to pass over there.
+
+    Shards of known length that end before `position` are not even opened.
+    """
+    for place, shard in enumerate(shards):
+        known = lengths.get(shard)
+        if known is None or position < known:
+            return place, position
+        position -= known
+    return len(shards), position
 
 
 def advance(cursor: Cursor, more: bool) -> Cursor:

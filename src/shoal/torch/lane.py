@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from shoal.core.stream import LaneLayout
+from shoal.core.stream import LaneLayout, locate
 from shoal.errors import SampleFailed, ShardChanged, UnusableShard
 from shoal.torch.fetch import failed, sample_seed, seed_all
 
@@ -16,6 +16,7 @@ Lengths = dict[int, int]
 
 # More samples than a shard can have, so that (shard, sample) fits in one number.
 SHARD = 1 << 40
+NOWHERE = 1 << 62
 
 
 class Shards:
@@ -66,8 +67,9 @@ class Lane:
     def __init__(self, shards: Shards, layout: LaneLayout, number: int, epoch: int, lengths: Lengths) -> None:
         self.epoch = epoch
         self._shards = shards
-        self._layout = layout
         self._number = number
+        self._seed_of_run = layout.seed
+        self._numbers = layout.lane(number, epoch)
         self._lengths = lengths
         self._window: deque[Any] = deque()
         self._base = 0
@@ -77,10 +79,8 @@ class Lane:
 
     def take(self, position: int, count: int, keep: int) -> tuple[list[Any], bool]:
         """Samples position…position+count, and whether there is one after them; `keep` samples before stay at hand."""
-        place, rest = self._layout.locate(self._number, self.epoch, position, self._lengths)
-        unopened = place > self._place or self._iterator is None
-        if position < self._base or (unopened and position > self._base + len(self._window)):
-            self._enter(place, rest, position)
+        if not self._base <= position <= self._base + len(self._window):
+            self._seek(position)
         self._discard_below(position - keep)
         start = position - self._base
         while len(self._window) <= start + count and self._read():
@@ -93,11 +93,15 @@ class Lane:
             self._iterator.close()
         self._iterator = None
 
-    def _enter(self, place: int, rest: int, position: int) -> None:
+    def _seek(self, position: int) -> None:
+        """Go back, or over shards that need not be read; within an open shard it is read on."""
+        place, rest = locate(self._numbers, position, self._lengths)
+        if position > self._base and place <= self._place and self._iterator is not None:
+            return
         self.close()
         self._window.clear()
         self._place, self._index, self._base = place, 0, position - rest
-        if place < self._layout.length(self._number):
+        if place < len(self._numbers):
             self._open(rest)
             self._base += self._index
 
@@ -108,7 +112,7 @@ class Lane:
 
     def _read(self) -> bool:
         """Bring one more sample into the window; False at the end of the lane."""
-        while self._place < self._layout.length(self._number):
+        while self._place < len(self._numbers):
             if self._iterator is None:
                 self._open(0)
             try:
@@ -147,12 +151,16 @@ class Lane:
 
     @property
     def _shard(self) -> int:
-        return self._layout.shard(self._number, self._place, self.epoch)
+        return self._numbers[self._place]
 
     def _seed(self, index: int) -> None:
-        seed_all(sample_seed(self._layout.seed, self.epoch, self._shard * SHARD + index))
+        seed_all(sample_seed(self._seed_of_run, self.epoch, self._shard * SHARD + index))
 
     def _unreadable(self, which: str, error: Exception) -> SampleFailed:
+        # A generator that raised is at its end; whoever tries again must open the shard anew, or samples would be lost.
+        self.close()
+        self._window.clear()
+        self._base = NOWHERE
         what = f"{which} of shard {self._shard} cannot be read: {type(error).__name__}: {error}"
         return failed(what, f"lane {self._number}, epoch {self.epoch}", f"try shard {self._shard} alone", error)
 

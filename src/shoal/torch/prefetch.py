@@ -50,6 +50,7 @@ class Prefetch:
     """
 
     def __init__(self, source: Source, workers: int, prefetch: int, pin_memory: bool) -> None:
+        self._owner = os.getpid()
         self._noun = source.noun
         self._depth = workers * prefetch
         self._void = RawArray(ctypes.c_byte, 2 * self._depth)
@@ -70,7 +71,7 @@ class Prefetch:
             persistent_workers=True,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
-            worker_init_fn=_Birth(os.getpid(), self._pids),
+            worker_init_fn=_Birth(self._owner, self._pids),
             generator=torch.Generator(),
         )
         self._stream: Iterator[Any] | None = None
@@ -113,6 +114,8 @@ class Prefetch:
 
     def close(self) -> None:
         """End the workers: politely for a moment, then surely."""
+        if os.getpid() != self._owner:
+            return  # a forked child that cleans up behind itself
         atexit.unregister(self.close)
         self._void[:] = [1] * len(self._void)
         stragglers = threading.Timer(CLOSE_S, _kill, (self._processes,))

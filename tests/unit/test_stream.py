@@ -194,6 +194,21 @@ def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> No
     assert reader.take(2, 0, (0, 1)) == ([4], 1, False)
 
 
+def test_a_sequence_that_failed_once_is_entered_again_at_the_same_place() -> None:
+    class Flaky(list[int]):
+        trouble: ClassVar[list[str]] = ["network down"]
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.trouble:
+                raise OSError(self.trouble.pop())
+            return super().__getitem__(index)
+
+    reader = LaneReader([Flaky(range(9))], LaneLayout.of(1, 2), collate=list)
+    with pytest.raises(SampleFailed, match="network down"):
+        reader.take(2, 0, (0, 1))
+    assert reader.take(2, 0, (0, 1)).batch == [4, 5]
+
+
 @pytest.mark.parametrize("known", [2, 4])
 def test_a_shard_that_changed_its_length_is_found_out(known: int) -> None:
     reader = Opened(3).reader()

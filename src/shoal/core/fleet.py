@@ -428,13 +428,13 @@ class _Draft:
         run = self.runs[name]
         processes = self.of_run(name)
         alive = [p for p in processes if p.alive]
-        waiting = [p for p in processes if p.status in (BACKOFF, GIVEN_UP)]
+        waiting = any(p.status == BACKOFF for p in processes)
         if alive or run.guests or run.status == OVER:
             self.set_run(name, alone_since=None)
         elif run.status == STOPPING:
             self.over(name)
             self.asked.append(RunEnded(name, run.reason, run.exit_code))
-        elif run.status == FINISHING or (processes and not waiting):
+        elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
             self.over(name)
             self.asked.append(RunEnded(name, "all members are done", 0))
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:

@@ -1,0 +1,94 @@
+"""Every event and instruction is worth at most one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from shoal.coordinator import records, story
+from shoal.core import events as ev
+from shoal.core import fleet as fl
+from shoal.core.world import Address, Seat, World
+from shoal.wire.messages import Machine
+from shoal.wire.views import RunSpec
+
+SILENT = {
+    "BecameReady": False,
+    "EnteredWorld": True,
+    "PreparationFailed": True,
+    "Lost": True,
+    "NoticeGiven": True,
+    "MemberLeft": True,
+    "Claimed": True,
+    "Progressed": True,
+    "StopAsked": True,
+    "ScaleAsked": True,
+    "TimerFired": True,
+    "CoordinatorRestarted": True,
+    "Grant": True,
+    "TellFulfilled": True,
+    "Opened": True,
+    "RunWanted": True,
+    "MemberSilent": True,
+    "MemberBack": True,
+    "GuestsChanged": True,
+    "Scaled": True,
+    "RunStopping": True,
+    "RunFinished": True,
+    "WaitOver": True,
+    "MachineKnown": True,
+    "Measured": True,
+}
+VALUES: dict[str, Any] = {
+    "str": "x",
+    "int": 3,
+    "int | None": 3,
+    "float": 1.0,
+    "float | None": 1.0,
+    "bool": True,
+    "Address": Address("h", 1),
+    "World": World(2, (Seat("x", "1", Address("h", 1)),), 5),
+    "RunSpec": RunSpec("t", ("t.py",), "/", (1, 2)),
+    "Machine": Machine("m", 1, 1),
+    "budget.BudgetSettings": fl.DEFAULT_RESTARTS,
+}
+KINDS = [
+    kind
+    for union in (ev.Event, ev.Instruction, fl.Event, fl.Instruction, records.RunEvent)
+    for kind in union.__args__  # type: ignore[attr-defined]
+]
+
+
+def example(kind: type) -> Any:
+    fields = dataclasses.fields(kind)
+    return kind(**{f.name: VALUES.get(str(f.type), () if str(f.type).startswith("tuple") else {}) for f in fields})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_has_its_sentence_or_is_silent_on_purpose(kind: type) -> None:
+    lines = story.tell(7, 1.0, "r", example(kind), [])
+    assert len(lines) == (0 if SILENT.get(kind.__name__) else 1)
+    for line in lines:
+        assert line.text
+        assert (line.seq, line.kind) == (700, kind.__name__)
+
+
+def test_a_world_is_told_with_its_members_and_its_reason() -> None:
+    world = World(2, (Seat("a/0", "1", Address("h", 1)), Seat("b/0", "1", Address("h", 1))), 17)
+    (line,) = story.tell(1, 1.0, "r", ev.TimerFired("gather"), [("r", ev.FormWorld(world, (), "two of three"))])
+    assert line.text == "world 2 begins at step 17 with a/0, b/0"
+    assert (line.reason, line.world, line.step) == ("two of three", 2, 17)
+
+
+def test_an_exception_is_told_with_its_place() -> None:
+    raised = records.MemberRaised("a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n')
+    (line,) = story.tell(1, 1.0, "r", raised, [])
+    assert (line.text, line.reason) == ("a/0 raised ValueError: bad", 'File "t.py", line 3, in f')
+
+
+def test_lines_are_numbered_in_the_order_of_the_journal() -> None:
+    asked = [("r", ev.Say("one")), ("r", ev.Say("two"))]
+    lines = story.tell(3, 1.0, "r", ev.Disconnected("a/0"), asked) + story.tell(4, 1.0, "r", ev.Disconnected("a/0"), [])
+    assert [line.seq for line in lines] == [300, 301, 302, 400]

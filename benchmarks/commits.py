@@ -24,7 +24,7 @@ class Commit:
     samples: int
 
 
-class TimedOut(Exception):
+class TimedOutError(Exception):
     """What was waited for did not happen in time."""
 
 
@@ -59,7 +59,7 @@ class Commits:
     def wait_for(
         self, found: Callable[[Commit], bool], since: float, timeout_s: float, alive: Callable[[], bool] = lambda: True
     ) -> Commit:
-        """The first commit after `since` that `found` accepts; TimedOut if none comes, or the job is over."""
+        """The first commit after `since` that `found` accepts; TimedOutError if none comes, or the job is over."""
         ends = time.monotonic() + timeout_s
         while True:
             over = not alive() or time.monotonic() > ends
@@ -67,7 +67,7 @@ class Commits:
                 if found(commit):
                     return commit
             if over:
-                raise TimedOut(f"no such commit in {timeout_s:.0f} s")
+                raise TimedOutError(f"no such commit in {timeout_s:.0f} s")
             time.sleep(0.02)
 
     def wait_until_steady(self, members: int, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> list[int]:
@@ -83,7 +83,7 @@ class Commits:
             if len(steady) == members and time.monotonic() - commits[-1].at < 2.0:
                 return sorted(steady)
             time.sleep(0.05)
-        raise TimedOut(f"{members} members did not train together within {timeout_s:.0f} s")
+        raise TimedOutError(f"{members} members did not train together within {timeout_s:.0f} s")
 
 
 def step_time_s(commits: list[Commit]) -> float:

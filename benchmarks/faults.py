@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks import processes
-from benchmarks.commits import Commit, TimedOut, longest_gap_s, step_time_s, steps_lost
+from benchmarks.commits import Commit, TimedOutError, longest_gap_s, step_time_s, steps_lost
 from benchmarks.sides.side import MOST_MEMBERS, Side
 
 STEADY_S = 120.0
@@ -40,7 +40,7 @@ def hang(side: Side, chance: random.Random) -> Figures:
             processes.send(victim, signal.SIGCONT)
     try:
         side.commits.wait_until_steady(MOST_MEMBERS, 20.0, side.alive)
-    except TimedOut:
+    except TimedOutError:
         if processes.is_running(victim):
             processes.send(victim, signal.SIGKILL)
     return figures
@@ -54,7 +54,7 @@ def notice(side: Side, chance: random.Random) -> Figures:
     at = processes.send(victim, signal.SIGTERM)
     while processes.is_running(victim):
         if time.monotonic() - at > RECOVERY_S:
-            raise TimedOut("the member did not go")
+            raise TimedOutError("the member did not go")
         time.sleep(0.002)
     gone_s = time.monotonic() - at
     return {"gone_s": gone_s, **_recovery(side, at, pids, victim)}
@@ -145,7 +145,7 @@ def _first_contribution(side: Side, at: float, pids: list[int]) -> Commit:
 
 
 def _stall_s(side: Side, at: float, event: float, others: list[int]) -> float:
-    """The longest time in which one of the others did not commit until after `event`, beyond the usual time of a step."""
+    """The longest wait for a commit that one of the others had up to `event`, beyond the usual time of a step."""
     usual_s = step_time_s(side.commits.before(at)[-60:])
     around = [commit for commit in side.commits.after(at - 3 * usual_s) if commit.at <= event + max(0.1, usual_s)]
     lasting = {commit.pid for commit in around if commit.at >= event} & set(others)

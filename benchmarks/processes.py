@@ -61,6 +61,12 @@ def end_all() -> None:
         psutil.wait_procs(tree, timeout=1)
 
 
+def below(started: Sequence[subprocess.Popen[bytes]]) -> set[int]:
+    """The pids of these processes and of all that they started."""
+    trees = [psutil.Process(process.pid) for process in started]
+    return {one.pid for tree in trees for one in (tree, *tree.children(recursive=True))}
+
+
 def _kill(tree: Sequence[psutil.Process]) -> None:
     for process in tree:
         try:

@@ -37,6 +37,9 @@ class PlainDdp(Side):
     def remove(self, pid: int) -> None:
         raise NotImplementedError("plain DDP cannot shrink")
 
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return self._members
+
     def end(self) -> None:
         for member in self._members:
             processes.end(member)

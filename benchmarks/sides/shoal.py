@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 
@@ -17,7 +18,7 @@ class Shoal(Side):
     """All settings are the defaults."""
 
     name = "shoal"
-    settings = {"all": "defaults"}
+    settings: ClassVar[dict[str, Any]] = {"all": "defaults"}
 
     def start(self, members: int) -> None:
         self._shoal = str(Path(sys.executable).parent / "shoal")
@@ -25,8 +26,7 @@ class Shoal(Side):
         self._home = self.directory / "coordinator"
         self._agents: list[subprocess.Popen[bytes]] = []
         self.start_coordinator()
-        for _ in range(members):
-            self.add()
+        self._offer(members)
         script = [str(SCRIPTS / "train_shoal.py"), *self.load.arguments(self.directory)]
         self._run = self._command("run", ["-n", f"1:{MOST_MEMBERS}", *self._place(url_option=True), *script], "run.log")
 
@@ -42,17 +42,24 @@ class Shoal(Side):
     def alive(self) -> bool:
         return self._run.poll() is None
 
-    def add(self) -> None:
+    def add(self, slots: int = 1) -> None:
         number = len(self._agents)
-        offer = ["--name", f"machine{number}", "--slots", "1"]
+        offer = ["--name", f"machine{number}", "--slots", str(slots)]
         self._agents.append(self._command("join", [*offer, *self._place()], f"agent{number}.log"))
+
+    def _offer(self, members: int) -> None:
+        for _ in range(members):
+            self.add()
 
     def remove(self, pid: int) -> None:
         above = {process.pid for process in psutil.Process(pid).parents()}
         processes.end(next(agent for agent in self._agents if agent.pid in above))
 
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [self._run, *self._agents, self._coordinator]
+
     def end(self) -> None:
-        for process in (self._run, *self._agents, self._coordinator):
+        for process in self.processes():
             processes.end(process)
 
     def _place(self, url_option: bool = False) -> list[str]:
@@ -61,3 +68,10 @@ class Shoal(Side):
 
     def _command(self, verb: str, arguments: list[str], log: str) -> subprocess.Popen[bytes]:
         return processes.start([self._shoal, verb, *arguments], self.directory / log, self._env)
+
+
+class ShoalOnOneMachine(Shoal):
+    """The usual case: one agent, whose warm process all members are forked from."""
+
+    def _offer(self, members: int) -> None:
+        self.add(slots=members)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from benchmarks.commits import Commits
 from benchmarks.processes import ROOT
@@ -31,7 +33,7 @@ class Side(ABC):
     """A job under way; the pids of its members are those of its commit logs."""
 
     name: str
-    settings: dict[str, object] = {}
+    settings: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, directory: Path, load: Load) -> None:
         self.directory = directory
@@ -56,7 +58,7 @@ class Side(ABC):
 
     def can_lose(self, pid: int) -> bool:
         """Whether the job is made to survive the loss of this member's machine."""
-        return True
+        return pid > 0
 
     def stop_coordinator(self) -> None:
         """Kills what decides membership, with -9."""
@@ -65,6 +67,10 @@ class Side(ABC):
     def start_coordinator(self) -> None:
         """Starts it again where it was."""
         raise NotImplementedError(f"{self.name} has no coordinator to lose")
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """What was started for the job; everything of it is below these."""
+        return []
 
     @abstractmethod
     def end(self) -> None:

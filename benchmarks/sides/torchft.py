@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from typing import Any, ClassVar
 
 from benchmarks import environments, processes
 from benchmarks.sides.side import MOST_MEMBERS, SCRIPTS, Side
@@ -16,7 +17,7 @@ class Torchft(Side):
     """Tuned: heartbeats, ticks and timeouts short; the join timeout as its README has it."""
 
     name = "torchft"
-    settings = {
+    settings: ClassVar[dict[str, Any]] = {
         "quorum_tick_ms": 10,
         "join_timeout_ms": 10_000,
         "heartbeat_timeout_ms": 500,
@@ -101,4 +102,4 @@ class HastyTorchft(Torchft):
     """Does not wait for members that are still heartbeating: faster, but replicas that are late form worlds apart."""
 
     name = "torchft-hasty"
-    settings = {**Torchft.settings, "join_timeout_ms": 200, "heartbeat_timeout_ms": 300}
+    settings: ClassVar[dict[str, Any]] = {**Torchft.settings, "join_timeout_ms": 200, "heartbeat_timeout_ms": 300}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -17,7 +17,7 @@ class Torchrun(Side):
     """Waits are cut as far as its documentation allows: a last call of seconds, keep-alives every second."""
 
     name = "torchrun"
-    settings = {
+    settings: ClassVar[dict[str, Any]] = {
         "rdzv": {
             "join_timeout": 120,
             "last_call_timeout": 3,
@@ -41,7 +41,7 @@ class Torchrun(Side):
 
     def add(self) -> None:
         number = len(self._agents)
-        settings: dict[str, Any] = {**self.settings["rdzv"], "is_host": int(number == 0)}  # type: ignore[dict-item]
+        settings: dict[str, Any] = {**self.settings["rdzv"], "is_host": int(number == 0)}
         command = [
             str(self._bin / "torchrun"),
             f"--nnodes=1:{MOST_MEMBERS}",

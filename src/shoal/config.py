@@ -55,6 +55,7 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
     name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
+    preload: Annotated[str, Meta(description="modules that members find imported, such as torch,torchvision")] = ""
     notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure or file:PATH")] = ""
     notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""
     notice_grace_s: Annotated[float, Meta(ge=0, description="time to hand over after SIGTERM to the agent")] = 30.0

@@ -52,6 +52,7 @@ def agent_options(choices: Choices) -> tuple[str, ...]:
     """The options of an agent that come from settings."""
     given = {
         "--interface": choices.text("interface"),
+        "--preload": choices.text("preload"),
         "--notice-source": choices.text("notice.source"),
         "--notice-url": choices.text("notice.url"),
         "--grace": choices.text("notice.grace_s"),

@@ -56,11 +56,11 @@ def test_the_run_carries_all_settings_and_the_scripts_own_arguments(
 
 
 def test_the_agent_keeps_its_logs_where_the_coordinator_looks_for_them(tmp_path: Path) -> None:
-    choices = sources.choose(tmp_path, {}, ("notice.source=aws", "interface=lo"))
+    choices = sources.choose(tmp_path, {}, ("notice.source=aws", "interface=lo", "preload=json"))
     rendered = launch.render(tmp_path / "c", choices, None)
     words = " ".join(rendered.agent)
     assert f"--dir {tmp_path / 'c'}" in words
-    assert "--interface lo --notice-source aws" in words
+    assert "--interface lo --preload json --notice-source aws" in words
 
 
 def test_a_home_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:

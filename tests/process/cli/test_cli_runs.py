@@ -1,0 +1,136 @@
+"""`shoal run` with real coordinators and agents."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+def test_a_run_shows_its_members_lines_and_leaves_no_process(stage: Any) -> None:
+    ran = stage.shoal("run", "-n", "2", "--name", "greet", "hello.py")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "local/0 | hello from local/0" in ran.stdout
+    assert "local/1 | hello from local/1" in ran.stdout
+    assert stage.all_gone()
+    (view,) = stage.runs()
+    assert (view["name"], view["status"], view["exit_code"]) == ("greet", "done", 0)
+    assert "hello from local/1" in stage.shoal("logs", "greet", "--member", "local/1").stdout
+    assert "the run ended with exit code 0" in stage.shoal("why", "greet").stdout
+    assert "greet" in stage.shoal("status", "gre").stdout
+
+
+def test_a_script_that_raises_ends_with_one_and_its_cause_first(stage: Any) -> None:
+    ran = stage.shoal("run", "--set", "budget.user=0", "raise.py")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert ran.stderr.startswith("cause       local/0: ValueError: no such thing")
+    assert stage.all_gone()
+
+
+def test_nothing_outlives_a_killed_shoal_run(stage: Any) -> None:
+    process = stage.start("run", "-n", "2", "wait.py")
+    stage.wait("members run", lambda: stage.out().count("| waiting") == 2)
+    process.kill()
+    process.wait()
+    stage.wait("all processes are gone", stage.all_gone)
+    assert [view["status"] for view in stage.runs()] == ["resumable"]
+
+
+def test_a_killed_coordinator_comes_back_at_its_address(stage: Any) -> None:
+    process = stage.start("run", "until.py", str(stage.path / "go"))
+    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    url = (stage.directory() / "url").read_text()
+    stage.process("shoal.coordinator").kill()
+    stage.wait("it is said", lambda: "the coordinator died (killed by SIGKILL) and was started again" in stage.out())
+    (stage.path / "go").touch()
+    assert process.wait(60) == 0, stage.out()
+    assert (stage.directory() / "url").read_text() == url
+    assert stage.out().count("| pid") == 1, "the member was restarted"
+
+
+def test_a_killed_agent_comes_back_and_so_do_its_members(stage: Any) -> None:
+    process = stage.start("run", "until.py", str(stage.path / "go"))
+    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    stage.process("shoal.agent").kill()
+    stage.wait("the member runs again", lambda: stage.out().count("| pid") == 2)
+    (stage.path / "go").touch()
+    assert process.wait(60) == 0, stage.out()
+    stage.wait("all processes are gone", stage.all_gone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupt_stops_the_run_in_order(stage: Any, number: signal.Signals) -> None:
+    process = stage.start("run", "wait.py")
+    stage.wait("the member runs", lambda: "| waiting" in stage.out())
+    process.send_signal(number)
+    assert process.wait(90) == 75, stage.out()
+    assert "shoal resume wait-" in stage.out()
+    stage.wait("all processes are gone", stage.all_gone)
+
+
+def test_a_second_interrupt_ends_it_now(stage: Any) -> None:
+    process = stage.start("run", "wait.py")
+    stage.wait("the member runs", lambda: "| waiting" in stage.out())
+    process.send_signal(signal.SIGINT)
+    stage.wait("the first is understood", lambda: "stopping after a checkpoint" in stage.out())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) != 0, stage.out()
+    stage.wait("all processes are gone", stage.all_gone)
+
+
+def test_a_detached_run_lives_until_it_is_stopped(stage: Any) -> None:
+    ran = stage.shoal("run", "--detach", "--json", "wait.py")
+    assert ran.returncode == 0, ran.stderr
+    (view,) = stage.runs()
+    assert view["status"] not in ("done", "failed", "stopped")
+    stage.wait("the member runs", lambda: "waiting" in stage.shoal("logs").stdout)
+    assert [node["agent"]["agent"] for node in stage.json("nodes")] == ["local"]
+    stopped = stage.shoal("stop", view["run"], "--now")
+    assert stopped.returncode == 0, stopped.stderr
+    stage.wait("all processes are gone", stage.all_gone)
+    assert [one["status"] for one in stage.runs()] == ["stopped"]
+
+
+def test_a_detached_run_has_its_coordinator_restarted_too(stage: Any) -> None:
+    assert stage.shoal("run", "--detach", "until.py", str(stage.path / "go")).returncode == 0
+    stage.wait("the member runs", lambda: "pid" in stage.shoal("logs").stdout)
+    stage.process("shoal.coordinator").kill()
+    (stage.path / "go").touch()
+    stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
+    stage.wait("all processes are gone", stage.all_gone)
+
+
+def test_scale_adds_members(stage: Any) -> None:
+    process = stage.start("run", "-n", "1:1", "until.py", str(stage.path / "go"))
+    stage.wait("the member runs", lambda: stage.out().count("| pid") == 1)
+    scaled = stage.shoal("scale", "until", "1:2")
+    assert scaled.returncode == 0, scaled.stderr
+    stage.wait("another member runs", lambda: stage.out().count("| pid") == 2)
+    (stage.path / "go").touch()
+    assert process.wait(60) == 0
+
+
+def test_a_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> None:
+    process = stage.start("run", "until.py", str(stage.path / "go"))
+    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    assert stage.shoal("stop", "until", "--now").returncode == 0
+    assert process.wait(60) == 75
+    assert stage.shoal("scale", "until", "2").returncode == 2
+    process = stage.start("resume", "until", "-n", "2")
+    stage.wait("two members run", lambda: stage.out().count("| pid") == 3)
+    (stage.path / "go").touch()
+    assert process.wait(60) == 0, stage.out()
+    assert [view["status"] for view in stage.runs()] == ["done"]
+
+
+def test_a_module_runs_too(stage: Any) -> None:
+    package = stage.path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("import sys\nprint('module', __name__, sys.argv[1:], flush=True)\n")
+    ran = stage.shoal("run", "-m", "mine.train", "--lr", "1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "local/0 | module __main__ ['--lr', '1']" in ran.stdout

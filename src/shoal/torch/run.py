@@ -204,6 +204,8 @@ class Run:
         scaled = loss * (own / turn.nominal)
         if self._session.broken:
             return
+        if turn.backwards == 1:
+            self._bucket_up()
         if turn.last_piece:
             self._exchange(turn, scaled)
         elif own:
@@ -281,7 +283,6 @@ class Run:
         session.phase("data")
         ghosts = world.ghosts if step == self._first_step(world.number, step) else ()
         pieces = feed.pieces(step, session.rank, world.size, ghosts)
-        self._bucket_up()
         turn = Turn(step, feed.cursor(step).epoch, pieces, feed.nominal(step), exchange)
         self._last, self._turn = self._turn, turn
         _seed_everything(seed, step, session.rank)
@@ -310,9 +311,9 @@ class Run:
 
     def _undo_uncommitted(self) -> None:
         turn = self._turn
-        if turn is not None and not turn.committed and self._statistics is not None and self._buckets is not None:
+        if turn is not None and not turn.committed and self._statistics is not None:
             self._statistics.put_back()
-            for parameter in self._buckets.parameters:
+            for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
 
     def _bucket_up(self) -> None:

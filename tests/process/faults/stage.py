@@ -182,7 +182,8 @@ class Stage:
             out.mkdir()
             plan = {k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width")}
             environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan)}
-            subprocess.run([sys.executable, str(SCRIPT)], env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
+            command = [sys.executable, str(SCRIPT)]
+            subprocess.run(command, env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
         found: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
         return found
 

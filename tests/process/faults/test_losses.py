@@ -14,9 +14,7 @@ POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "af
 
 
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
-    deaths = [
-        {"member": f"local/{index % 3}", "step": 3 + 4 * index, "point": point} for index, point in enumerate(POINTS[:3])
-    ]
+    deaths = [{"member": f"local/{i % 3}", "step": 3 + 4 * i, "point": p} for i, p in enumerate(POINTS[:3])]
     deaths += [{"member": "local/0", "step": 17, "point": "in the optimizer"}]
     with staged(tmp_path, "2:3", die=deaths, pause_s=0.02, epochs=6) as run:
         run.finish()

@@ -54,7 +54,8 @@ def main() -> None:
     deaths = {(d["step"], d["point"]) for d in PLAN.get("die", []) if d["member"] == run.member and first_life}
 
     def record(event: str, **fields) -> None:
-        log.write(json.dumps({"event": event, "member": run.member, "pid": os.getpid(), "at": time.time(), **fields}) + "\n")
+        base = {"event": event, "member": run.member, "pid": os.getpid(), "at": time.time()}
+        log.write(json.dumps(base | fields) + "\n")
 
     def die(point: str) -> None:
         if (run.step, point) in deaths:

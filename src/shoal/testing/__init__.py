@@ -1,0 +1,1 @@
+"""Doubles and stages for tests of Shoal and of scripts that use it."""

@@ -123,9 +123,9 @@ class Fake:
     def say(self, message: ms.Message) -> None:
         self.socket.send(self.codec.encode(message))
 
-    def hear(self, kind: type[M]) -> M:
+    def hear(self, kind: type[M], within_s: float = WAIT_S) -> M:
         """The next message of this kind; others are passed over."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + within_s
         while True:
             message = self.codec.decode(self.socket.recv(timeout=max(0.01, deadline - time.monotonic())))
             if isinstance(message, kind):

@@ -40,8 +40,7 @@ def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordi
     assert problem["code"] == "S520"
     size = path.stat().st_size
     with pytest.raises(TimeoutError):
-        while not isinstance(members[0].codec.decode(members[0].socket.recv(timeout=0.5)), ms.Form):
-            pass
+        members[0].hear(ms.Form, within_s=0.5)
     assert path.stat().st_size == size
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert members[0].hear(ms.Form).world.step == 5

@@ -1,0 +1,193 @@
+"""Agents and members come, go, crash and are told to in any order; replaying the journal gives the same state.
+
+The agents here do as they are told, but messages to them may be lost with their connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.coordinator import records
+from shoal.coordinator.runs import Runs
+from shoal.core import events as ev
+from shoal.core import fleet as fl
+from shoal.core import membership as mb
+from shoal.core.world import Address
+from shoal.store import journal
+from shoal.wire.views import RunSpec
+
+AGENTS = st.sampled_from(["a", "b"])
+RUNS = st.sampled_from(["r", "c"])
+
+
+class Fleet(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = Runs()
+        self.entries: list[journal.Entry] = []
+        self.now = 1000.0
+        self.slots: dict[str, int | None] = {"a": None, "b": 2}
+        self.linked: set[str] = set()
+        self.alive: dict[str, set[tuple[str, str, str]]] = {"a": set(), "b": set()}
+        self.ends: list[tuple[str, str]] = []
+
+    def on(self, run: str, event: Any) -> None:
+        entry = journal.entry_of(len(self.entries) + 1, self.now, run, event)
+        self.entries.append(entry)
+        for name, asked in self.runs.apply(run, event, self.now):
+            self.obey(name, asked)
+
+    def obey(self, run: str, asked: Any) -> None:
+        if isinstance(asked, fl.StartProcess) and asked.agent in self.linked:
+            self.alive[asked.agent].add((asked.run, asked.member, asked.incarnation))
+        elif isinstance(asked, (fl.RunEnded, fl.RunFailed)):
+            self.ends.append((run, type(asked).__name__))
+
+    @initialize(low=st.integers(1, 2), more=st.integers(0, 2))
+    def begin(self, low: int, more: int) -> None:
+        self.on("", fl.Opened("s0"))
+        settings = {"budget.user": 1, "budget.infrastructure": 3, "lease_s": 3.0}
+        for run, compat in (("r", ""), ("c", "torchrun")):
+            spec = RunSpec(run, ("t.py",), "/", (low, low + more), compat=compat)
+            self.on(run, records.RunCreated(spec, settings))
+
+    @rule(agent=AGENTS)
+    def connect(self, agent: str) -> None:
+        if agent not in self.linked:
+            self.linked.add(agent)
+            self.on("", fl.AgentJoined(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
+
+    @rule(agent=AGENTS, dies=st.booleans())
+    def cut(self, agent: str, dies: bool) -> None:
+        if agent in self.linked:
+            self.linked.discard(agent)
+            if dies:
+                self.alive[agent].clear()
+            self.on("", fl.AgentAway(agent))
+
+    @rule(agent=AGENTS)
+    def notice(self, agent: str) -> None:
+        if agent in self.linked:
+            self.on("", fl.AgentNotice(agent, 30.0, "spot"))
+
+    def _processes(self, linked_only: bool = True) -> list[tuple[str, tuple[str, str, str]]]:
+        names = self.linked if linked_only else self.alive
+        return [(agent, name) for agent in sorted(names) for name in sorted(self.alive[agent])]
+
+    @precondition(lambda self: self._processes())
+    @rule(data=st.data(), cause=st.sampled_from(["done", "user", "infrastructure", "preempted"]))
+    def exit(self, data: st.DataObject, cause: str) -> None:
+        agent, name = data.draw(st.sampled_from(self._processes()))
+        self.alive[agent].discard(name)
+        self.on(name[0], fl.ProcessExited(*name, cause))
+
+    @precondition(lambda self: self._processes())
+    @rule(data=st.data())
+    def hello(self, data: st.DataObject) -> None:
+        _, (run, member, incarnation) = data.draw(st.sampled_from(self._processes()))
+        if run == "r" and not self.runs.runs[run].over:
+            self.on(run, ev.Hello(member, incarnation, Address("h", 1)))
+            self.on(run, ev.BecameReady(member, "model", None))
+
+    @rule()
+    def guest(self) -> None:
+        if not self.runs.runs["r"].over:
+            self.on("r", ev.Hello("guest/0", "g", Address("h", 1)))
+
+    @rule(run=RUNS, low=st.integers(1, 2), more=st.integers(0, 3))
+    def scale(self, run: str, low: int, more: int) -> None:
+        self.on(run, ev.ScaleAsked(low, low + more))
+
+    @rule(run=RUNS)
+    def stop(self, run: str) -> None:
+        self.on(run, records.StopRequested("enough", True, 5.0))
+
+    @rule(run=RUNS)
+    def resume(self, run: str) -> None:
+        self.on(run, records.RunResumed(1, 2))
+
+    @rule()
+    def restart(self) -> None:
+        """The coordinator is killed and reads its journal."""
+        again = Runs()
+        for entry in self.entries:
+            again.apply(entry.run, journal.event_of(entry, records.KINDS), entry.at)
+        assert again == self.runs
+        self.runs = again
+        self.linked.clear()
+        self.on("", fl.Opened(f"s{len(self.entries)}"))
+        for run in [run for run in self.runs.runs.values() if not run.over]:
+            self.on(run.name, ev.CoordinatorRestarted())
+
+    @rule(seconds=st.sampled_from([0.1, 1.1, 4.0, 11.0, 70.0]))
+    def wait(self, seconds: float) -> None:
+        """Time goes by; agents have ended by then whatever they were asked to end."""
+        self.now += seconds
+        for agent in sorted(self.linked):
+            for name in sorted(self.alive[agent]):
+                process = self.runs.fleet.processes.get(name[:2])
+                if process is None or process.incarnation != name[2] or process.status == fl.ENDING:
+                    self.alive[agent].discard(name)
+                    self.on(name[0], fl.ProcessExited(*name, "asked"))
+        for run in self.runs.runs.values():
+            if not run.over:
+                for event in mb.due(run.membership, {}, self.now):
+                    self.on(run.name, event)
+        for wait in fl.due(self.runs.fleet, self.now):
+            self.on(wait.run, wait)
+
+    @invariant()
+    def no_agent_holds_more_than_its_slots(self) -> None:
+        for agent in self.runs.fleet.agents.values():
+            if agent.slots is not None:
+                held = [p for p in self.runs.fleet.processes.values() if p.agent == agent.name]
+                assert len(held) <= agent.slots
+
+    @invariant()
+    def incarnations_are_never_used_twice(self) -> None:
+        found = [p.incarnation for p in self.runs.fleet.processes.values()]
+        assert len(found) == len(set(found))
+
+    @invariant()
+    def an_ended_run_starts_nothing(self) -> None:
+        for run in self.runs.runs.values():
+            wanted = self.runs.fleet.runs[run.name]
+            assert run.over == (wanted.status == fl.OVER)
+            if run.over:
+                assert run.exit_code is not None
+                assert not [p for p in self.runs.fleet.of_run(run.name) if p.status in (fl.STARTING, fl.RUNNING)]
+
+    @invariant()
+    def a_compat_group_is_never_larger_than_asked(self) -> None:
+        """Unless one is done already, or an agent is away that might come back to what it had."""
+        wanted = self.runs.fleet.runs.get("c")
+        away = any(agent.away_since is not None for agent in self.runs.fleet.agents.values())
+        processes = self.runs.fleet.of_run("c")
+        done = any(p.status == fl.DONE for p in processes)
+        if wanted is not None and wanted.status == fl.GOING and not away and not done:
+            assert len([p for p in processes if p.status in (fl.STARTING, fl.RUNNING)]) <= wanted.max_members
+
+    def teardown(self) -> None:
+        """When one agent stays and time goes by, every run that goes on has processes, or has ended."""
+        if "r" not in self.runs.runs:
+            return
+        self.now += 200.0
+        for wait in fl.due(self.runs.fleet, self.now):
+            self.on(wait.run, wait)
+        self.connect("a")
+        for _ in range(6):
+            self.wait(11.0)
+        for run in self.runs.runs.values():
+            if not run.over and self.runs.fleet.runs[run.name].status == fl.GOING:
+                processes = self.runs.fleet.of_run(run.name)
+                assert processes, run.name
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

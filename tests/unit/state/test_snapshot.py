@@ -86,6 +86,17 @@ def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
         snapshot.piece("a", 0, 0, 40)
 
 
+def test_copies_are_let_go_as_soon_as_everybody_has_read_them():
+    snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
+    snapshot.freeze()
+    for reader in "ab":
+        snapshot.piece(reader, 0, 0, 100)
+        snapshot.piece(reader, 1, 0, 10)
+    with pytest.raises(PieceGone):
+        snapshot.piece("a", 0, 0, 100)
+    assert snapshot.piece("a", 1, 10, 50) == b"\x07" * 40
+
+
 def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
     live = memory(100)
     snapshot = Snapshot(0, b"", live, readers=1)

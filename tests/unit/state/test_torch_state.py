@@ -225,9 +225,11 @@ def test_restored_state_does_not_depend_on_read_only_memory():
     read_only = copied(buffers)
     for buffer in read_only:
         buffer.flags.writeable = False
+    before = [buffer.copy() for buffer in read_only]
     state.restore({"optimizer": optimizers[1]}, header, read_only)
     target(torch.ones(1, 200)).sum().backward()
     optimizers[1].step()
+    assert all(np.array_equal(old, new) for old, new in zip(before, read_only, strict=True))
 
 
 def test_the_checksum_sees_one_bit():

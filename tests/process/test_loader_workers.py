@@ -72,7 +72,13 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 
 
 def always_ahead(span: tuple[int, int]) -> Callable[[int], tuple[int, int] | None]:
-    return lambda step: span if step < ORDER.total_steps else None
+    def ahead(step: int) -> tuple[int, int] | None:
+        if step >= ORDER.total_steps:
+            return None
+        size = ORDER.size_of(step)
+        return min(span[0], size), min(span[1], size)
+
+    return ahead
 
 
 def gone(pid: int, within_s: float = 10.0) -> bool:
@@ -149,6 +155,21 @@ def test_a_ghost_is_fed_by_the_workers_too(closing: Callable[[Any], Any]) -> Non
     loader = closing(ShareLoader(Counted(), ORDER, workers=1))
     assert loader.ghost(0).shape == (2, 4)
     assert loader.take(0, (0, 4), always_ahead((0, 4)))[0].shape == (4, 4)
+
+
+def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], Any]) -> None:
+    data = Counted()
+    loader = closing(ShareLoader(data, ORDER, workers=1))
+    loader.start()
+    loader.ghost(4)
+    assert loader.take(4, (0, 0), lambda step: (0, 8) if step == 5 else None) == []
+    wanted = ORDER.ids(5, 0, 8).tolist()
+    deadline = time.monotonic() + 20
+    while not all(data.reads[index] for index in wanted) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before = list(data.reads)
+    loader.take(5, (0, 8), lambda _: None)
+    assert list(data.reads) == before
 
 
 def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:

@@ -64,9 +64,11 @@ class ShareLoader:
 
     def take(self, step: int, span: Span, ahead: Ahead) -> list[Batch]:
         """The pieces of this span of global batch `step`; ahead(later step) says what will probably be asked for."""
-        if span[0] == span[1]:
-            return []
-        return self._get(Key(step, *span, self.micro), ahead)
+        if span[0] < span[1]:
+            return self._get(Key(step, *span, self.micro), ahead)
+        if self._prefetch:
+            self._prefetch.look_ahead(step, self._foresight(ahead))
+        return []
 
     def ghost(self, step: int) -> Batch:
         """A tiny batch for a member with an empty share: it computes along, and counts for nothing."""
@@ -80,15 +82,18 @@ class ShareLoader:
         if self._prefetch:
             self._prefetch.close()
 
-    def _get(self, key: Key, ahead: Ahead) -> list[Any]:
+    def _foresight(self, ahead: Ahead) -> Callable[[int], Key | None]:
         micro = self.micro
 
         def foresee(step: int) -> Key | None:
             span = ahead(step)
             return None if span is None or span[0] == span[1] else Key(step, *span, micro)
 
+        return foresee
+
+    def _get(self, key: Key, ahead: Ahead) -> list[Any]:
         if self._prefetch:
-            pieces: list[Any] = self._prefetch.get(key, foresee)
+            pieces: list[Any] = self._prefetch.get(key, self._foresight(ahead))
             return pieces
         if self._fetcher.quiet and not key.bare:
             return self._fetcher.read(key, always) or []

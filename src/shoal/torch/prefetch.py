@@ -112,6 +112,16 @@ class Prefetch:
             raise answer.error
         return answer
 
+    def look_ahead(self, step: int, foresee: Foresight) -> None:
+        """Set idle workers to what is foreseen after `step`, in which nothing is asked of them; waits for nothing."""
+        self._now, self._foresee = Key(step, 0, 0, None), cache(foresee)
+        self._forget()
+        if self._following() is not None:
+            self.start()
+            while next(iter(self._flying.values())) is None and self._following() is not None:
+                self._receive()
+        self._foresee = _nothing
+
     def close(self) -> None:
         """End the workers: politely for a moment, then surely."""
         if os.getpid() != self._owner:

@@ -93,7 +93,7 @@ class Door:
             guest = self._guests.pop((kind, world, member), None)
             if guest is None:
                 return None
-            self._poll.unregister(guest.sock)
+            self._release(guest)
         if (incarnation is not None and guest.hello.incarnation != incarnation) or not alive(guest.sock):
             disown(guest.sock)
             return None
@@ -135,7 +135,9 @@ class Door:
                     self._accept()
                 elif fd in self._strangers:
                     self._hear(self._strangers[fd])
-                elif fd != self._wakeup:
+                elif fd == self._wakeup:
+                    os.eventfd_read(fd)
+                else:
                     self._see_off(fd)
             self._expire()
         for stranger in list(self._strangers.values()):
@@ -251,8 +253,13 @@ class Door:
     def _dismiss(self, chosen: Callable[[_Guest], bool]) -> None:
         for key, guest in [(key, guest) for key, guest in self._guests.items() if chosen(guest)]:
             del self._guests[key]
-            self._poll.unregister(guest.sock)
+            self._release(guest)
             disown(guest.sock)
+
+    def _release(self, guest: _Guest) -> None:
+        # the door's thread may be polling it, which would keep a closed connection open
+        self._poll.unregister(guest.sock)
+        os.eventfd_write(self._wakeup, 1)
 
 
 def listen(host: str, ports: range | None) -> socket.socket:

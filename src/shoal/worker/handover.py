@@ -154,6 +154,8 @@ class _Inlet:
                 raise self.broken(f"was lost while it handed over the state: {error}", suspect=True) from error
             if count == 0:
                 raise self.broken("closed the connection before the state was complete", suspect=True)
+            if self._cancelled.is_set():
+                raise ExchangeBroken("this member no longer needs the state")
             got += count
             deadline = time.monotonic() + self._timeout_s
 

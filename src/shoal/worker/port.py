@@ -18,7 +18,7 @@ from shoal.worker.exchange import ExchangeBroken, OnBreak
 from shoal.worker.handover import Readable, Received
 from shoal.worker.handshake import RING, STATE, Hello, make_key
 from shoal.worker.ring import Ring
-from shoal.worker.sockets import disown
+from shoal.worker.sockets import alive, disown, shut
 
 STALL_S = 30.0
 
@@ -88,7 +88,7 @@ class Port:
             self._offers = {world: offer for world, offer in self._offers.items() if world > up_to_world}
             over = [sock for sock, (world, _) in self._deliveries.items() if world <= up_to_world]
             for sock in over:
-                _shut(sock)
+                shut(sock)
         self._door.forget(up_to_world)
 
     def fetch(self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event) -> Received:
@@ -108,7 +108,7 @@ class Port:
             self._offers.clear()
             deliveries = list(self._deliveries.items())
             for sock, _ in deliveries:
-                _shut(sock)
+                shut(sock)
         self._door.close()
         for _, (_, thread) in deliveries:
             thread.join()
@@ -117,12 +117,14 @@ class Port:
 
     def _meet(self, world: World, rank: int, patience: Patience) -> tuple[socket.socket, socket.socket]:
         seats, identity = world.seats, self._identity
-        following = dial(identity, RING, world.number, seats[(rank + 1) % world.size], patience, self._user_timeout_ms)
-        previous = seats[rank - 1]
+        next_, previous = seats[(rank + 1) % world.size], seats[rank - 1]
+        following = dial(identity, RING, world.number, next_, patience, self._user_timeout_ms)
         try:
             with self._door.arrived:
                 while not (sock := self._door.take(RING, world.number, previous.member, previous.incarnation)):
                     patience.check((previous.member,), f"{previous.member} did not come to world {world.number}")
+                    if not alive(following):
+                        raise ExchangeBroken(f"{next_.member} gave world {world.number} up", (next_.member,))
                     self._door.arrived.wait(GLANCE_S)
         except ExchangeBroken:
             disown(following)
@@ -168,10 +170,3 @@ class Port:
             with self._lock:
                 del self._deliveries[sock]
                 disown(sock)
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

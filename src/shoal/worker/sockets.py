@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 
 _open: set[socket.socket] = set()
@@ -23,9 +24,21 @@ def own(sock: socket.socket) -> socket.socket:
 
 
 def disown(sock: socket.socket) -> None:
-    """Close a socket that `own` remembered."""
+    """Close a socket that `own` remembered.
+
+    Shut it first: as long as some thread polls a socket, closing it alone does not tell the peer.
+    """
     _open.discard(sock)
+    shut(sock)
     sock.close()
+
+
+def shut(sock: socket.socket) -> None:
+    """End a connection in both directions, if it has not ended yet."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
 
 
 def _forget_all() -> None:
@@ -59,9 +72,6 @@ def tune(sock: socket.socket, user_timeout_ms: int) -> None:
 
 def alive(sock: socket.socket) -> bool:
     """Whether the peer of a connection has neither closed nor reset it."""
-    try:
-        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return not poll.poll(0)

@@ -9,6 +9,7 @@ from meeting import TOKEN, pair
 from shoal.worker.port import Port
 from shoal.worker.ring import Ring
 
+
 @pytest.fixture
 def make_rings() -> Iterator[Callable[..., list[Ring]]]:
     made: list[Ring] = []

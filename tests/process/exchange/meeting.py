@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shoal.core.world import Seat, World
 from shoal.worker.port import Port
 from shoal.worker.ring import Ring
-from shoal.worker.sockets import own
+from shoal.worker.sockets import own, shut
 
 TOKEN = b"the token of the tests"
 NEVER = threading.Event()
@@ -40,4 +40,4 @@ def die(ring: Ring) -> None:
     """End the connections of a rank as the kernel does for a killed process: without a farewell."""
     assert ring._neighbours is not None
     for sock in (ring._neighbours._next, ring._neighbours._prev):
-        sock.shutdown(socket.SHUT_RDWR)
+        shut(sock)

@@ -10,7 +10,6 @@ from meeting import connect_all, die, world_of
 
 from shoal.worker.exchange import ExchangeBroken
 
-
 pytestmark = pytest.mark.process
 
 SIZES = (0, 1, 2, 5, 997, 16_384, 40_001, 300_007)
@@ -165,7 +164,10 @@ def test_a_last_operation_succeeds_everywhere_though_the_quick_close_at_once(mak
     ("ours", "theirs"),
     [
         (lambda ring: ring.reduce(np.zeros(100, np.float32)), lambda ring: ring.reduce(np.zeros(101, np.float32))),
-        (lambda ring: ring.reduce(np.zeros(50_000, np.float32)), lambda ring: ring.reduce(np.zeros(25_000, np.float64))),
+        (
+            lambda ring: ring.reduce(np.zeros(50_000, np.float32)),
+            lambda ring: ring.reduce(np.zeros(25_000, np.float64)),
+        ),
         (lambda ring: ring.reduce(np.zeros(4, np.float64)), lambda ring: ring.gather(np.zeros(4))),
         (lambda ring: ring.reduce(np.zeros(900_000, np.float32)), lambda ring: ring.reduce(np.zeros(3, np.float32))),
     ],

@@ -40,7 +40,8 @@ def measure(run: Run, live: Live) -> records.Measured | None:
         epoch=first.epoch,
         total_steps=first.total_steps,
         loss=loss,
-        samples_per_s=sum(beat.samples_per_s for beat in said),
+        # Every member measures the rate of the whole world, because it knows everybody's share from the pulse.
+        samples_per_s=max(beat.samples_per_s for beat in said),
         metrics=next((beat.metrics for beat in said if beat.metrics), {}),
     )
 
@@ -104,9 +105,18 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         phase=said.phase if said else "",
         phase_age_s=said.phase_age_s + max(0.0, now - beat.at) if said and beat else 0.0,
         beat_age_s=max(0.0, now - beat.at) if beat else 0.0,
-        samples_per_s=said.samples_per_s if said else 0.0,
+        samples_per_s=_own_rate(name, run, live),
         connected=link is not None,
     )
+
+
+def _own_rate(name: str, run: Run, live: Live) -> float:
+    """A member's part of the samples that its world trains on a second."""
+    world, mine = run.membership.world, live.said.get(name)
+    if world is None or mine is None or world.rank_of(name) is None:
+        return 0.0
+    shares = sum(live.said[s.member].share for s in world.seats if s.member in live.said)
+    return mine.samples_per_s * mine.share / shares if shares else 0.0
 
 
 def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> str:

@@ -65,9 +65,11 @@ class IndexedFeed:
             return None if self.over(later) else self._span(later, rank, ranks, ())
 
         span = self._span(step, rank, ranks, ghosts)
-        if span[0] == span[1]:
-            return [Piece(self._loader.ghost(step), 0)]
+        ghost = [Piece(self._loader.ghost(step), 0)] if span[0] == span[1] else []
+        # Also with an empty share: the workers read ahead for the steps in which it is not.
         batches = self._loader.take(step, span, ahead)
+        if ghost:
+            return ghost
         return [Piece(b, n) for b, n in zip(batches, self._loader.sizes(span), strict=True)]
 
     def more(self) -> bool:

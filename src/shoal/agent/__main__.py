@@ -36,7 +36,7 @@ def main() -> int:
         url=given.url,
         token_file=given.token_file,
         name=given.name,
-        directory=given.dir,
+        directory=given.dir.absolute(),
         slots=given.slots,
         interface=given.interface,
         grace_s=given.grace,

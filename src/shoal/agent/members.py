@@ -81,6 +81,7 @@ class Members:
         self._outbox = outbox
         self._alive: dict[str, Member] = {}
         self._cores = probe.cores()
+        self.last_exit = 0.0
         environment = {**home.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
         # One thread in NumPy's own library, or the warm process would have more than one from the import on.
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -250,6 +251,7 @@ class Members:
         log.info("%s of run %s ended: %s %s", member.order.member, member.order.run, verdict.cause, verdict.detail)
         detail = verdict.detail[:_DETAIL_CHARACTERS]
         self._outbox.put(MemberExited(*member.name, end.exit_code, end.signal, verdict.cause, detail))
+        self.last_exit = time.time()
         member.gone.set()
 
 

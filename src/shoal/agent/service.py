@@ -6,30 +6,26 @@ Members go on while the coordinator is away; what happens meanwhile is told when
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.exceptions import WebSocketException
 
 import shoal
 from shoal.agent import notices, probe
+from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
-from shoal.errors import CoordinatorUnreachable, MembershipError, ShoalError, VersionMismatch, WrongToken
-from shoal.wire import codec, credentials
+from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, ShoalError
 from shoal.wire.messages import (
     PROTOCOL,
-    AgentBeat,
     AgentHello,
     AgentWelcome,
     EndMember,
@@ -73,9 +69,9 @@ class Agent:
 
     def __init__(self, settings: AgentSettings, environ: dict[str, str]) -> None:
         self._settings = settings
-        self._credentials = credentials.read(settings.token_file)
-        self._tls = credentials.ssl_context(self._credentials)
         self._outbox = Outbox()
+        self._link = CoordinatorLink(settings.url, settings.token_file, settings.connect_s, self._outbox)
+        self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
         home = Home(
             url=settings.url,
             token_file=os.path.abspath(settings.token_file),
@@ -89,21 +85,20 @@ class Agent:
         self._end_now = asyncio.Event()
         self._grace_s = settings.grace_s
         self._why_ending = ""
-        self._connected = False
+        self._conversations = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._random = random.Random()
 
     async def live(self) -> int:
         """Until told to go, or the coordinator stays away for too long."""
-        self._settings.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make_directory()
         self._machine = probe.machine(self._settings.name)
         self._members.warm.open()
         self._listen_to_signals()
         link = asyncio.create_task(self._stay_linked())
         self._in_background(self._members.follow_logs())
-        if self._settings.notice_source:
-            source = notices.source(self._settings.notice_source, self._settings.notice_url)
-            self._in_background(self._watch_for_notices(source))
+        if self._source is not None:
+            self._in_background(self._watch_for_notices(self._source))
         ending = asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({link, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,6 +112,17 @@ class Agent:
             for task in (link, ending, *self._tasks):
                 task.cancel()
         return 0
+
+    def _make_directory(self) -> None:
+        try:
+            (self._settings.directory / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise HomeUnusable(
+                "the agent cannot keep logs",
+                where=str(self._settings.directory),
+                why=str(error),
+                do="give another --dir",
+            ) from error
 
     # --- ways to be told to go
 
@@ -162,14 +168,14 @@ class Agent:
 
     async def _tell_the_rest(self) -> None:
         deadline = time.monotonic() + _LAST_WORDS_S
-        while self._connected and len(self._outbox) and time.monotonic() < deadline:
+        while self._link.linked and len(self._outbox) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def _watch_for_notices(self, source: notices.Source) -> None:
         async for notice in source.notices():
             log.warning("notice from %s: %s, within %.0f s", notice.source, notice.detail, notice.within_s)
             self._outbox.put(MachineNotice(notice.within_s, notice.source, notice.detail))
-            if not self._connected:
+            if not self._link.linked:
                 self._members.notice_all()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -187,27 +193,16 @@ class Agent:
     async def _stay_linked(self) -> None:
         """Connect again and again, for as long as members live or the patience of an idle agent lasts."""
         away_since = time.time()
-        met = False
         pause_s = _RETRY_MIN_S
         say_at = 0.0
         while True:
-            try:
-                async with self._link() as link:
-                    await self._converse(link)
-                    why = "it closed the connection"
-            except (OSError, TimeoutError, WebSocketException) as error:
-                why = f"{type(error).__name__}: {error}"
-            except MembershipError as error:
-                if not (met or self._connected or len(self._members)):
-                    raise
-                why = error.what
-            if self._connected:
-                met, self._connected = True, False
-                self._outbox.connection_lost(time.monotonic())
-                away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
+            conversations = self._conversations
+            why = await self._link_once()
             if self._ending.is_set():
                 await asyncio.Event().wait()
-            until = away_since + self._settings.idle_s
+            if self._conversations > conversations:
+                away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
+            until = max(away_since, self._members.last_exit) + self._settings.idle_s
             if not len(self._members) and time.time() > until:
                 raise CoordinatorUnreachable(
                     f"the coordinator at {self._settings.url} did not answer for {self._settings.idle_s:.0f} s",
@@ -220,63 +215,26 @@ class Agent:
             await asyncio.sleep(pause_s * self._random.uniform(0.7, 1.3))
             pause_s = min(pause_s * 1.6, _RETRY_MAX_S)
 
+    async def _link_once(self) -> str:
+        """One conversation; says why it ended. Who is refused the first time need not try again."""
+        try:
+            await self._link.converse(self._hello(), self._welcomed, self._obey)
+        except (OSError, TimeoutError, WebSocketException) as error:
+            return f"{type(error).__name__}: {error}"
+        except MembershipError as error:
+            if not self._conversations and not len(self._members):
+                raise
+            return error.what
+        return "it closed the connection"
+
     def _say_waiting(self, since: float, until: float, why: str) -> None:
-        end = (
-            f"until {_clock(until)}" if not len(self._members) else f"for as long as {len(self._members)} members live"
-        )
+        living = len(self._members)
+        end = f"for as long as {living} members live" if living else f"until {_clock(until)}"
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
-    @contextlib.asynccontextmanager
-    async def _link(self) -> AsyncIterator[ClientConnection]:
-        url = _websocket_url(self._settings.url)
-        try:
-            link = await connect(
-                url,
-                additional_headers=self._credentials.headers,
-                ssl=self._tls if url.startswith("wss") else None,
-                open_timeout=self._settings.connect_s,
-                close_timeout=1.0,
-                max_size=codec.MAX_MESSAGE_BYTES,
-                ping_interval=5.0,
-                ping_timeout=15.0,
-                proxy=None,
-            )
-        except InvalidStatus as error:
-            if error.response.status_code in (401, 403):
-                raise WrongToken(
-                    "the coordinator does not accept this token",
-                    where=self._settings.url,
-                    do=f"give the coordinator's own file with --token-file, not {self._settings.token_file}",
-                ) from error
-            raise
-        try:
-            yield link
-        finally:
-            await link.close()
-
-    async def _converse(self, link: ClientConnection) -> None:
-        await link.send(codec.from_agent.encode(self._hello()))
-        welcome = codec.to_agent.decode(await asyncio.wait_for(link.recv(decode=False), self._settings.connect_s))
-        if isinstance(welcome, Refused):
-            raise _refusal(welcome)
-        if not isinstance(welcome, AgentWelcome):
-            raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
+    def _welcomed(self, welcome: AgentWelcome) -> None:
         log.info("linked to coordinator %s at %s", welcome.coordinator, self._settings.url)
-        self._connected = True
-        work = (self._beat(welcome.beat_s), self._send_all(link), self._listen(link))
-        jobs = [asyncio.create_task(part) for part in work]
-        try:
-            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            for job in done:
-                job.result()
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-
-    async def _listen(self, link: ClientConnection) -> None:
-        async for data in link:
-            self._obey(codec.to_agent.decode(data))
+        self._conversations += 1
 
     def _hello(self) -> AgentHello:
         return AgentHello(
@@ -289,22 +247,6 @@ class Agent:
             members=self._members.names,
         )
 
-    async def _beat(self, every_s: float) -> None:
-        while True:
-            self._outbox.put(AgentBeat(os.getloadavg()[0], probe.memory_free_bytes()))
-            await asyncio.sleep(every_s)
-
-    async def _send_all(self, link: ClientConnection) -> None:
-        while True:
-            await self._outbox.wait()
-            while (message := self._outbox.take()) is not None:
-                try:
-                    await link.send(codec.from_agent.encode(message))
-                except BaseException:
-                    self._outbox.put_back(message)
-                    raise
-                self._outbox.sent(message, time.monotonic())
-
     def _obey(self, message: ToAgent) -> None:
         match message:
             case StartMember():
@@ -315,26 +257,12 @@ class Agent:
                 self._in_background(self._members.end(name, message.grace_s, message.reason))
             case ShutDown():
                 self._in_background(self._shut_down(message.reason))
-            case Refused():
-                raise _refusal(message)
-            case AgentWelcome():
+            case AgentWelcome() | Refused():
                 pass
 
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)
         self._end(reason, 0.0)
-
-
-def _refusal(refused: Refused) -> MembershipError:
-    kinds: dict[str, type[MembershipError]] = {kind.code: kind for kind in (WrongToken, VersionMismatch)}
-    kind = kinds.get(refused.code, MembershipError)
-    return kind(refused.what, why=refused.why, do=refused.do)
-
-
-def _websocket_url(url: str) -> str:
-    parts = urlsplit(url)
-    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/v1/agent", "", ""))
 
 
 def _clock(at: float) -> str:

@@ -109,6 +109,17 @@ def test_a_killed_warm_process_takes_its_members_along_and_another_takes_over(co
     assert agent.zygote() != zygote
 
 
+def test_a_member_dies_even_if_agent_and_warm_process_are_killed_at_once(coordinator, agent, script):
+    coordinator.start(script(SLEEP))
+    coordinator.line("up")
+    agent.remember()
+    zygote = agent.zygote()
+    os.kill(zygote.pid, signal.SIGSTOP)
+    agent.process.kill()
+    zygote.kill()
+    until(agent.all_gone, "all gone")
+
+
 def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator, agent, script):
     text = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nprint('up')\ntime.sleep(600)"
     coordinator.start(script(text))
@@ -188,6 +199,37 @@ def test_an_idle_agent_gives_up_with_a_cause(coordinator, start_agent):
     agent = start_agent("--idle", "0.5")
     assert agent.process.wait(30) == 4
     assert "error[S207]" in agent.log.read_text()
+
+
+def test_the_patience_of_an_agent_counts_from_its_last_member(coordinator, start_agent, script):
+    start_agent("--idle", "1.5")
+    coordinator.start(script("import time\nprint('up')\ntime.sleep(3)\nraise ValueError('late')"))
+    coordinator.line("up")
+    pid = coordinator.pid_of()
+    coordinator.close()
+    until(lambda: not psutil.pid_exists(pid), "the member ended")
+    coordinator.open()
+    assert coordinator.exit_of().detail == "ValueError: late"
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://host:1", "http://", "http://host:99999999"])
+def test_a_url_that_is_none_is_told_at_once(start_agent, url):
+    agent = start_agent("--url", url)
+    assert agent.process.wait(30) == 4
+    assert "error[S207]" in agent.log.read_text()
+
+
+def test_a_directory_that_cannot_be_used_is_told_at_once(start_agent, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    agent = start_agent("--dir", str(tmp_path / "file"))
+    assert agent.process.wait(30) == 4
+    assert "error[S510]" in agent.log.read_text()
+
+
+def test_an_unknown_source_of_notices_is_told_at_once(start_agent):
+    agent = start_agent("--notice-source", "oracle")
+    assert agent.process.wait(30) == 3
+    assert "error[S111]" in agent.log.read_text()
 
 
 def test_a_wrong_token_is_told_at_once(coordinator, start_agent):

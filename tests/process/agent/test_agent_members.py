@@ -159,6 +159,32 @@ def test_a_torch_member_starts_warm_single_threaded_and_computes(coordinator, st
     assert "forking from it may hang" not in agent.log.read_text()
 
 
+MULTIPROCESSING = """
+import multiprocessing as mp, pickle
+
+class Thing:
+    pass
+
+def work(queue):
+    queue.put((type(pickle.loads(pickle.dumps(Thing()))).__name__, __name__))
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = mp.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=work, args=(queue,))
+        process.start()
+        print(method, *queue.get(timeout=60))
+        process.join()
+"""
+
+
+def test_every_kind_of_multiprocessing_works_in_a_member(coordinator, agent, script):
+    coordinator.start(script(MULTIPROCESSING))
+    assert coordinator.exit_of().exit_code == 0, coordinator.lines()
+    assert coordinator.lines() == ["fork Thing __main__", "spawn Thing __mp_main__", "forkserver Thing __mp_main__"]
+
+
 def test_ps_shows_the_member_and_its_script(coordinator, agent, script):
     coordinator.start(script("import time; print('up'); time.sleep(60)"), "--fast")
     coordinator.line("up")

@@ -1,0 +1,134 @@
+"""One conversation with the coordinator: connect, say hello, then send and listen until the link breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
+
+from shoal.agent import probe
+from shoal.agent.outbox import Outbox
+from shoal.errors import CoordinatorUnreachable, MembershipError, NameTaken, VersionMismatch, WrongToken
+from shoal.wire import codec, credentials
+from shoal.wire.messages import AgentBeat, AgentHello, AgentWelcome, Refused, ToAgent
+
+
+class CoordinatorLink:
+    """The way to one coordinator; `linked` says whether there is a conversation now."""
+
+    def __init__(self, url: str, token_file: str, connect_s: float, outbox: Outbox) -> None:
+        self._url = _websocket_url(url)
+        self._token_file = token_file
+        self._connect_s = connect_s
+        self._outbox = outbox
+        self._credentials = credentials.read(token_file)
+        self._tls = credentials.ssl_context(self._credentials)
+        self.linked = False
+
+    async def converse(
+        self, hello: AgentHello, welcomed: Callable[[AgentWelcome], None], obey: Callable[[ToAgent], None]
+    ) -> None:
+        """Until the link breaks; then what may not have arrived is due again."""
+        async with self._connected() as link:
+            await link.send(codec.from_agent.encode(hello))
+            welcome = codec.to_agent.decode(await asyncio.wait_for(link.recv(decode=False), self._connect_s))
+            if isinstance(welcome, Refused):
+                raise refusal(welcome)
+            if not isinstance(welcome, AgentWelcome):
+                raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
+            self.linked = True
+            welcomed(welcome)
+            try:
+                await _any_of(self._beat(welcome.beat_s), self._send_all(link), _listen(link, obey))
+            finally:
+                self.linked = False
+                self._outbox.connection_lost(time.monotonic())
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[ClientConnection]:
+        try:
+            link = await connect(
+                self._url,
+                additional_headers=self._credentials.headers,
+                ssl=self._tls if self._url.startswith("wss") else None,
+                open_timeout=self._connect_s,
+                close_timeout=1.0,
+                max_size=codec.MAX_MESSAGE_BYTES,
+                ping_interval=5.0,
+                ping_timeout=15.0,
+                proxy=None,
+            )
+        except InvalidStatus as error:
+            if error.response.status_code not in (401, 403):
+                raise
+            raise WrongToken(
+                "the coordinator does not accept this token",
+                where=self._url,
+                do=f"give the coordinator's own file with --token-file, not {self._token_file}",
+            ) from error
+        try:
+            yield link
+        finally:
+            await link.close()
+
+    async def _beat(self, every_s: float) -> None:
+        while True:
+            self._outbox.put(AgentBeat(os.getloadavg()[0], probe.memory_free_bytes()))
+            await asyncio.sleep(every_s)
+
+    async def _send_all(self, link: ClientConnection) -> None:
+        while True:
+            await self._outbox.wait()
+            while (message := self._outbox.take()) is not None:
+                try:
+                    await link.send(codec.from_agent.encode(message))
+                except BaseException:
+                    self._outbox.put_back(message)
+                    raise
+                self._outbox.sent(message, time.monotonic())
+
+
+async def _listen(link: ClientConnection, obey: Callable[[ToAgent], None]) -> None:
+    async for data in link:
+        message = codec.to_agent.decode(data)
+        if isinstance(message, Refused):
+            raise refusal(message)
+        obey(message)
+
+
+async def _any_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Until the first of these ends; its error is ours."""
+    jobs = [asyncio.create_task(part) for part in work]
+    try:
+        done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        for job in done:
+            job.result()
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+
+def refusal(refused: Refused) -> MembershipError:
+    """What the coordinator refused, as the error that it named."""
+    kinds: dict[str, type[MembershipError]] = {kind.code: kind for kind in (WrongToken, VersionMismatch, NameTaken)}
+    return kinds.get(refused.code, MembershipError)(refused.what, why=refused.why, do=refused.do)
+
+
+def _websocket_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        known = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme, "") if known else ""
+    if not scheme:
+        raise CoordinatorUnreachable(f"{url!r} is not the URL of a coordinator", do="give it as http://host:port")
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/v1/agent", "", ""))

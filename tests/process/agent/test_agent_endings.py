@@ -11,6 +11,8 @@ import psutil
 import pytest
 from agent_stage import until
 
+from shoal.errors import BadNoticeSource
+
 pytestmark = pytest.mark.process
 
 SLEEP = "import time\nprint('up')\ntime.sleep(600)\n"
@@ -229,7 +231,7 @@ def test_a_directory_that_cannot_be_used_is_told_at_once(start_agent, tmp_path):
 def test_an_unknown_source_of_notices_is_told_at_once(start_agent):
     agent = start_agent("--notice-source", "oracle")
     assert agent.process.wait(30) == 3
-    assert "error[S111]" in agent.log.read_text()
+    assert f"error[{BadNoticeSource.code}]" in agent.log.read_text()
 
 
 def test_a_wrong_token_is_told_at_once(coordinator, start_agent):

@@ -158,6 +158,12 @@ def test_a_process_that_an_agent_comes_back_without_is_started_again() -> None:
     assert fleet.wait(2.1).started() == ["lab/0"]
 
 
+def test_the_successor_of_a_dead_agent_starts_its_members_at_once() -> None:
+    fleet = with_run(1, 2)
+    fleet.on(fl.AgentAway("lab"))
+    assert fleet.on(fl.AgentJoined("lab", None, "h", (), successor=True)).started() == ["lab/0", "lab/1"]
+
+
 def test_processes_of_an_agent_that_was_given_up_are_adopted_if_there_is_room_and_ended_if_not() -> None:
     fleet = with_run(1, 1)
     name = ("r", "lab/0", fleet.process("lab/0").incarnation)

@@ -112,7 +112,9 @@ def _config(
         http=ImpatientProtocol,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,
-        ws_ping_interval=None,
+        # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.
+        ws_ping_interval=20.0,
+        ws_ping_timeout=30.0,
         ws_per_message_deflate=False,
         access_log=False,
         log_level="warning",

@@ -135,7 +135,8 @@ def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> s
 def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[AgentView]:
     found = []
     for agent in sorted(runs.fleet.agents.values(), key=lambda a: a.order):
-        machine, link = runs.machines.get(agent.name), links.get(agent.name)
+        known, link = runs.machines.get(agent.name), links.get(agent.name)
+        machine = known.machine if known else None
         members = tuple(p.member for p in runs.fleet.processes.values() if p.agent == agent.name and p.alive)
         found.append(
             AgentView(

@@ -14,7 +14,6 @@ from shoal.config import Settings
 from shoal.coordinator import records
 from shoal.core import budget, events, membership
 from shoal.core import fleet as fl
-from shoal.wire.messages import Machine
 from shoal.wire.views import RunSpec
 
 Instruction = Union[events.Instruction, fl.Instruction]
@@ -67,7 +66,7 @@ class Runs:
 
     runs: dict[str, Run] = field(default_factory=dict)
     fleet: fl.State = field(default_factory=fl.State)
-    machines: dict[str, Machine] = field(default_factory=dict)
+    machines: dict[str, records.MachineKnown] = field(default_factory=dict)
 
     def apply(self, name: str, event: Any, now: float) -> Asked:
         """Take in one event, and say what to do about it, in order, each with its run."""
@@ -75,7 +74,7 @@ class Runs:
         if isinstance(event, records.RunCreated):
             self._create(name, event, now, asked)
         elif isinstance(event, records.MachineKnown):
-            self.machines[event.agent] = event.machine
+            self.machines[event.agent] = event
         elif isinstance(event, _FLEET):
             self._before_fleet(event, now, asked)
             self._fleet(event, now, asked)

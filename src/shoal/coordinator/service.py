@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ log = logging.getLogger("shoal.coordinator")
 
 MAX_HELD = 100_000
 TICK_S = 0.05
+OVERSLEPT_S = 1.0
+LISTEN_AGAIN_S = 0.5
 FLUSH_S = 0.2
 MEASURE_EVERY_S = 1.0
 AGENT_SILENT_S = 10.0
@@ -86,6 +89,8 @@ class Service:
         self._changed: set[str] = set()
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
+        self._ticked_at = self.clock.now()
+        self._deaf_until = 0.0
 
     # --- the one way in
 
@@ -351,9 +356,14 @@ class Service:
             link.refuse(BadMessage.code, "the name of the agent cannot be used", why=repr(hello.agent[:80]))
             return
         host = link.peer if link.peer not in ("127.0.0.1", "::1") else "127.0.0.1"
-        joined = fl.AgentJoined(hello.agent, hello.slots, host, hello.members)
-        if self.runs.machines.get(hello.agent) != hello.machine:
-            self.handle("", records.MachineKnown(hello.agent, hello.machine, hello.pid))
+        known, told = (
+            self.runs.machines.get(hello.agent),
+            records.MachineKnown(hello.agent, hello.machine, hello.pid),
+        )
+        successor = known is not None and known.pid != hello.pid
+        joined = fl.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
+        if known != told:
+            self.handle("", told)
         asked = self.record("", joined)
         link.agent, link.pid = hello.agent, hello.pid
         self.agents[hello.agent] = link
@@ -407,6 +417,9 @@ class Service:
             if self._held:
                 return
         now = self.clock.now()
+        self._forgive_own_sleep(now)
+        if now < self._deaf_until:
+            return
         for run in list(self.runs.runs.values()):
             if not run.over and not run.spec.compat:
                 for event in mb.due(run.membership, self.live(run.name).beats, now):
@@ -418,6 +431,19 @@ class Service:
             if now - link.heard_at > AGENT_SILENT_S:
                 link.close()
                 self.agent_gone(link)
+
+    def _forgive_own_sleep(self, now: float) -> None:
+        """Silence while this process did not run (stopped, swapped out, a suspended machine) is nobody's silence."""
+        slept_s = now - self._ticked_at - TICK_S
+        self._ticked_at = now
+        if slept_s < OVERSLEPT_S:
+            return
+        self._deaf_until = now + LISTEN_AGAIN_S
+        for live in self._live.values():
+            for member, beat in live.beats.items():
+                live.beats[member] = replace(beat, at=min(now, beat.at + slept_s + LISTEN_AGAIN_S))
+        for link in self.agents.values():
+            link.heard_at = now
 
     def _is_fresh(self, run: str, event: ev.Event, now: float) -> bool:
         """A timer that changes nothing is not journaled at every tick."""
@@ -572,9 +598,7 @@ class Service:
 
 
 def _renewed(old: mb.Beat | None, now: float) -> mb.Beat:
-    if old is None:
-        return mb.Beat(now)
-    return mb.Beat(now, old.world, old.step, old.phase, old.phase_age_s, old.usual_step_s)
+    return mb.Beat(now) if old is None else replace(old, at=now)
 
 
 def _exited(message: ms.MemberExited) -> fl.ProcessExited:

@@ -36,12 +36,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """An agent connected; `members` are the processes alive under it, as (run, member, incarnation)."""
+    """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
+
+    `successor` says that it is another process than the agent of that name before, whose members died with it.
+    """
 
     agent: str
     slots: int | None
     host: str
     members: tuple[tuple[str, str, str], ...] = ()
+    successor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,7 +571,10 @@ def _on_agent_joined(draft: _Draft, event: AgentJoined) -> None:
     draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice)
     living = set(event.members)
     for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
-        if (p.run, p.member, p.incarnation) not in living:
+        if (p.run, p.member, p.incarnation) not in living and event.successor:
+            detail = "its agent died, and it with it"
+            _on_exited(draft, ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
+        elif (p.run, p.member, p.incarnation) not in living:
             draft.update(p, missing_since=draft.now)
         elif p.status == ENDING:
             draft.asked.append(EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))

@@ -15,6 +15,7 @@ from shoal.wire.views import AgentView, RunView, StoryLine
 
 FILE = "views.sqlite"
 LAYOUT = "1"
+MAX_ROWS = 100_000
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, created REAL, view BLOB);
@@ -168,8 +169,8 @@ class Views:
         return batch
 
     def give_back(self, batch: Batch) -> None:
-        """It could not be written; it will be with the next."""
-        self._rows = batch.rows + self._rows
+        """It could not be written; it will be with the next, unless that takes for ever."""
+        self._rows = (batch.rows + self._rows)[-MAX_ROWS:]
 
     def write(self, batch: Batch) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import ssl
 import subprocess
 import sys
@@ -107,3 +108,23 @@ def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Co
     FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.Form)
     for socket in silent:
         socket.close()
+
+
+def test_a_coordinator_that_was_stopped_does_not_blame_its_members(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 2, settings={"gather_s": 0.05, "lease_s": 1.5, "beat_s": 0.2})
+    members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
+    for member in members:
+        member.hear(ms.Form)
+    coordinator.process.send_signal(signal.SIGSTOP)
+    for _ in range(8):
+        time.sleep(0.4)
+        for member in members:
+            member.beat(1, 5)
+    coordinator.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        for member in members:
+            member.beat(1, 6)
+        time.sleep(0.2)
+    view = coordinator.view(run)
+    assert (view["losses"], view["world"]) == (0, 1)

@@ -43,11 +43,11 @@ def progress(view: RunView) -> str:
 
 
 def members(view: RunView) -> str:
-    """The world in words."""
+    """The world in words, and how many members were asked for."""
     if view.world is None:
         return "no world"
     bounds = f"{view.members_min}:{view.members_max}" if view.members_min != view.members_max else str(view.members_max)
-    return f"world {view.world} of {view.world_size} (asked {bounds})"
+    return f"world {view.world} with {view.world_size} members ({bounds})"
 
 
 class Plain:

@@ -53,7 +53,7 @@ class Follower:
                 return self.seen
             if reached and interrupts.count > asked:
                 asked = min(interrupts.count, 2)
-                self._stop(now=asked >= 2, by=interrupts.last.name if interrupts.last is not None else "")
+                self._stop(now=asked >= 2, by=interrupts.name)
                 ended_at = time.monotonic() + END_NOW_S
             if interrupts.count > 2 or (asked >= 2 and time.monotonic() > ended_at):
                 self.seen.abandoned = True
@@ -100,10 +100,10 @@ class Follower:
     def _stop(self, *, now: bool, by: str) -> None:
         if now:
             self._display.note("ending now, without a checkpoint")
-            self._client.stop(self.seen.view.run, StopAsk(reason=f"{by} twice", checkpoint=False, grace_s=1.0))
+            self._client.stop(self.seen.view.run, StopAsk(f"{by}, for the second time", checkpoint=False, grace_s=1.0))
             return
         self._display.note("stopping after a checkpoint; once more ends it now")
-        self._client.stop(self.seen.view.run, StopAsk(reason=by or "asked by the user"))
+        self._client.stop(self.seen.view.run, StopAsk(by))
 
     def _last_words(self, interrupts: Interrupts) -> None:
         deadline = time.monotonic() + LAST_WORDS_S

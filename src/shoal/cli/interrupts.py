@@ -32,6 +32,11 @@ class Interrupts:
         os.close(self._reader)
         os.close(self._writer)
 
+    @property
+    def name(self) -> str:
+        """The last signal, as users call it."""
+        return "Ctrl-C" if self.last in (None, signal.SIGINT) else str(self.last.name if self.last else "")
+
     def sleep(self, seconds: float) -> None:
         """Sleep, but not past a signal."""
         ready, _, _ = select.select([self._reader], [], [], seconds)

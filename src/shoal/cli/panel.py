@@ -62,7 +62,6 @@ class Panel:
         self._draw()
 
     def close(self) -> None:
-        self._live.update("")
         self._live.stop()
 
     def _draw(self) -> None:
@@ -115,7 +114,7 @@ def _members(views: Sequence[MemberView]) -> RenderableType:
             Text(one.member, style=hue(one.member)),
             Text(one.status, style=COLOURS.get(one.status, "")),
             "" if one.rank is None else str(one.rank),
-            str(one.share) if one.share else "",
+            str(one.share) if one.rank is not None else "",
             _phase(one),
             table.count(one.samples_per_s) if one.samples_per_s else "",
         )
@@ -125,6 +124,8 @@ def _members(views: Sequence[MemberView]) -> RenderableType:
 
 
 def _phase(one: MemberView) -> Text:
+    if not one.connected and one.status in ("starting", "leaving", "done"):
+        return Text("")
     if not one.connected:
         return Text(f"silent for {table.span(one.beat_age_s)}", style="red")
     age = f" for {table.span(one.phase_age_s)}" if one.phase_age_s >= 5.0 else ""

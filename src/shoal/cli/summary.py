@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -13,6 +14,9 @@ from shoal.wire.views import RunView, StoryLine
 RESUMABLE = 75
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
 CHANGES_SHOWN = 10
+TOLD_WITHIN_S = 1.0
+PLANNED = ("done", "asked", "preempted")
+ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -37,7 +41,6 @@ class Summary(msgspec.Struct, frozen=True):
     total_steps: int | None
     seconds: float
     loss: float | None
-    members: int
     losses: int
     joins: int
     changes: tuple[Change, ...]
@@ -58,11 +61,10 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         status=view.status,
         reason=view.reason,
         exit_code=exit_code(view, abandoned=abandoned),
-        step=view.step,
+        step=max(view.step, view.checkpoint_step or 0),
         total_steps=view.total_steps,
         seconds=max(0.0, (view.ended or last) - view.started),
         loss=view.loss,
-        members=view.world_size,
         losses=view.losses,
         joins=view.joins,
         changes=changes(story),
@@ -86,6 +88,7 @@ def exit_code(view: RunView, *, abandoned: bool = False) -> int:
 def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
     """The worlds after the first: why each came, how long it took to form, and the steps that had to be done again."""
     found: list[Change] = []
+    planned: dict[int, str] = {}
     began: float | None = None
     cause, reached, worlds = "", 0, 0
     for line in story:
@@ -93,16 +96,30 @@ def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
             began = line.at
         if line.kind == "DissolveWorld":
             cause = line.reason
-        if line.kind == "WorldBroke":
+        elif line.kind == "WorldBroke":
             reached = max(reached, line.step or 0)
-        if line.kind == "ProposeWorld":
-            found.append(Change(line.world or 0, line.step, line.reason, None, 0))
-        if line.kind == "FormWorld":
+        elif line.kind == "ProposeWorld":
+            planned[line.world or 0] = line.reason
+        elif line.kind == "FormWorld":
             if worlds:
                 lost = max(0, reached - (line.step or 0))
-                found.append(Change(line.world or 0, line.step, cause, line.at - (began or line.at), lost))
+                text = _who_was_lost(story, line.at) or cause
+                found.append(Change(line.world or 0, line.step, text, line.at - (began or line.at), lost))
             worlds, began, cause, reached = worlds + 1, None, "", 0
+        elif entered := ENTERED.match(line.text):
+            number = int(entered[1])
+            found.append(Change(number, int(entered[2]), planned.get(number, ""), None, 0))
     return tuple(found)
+
+
+def _who_was_lost(story: Sequence[StoryLine], at: float) -> str:
+    """Those whose processes ended about then; an exit is often told only after the others have gone on."""
+    gone = [
+        f"{line.member} lost: {line.reason}"
+        for line in story
+        if line.kind == "ProcessExited" and abs(line.at - at) < TOLD_WITHIN_S and line.reason not in PLANNED
+    ]
+    return "; ".join(gone)
 
 
 def text(facts: Summary) -> str:
@@ -118,7 +135,7 @@ def text(facts: Summary) -> str:
     )
     if facts.reason and facts.status not in ("done",):
         lines.append(f"why         {facts.reason}")
-    lines.append(f"members     {facts.members} at the end, {facts.losses} lost, {facts.joins} joined")
+    lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
     lines += _changes(facts)
     if facts.checkpoint_step is not None:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")

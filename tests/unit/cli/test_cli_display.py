@@ -30,7 +30,7 @@ def test_a_panel_shows_the_run_its_members_and_what_happened(make: Any) -> None:
         "812 samples/s",
     ):
         assert part in text
-    assert "world 3 of 2 (asked 1:4)" in text
+    assert "world 3 with 2 members (1:4)" in text
     assert "local/1" in text
     assert "local/2 is lost: killed by signal 9" in text
 

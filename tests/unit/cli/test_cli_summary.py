@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.cli import summary
+from shoal.core import events as ev
+from shoal.core import membership
+from shoal.core.world import Address
 
 
 @pytest.mark.parametrize(
@@ -20,20 +23,21 @@ def test_the_exit_code_says_how_it_ended(make: Any, status: str, code: int | Non
 def test_a_loss_is_shown_with_what_it_cost(make: Any) -> None:
     story = [
         make.line(1, "FormWorld", world=1, step=0),
-        make.line(2, "ProcessExited", "the process of local/1 ended by signal 9", at=110.0),
-        make.line(3, "DissolveWorld", world=1, reason="local/1 is gone: killed by signal 9", at=110.001),
+        make.line(3, "DissolveWorld", world=1, reason="local/0 lost touch with local/1", at=110.0),
         make.line(4, "WorldBroke", member="local/0", world=1, step=40, at=110.01),
         make.line(5, "FormWorld", world=2, step=40, at=110.021),
-        make.line(6, "ProposeWorld", world=3, reason="local/1 joins", at=112.0),
+        make.line(6, "ProcessExited", member="local/1", reason="killed by signal 9", at=110.03),
+        make.line(7, "ProposeWorld", world=3, reason="local/1 joins", at=112.0),
+        make.line(8, "ProposeWorld", world=4, reason="local/1, local/2 join", at=112.1),
+        make.line(9, "Say", "world 4 with 3 members from step 52", at=112.2),
     ]
     lost, joined = summary.changes(story)
     assert (lost.world, lost.step, lost.steps_lost) == (2, 40, 0)
     assert lost.formed_s == pytest.approx(0.021)
-    assert joined.formed_s is None
+    assert (joined.world, joined.step, joined.text, joined.formed_s) == (4, 52, "local/1, local/2 join", None)
     text = summary.text(summary.of(make.run(status="done", ended=141.0), story))
     assert (
-        "changes     world 2, step 40: local/1 is gone: killed by signal 9 (new world after 21 ms, 0 steps lost)"
-        in text
+        "changes     world 2, step 40: local/1 lost: killed by signal 9 (new world after 21 ms, 0 steps lost)" in text
     )
     assert "1 234 of 5 000 steps in 41.0 s" in text
 
@@ -62,3 +66,20 @@ def test_a_failure_shows_its_root_cause_first_and_folds_the_victims(make: Any) -
 def test_a_stopped_run_says_how_to_go_on(make: Any) -> None:
     facts = summary.of(make.run(status="stopped", checkpoint_step=7, checkpoint_path="/c/7"), [])
     assert summary.text(facts).endswith("to go on    shoal resume train-7f3k")
+
+
+def test_the_sentence_of_a_planned_world_is_understood() -> None:
+    state = membership.State(membership.Rules(min_members=1, max_members=2, gather_s=0.0))
+    said: list[str] = []
+    story: tuple[ev.Event, ...] = (
+        ev.Hello("a", "1", Address("h", 1)),
+        ev.BecameReady("a", "f", None),
+        ev.TimerFired("gather"),
+        ev.Hello("b", "2", Address("h", 2)),
+        ev.BecameReady("b", "f", None),
+        ev.EnteredWorld("a", 2, 9),
+    )
+    for now, event in enumerate(story):
+        state, asked = membership.decide(state, event, float(now))
+        said += [one.text for one in asked if isinstance(one, ev.Say)]
+    assert [found.groups() for text in said if (found := summary.ENTERED.match(text))] == [("2", "9")]

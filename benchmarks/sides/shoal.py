@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,8 +34,15 @@ class Shoal(Side):
     def start_coordinator(self) -> None:
         self._coordinator = self._command("coordinator", ["--dir", str(self._home)], "coordinator.log")
         ends = time.monotonic() + 30
-        while not (self._home / "url").exists() and time.monotonic() < ends:
+        while not self._answers() and time.monotonic() < ends:
             time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen((self._home / "url").read_text().strip() + "/v1/health", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def stop_coordinator(self) -> None:
         processes.end(self._coordinator)

@@ -1,6 +1,6 @@
 """The main job: a small network learns digits while its members are killed, added and told to go.
 
-scripts/demo, or: python examples/demo.py [--epochs 60]
+scripts/demo, or: python examples/demo.py
 
 It first trains undisturbed and alone, then with `shoal run` under fire, and ends with a table of what each event cost
 and how far the two results are apart. The exit code is 0 only if all went well.
@@ -30,12 +30,37 @@ from rich.table import Table
 HERE = Path(__file__).parent
 SCRIPT = HERE / "digits" / "train.py"
 WATCHED = HERE / "watched.py"
+ARGUMENTS = ["--dtype", "float64", "--width", "12"]
 SHOAL = [sys.executable, "-m", "shoal.cli.main"]
 BOUND = 1e-8  # float64 and smooth activations: what is left is the order of sums, grown over the steps
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
+PACE_S = 0.06
 SETTLE_STEPS = 15
+DONE = "it is done"
+DUST_S = 0.005  # a step that was applied within this time after the event was complete before it
+SHOWN = {
+    "ProcessStarted",
+    "FormWorld",
+    "ProposeWorld",
+    "Say",
+    "TellFinished",
+    "ClaimFulfilled",
+    "RunFailed",
+    "RunEnded",
+}
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+
+
+@dataclass
+class Event:
+    """Something that was done to the run: when, and to which processes."""
+
+    text: str
+    at: float
+    survivors: set[int]
+    hit: set[int]
+    change: str
 
 
 @dataclass
@@ -56,18 +81,19 @@ class Demo:
         self.folder = folder
         self.trace = folder / "trace"
         self.trace.mkdir()
+        (self.trace / "pace").write_text(str(PACE_S))
         self.out = folder / "elastic.pt"
         self.epochs = epochs
         self.home = folder / "home"
         self.environ = {**os.environ, "SHOAL_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
         self.told = 0
         self.began = time.time()
-        self.events: list[tuple[str, float, set[int], set[int], str]] = []
+        self.events: list[Event] = []
 
     # --- the run, seen from outside
 
     def start(self) -> subprocess.Popen[bytes]:
-        arguments = ["--dtype", "float64", "--epochs", str(self.epochs), "--out", str(self.out)]
+        arguments = [*ARGUMENTS, "--epochs", str(self.epochs), "--out", str(self.out)]
         command = [*SHOAL, "run", "-n", "2:3", "--name", "demo", str(WATCHED), str(self.trace), str(SCRIPT), *arguments]
         with (self.folder / "shoal.log").open("wb") as log:
             return subprocess.Popen(command, env=self.environ, stdout=log, stderr=log)
@@ -103,12 +129,13 @@ class Demo:
         lines = self.ask(f"/v1/runs/demo/story?after={self.told}&limit=200")
         for line in lines if isinstance(lines, list) else []:
             self.told = line["seq"]
-            console.print(f"  [dim]{line['at'] - self.began:6.1f} s  {line['text']}[/dim]")
+            if line["kind"] in SHOWN and "waiting" not in line["text"]:
+                console.print(f"[dim]{line['at'] - self.began:8.1f} s  {line['text']}[/dim]")
 
     def wait(self, what: str, reached: Callable[[], bool]) -> None:
         until = time.time() + PATIENCE_S
         while not reached():
-            if self.process.poll() is not None:
+            if what != DONE and self.process.poll() is not None:
                 raise RuntimeError(f"the run ended while waiting until {what}")
             if time.time() > until:
                 raise RuntimeError(f"waited {PATIENCE_S:.0f} s in vain until {what}")
@@ -116,11 +143,16 @@ class Demo:
             time.sleep(0.1)
 
     def settle(self, members: int) -> None:
-        """Wait until so many members train, and have made some steps together."""
-        self.wait(f"{members} members train", lambda: len(self.training()) == members)
-        pids = {member["pid"] for member in self.training()}
-        before = {pid: len(self.steps(pid)) for pid in pids}
-        self.wait("they have settled", lambda: all(len(self.steps(p)) >= before[p] + SETTLE_STEPS for p in pids))
+        """Wait until so many members train, and have made some steps together since the last event."""
+        since = self.events[-1].at if self.events else 0.0
+        gone = {pid for event in self.events for pid in event.hit}
+
+        def settled() -> bool:
+            pids = {member["pid"] for member in self.training()} - gone
+            made = [sum(when > since for when, _ in self.steps(pid)) for pid in pids]
+            return len(pids) == members and min(made) >= SETTLE_STEPS
+
+        self.wait(f"{members} members train", settled)
         self.tell()
 
     def steps(self, pid: int) -> list[tuple[float, int]]:
@@ -137,7 +169,7 @@ class Demo:
         at = time.time()
         console.print(f"[bold yellow]{at - self.began:8.1f} s  {text}[/bold yellow]")
         yield
-        self.events.append((text, at, before - hit, hit, change))
+        self.events.append(Event(text, at, before - hit, hit, change))
 
     def kill(self, count: int) -> None:
         chosen = self.training()[-count:]
@@ -177,7 +209,8 @@ class Demo:
             self.settle(4)
             self.kill(2)
             self.settle(4)
-            console.print("  [dim]… undisturbed to the end[/dim]")
+            (self.trace / "pace").unlink()
+            self.wait(DONE, lambda: self.process.poll() is not None)
             if self.process.wait(600) != 0:
                 raise RuntimeError(f"shoal run ended with exit code {self.process.returncode}")
         except BaseException:
@@ -193,28 +226,27 @@ class Demo:
         return [self.cost(index) for index in range(len(self.events))]
 
     def cost(self, index: int) -> Cost:
-        text, at, survivors, _, change = self.events[index]
-        until = self.events[index + 1][1] if index + 1 < len(self.events) else at + 30.0
+        """From 2 s before the event until the next one: the longest pause of any survivor, against its usual step."""
+        event = self.events[index]
+        until = self.events[index + 1].at if index + 1 < len(self.events) else event.at + 5.0
         next_s, stall_s, repeated = 0.0, 0.0, 0
-        for pid in survivors:
-            rows = self.steps(pid)
-            around = [when for when, _ in rows if at - 2.0 < when < until]
-            gaps = [(after - before, after) for before, after in itertools.pairwise(around)]
+        for pid in event.survivors:
+            rows = [(when, step) for when, step in self.steps(pid) if event.at - 2.0 < when < until]
+            gaps = [(after[0] - before[0], after[0]) for before, after in itertools.pairwise(rows)]
             usual_s = statistics.median(gap for gap, _ in gaps)
-            worst_s, ended = max((gap, after) for gap, after in gaps if after > at)
-            first_s = min(after for _, after in gaps if after > at) - at
-            next_s = max(next_s, ended - at if worst_s > 3 * usual_s else first_s)
+            worst_s = max(gap for gap, ended in gaps if ended > event.at)
+            next_s = max(next_s, min(ended for _, ended in gaps if ended > event.at + DUST_S) - event.at)
             stall_s = max(stall_s, worst_s - usual_s)
-            numbers = [step for when, step in rows if at - 2.0 < when < until]
-            repeated = max(repeated, len(numbers) - len(set(numbers)))
-        return Cost(text, change, next_s, stall_s, repeated)
+            repeated = max(repeated, len(rows) - len({step for _, step in rows}))
+        return Cost(event.text, event.change, next_s, stall_s, repeated)
 
 
 def alone(folder: Path, epochs: int) -> tuple[Path, str]:
     """The same file without Shoal's launcher: (parameters, last line)."""
     out = folder / "alone.pt"
-    command = [sys.executable, str(SCRIPT), "--dtype", "float64", "--epochs", str(epochs), "--out", str(out)]
-    done = subprocess.run(command, check=True, timeout=600, stdout=subprocess.PIPE, text=True, cwd=folder)
+    command = [sys.executable, str(SCRIPT), *ARGUMENTS, "--epochs", str(epochs), "--out", str(out)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, timeout=600, stdout=subprocess.PIPE, text=True, cwd=folder, env=environ)
     return out, done.stdout.strip().splitlines()[-1]
 
 
@@ -244,14 +276,14 @@ def show(costs: list[Cost]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=80)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as name:
         folder = Path(name)
         console.print(f"[bold]1. {args.epochs} epochs alone and undisturbed[/bold]")
         undisturbed, line = alone(folder, args.epochs)
         console.print(f"  {line}")
-        console.print("[bold]2. The same with shoal run -n 2:3, under fire[/bold]")
+        console.print("[bold]2. The same with shoal run -n 2:3, slowed down so that one can watch, under fire[/bold]")
         demo = Demo(folder, args.epochs)
         try:
             costs = demo.run()

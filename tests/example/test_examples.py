@@ -106,3 +106,11 @@ def test_the_shell_scripts_parse_and_the_readme_names_them() -> None:
 def test_the_demo_ends_well(tmp_path: Path) -> None:
     output = call(sys.executable, EXAMPLES / "demo.py", cwd=tmp_path, timeout_s=390)
     assert "all well" in output
+
+
+def test_every_python_snippet_of_the_documentation_parses() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    for page in pages:
+        if "_build" not in page.parts:
+            for snippet in snippets(str(page.relative_to(ROOT)), "python"):
+                compile(snippet, str(page), "exec")

@@ -313,6 +313,8 @@ class Membership(RuleBasedStateMachine):
         if isinstance(event, ev.Hello):
             self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
         self.state, asked = decide(self.state, event, self.now)
+        if isinstance(event, ev.MemberLeft) and event.step is not None:
+            assert not any(isinstance(i, ev.DissolveWorld) for i in asked), "a member that handed over broke a world"
         for instruction in asked:
             names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
             for name in names:

@@ -637,6 +637,11 @@ def _on_notice(draft: _Draft, event: ev.NoticeGiven) -> None:
 
 def _on_left(draft: _Draft, event: ev.MemberLeft) -> None:
     if event.member in draft.members:
+        world, proposal = draft.base.world, draft.base.proposal
+        inside = world is not None and world.rank_of(event.member) is not None
+        if inside and proposal is not None and proposal.rank_of(event.member) is None and event.step is not None:
+            # It goes only when all have agreed to cross, even if nobody has told us yet.
+            draft.enter(proposal, event.step)
         draft.ask(ev.Say(f"{event.member} has left", member=event.member))
         draft.lose(event.member, "it left", planned=True)
 

@@ -32,7 +32,8 @@ def join() -> Run:
         return Run(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
     session = Session(told)
     handle_sigterm(session)
-    where = told.values.checkpoint_to or os.path.join(told.run_dir, "checkpoints")
+    elsewhere = told.values.checkpoint_to
+    where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
     run = Run(session, told.run, where)
     atexit.register(run.close)
     return run

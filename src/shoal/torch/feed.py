@@ -107,7 +107,8 @@ class StreamFeed:
         return self._layout.size
 
     def pieces(self, step: int, rank: int, ranks: int, ghosts: Collection[int]) -> list[Piece]:  # noqa: ARG002
-        # Ghosts own their lanes from the start: a lane cannot be dealt out anew for a single step.
+        # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
+        # dealing a lane out anew for a single step would make two members seek in it.
         shares = self._policy.shares(self._layout.lanes, ranks, ())
         lanes = self._layout.range_of(shares, rank)
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
@@ -123,7 +124,7 @@ class StreamFeed:
         self._cursor = advance(self._cursor, any(p.more for p in everybody))
 
     def start(self) -> None:
-        """Lanes are opened when they are read."""
+        self._reader.start()
 
     def close(self) -> None:
         self._reader.close()

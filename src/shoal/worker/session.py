@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import shoal
@@ -23,6 +21,7 @@ from shoal.config import Settings, port_range
 from shoal.core import pulse as pulses
 from shoal.core.world import World
 from shoal.wire import credentials, messages
+from shoal.worker.entrances import Entrance, Entrances, drop
 from shoal.worker.environment import Environment
 from shoal.worker.exchange import Exchange, ExchangeBroken
 from shoal.worker.link import Link
@@ -60,15 +59,6 @@ class RunOver(SystemExit):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Entrance:
-    """A world that is connected and can be entered; without an exchange it is one that goes on without us."""
-
-    world: World
-    exchange: Exchange | None
-    planned: bool
-
-
 class Session:
     """A member of a run that has a coordinator."""
 
@@ -97,7 +87,7 @@ class Session:
         self._announced: Entrance | None = None
         self._formed: Entrance | None = None
         self._retired: Exchange | None = None
-        self._connecting: tuple[int, threading.Event] | None = None
+        self._entering: tuple[Entrance, threading.Event] | None = None
         self._over_up_to = 0
         self._offered: Snapshot | None = None
         self._restore_asked = False
@@ -115,6 +105,9 @@ class Session:
             environment.incarnation,
             environment.host,
             port_range(self.settings.ports),
+        )
+        self._entrances = Entrances(
+            self.port, self.settings.connect_s, self._opened, self._tell_unconnected, self._world_broke
         )
         self._link = Link(
             environment.url,
@@ -186,7 +179,7 @@ class Session:
             self._agreed = pulses.agreed(everybody)
             self._stop_agreed = any(p.wishes & pulses.STOP for p in everybody)
             if self._agreed is None and self._announced is not self._prepared:
-                _drop(self._announced)
+                drop(self._announced)
                 self._announced = None
 
     def may_apply(self) -> bool:
@@ -308,32 +301,41 @@ class Session:
     def _enter(self, entrance: Entrance) -> None:
         world, rank = entrance.world, entrance.world.rank_of(self.me)
         assert rank is not None
-        step = 0 if world.fresh else self.step
+        cancelled = threading.Event()
         with self._changed:
-            cancelled = threading.Event()
-            self._connecting = (world.number, cancelled)
-        if rank in world.sources:
-            self.phase("receiving state")
-            try:
-                received = self.port.fetch(world, world.sources[rank], FOREVER_S, cancelled)
-            except ExchangeBroken as broken:
-                _drop(entrance)
-                if not cancelled.is_set():
-                    self._tell_unconnected(world, entrance.planned, broken)
+            if world.number <= self._over_up_to:
+                drop(entrance)
                 return
-            assert self._keeper is not None
-            self._keeper.load(received.header, received.buffers)
-            step = received.step
+            self._entering = (entrance, cancelled)
+        step = 0 if world.fresh else self.step
+        try:
+            if rank in world.sources:
+                step = self._receive(world, rank, cancelled)
+        except ExchangeBroken as broken:
+            drop(entrance)
+            with self._changed:
+                self._entering = None
+                if not cancelled.is_set():
+                    self._tell_unconnected(world, entrance.after, broken)
+            return
         with self._changed:
+            self._entering = None
             self.step = step
-            if cancelled.is_set() or world.number <= self._over_up_to:
-                _drop(entrance)
-                self._answer_about(world.number)
+            if cancelled.is_set():
+                drop(entrance)
+                self._say(messages.Broken(world.number, self.step))
                 return
             self._take_over(entrance, rank)
             if entrance.planned:
-                self._say(messages.Switched(world.number, self.step or 0))
+                self._say(messages.Switched(world.number, _known(self.step)))
         self._offer(world, rank)
+
+    def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
+        self.phase("receiving state")
+        received = self.port.fetch(world, world.sources[rank], FOREVER_S, cancelled)
+        assert self._keeper is not None
+        self._keeper.load(received.header, received.buffers)
+        return received.step
 
     def _cross(self, number: int) -> None:
         """Everybody has prepared the same world: leave the old one for it, or leave altogether."""
@@ -346,25 +348,27 @@ class Session:
             if rank is not None:
                 self._retired = old
                 self._take_over(entrance, rank)
-                self._say(messages.Switched(number, self.step or 0))
+                self._say(messages.Switched(number, _known(self.step)))
         if rank is None:
             self._go_after(old)
         else:
             self._offer(entrance.world, rank)
 
     def _take_over(self, entrance: Entrance, rank: int) -> None:
-        if self._prepared is not entrance:
-            _drop(self._prepared)
         self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
         self._broken, self._agreed, self._stop_agreed, self._finishing = False, None, False, False
-        self._prepared = self._announced = None
+        self._announced = None
+        if self._prepared is not None and self._prepared.after != entrance.number:
+            if self._prepared is not entrance:
+                drop(self._prepared)
+            self._prepared = None
 
     def _offer(self, world: World, rank: int) -> None:
         """Let those that need the state read it, while we already compute the next step."""
         readers = [world.seats[r].member for r, source in world.sources.items() if source == rank]
         if readers and self._keeper is not None:
             header, buffers = self._keeper.capture()
-            snapshot = Snapshot(self.step or 0, header, buffers, len(readers))
+            snapshot = Snapshot(_known(self.step), header, buffers, len(readers))
             self.port.offer(world.number, snapshot, readers)
             self._offered = snapshot
 
@@ -430,7 +434,9 @@ class Session:
                 self.exchange.abort(cause)
             self._forget_prepared()
             self.port.withdraw(self.world.number)
-            self._offered = None
+            if self._offered is not None:
+                self._offered.abandon()
+                self._offered = None
             if answer and not self._applying:
                 self._answer()
             self._changed.notify_all()
@@ -438,10 +444,6 @@ class Session:
     def _answer(self) -> None:
         if self.world is not None:
             self._say(messages.Broken(self.world.number, self.step, *self._why))
-
-    def _answer_about(self, number: int) -> None:
-        """Say where we stand after a world that we never quite entered."""
-        self._say(messages.Broken(number, self.step))
 
     def _world_broke(self, number: int, suspects: tuple[str, ...], cause: str) -> None:
         """A neighbour was lost while nothing was being exchanged; at an agreed end that is no loss."""
@@ -452,8 +454,9 @@ class Session:
                 self._break_world(suspects, cause)
 
     def _forget_prepared(self) -> None:
-        _drop(self._prepared)
-        _drop(self._announced)
+        self._entrances.give_up(planned=True)
+        drop(self._prepared)
+        drop(self._announced)
         self._prepared = self._announced = None
 
     # --- hearing the coordinator, in the link's thread
@@ -521,50 +524,72 @@ class Session:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
 
     def _on_form(self, message: messages.Form) -> None:
+        entering = self._entering[0].number if self._entering is not None else 0
         current = self.world.number if self.world is not None else 0
-        if message.world.number <= max(current, self._over_up_to):
+        if message.world.number <= max(current, entering, self._over_up_to):
             return
         self.reason = message.reason
+        self._stop_entering()
         if self.world is not None and not self._broken:
             self._break_world((), message.reason)
-        self._connect(message.world, planned=False)
+        self._entrances.connect(message.world, after=None)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
-        training = self.world is not None and not self._broken
-        if message.world.number <= self._over_up_to:
+        """Connect the next world beside ours, or beside the one that we are just entering."""
+        number = message.world.number
+        if number <= self._over_up_to:
             return
-        if training and self.world is not None and self.world.number != message.after:
-            return
+        ours = self._number_of_ours()
+        if ours is not None and ours != message.after:
+            if self._entering is None or not self._entering[0].planned:
+                return
+            self._stop_entering()  # the proposal that we were about to join was replaced by this one
+            ours = None
         if self._prepared is not self._announced:
-            _drop(self._prepared)
+            drop(self._prepared)
         self._prepared = None
         if message.world.rank_of(self.me) is not None:
-            self._connect(message.world, planned=True)
-        elif training:
-            self._prepared = Entrance(message.world, None, planned=True)
+            self._entrances.connect(message.world, message.after)
+        elif ours is not None:
+            self._prepared = Entrance(message.world, None, message.after)
+
+    def _number_of_ours(self) -> int | None:
+        if self.world is not None and not self._broken:
+            return self.world.number
+        return self._entering[0].number if self._entering is not None else None
+
+    def _stop_entering(self) -> None:
+        if self._entering is not None:
+            self._entering[1].set()
+        drop(self._formed)
+        self._formed = None
 
     def _on_dissolve(self, message: messages.Dissolve) -> None:
         self._over_up_to = max(self._over_up_to, message.number)
         self.reason = message.reason
-        if self._connecting is not None and self._connecting[0] <= message.number:
-            self._connecting[1].set()
-        if self._formed is not None and self._formed.world.number <= message.number:
-            _drop(self._formed)
-            self._formed = None
-        if self._prepared is not None and self._prepared.world.number <= message.number:
-            _drop(self._prepared)
-            self._prepared = None
-        if self.world is not None and self.world.number <= message.number:
-            if self._broken:
-                if not self._applying:
-                    self._answer()
-            else:
+        self._entrances.give_up_to(message.number)
+        for entrance in (self._formed, self._prepared):
+            if entrance is not None and entrance.number <= message.number:
+                drop(entrance)
+                if entrance is self._formed:
+                    self._formed = None
+                else:
+                    self._prepared = None
+        if self._entering is not None and self._entering[0].number <= message.number:
+            self._entering[1].set()
+        if self.world is None:
+            if self._ready and self._entering is None:
+                self._say(messages.Ready(self._fingerprint, self.step))
+        elif self.world.number <= message.number:
+            if not self._broken:
                 self._break_world((), message.reason)
-        elif self.world is None and self._ready:
-            self._say(messages.Ready(self._fingerprint, self.step))
+            elif not self._applying and self._entering is None:
+                self._answer()
 
     def _on_expelled(self, message: messages.Expelled) -> None:
         self._break_world((), message.reason, answer=False)
+        self._entrances.give_up(planned=False)
+        self._stop_entering()
         if not self._applying:
             self.world, self.exchange = None, None
             self._say_hello_again()
@@ -588,38 +613,22 @@ class Session:
     def _on_alreadydone(self, message: messages.AlreadyDone) -> None:
         self._claims[message.name] = "elsewhere"
 
-    # --- connecting, in a thread of its own
+    # --- what the threads that connect worlds tell
 
-    def _connect(self, world: World, planned: bool) -> None:
-        if self._connecting is not None:
-            self._connecting[1].set()
-        cancelled = threading.Event()
-        self._connecting = (world.number, cancelled)
-        work = partial(self._connect_now, world, planned, cancelled)
-        threading.Thread(target=work, name=f"shoal-world-{world.number}", daemon=True).start()
-
-    def _connect_now(self, world: World, planned: bool, cancelled: threading.Event) -> None:
-        try:
-            exchange = self.port.connect(
-                world, self.settings.connect_s, cancelled, partial(self._world_broke, world.number)
-            )
-        except ExchangeBroken as broken:
-            if not cancelled.is_set():
-                self._tell_unconnected(world, planned, broken)
-            return
+    def _opened(self, entrance: Entrance, cancelled: threading.Event) -> bool:
         with self._changed:
-            if cancelled.is_set() or world.number <= self._over_up_to:
-                exchange.abort("this world is over")
-                return
-            entrance = Entrance(world, exchange, planned)
-            if planned and self.world is not None and not self._broken:
+            if cancelled.is_set() or entrance.number <= self._over_up_to:
+                return False
+            if entrance.planned and entrance.after == self._number_of_ours():
                 self._prepared = entrance
             else:
+                drop(self._formed)
                 self._formed = entrance
             self._changed.notify_all()
+            return True
 
-    def _tell_unconnected(self, world: World, planned: bool, broken: ExchangeBroken) -> None:
-        if planned:
+    def _tell_unconnected(self, world: World, after: int | None, broken: ExchangeBroken) -> None:
+        if after is not None:
             self._say(messages.CannotPrepare(world.number, broken.suspects, broken.cause))
         else:
             self._say(messages.Broken(world.number, self.step, broken.suspects, broken.cause))
@@ -652,6 +661,7 @@ class Session:
             raise self._error
 
 
-def _drop(entrance: Entrance | None) -> None:
-    if entrance is not None and entrance.exchange is not None:
-        entrance.exchange.abort("this world will not be")
+def _known(step: int | None) -> int:
+    """A member that is in a world, or hands its state over, holds the state of a step."""
+    assert step is not None
+    return step

@@ -75,6 +75,8 @@ def main() -> None:
         workers=PLAN.get("workers", 0),
         micro=PLAN.get("micro"),
     ):
+        if run.step == PLAN.get("steps"):
+            break
         if run.step == PLAN.get("raise_at") and run.member == PLAN.get("raise_in"):
             raise RuntimeError("the script is wrong")
         step, world, share = run.step, run.world, run.share

@@ -1,0 +1,88 @@
+"""Two hundred random faults in one run, after which everybody holds the same parameters and no sample is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "process" / "faults"))
+
+from stage import Stage, staged
+
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+from shoal.torch import state
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
+
+FAULTS = int(os.environ.get("SHOAL_STRESS_FAULTS", "200"))
+LIMIT_S = 1200.0
+
+
+def hurt(run: Stage, dice: random.Random, doomed: set[int], stopped: list[tuple[float, int]]) -> bool:
+    """One fault, if the run can bear it: one member of the newest world is spared."""
+    alive = {name: pid for name, pid in run.pids().items() if pid not in doomed}
+    newest = max((c["world"] for c in run.commits()), default=0)
+    holders = {c["pid"] for c in run.commits()[-40:] if c["world"] == newest} & set(alive.values())
+    kind = dice.choices(["kill", "two", "stop", "notice", "coordinator"], [10, 2, 2, 4, 1])[0]
+    if kind == "coordinator":
+        with contextlib.suppress(StopIteration):  # it is being started again
+            run.helper("coordinator").kill()
+            return True
+        return False
+    if len(holders) < (3 if kind == "two" else 2):
+        return False
+    for pid in dice.sample(sorted(alive.values()), 2 if kind == "two" else 1):
+        doomed.add(pid)
+        os.kill(pid, {"stop": signal.SIGSTOP, "notice": signal.SIGTERM}.get(kind, signal.SIGKILL))
+        if kind == "stop":
+            stopped.append((time.monotonic() + dice.uniform(0.5, 4.0), pid))
+    return True
+
+
+def wake(doomed: set[int], stopped: list[tuple[float, int]], everybody: bool = False) -> None:
+    for item in list(stopped):
+        if everybody or time.monotonic() > item[0]:
+            stopped.remove(item)
+            if psutil.pid_exists(item[1]):
+                os.kill(item[1], signal.SIGCONT)
+                doomed.discard(item[1])
+
+
+def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
+    print("seed", seed)
+    dice = random.Random(seed)
+    settings = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
+    with staged(tmp_path, "1:4", settings, pause_s=0.01, epochs=100_000, samples=500) as run:
+        run.until_size(4)
+        done, doomed, stopped = 0, set(), []
+        deadline = time.monotonic() + LIMIT_S
+        while done < FAULTS and time.monotonic() < deadline and run.process.poll() is None:
+            done += hurt(run, dice, doomed, stopped)
+            time.sleep(dice.uniform(0.05, 0.6))
+            wake(doomed, stopped)
+        wake(doomed, stopped, everybody=True)
+        assert run.process.poll() is None, run.output[-6000:]
+        assert done == FAULTS, f"only {done} faults in {LIMIT_S:.0f} s"
+        run.shoal("stop", run.shoal("ps")[0]["run"])
+        run.finish(exit_code=75)
+        check_all(run)
+        print(f"{done} faults, {run.step() + 1} steps, {len({c['world'] for c in run.commits()})} worlds")
+
+
+def check_all(run: Stage) -> None:
+    """The checkpoint that the stop left holds the parameters of one undisturbed member after the same steps."""
+    found = checkpoint.read(open_store(str(next(run.home.glob("coordinators/*/runs/*/checkpoints")))))
+    steps = found.entry.step
+    assert steps == run.step() + 1
+    run.check_steps(steps)
+    run.check_parameters(state.read(found.header, found.buffers)["model"], steps)

@@ -1,0 +1,151 @@
+"""Members come and go as planned, and the coordinator and agents come and go as they please."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from stage import staged
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def test_a_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.03, epochs=8) as run:
+        run.until_size(3)
+        pid = run.pids()["local/1"]
+        run.kill("local/1", signal.SIGTERM)
+        psutil.Process(pid).wait(30)
+        run.finish()
+        run.check()
+        broken = [e for e in run.journal() if e["kind"] == "WorldBroke"]
+        assert not broken, "a notice broke a world"
+        left = [e for e in run.journal() if e["kind"] == "MemberLeft" and e["fields"]["member"] == "local/1"]
+        assert left, "local/1 went without a word"
+
+
+def test_more_members_join_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    with staged(tmp_path, "1:1", pause_s=0.03, epochs=10) as run:
+        run.until_step(5)
+        before = run.pids()
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("scale", name, "1:3")
+        run.until_size(3)
+        assert run.pids()["local/0"] == before["local/0"]
+        run.shoal("scale", name, "1:2")
+        run.until_size(2)
+        run.finish()
+        run.check()
+        assert not [e for e in run.journal() if e["kind"] == "WorldBroke"], "a planned change broke a world"
+
+
+def test_a_join_and_a_loss_at_once_cost_no_sample(tmp_path: Path) -> None:
+    with staged(tmp_path, "1:2", pause_s=0.03, epochs=10) as run:
+        run.until_size(2)
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("scale", name, "1:4")
+        run.until(lambda: len(run.pids()) >= 3, "a third member to be ready")
+        run.kill("local/0")
+        run.until_size(4)
+        run.finish()
+        run.check()
+
+
+def test_training_goes_on_without_the_coordinator_which_then_remembers_everything(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+        run.until_size(3)
+        run.helper("coordinator").kill()
+        at = run.step()
+        run.until(lambda: run.step() > at + 10, "ten steps without it")
+        run.kill("local/2")
+        run.until(lambda: run.world_size() == 2, "a world without the lost member")
+        run.until_size(3)
+        run.finish()
+        run.check()
+        assert [e["kind"] for e in run.journal()].count("RunCreated") == 1
+
+
+def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+        run.until_size(3)
+        coordinator = run.helper("coordinator")
+        coordinator.suspend()
+        run.kill("local/1")
+        time.sleep(1.0)
+        coordinator.kill()
+        run.until_size(2)
+        run.until_size(3)
+        run.finish()
+        run.check()
+
+
+def test_a_killed_agent_takes_its_members_along_and_the_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6) as run:
+        run.until_step(10)
+        members = list(run.pids().values())
+        run.helper("agent").kill()
+        _, alive = psutil.wait_procs([psutil.Process(p) for p in members if psutil.pid_exists(p)], timeout=20)
+        assert not alive, "members outlived their agent"
+        run.finish()
+        run.check()
+        assert any("restored the checkpoint" in line for line in run.output.splitlines())
+
+
+def test_nothing_survives_a_killed_shoal_run(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.05, epochs=50, workers=1) as run:
+        run.until_size(3)
+        family = psutil.Process(run.process.pid).children(recursive=True)
+        assert len(family) >= 6
+        run.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, [p.cmdline() for p in alive]
+
+
+def test_a_stopped_run_is_resumed_at_the_exact_step_with_another_number_of_members(tmp_path: Path) -> None:
+    with staged(tmp_path, "3:3", pause_s=0.03, epochs=6) as run:
+        run.until_step(8)
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("stop", name)
+        run.finish(exit_code=75)
+        stopped_at = run.step()
+        assert stopped_at < run.order().total_steps - 1
+        run.process = run.start("resume", name, "-n", "2:2")
+        run.finish()
+        run.check()
+        later = [c for c in run.commits() if c["step"] > stopped_at]
+        assert min(c["step"] for c in later) == stopped_at + 1
+        assert {c["size"] for c in later} == {2}
+
+
+def test_a_second_machine_joins_a_running_run(tmp_path: Path) -> None:
+    with staged(tmp_path, "1:2", pause_s=0.03, epochs=20) as run:
+        run.until_step(3)
+        home = next(run.home.glob("coordinators/*"))
+        url = (home / "url").read_text().strip()
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("scale", name, "1:3")
+        second = run.start("join", url, "--token-file", str(home / "token"), "--name", "other", "--slots", "1")
+        run.until(lambda: any(c["member"] == "other/0" for c in run.commits()), "the other machine to train")
+        second.send_signal(signal.SIGTERM)
+        second.wait(60)
+        run.finish()
+        run.check()
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)], check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here: it needs root")
+    try:
+        settings = ("checkpoint.every_steps=2", f"checkpoint.to={small}")
+        with staged(tmp_path / "stage", "2:2", settings, width=96, epochs=2) as run:
+            run.finish()
+            run.check()
+            assert "S5" in run.output
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

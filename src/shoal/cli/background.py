@@ -88,9 +88,10 @@ def main() -> None:
             sys.exit(error.exit_code)
         try:
             _answer(Answer(run=view))
+            since = view.since if launch.resume else 0.0
             with (Path(launch.directory) / LOG).open("a", buffering=1) as log:
                 display = Plain(lambda text: print(time.strftime("%F %T"), text, file=log), every_s=60.0)
-                seen = Follower(client, view, _WithoutLogs(display), supervisor.tend).follow(interrupts, EVERY_S)
+                seen = Follower(client, view, _WithoutLogs(display), supervisor.tend, since).follow(interrupts, EVERY_S)
         finally:
             supervisor.close(client)
     from shoal.cli.summary import exit_code

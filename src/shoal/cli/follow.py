@@ -32,12 +32,16 @@ class Followed:
 class Follower:
     """One run, one coordinator, one display."""
 
-    def __init__(self, client: Client, view: RunView, display: Display, tend: Callable[[], list[str]]) -> None:
+    def __init__(
+        self, client: Client, view: RunView, display: Display, tend: Callable[[], list[str]], since: float = 0.0
+    ) -> None:
         self._client = client
         self._display = display
         self._tend = tend
+        self._since = since
         self._after_story = 0
-        self._after_logs = 0
+        # What a run said before it was resumed is not said again.
+        self._after_logs = client.logs(view.run, after=-1, limit=1).next if since else 0
         self._silent_since: float | None = None
         self.seen = Followed(view)
 
@@ -80,8 +84,9 @@ class Follower:
         lines = self._client.story(run, after=self._after_story, limit=PAGE)
         if lines:
             self._after_story = lines[-1].seq
-            self.seen.story = [*self.seen.story, *lines][-STORY_KEPT:]
-            self._display.story(lines)
+            news = [line for line in lines if line.at >= self._since]
+            self.seen.story = [*self.seen.story, *news][-STORY_KEPT:]
+            self._display.story(news)
         page = self._client.logs(run, after=self._after_logs, limit=PAGE)
         if page.lines:
             self._display.logs(page.lines)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
@@ -17,6 +18,7 @@ from shoal.cli import table
 from shoal.cli.display import members, sentence
 from shoal.wire.views import MemberView, RunView, StoryLine
 
+MARGIN = 5
 ROWS = 12
 EVENTS = 6
 COLOURS = {
@@ -66,7 +68,10 @@ class Panel:
 
     def _draw(self) -> None:
         if self._view is not None:
-            self._live.update(render(self._view, list(self._events), self._clock()), refresh=True)
+            picture = render(self._view, list(self._events), self._clock())
+            # The terminal writes ^C after the panel; it must not wrap, or the next drawing would start a line too low.
+            width = max(MARGIN, self._console.width - MARGIN)
+            self._live.update(Constrain(picture, width), refresh=True)
 
 
 def render(view: RunView, events: Sequence[tuple[float, str]], now: float) -> RenderableType:

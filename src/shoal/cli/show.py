@@ -28,7 +28,7 @@ def supervise(frame: Frame, launch: Launch) -> int:
     client, view = supervisor.open()
     try:
         with Interrupts() as interrupts:
-            seen = watch(frame, client, view, interrupts, supervisor.tend)
+            seen = watch(frame, client, view, interrupts, supervisor.tend, view.since if launch.resume else 0.0)
     finally:
         supervisor.close(client)
     return conclude(frame, seen)
@@ -45,11 +45,16 @@ def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0
     with Interrupts() as interrupts:
-        return conclude(frame, watch(frame, client, view, interrupts, list))
+        return conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
 
 
 def watch(
-    frame: Frame, client: Client, view: RunView, interrupts: Interrupts, tend: Callable[[], list[str]]
+    frame: Frame,
+    client: Client,
+    view: RunView,
+    interrupts: Interrupts,
+    tend: Callable[[], list[str]],
+    since: float = 0.0,
 ) -> Followed:
     """Follow a run on the display that suits where we are."""
     panel = interactive() and not frame.json and not frame.quiet
@@ -57,7 +62,8 @@ def watch(
     if not panel:
         display.note(f"run {view.run} ({view.name}) in {view.directory or client.url}")
     try:
-        return Follower(client, view, display, tend).follow(interrupts, PANEL_EVERY_S if panel else PLAIN_EVERY_S)
+        follower = Follower(client, view, display, tend, since)
+        return follower.follow(interrupts, PANEL_EVERY_S if panel else PLAIN_EVERY_S)
     finally:
         display.close()
 

@@ -15,7 +15,7 @@ RESUMABLE = 75
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
 CHANGES_SHOWN = 10
 TOLD_WITHIN_S = 1.0
-PLANNED = ("done", "asked", "preempted")
+PLANNED = ("exit code 0", "exit code 75", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
 
 
@@ -117,7 +117,7 @@ def _who_was_lost(story: Sequence[StoryLine], at: float) -> str:
     gone = [
         f"{line.member} lost: {line.reason}"
         for line in story
-        if line.kind == "ProcessExited" and abs(line.at - at) < TOLD_WITHIN_S and line.reason not in PLANNED
+        if line.kind == "ProcessExited" and abs(line.at - at) < TOLD_WITHIN_S and not line.text.endswith(PLANNED)
     ]
     return "; ".join(gone)
 

@@ -96,7 +96,9 @@ class Stage:
     def wait(self, what: str, reached: Callable[[], object]) -> None:
         until = time.monotonic() + PATIENCE_S
         while not reached():
-            assert time.monotonic() < until, f"waited in vain until {what}\n{self.out()}\n{(self.path / 'err').read_text()}"
+            assert time.monotonic() < until, (
+                f"waited in vain until {what}\n{self.out()}\n{(self.path / 'err').read_text()}"
+            )
             time.sleep(0.1)
 
     def all_gone(self) -> bool:

@@ -74,15 +74,14 @@ class WarmProcess:
             self._waiting.pop(order.key, None)
 
     async def close(self) -> None:
-        """Let the warm process go; it kills whatever is left below it, and so do we."""
+        """Kill the warm process and whatever is left below it; it may be amid an import, so it is not asked."""
         self._closing = True
-        if self._writer is not None:
-            self._writer.close()
+        deadline = time.monotonic() + _LAST_CHANCE_S
+        while (left := processes.descendants()) and time.monotonic() < deadline:
+            await processes.kill(left, 1.0)
         if self._keeper is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._keeper), 10.0)
+            await asyncio.wait({self._keeper}, timeout=_LAST_CHANCE_S)
             self._keeper.cancel()
-        await processes.kill(processes.descendants(), 10.0)
         processes.reap_all()
 
     async def _keep_one_up(self) -> None:

@@ -39,7 +39,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     processes.adopt_orphans()
     search_path = sys.path[0 if sys.flags.safe_path else 1 :]
-    channel.sendall(orders.pack(preload(given.preload)))
+    ready = preload(given.preload)
+    with contextlib.suppress(ConnectionError):
+        channel.sendall(orders.pack(ready))
     zygote = os.getpid()
     start = Nursery(channel).serve()
     if start is None:

@@ -163,9 +163,9 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def a_compat_group_is_never_larger_than_asked(self) -> None:
-        """Unless one is done already, or an agent is away that might come back to what it had."""
+        """Unless one is done already, or an agent is away or will go, so that there is no better group to form."""
         wanted = self.runs.fleet.runs.get("c")
-        away = any(agent.away_since is not None for agent in self.runs.fleet.agents.values())
+        away = not all(agent.usable for agent in self.runs.fleet.agents.values())
         processes = self.runs.fleet.of_run("c")
         done = any(p.status == fl.DONE for p in processes)
         if wanted is not None and wanted.status == fl.GOING and not away and not done:

@@ -15,7 +15,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import shoal
 from shoal.coordinator import logs
+from shoal.coordinator.agents import Agents
 from shoal.coordinator.links import AgentLink, Link, MemberLink
+from shoal.coordinator.members import Members
+from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
 from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownRun
 from shoal.wire import codec
@@ -36,6 +39,9 @@ class Api:
 
     def __init__(self, service: Service, leave: Callable[[], None]) -> None:
         self._service = service
+        self._members = Members(service)
+        self._agents = Agents(service)
+        self._requests = Requests(service)
         self._leave = leave
         self._leaving: asyncio.Task[None] | None = None
 
@@ -64,38 +70,38 @@ class Api:
         return self._service.run_views()
 
     async def create(self, request: Request) -> object:
-        return self._service.create(await _body(request, RunSpec))
+        return self._requests.create(await _body(request, RunSpec))
 
     async def run(self, request: Request) -> object:
-        return self._service.view(self._service.find(request.path_params["run"]).name)
+        return self._service.view(self._requests.find(request.path_params["run"]).name)
 
     async def story(self, request: Request) -> object:
-        run = self._service.find(request.path_params["run"])
+        run = self._requests.find(request.path_params["run"])
         member, after, limit = _page(request)
         return await self._service.story(run, member, after, limit)
 
     async def logs(self, request: Request) -> object:
-        run = self._service.find(request.path_params["run"])
+        run = self._requests.find(request.path_params["run"])
         member, after, limit = _page(request)
         return await asyncio.to_thread(logs.page, self._service.directory, run.name, member, after, limit)
 
     async def stop(self, request: Request) -> object:
         ask = await _body(request, StopAsk, StopAsk())
-        return self._service.stop(self._service.find(request.path_params["run"]), ask)
+        return self._requests.stop(self._requests.find(request.path_params["run"]), ask)
 
     async def scale(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk)
-        return self._service.scale(self._service.find(request.path_params["run"]), ask)
+        return self._requests.scale(self._requests.find(request.path_params["run"]), ask)
 
     async def resume(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk) if await request.body() else None
-        return self._service.resume(self._service.find(request.path_params["run"]), ask)
+        return self._requests.resume(self._requests.find(request.path_params["run"]), ask)
 
     async def agents(self, _request: Request) -> object:
         return self._service.agent_views()
 
     async def shutdown(self, _request: Request) -> object:
-        self._service.shut_down("the coordinator is shut down")
+        self._requests.shut_down("the coordinator is shut down")
         self._leaving = asyncio.create_task(self._leave_soon())
         return {}
 
@@ -103,7 +109,7 @@ class Api:
         """When the last run has ended, or has taken too long; the answer to the request is sent first."""
         deadline = asyncio.get_running_loop().time() + SHUT_DOWN_WITHIN_S
         await asyncio.sleep(0.1)
-        while self._service.busy and asyncio.get_running_loop().time() < deadline:
+        while self._requests.busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         self._leave()
 
@@ -115,17 +121,17 @@ class Api:
 
     async def member(self, socket: WebSocket) -> None:
         link = MemberLink(codec.to_member, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
-        said = self._service.member_said
+        said = self._members.said
         await _converse(
             socket, link, lambda data: said(link, codec.from_member.decode(data)), lambda: bool(link.member)
         )
-        self._service.member_gone(link)
+        self._members.gone(link)
 
     async def agent(self, socket: WebSocket) -> None:
         link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
-        said = self._service.agent_said
+        said = self._agents.said
         await _converse(socket, link, lambda data: said(link, codec.from_agent.decode(data)), lambda: bool(link.agent))
-        self._service.agent_gone(link)
+        self._agents.gone(link)
 
 
 def make_app(service: Service, leave: Callable[[], None]) -> Starlette:

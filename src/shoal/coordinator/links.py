@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import shoal
+from shoal.errors import VersionMismatch
+from shoal.wire import messages as ms
 from shoal.wire.codec import Codec
 from shoal.wire.messages import Message, Refused
 
@@ -57,3 +60,12 @@ class AgentLink(Link):
     pid: int = 0
     load: float = 0.0
     memory_free_bytes: int = 0
+
+
+def same_version(link: Link, protocol: int, version: str) -> bool:
+    if protocol == ms.PROTOCOL and version == shoal.__version__:
+        return True
+    ours = f"{shoal.__version__} (protocol {ms.PROTOCOL})"
+    what = f"the coordinator runs Shoal {ours}, this process {version} (protocol {protocol})"
+    link.refuse(VersionMismatch.code, what, do=f"install Shoal {shoal.__version__} on both machines")
+    return False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import sqlite3
 import time
@@ -18,35 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-import shoal
-from shoal.config import parse_settings
 from shoal.coordinator import deliver, history, present, records
-from shoal.coordinator.links import AgentLink, MemberLink
+from shoal.coordinator.links import AgentLink
 from shoal.coordinator.logs import Logs
 from shoal.coordinator.runs import Asked, Run, Runs
 from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
-from shoal.errors import (
-    AmbiguousRun,
-    BadCount,
-    BadMessage,
-    BadRequest,
-    BadScript,
-    JournalUnwritable,
-    NameTaken,
-    NotOver,
-    RunOver,
-    UnknownRun,
-    VersionMismatch,
-    WrongRun,
-)
+from shoal.errors import JournalUnwritable
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
 from shoal.wire import messages as ms
-from shoal.wire.views import AgentView, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
+from shoal.wire.views import AgentView, RunView, StoryLine
 
 log = logging.getLogger("shoal.coordinator")
 
@@ -55,10 +37,6 @@ TICK_S = 0.05
 OVERSLEPT_S = 1.0
 LISTEN_AGAIN_S = 0.5
 FLUSH_S = 0.2
-MEASURE_EVERY_S = 1.0
-AGENT_SILENT_S = 10.0
-AGENT_BEAT_S = 1.0
-ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
 class Clock:
@@ -73,7 +51,7 @@ class Clock:
 
 
 class Service:
-    """The state of all runs of one coordinator, and its members and agents."""
+    """The state of all runs of one coordinator, and the way from an event to its effects."""
 
     def __init__(self, directory: Path, journal: Journal, views: Views, name: str) -> None:
         self.directory = directory
@@ -91,6 +69,7 @@ class Service:
         self.clock = Clock(last_at(journal.entries))
         self._ticked_at = self.clock.now()
         self._deaf_until = 0.0
+        self._at_every_tick: list[Callable[[float], None]] = []
 
     # --- the one way in
 
@@ -161,6 +140,11 @@ class Service:
             self._held.popleft()
         self.trouble = None
 
+    def still_in_trouble(self) -> JournalUnwritable | None:
+        """Why nothing can be changed now, if so."""
+        self._retry()
+        return self.trouble
+
     # --- carrying out
 
     def carry_out(self, asked: Asked) -> None:
@@ -196,219 +180,10 @@ class Service:
         if link is not None:
             link.send(deliver.start_member(asked, run.spec, run.settings, link.base_url, self.run_dir(asked.run)))
 
-    # --- members
-
-    def member_said(self, link: MemberLink, message: ms.FromMember) -> None:
-        link.heard_at = self.clock.now()
-        if isinstance(message, ms.MemberHello):
-            self.attempt(partial(self._member_hello, link, message))
-        elif not link.member:
-            link.refuse(BadMessage.code, "the first message was not a hello")
-        elif isinstance(message, ms.Beat):
-            self._beat(link, message)
-        else:
-            self.attempt(partial(self._member_event, link, message))
-
-    def _member_hello(self, link: MemberLink, hello: ms.MemberHello) -> None:
-        if link.closed or not self._may_join(link, hello):
-            return
-        live = self.live(hello.run)
-        link.run, link.member, link.incarnation, link.pid = hello.run, hello.member, hello.incarnation, hello.pid
-        event = ev.Hello(
-            hello.member, hello.incarnation, hello.address, hello.world, hello.step, hello.broken, hello.done
-        )
-        asked = self.record(hello.run, event)
-        refusal = next((i for _, i in asked if isinstance(i, ev.Refuse) and i.incarnation == hello.incarnation), None)
-        if refusal is not None:
-            link.refuse(refusal.code, refusal.what, refusal.why, refusal.do)
-            return
-        old = live.links.get(hello.member)
-        if old is not None and old is not link:
-            old.close()
-        live.links[hello.member] = link
-        live.beats[hello.member] = mb.Beat(self.clock.now(), hello.world, hello.step)
-        live.said.pop(hello.member, None)
-        link.expelled = False
-        run = self.runs.runs[hello.run]
-        beat_s, rules = float(run.settings.get("beat_s", 0.5)), run.membership.rules
-        link.send(ms.Welcome(beat_s, rules.lease_s, self.name, run.membership.started))
-        self.carry_out(asked)
-
-    def _may_join(self, link: MemberLink, hello: ms.MemberHello) -> bool:
-        run = self.runs.runs.get(hello.run)
-        process = self.runs.fleet.processes.get((hello.run, hello.member))
-        if not self._same_version(link, hello.protocol, hello.version):
-            return False
-        if run is None or run.over:
-            what = f"the run {hello.run} has ended" if run else f"there is no run {hello.run} here"
-            link.refuse(WrongRun.code, what, why=run.reason if run else "", do="shoal ps lists the runs")
-        elif process is not None and process.alive and process.incarnation != hello.incarnation:
-            why = f"the agent {process.agent} answers for another process of that name"
-            link.refuse(NameTaken.code, f"a member named {hello.member} is already in this run", why=why)
-        elif not re.fullmatch(r"[\w.:-]+(/[\w.:-]+)*", hello.member) or len(hello.member) > 200:
-            link.refuse(BadMessage.code, "the name of the member cannot be used", why=repr(hello.member[:80]))
-        else:
-            return True
-        return False
-
-    def _same_version(self, link: MemberLink | AgentLink, protocol: int, version: str) -> bool:
-        if protocol == ms.PROTOCOL and version == shoal.__version__:
-            return True
-        ours = f"{shoal.__version__} (protocol {ms.PROTOCOL})"
-        what = f"the coordinator runs Shoal {ours}, this process {version} (protocol {protocol})"
-        link.refuse(VersionMismatch.code, what, do=f"install Shoal {shoal.__version__} on both machines")
-        return False
-
-    def _known(self, link: MemberLink) -> Run | None:
-        """The run of a member that is still in it; others are told that they are out."""
-        run = self.runs.runs.get(link.run)
-        member = run.membership.members.get(link.member) if run is not None else None
-        if link.expelled or run is None:
-            return None
-        if run.over and run.membership.finished:
-            return run
-        if member is None or member.incarnation != link.incarnation:
-            link.expelled = True
-            link.send(ms.Expelled("its lease ran out, or it has left"))
-            return None
-        return run
-
-    def _member_event(self, link: MemberLink, message: ms.FromMember) -> None:
-        run = self.runs.runs.get(link.run)
-        if isinstance(message, ms.Raised) and run is not None and not run.over:
-            raised = records.MemberRaised(
-                link.member, message.kind, message.text, message.traceback[-20_000:], message.code
-            )
-            self.handle(link.run, raised)
-            return
-        run = self._known(link)
-        event = deliver.event_of(link.member, message)
-        if run is None or event is None or run.over:
-            return
-        self._renew(link)
-        asked = self.record(link.run, event)
-        self.carry_out(asked)
-        if isinstance(message, ms.Left):
-            link.expelled = True
-
-    def _renew(self, link: MemberLink) -> None:
-        beats = self.live(link.run).beats
-        beats[link.member] = _renewed(beats.get(link.member), self.clock.now())
-
-    def _beat(self, link: MemberLink, beat: ms.Beat) -> None:
-        run = self._known(link)
-        if run is None or run.over:
-            return
-        now, live = self.clock.now(), self.live(link.run)
-        live.beats[link.member] = mb.Beat(now, beat.world, beat.step, beat.phase, beat.phase_age_s, beat.usual_step_s)
-        live.said[link.member] = beat
-        if now - live.measured_at >= MEASURE_EVERY_S:
-            self._measure(run, live, now)
-
-    def _measure(self, run: Run, live: present.Live, now: float) -> None:
-        found = present.measure(run, live)
-        live.measured_at = now
-        if found is None or self._held or (live.measured is not None and found.step == live.measured.step):
-            return
-        self.attempt(partial(self.handle, run.name, ev.Progressed(found.step)))
-        self.attempt(partial(self.handle, run.name, found))
-
-    def member_gone(self, link: MemberLink) -> None:
-        link.closed = True
-        live = self.live(link.run) if link.run else None
-        if live is not None and live.links.get(link.member) is link:
-            del live.links[link.member]
-            self.attempt(partial(self._disconnected, link))
-
-    def _disconnected(self, link: MemberLink) -> None:
-        run = self.runs.runs.get(link.run)
-        member = run.membership.members.get(link.member) if run is not None and not run.over else None
-        back = link.member in self.live(link.run).links
-        if member is not None and member.incarnation == link.incarnation and not back:
-            self.handle(link.run, ev.Disconnected(link.member))
-
-    # --- agents
-
-    def agent_said(self, link: AgentLink, message: ms.FromAgent) -> None:
-        link.heard_at = self.clock.now()
-        if isinstance(message, ms.AgentHello):
-            self.attempt(partial(self._agent_hello, link, message))
-        elif not link.agent:
-            link.refuse(BadMessage.code, "the first message was not a hello")
-        elif isinstance(message, ms.AgentBeat):
-            link.load, link.memory_free_bytes = message.load, message.memory_free_bytes
-        elif isinstance(message, ms.LogLines):
-            self._log(message)
-        else:
-            self.attempt(partial(self._agent_event, link, message))
-
-    def _agent_hello(self, link: AgentLink, hello: ms.AgentHello) -> None:
-        if link.closed or not self._same_version(link, hello.protocol, hello.version):
-            return
-        old = self.agents.get(hello.agent)
-        if old is not None and old is not link:
-            if old.pid != hello.pid and self.clock.now() - old.heard_at < 3 * AGENT_BEAT_S:
-                do = "give this one another name with --name"
-                link.refuse(NameTaken.code, f"an agent named {hello.agent} is already connected", do=do)
-                return
-            old.close()
-        if not re.fullmatch(r"[\w.:-]+", hello.agent) or len(hello.agent) > 100:
-            link.refuse(BadMessage.code, "the name of the agent cannot be used", why=repr(hello.agent[:80]))
-            return
-        host = link.peer if link.peer not in ("127.0.0.1", "::1") else "127.0.0.1"
-        known, told = (
-            self.runs.machines.get(hello.agent),
-            records.MachineKnown(hello.agent, hello.machine, hello.pid),
-        )
-        successor = known is not None and known.pid != hello.pid
-        joined = fl.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
-        if known != told:
-            self.handle("", told)
-        asked = self.record("", joined)
-        link.agent, link.pid = hello.agent, hello.pid
-        self.agents[hello.agent] = link
-        link.send(ms.AgentWelcome(AGENT_BEAT_S, self.name))
-        self.carry_out(asked)
-
-    def _agent_event(self, link: AgentLink, message: ms.FromAgent) -> None:
-        if isinstance(message, ms.MemberStarted):
-            started = fl.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
-            self.handle(message.run, started)
-        elif isinstance(message, ms.MemberExited):
-            if self._is_news(message):
-                self.handle(message.run, _exited(message))
-        elif isinstance(message, ms.MachineNotice):
-            self._notice(link, message)
-
-    def _is_news(self, message: ms.MemberExited) -> bool:
-        """Agents tell exits again after a reconnect; the second telling is not worth a line."""
-        process = self.runs.fleet.processes.get((message.run, message.member))
-        return process is not None and process.incarnation == message.incarnation and process.alive
-
-    def _notice(self, link: AgentLink, message: ms.MachineNotice) -> None:
-        cause = f"{message.source}: {message.detail}" if message.detail else message.source
-        asked = self.record("", fl.AgentNotice(link.agent, message.within_s, cause))
-        for process in self.runs.fleet.processes.values():
-            member = self.live(process.run).links.get(process.member)
-            if process.agent == link.agent and process.alive and member is not None:
-                member.send(ms.Leaving(message.within_s, cause))
-        self.carry_out(asked)
-
-    def _log(self, message: ms.LogLines) -> None:
-        if message.run in self.runs.runs:
-            try:
-                self.logs.append(message.run, message.member, message.lines)
-            except OSError:
-                # The agent keeps the full file on its machine; here the lines are only a copy.
-                return
-
-    def agent_gone(self, link: AgentLink) -> None:
-        link.closed = True
-        if link.agent and self.agents.get(link.agent) is link:
-            del self.agents[link.agent]
-            self.attempt(partial(self.handle, "", fl.AgentAway(link.agent)))
-
     # --- time
+
+    def at_every_tick(self, action: Callable[[float], None]) -> None:
+        self._at_every_tick.append(action)
 
     def tick(self) -> None:
         """Whatever is due."""
@@ -427,10 +202,8 @@ class Service:
                         self.attempt(partial(self.handle, run.name, event))
         for wait in fl.due(self.runs.fleet, now):
             self.attempt(partial(self.handle, wait.run, wait))
-        for link in list(self.agents.values()):
-            if now - link.heard_at > AGENT_SILENT_S:
-                link.close()
-                self.agent_gone(link)
+        for action in self._at_every_tick:
+            action(now)
 
     def _forgive_own_sleep(self, now: float) -> None:
         """Silence while this process did not run (stopped, swapped out, a suspended machine) is nobody's silence."""
@@ -492,24 +265,7 @@ class Service:
         self.logs.close()
         self._journal.close()
 
-    # --- what the API asks
-
-    def find(self, text: str) -> Run:
-        """A run by id, by name, or by the beginning of its id."""
-        runs = self.runs.runs
-        if text in runs:
-            return runs[text]
-        named = [run for run in runs.values() if run.spec.name == text]
-        matching = named or [run for run in runs.values() if run.name.startswith(text)]
-        going = [run for run in matching if not run.over]
-        if len(matching) > 1 and len(going) == 1:
-            matching = going
-        if not matching:
-            raise UnknownRun(f"there is no run {text}", do="shoal ps lists the runs")
-        if len(matching) > 1:
-            names = ", ".join(run.name for run in matching)
-            raise AmbiguousRun(f"several runs are meant by {text}", why=names, do="use more of the id")
-        return matching[0]
+    # --- what is shown
 
     def run_dir(self, run: str) -> str:
         return str(self.directory / "runs" / run)
@@ -524,90 +280,6 @@ class Service:
     def agent_views(self) -> list[AgentView]:
         return present.agent_views(self.runs, self.agents, self.clock.now())
 
-    def _writable(self) -> None:
-        if self._held:
-            self._retry()
-        if self.trouble is not None:
-            raise self.trouble
-
-    def create(self, spec: RunSpec) -> RunView:
-        low, high = spec.members
-        if not 1 <= low <= high:
-            raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
-        if not spec.argv:
-            raise BadScript("there is nothing to run", do="name a script")
-        if spec.compat not in ("", "torchrun", "tf"):
-            raise BadRequest(f"{spec.compat!r} is no kind of script", do="use torchrun or tf")
-        settings = msgspec.to_builtins(parse_settings(spec.settings))
-        self._writable()
-        name = self._new_id(spec.name)
-        Path(self.run_dir(name)).mkdir(parents=True, exist_ok=True)
-        self.handle(name, records.RunCreated(spec, settings))
-        return self.view(name)
-
-    def _new_id(self, name: str) -> str:
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] or "run"
-        while True:
-            found = f"{slug}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"
-            if found not in self.runs.runs:
-                return found
-
-    def stop(self, run: Run, ask: StopAsk) -> RunView:
-        if run.over:
-            raise RunOver(f"the run {run.name} has ended", why=run.reason)
-        self._writable()
-        self.handle(run.name, records.StopRequested(ask.reason, ask.checkpoint, ask.grace_s))
-        return self.view(run.name)
-
-    def scale(self, run: Run, ask: ScaleAsk) -> RunView:
-        if run.over:
-            raise RunOver(f"the run {run.name} has ended", why=run.reason)
-        if not 1 <= ask.min <= ask.max:
-            raise BadCount(f"{ask.min}:{ask.max} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
-        self._writable()
-        self.handle(run.name, ev.ScaleAsked(ask.min, ask.max))
-        return self.view(run.name)
-
-    def resume(self, run: Run, ask: ScaleAsk | None) -> RunView:
-        if not run.over:
-            raise NotOver(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
-        if run.status == "done":
-            raise RunOver(f"the run {run.name} is done", why=run.reason)
-        rules = run.membership.rules
-        self._writable()
-        low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
-        self.handle(run.name, records.RunResumed(low, high))
-        return self.view(run.name)
-
     async def story(self, run: Run, member: str, after: int, limit: int) -> list[StoryLine]:
         await self.flush()
         return await asyncio.to_thread(self._views.story, run.name, run.created, member, after, limit)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a process that an agent answers for is still alive."""
-        return any(process.alive and process.agent in self.agents for process in self.runs.fleet.processes.values())
-
-    def shut_down(self, reason: str) -> None:
-        """End what goes on here, so that it can be resumed, and send the agents away."""
-        for run in self.runs.runs.values():
-            if not run.over:
-                self.attempt(partial(self.handle, run.name, records.StopRequested(reason, False, 0.0, "resumable")))
-        for link in list(self.agents.values()):
-            link.send(ms.ShutDown(reason))
-
-
-def _renewed(old: mb.Beat | None, now: float) -> mb.Beat:
-    return mb.Beat(now) if old is None else replace(old, at=now)
-
-
-def _exited(message: ms.MemberExited) -> fl.ProcessExited:
-    return fl.ProcessExited(
-        message.run,
-        message.member,
-        message.incarnation,
-        message.cause,
-        message.detail,
-        message.exit_code,
-        message.signal,
-    )

@@ -1,0 +1,120 @@
+"""What agents say, as events of the fleet."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from shoal.coordinator import records
+from shoal.coordinator.links import AgentLink, same_version
+from shoal.coordinator.service import Service
+from shoal.core import fleet as fl
+from shoal.errors import BadMessage, NameTaken
+from shoal.wire import messages as ms
+
+BEAT_S = 1.0
+SILENT_S = 10.0
+
+
+class Agents:
+    """The agents' side of the coordinator."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        service.at_every_tick(self.drop_the_silent)
+
+    def said(self, link: AgentLink, message: ms.FromAgent) -> None:
+        link.heard_at = self._service.clock.now()
+        if isinstance(message, ms.AgentHello):
+            self._service.attempt(partial(self._hello, link, message))
+        elif not link.agent:
+            link.refuse(BadMessage.code, "the first message was not a hello")
+        elif isinstance(message, ms.AgentBeat):
+            link.load, link.memory_free_bytes = message.load, message.memory_free_bytes
+        elif isinstance(message, ms.LogLines):
+            self._log(message)
+        else:
+            self._service.attempt(partial(self._event, link, message))
+
+    def _hello(self, link: AgentLink, hello: ms.AgentHello) -> None:
+        if link.closed or not same_version(link, hello.protocol, hello.version):
+            return
+        old = self._service.agents.get(hello.agent)
+        if old is not None and old is not link:
+            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * BEAT_S:
+                do = "give this one another name with --name"
+                link.refuse(NameTaken.code, f"an agent named {hello.agent} is already connected", do=do)
+                return
+            old.close()
+        if not re.fullmatch(r"[\w.:-]+", hello.agent) or len(hello.agent) > 100:
+            link.refuse(BadMessage.code, "the name of the agent cannot be used", why=repr(hello.agent[:80]))
+            return
+        host = "127.0.0.1" if link.peer == "::1" else link.peer
+        known = self._service.runs.machines.get(hello.agent)
+        told = records.MachineKnown(hello.agent, hello.machine, hello.pid)
+        successor = known is not None and known.pid != hello.pid
+        joined = fl.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
+        if known != told:
+            self._service.handle("", told)
+        asked = self._service.record("", joined)
+        link.agent, link.pid = hello.agent, hello.pid
+        self._service.agents[hello.agent] = link
+        link.send(ms.AgentWelcome(BEAT_S, self._service.name))
+        self._service.carry_out(asked)
+
+    def _event(self, link: AgentLink, message: ms.FromAgent) -> None:
+        if isinstance(message, ms.MemberStarted):
+            started = fl.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
+            self._service.handle(message.run, started)
+        elif isinstance(message, ms.MemberExited):
+            if self._is_news(message):
+                self._service.handle(message.run, _exited(message))
+        elif isinstance(message, ms.MachineNotice):
+            self._notice(link, message)
+
+    def _is_news(self, message: ms.MemberExited) -> bool:
+        """Agents tell exits again after a reconnect; the second telling is not worth a line."""
+        process = self._service.runs.fleet.processes.get((message.run, message.member))
+        return process is not None and process.incarnation == message.incarnation and process.alive
+
+    def _notice(self, link: AgentLink, message: ms.MachineNotice) -> None:
+        cause = f"{message.source}: {message.detail}" if message.detail else message.source
+        asked = self._service.record("", fl.AgentNotice(link.agent, message.within_s, cause))
+        for process in self._service.runs.fleet.processes.values():
+            member = self._service.live(process.run).links.get(process.member)
+            if process.agent == link.agent and process.alive and member is not None:
+                member.send(ms.Leaving(message.within_s, cause))
+        self._service.carry_out(asked)
+
+    def _log(self, message: ms.LogLines) -> None:
+        if message.run in self._service.runs.runs:
+            try:
+                self._service.logs.append(message.run, message.member, message.lines)
+            except OSError:
+                # The agent keeps the full file on its machine; here the lines are only a copy.
+                return
+
+    def gone(self, link: AgentLink) -> None:
+        link.closed = True
+        if link.agent and self._service.agents.get(link.agent) is link:
+            del self._service.agents[link.agent]
+            self._service.attempt(partial(self._service.handle, "", fl.AgentAway(link.agent)))
+
+    def drop_the_silent(self, now: float) -> None:
+        """A connection on which nothing comes any more is as good as closed."""
+        for link in list(self._service.agents.values()):
+            if now - link.heard_at > SILENT_S:
+                link.close()
+                self.gone(link)
+
+
+def _exited(message: ms.MemberExited) -> fl.ProcessExited:
+    return fl.ProcessExited(
+        message.run,
+        message.member,
+        message.incarnation,
+        message.cause,
+        message.detail,
+        message.exit_code,
+        message.signal,
+    )

@@ -1,0 +1,117 @@
+"""What people and tools ask for through the API."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import parse_settings
+from shoal.coordinator import records
+from shoal.coordinator.runs import Run
+from shoal.coordinator.service import Service
+from shoal.core import events as ev
+from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadScript, NotOver, RunOver, UnknownRun
+from shoal.wire import messages as ms
+from shoal.wire.views import RunSpec, RunView, ScaleAsk, StopAsk
+
+ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
+
+
+class Requests:
+    """The changes that the API can make."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def find(self, text: str) -> Run:
+        """A run by id, by name, or by the beginning of its id."""
+        runs = self._service.runs.runs
+        if text in runs:
+            return runs[text]
+        named = [run for run in runs.values() if run.spec.name == text]
+        matching = named or [run for run in runs.values() if run.name.startswith(text)]
+        going = [run for run in matching if not run.over]
+        if len(matching) > 1 and len(going) == 1:
+            matching = going
+        if not matching:
+            raise UnknownRun(f"there is no run {text}", do="shoal ps lists the runs")
+        if len(matching) > 1:
+            names = ", ".join(run.name for run in matching)
+            raise AmbiguousRun(f"several runs are meant by {text}", why=names, do="use more of the id")
+        return matching[0]
+
+    def _writable(self) -> None:
+        trouble = self._service.still_in_trouble()
+        if trouble is not None:
+            raise trouble
+
+    def create(self, spec: RunSpec) -> RunView:
+        low, high = spec.members
+        if not 1 <= low <= high:
+            raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
+        if not spec.argv:
+            raise BadScript("there is nothing to run", do="name a script")
+        if spec.compat not in ("", "torchrun", "tf"):
+            raise BadRequest(f"{spec.compat!r} is no kind of script", do="use torchrun or tf")
+        settings = msgspec.to_builtins(parse_settings(spec.settings))
+        self._writable()
+        name = self._new_id(spec.name)
+        Path(self._service.run_dir(name)).mkdir(parents=True, exist_ok=True)
+        self._service.handle(name, records.RunCreated(spec, settings))
+        return self._service.view(name)
+
+    def _new_id(self, name: str) -> str:
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] or "run"
+        while True:
+            found = f"{slug}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"
+            if found not in self._service.runs.runs:
+                return found
+
+    def stop(self, run: Run, ask: StopAsk) -> RunView:
+        if run.over:
+            raise RunOver(f"the run {run.name} has ended", why=run.reason)
+        self._writable()
+        self._service.handle(run.name, records.StopRequested(ask.reason, ask.checkpoint, ask.grace_s))
+        return self._service.view(run.name)
+
+    def scale(self, run: Run, ask: ScaleAsk) -> RunView:
+        if run.over:
+            raise RunOver(f"the run {run.name} has ended", why=run.reason)
+        if not 1 <= ask.min <= ask.max:
+            raise BadCount(f"{ask.min}:{ask.max} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
+        self._writable()
+        self._service.handle(run.name, ev.ScaleAsked(ask.min, ask.max))
+        return self._service.view(run.name)
+
+    def resume(self, run: Run, ask: ScaleAsk | None) -> RunView:
+        if not run.over:
+            raise NotOver(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
+        if run.status == "done":
+            raise RunOver(f"the run {run.name} is done", why=run.reason)
+        rules = run.membership.rules
+        self._writable()
+        low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
+        self._service.handle(run.name, records.RunResumed(low, high))
+        return self._service.view(run.name)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a process that an agent answers for is still alive."""
+        return any(
+            process.alive and process.agent in self._service.agents
+            for process in self._service.runs.fleet.processes.values()
+        )
+
+    def shut_down(self, reason: str) -> None:
+        """End what goes on here, so that it can be resumed, and send the agents away."""
+        for run in self._service.runs.runs.values():
+            if not run.over:
+                self._service.attempt(
+                    partial(self._service.handle, run.name, records.StopRequested(reason, False, 0.0, "resumable"))
+                )
+        for link in list(self._service.agents.values()):
+            link.send(ms.ShutDown(reason))

@@ -109,8 +109,7 @@ def longest_gap_s(commits: list[Commit], pids: Collection[int], since: float) ->
 
 
 def steps_lost(before: list[Commit], after: list[Commit]) -> int:
-    """How many steps that were committed before a fault had to be committed again after it."""
-    if not before or not after:
-        return 0
+    """How many steps that were committed before a fault had to be committed again, in another world, after it."""
+    again = [commit.step for commit in after if commit.world != before[-1].world]
     reached = max(commit.step for commit in before)
-    return max(0, reached + 1 - min(commit.step for commit in after))
+    return max(0, reached + 1 - min(again, default=reached + 1))

@@ -22,7 +22,7 @@ class Torchft(Side):
         "join_timeout_ms": 10_000,
         "heartbeat_timeout_ms": 500,
         "heartbeat_interval_ms": 50,
-        "collective_timeout_s": 0.5,
+        "collective_timeout_s": {"cnn": 0.5, "wide": 5.0},
         "quorum_retries": 10,
         "restart_delay_s": 0,
     }
@@ -69,7 +69,7 @@ class Torchft(Side):
                 "TORCHFT_QUORUM_RETRIES": str(self.settings["quorum_retries"]),
                 "RUST_LOG": "error",
                 "GLOO_SOCKET_IFNAME": "lo",
-                "BENCH_TORCHFT_TIMEOUT_S": str(self.settings["collective_timeout_s"]),
+                "BENCH_TORCHFT_TIMEOUT_S": str(self.settings["collective_timeout_s"][self.load.model]),
             }
             replica = processes.start(command, self.directory / f"replica{number}.log", env)
             self._replicas[number] = replica

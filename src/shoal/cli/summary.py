@@ -14,6 +14,7 @@ from shoal.wire.views import RunView, StoryLine
 RESUMABLE = 75
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
 CHANGES_SHOWN = 10
+VICTIMS_SHOWN = 3
 TOLD_WITHIN_S = 1.0
 PLANNED = ("exit code 0", "exit code 75", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
@@ -129,7 +130,9 @@ def text(facts: Summary) -> str:
     lines = []
     if facts.cause:
         lines.append(f"cause       {facts.cause}")
-        lines += [f"            then {victim}" for victim in facts.victims]
+        lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
+        if len(facts.victims) > VICTIMS_SHOWN:
+            lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more that followed from it")
     lines.append(
         f"{head} in {table.span(facts.seconds)}" + (f", loss {facts.loss:.4g}" if facts.loss is not None else "")
     )
@@ -176,7 +179,9 @@ def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[s
     found = root_cause(_failures(story))
     if found is None:
         return view.reason, ()
-    return f"{found.first.member}: {found.first.detail}", tuple(f"{v.member}: {v.detail}" for v in found.victims)
+    first = f"{found.first.member}: {found.first.detail}"
+    victims = dict.fromkeys(f"{one.member}: {one.detail}" for one in found.victims)
+    return first, tuple(victim for victim in victims if victim != first)
 
 
 def _failures(story: Sequence[StoryLine]) -> list[Failure]:
@@ -190,6 +195,6 @@ def _failures(story: Sequence[StoryLine]) -> list[Failure]:
             found.append(Failure(line.member, line.at, "user", f"{detail} ({line.reason})" if line.reason else detail))
         elif line.kind == "ProcessExited" and line.at - raised.get(line.member, -TOGETHER_S) >= TOGETHER_S:
             cause = "infrastructure" if "signal" in line.text else "user"
-            if not line.text.endswith("exit code 0"):
+            if not line.text.endswith(PLANNED):
                 found.append(Failure(line.member, line.at, cause, line.reason))
     return found

@@ -56,6 +56,9 @@ def test_a_failure_shows_its_root_cause_first_and_folds_the_victims(make: Any) -
         make.line(1, "MemberRaised", "local/1 raised ConnectionResetError: peer", member="local/1"),
         make.line(2, "MemberRaised", "local/0 raised ValueError: no", member="local/0", reason='File "t.py", line 3'),
         make.line(3, "ProcessExited", "the process of local/0 ended with exit code 1", member="local/0", reason="user"),
+        make.line(
+            4, "ProcessExited", "the process of local/2 ended by signal 15", member="local/2", reason="the run failed"
+        ),
     ]
     facts = summary.of(make.run(status="failed", exit_code=1, reason="local/0 raised"), story)
     assert facts.cause == 'local/0: ValueError: no (File "t.py", line 3)'

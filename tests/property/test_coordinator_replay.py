@@ -15,6 +15,7 @@ from shoal.coordinator import records
 from shoal.coordinator.runs import Runs
 from shoal.core import events as ev
 from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
 from shoal.core.world import Address
 from shoal.store import journal
@@ -42,14 +43,14 @@ class Fleet(RuleBasedStateMachine):
             self.obey(name, asked)
 
     def obey(self, run: str, asked: Any) -> None:
-        if isinstance(asked, fl.StartProcess) and asked.agent in self.linked:
+        if isinstance(asked, fe.StartProcess) and asked.agent in self.linked:
             self.alive[asked.agent].add((asked.run, asked.member, asked.incarnation))
-        elif isinstance(asked, (fl.RunEnded, fl.RunFailed)):
+        elif isinstance(asked, (fe.RunEnded, fe.RunFailed)):
             self.ends.append((run, type(asked).__name__))
 
     @initialize(low=st.integers(1, 2), more=st.integers(0, 2))
     def begin(self, low: int, more: int) -> None:
-        self.on("", fl.Opened("s0"))
+        self.on("", fe.Opened("s0"))
         settings = {"budget.user": 1, "budget.infrastructure": 3, "lease_s": 3.0}
         for run, compat in (("r", ""), ("c", "torchrun")):
             spec = RunSpec(run, ("t.py",), "/", (low, low + more), compat=compat)
@@ -59,7 +60,7 @@ class Fleet(RuleBasedStateMachine):
     def connect(self, agent: str) -> None:
         if agent not in self.linked:
             self.linked.add(agent)
-            self.on("", fl.AgentJoined(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
+            self.on("", fe.AgentJoined(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
 
     @rule(agent=AGENTS, dies=st.booleans())
     def cut(self, agent: str, dies: bool) -> None:
@@ -67,12 +68,12 @@ class Fleet(RuleBasedStateMachine):
             self.linked.discard(agent)
             if dies:
                 self.alive[agent].clear()
-            self.on("", fl.AgentAway(agent))
+            self.on("", fe.AgentAway(agent))
 
     @rule(agent=AGENTS)
     def notice(self, agent: str) -> None:
         if agent in self.linked:
-            self.on("", fl.AgentNotice(agent, 30.0, "spot"))
+            self.on("", fe.AgentNotice(agent, 30.0, "spot"))
 
     def _processes(self, linked_only: bool = True) -> list[tuple[str, tuple[str, str, str]]]:
         names = self.linked if linked_only else self.alive
@@ -83,7 +84,7 @@ class Fleet(RuleBasedStateMachine):
     def exit(self, data: st.DataObject, cause: str) -> None:
         agent, name = data.draw(st.sampled_from(self._processes()))
         self.alive[agent].discard(name)
-        self.on(name[0], fl.ProcessExited(*name, cause))
+        self.on(name[0], fe.ProcessExited(*name, cause))
 
     @precondition(lambda self: self._processes())
     @rule(data=st.data())
@@ -119,7 +120,7 @@ class Fleet(RuleBasedStateMachine):
         assert again == self.runs
         self.runs = again
         self.linked.clear()
-        self.on("", fl.Opened(f"s{len(self.entries)}"))
+        self.on("", fe.Opened(f"s{len(self.entries)}"))
         for run in [run for run in self.runs.runs.values() if not run.over]:
             self.on(run.name, ev.CoordinatorRestarted())
 
@@ -132,7 +133,7 @@ class Fleet(RuleBasedStateMachine):
                 process = self.runs.fleet.processes.get(name[:2])
                 if process is None or process.incarnation != name[2] or process.status == fl.ENDING:
                     self.alive[agent].discard(name)
-                    self.on(name[0], fl.ProcessExited(*name, "asked"))
+                    self.on(name[0], fe.ProcessExited(*name, "asked"))
         for run in self.runs.runs.values():
             if not run.over:
                 for event in mb.due(run.membership, {}, self.now):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.core.budget import BudgetSettings
 
 I = TypeVar("I")  # noqa: E741
@@ -16,10 +17,10 @@ class Fleet:
 
     def __init__(self) -> None:
         self.state = fl.State(salt="s")
-        self.asked: list[fl.Instruction] = []
+        self.asked: list[fe.Instruction] = []
         self.now = 1000.0
 
-    def on(self, *events: fl.Event, after_s: float = 0.0) -> Fleet:
+    def on(self, *events: fe.Event, after_s: float = 0.0) -> Fleet:
         self.now += after_s
         self.asked = []
         for event in events:
@@ -35,21 +36,21 @@ class Fleet:
         return [i for i in self.asked if isinstance(i, kind)]
 
     def started(self) -> list[str]:
-        return [i.member for i in self.of(fl.StartProcess)]
+        return [i.member for i in self.of(fe.StartProcess)]
 
     def process(self, member: str, run: str = "r") -> fl.Process:
         return self.state.processes[run, member]
 
     def exit(self, member: str, cause: str, detail: str = "", run: str = "r") -> Fleet:
         p = self.process(member, run)
-        return self.on(fl.ProcessExited(run, member, p.incarnation, cause, detail))
+        return self.on(fe.ProcessExited(run, member, p.incarnation, cause, detail))
 
 
 def with_run(low: int = 1, high: int = 2, slots: int | None = None, compat: str = "", **agents: int | None) -> Fleet:
     fleet = Fleet()
     for name, offered in (agents or {"lab": slots}).items():
-        fleet.on(fl.AgentJoined(name, offered, "h"))
-    return fleet.on(fl.RunWanted("r", low, high, compat, STRICT))
+        fleet.on(fe.AgentJoined(name, offered, "h"))
+    return fleet.on(fe.RunWanted("r", low, high, compat, STRICT))
 
 
 def test_an_elastic_agent_starts_as_many_as_asked() -> None:
@@ -66,23 +67,23 @@ def test_an_elastic_agent_only_fills_up_what_the_others_leave() -> None:
 
 def test_two_runs_do_not_share_a_slot() -> None:
     fleet = with_run(1, 2, slots=2)
-    assert fleet.on(fl.RunWanted("other", 1, 2)).started() == []
+    assert fleet.on(fe.RunWanted("other", 1, 2)).started() == []
     fleet.exit("lab/0", "done")
-    assert fleet.exit("lab/1", "done").of(fl.RunEnded) == [fl.RunEnded("r", "all members are done", 0)]
-    assert [(i.run, i.member) for i in fleet.of(fl.StartProcess)] == [("other", "lab/0"), ("other", "lab/1")]
+    assert fleet.exit("lab/1", "done").of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert [(i.run, i.member) for i in fleet.of(fe.StartProcess)] == [("other", "lab/0"), ("other", "lab/1")]
 
 
 def test_a_crashed_member_is_started_again_with_another_incarnation() -> None:
     fleet = with_run()
     before = fleet.process("lab/1").incarnation
-    again = fleet.exit("lab/1", "infrastructure", "killed by signal 9").of(fl.StartProcess)
+    again = fleet.exit("lab/1", "infrastructure", "killed by signal 9").of(fe.StartProcess)
     assert [(i.member, i.restart) for i in again] == [("lab/1", True)]
     assert again[0].incarnation != before
 
 
 def test_a_second_crash_waits_for_the_back_off() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.RunWanted("r", 1, 1, "", BudgetSettings(infrastructure=5, backoff_s=2.0)))
+    fleet.on(fe.RunWanted("r", 1, 1, "", BudgetSettings(infrastructure=5, backoff_s=2.0)))
     fleet.exit("lab/0", "infrastructure")
     assert fleet.exit("lab/0", "infrastructure").started() == []
     assert fleet.wait(1.0).started() == []
@@ -93,16 +94,16 @@ def test_the_user_s_errors_end_the_run_with_their_words() -> None:
     fleet = with_run()
     fleet.exit("lab/0", "user", "ValueError: x")
     fleet.exit("lab/0", "user", "ValueError: x")
-    failed = fleet.of(fl.RunFailed)[0]
+    failed = fleet.of(fe.RunFailed)[0]
     assert failed.exit_code == 1
     assert "ValueError: x" in failed.reason
-    assert [i.member for i in fleet.of(fl.EndProcess)] == ["lab/1"]
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/1"]
 
 
 def test_a_machine_that_keeps_crashing_is_given_up_for_a_while_if_enough_are_left() -> None:
     fleet = with_run(1, 2)
     fleet.exit("lab/1", "infrastructure")
-    assert fleet.exit("lab/1", "infrastructure").of(fl.RunFailed) == []
+    assert fleet.exit("lab/1", "infrastructure").of(fe.RunFailed) == []
     assert fleet.started() == []
     assert fleet.wait(601.0).started() == ["lab/1"]
 
@@ -110,7 +111,7 @@ def test_a_machine_that_keeps_crashing_is_given_up_for_a_while_if_enough_are_lef
 def test_too_few_left_fails_the_run() -> None:
     fleet = with_run(2, 2)
     fleet.exit("lab/1", "infrastructure")
-    assert [i.exit_code for i in fleet.exit("lab/1", "infrastructure").of(fl.RunFailed)] == [5]
+    assert [i.exit_code for i in fleet.exit("lab/1", "infrastructure").of(fe.RunFailed)] == [5]
 
 
 def test_preemption_is_never_held_against_anybody() -> None:
@@ -121,116 +122,116 @@ def test_preemption_is_never_held_against_anybody() -> None:
 
 def test_nothing_is_started_on_a_machine_that_will_go() -> None:
     fleet = with_run(1, 2, spot=1, local=None)
-    assert fleet.on(fl.AgentNotice("spot", 120.0, "aws")).started() == ["local/1"]
+    assert fleet.on(fe.AgentNotice("spot", 120.0, "aws")).started() == ["local/1"]
     assert fleet.exit("spot/0", "preempted").started() == []
 
 
 def test_when_every_machine_went_after_a_notice_the_run_can_be_resumed() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.AgentNotice("lab", 120.0, "aws"))
+    fleet.on(fe.AgentNotice("lab", 120.0, "aws"))
     fleet.exit("lab/0", "preempted")
-    fleet.on(fl.AgentAway("lab"))
+    fleet.on(fe.AgentAway("lab"))
     fleet.wait(10.1)
-    assert [i.exit_code for i in fleet.wait(60.1).of(fl.RunEnded)] == [75]
+    assert [i.exit_code for i in fleet.wait(60.1).of(fe.RunEnded)] == [75]
 
 
 def test_all_lost_and_no_agent_left_is_exit_5() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.AgentAway("lab"))
-    assert fleet.wait(10.1).of(fl.RunFailed) == []
-    assert fleet.wait(59.0).of(fl.RunFailed) == []
-    assert [i.exit_code for i in fleet.wait(2.0).of(fl.RunFailed)] == [5]
+    fleet.on(fe.AgentAway("lab"))
+    assert fleet.wait(10.1).of(fe.RunFailed) == []
+    assert fleet.wait(59.0).of(fe.RunFailed) == []
+    assert [i.exit_code for i in fleet.wait(2.0).of(fe.RunFailed)] == [5]
 
 
 def test_an_agent_that_comes_back_in_time_keeps_its_processes() -> None:
     fleet = with_run(1, 2)
     names = tuple((p.run, p.member, p.incarnation) for p in fleet.state.processes.values())
-    fleet.on(fl.AgentAway("lab"))
+    fleet.on(fe.AgentAway("lab"))
     fleet.wait(9.0)
-    assert fleet.on(fl.AgentJoined("lab", None, "h", names)).asked == []
+    assert fleet.on(fe.AgentJoined("lab", None, "h", names)).asked == []
     assert fleet.wait(60.0).asked == []
 
 
 def test_a_process_that_an_agent_comes_back_without_is_started_again() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.AgentAway("lab"))
-    assert fleet.on(fl.AgentJoined("lab", None, "h", ())).started() == []
+    fleet.on(fe.AgentAway("lab"))
+    assert fleet.on(fe.AgentJoined("lab", None, "h", ())).started() == []
     assert fleet.wait(2.1).started() == ["lab/0"]
 
 
 def test_the_successor_of_a_dead_agent_starts_its_members_at_once() -> None:
     fleet = with_run(1, 2)
-    fleet.on(fl.AgentAway("lab"))
-    assert fleet.on(fl.AgentJoined("lab", None, "h", (), successor=True)).started() == ["lab/0", "lab/1"]
+    fleet.on(fe.AgentAway("lab"))
+    assert fleet.on(fe.AgentJoined("lab", None, "h", (), successor=True)).started() == ["lab/0", "lab/1"]
 
 
 def test_processes_of_an_agent_that_was_given_up_are_adopted_if_there_is_room_and_ended_if_not() -> None:
     fleet = with_run(1, 1)
     name = ("r", "lab/0", fleet.process("lab/0").incarnation)
-    fleet.on(fl.AgentAway("lab"))
+    fleet.on(fe.AgentAway("lab"))
     fleet.wait(10.1)
-    assert fleet.on(fl.AgentJoined("lab", None, "h", (name,))).asked == []
-    fleet.on(fl.AgentAway("lab"))
+    assert fleet.on(fe.AgentJoined("lab", None, "h", (name,))).asked == []
+    fleet.on(fe.AgentAway("lab"))
     fleet.wait(10.1)
-    assert fleet.on(fl.AgentJoined("other", None, "h")).started() == ["other/0"]
-    ended = fleet.on(fl.AgentJoined("lab", None, "h", (name,))).of(fl.EndProcess)
+    assert fleet.on(fe.AgentJoined("other", None, "h")).started() == ["other/0"]
+    ended = fleet.on(fe.AgentJoined("lab", None, "h", (name,))).of(fe.EndProcess)
     assert [i.incarnation for i in ended] == [name[2]]
 
 
 def test_a_silent_member_is_given_time_and_then_replaced() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
-    fleet.on(fl.MemberSilent("r", "lab/0"))
+    fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
+    fleet.on(fe.MemberSilent("r", "lab/0"))
     assert fleet.wait(9.0).asked == []
-    assert [i.member for i in fleet.wait(1.5).of(fl.EndProcess)] == ["lab/0"]
+    assert [i.member for i in fleet.wait(1.5).of(fe.EndProcess)] == ["lab/0"]
     assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
 
 
 def test_a_member_that_speaks_again_is_left_alone() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.MemberSilent("r", "lab/0"), fl.MemberBack("r", "lab/0"))
+    fleet.on(fe.MemberSilent("r", "lab/0"), fe.MemberBack("r", "lab/0"))
     assert fleet.wait(60.0).asked == []
 
 
 def test_scaling_down_ends_those_that_the_world_does_not_keep() -> None:
     fleet = with_run(1, 3)
-    fleet.on(fl.Scaled("r", 1, 1, keep=("lab/2",)))
-    assert sorted(i.member for i in fleet.of(fl.EndProcess)) == ["lab/0", "lab/1"]
+    fleet.on(fe.Scaled("r", 1, 1, keep=("lab/2",)))
+    assert sorted(i.member for i in fleet.of(fe.EndProcess)) == ["lab/0", "lab/1"]
     assert fleet.exit("lab/0", "preempted").started() == []
 
 
 def test_a_stopping_run_ends_when_its_processes_have() -> None:
     fleet = with_run(1, 2)
-    fleet.on(fl.RunStopping("r", 75, 30.0, "asked"))
+    fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
     fleet.exit("lab/0", "preempted")
-    assert fleet.exit("lab/1", "preempted").of(fl.RunEnded) == [fl.RunEnded("r", "asked", 75)]
+    assert fleet.exit("lab/1", "preempted").of(fe.RunEnded) == [fe.RunEnded("r", "asked", 75)]
 
 
 def test_whoever_does_not_stop_in_time_is_ended() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fl.RunStopping("r", 75, 30.0, "asked"))
+    fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
     assert fleet.wait(29.0).asked == []
-    assert [i.member for i in fleet.wait(1.1).of(fl.EndProcess)] == ["lab/0"]
-    assert len(fleet.exit("lab/0", "asked").of(fl.RunEnded)) == 1
+    assert [i.member for i in fleet.wait(1.1).of(fe.EndProcess)] == ["lab/0"]
+    assert len(fleet.exit("lab/0", "asked").of(fe.RunEnded)) == 1
 
 
 def test_a_stopping_run_waits_for_guests_too() -> None:
-    fleet = Fleet().on(fl.RunWanted("r", 1, 1), fl.GuestsChanged("r", ("g/0",)))
-    assert fleet.on(fl.RunStopping("r", 75, 30.0, "asked")).of(fl.RunEnded) == []
-    assert len(fleet.on(fl.GuestsChanged("r", ())).of(fl.RunEnded)) == 1
+    fleet = Fleet().on(fe.RunWanted("r", 1, 1), fe.GuestsChanged("r", ("g/0",)))
+    assert fleet.on(fe.RunStopping("r", 75, 30.0, "asked")).of(fe.RunEnded) == []
+    assert len(fleet.on(fe.GuestsChanged("r", ())).of(fe.RunEnded)) == 1
 
 
 def test_an_old_exit_told_again_changes_nothing() -> None:
     fleet = with_run(1, 1)
     old = fleet.process("lab/0").incarnation
     fleet.exit("lab/0", "preempted")
-    assert fleet.on(fl.ProcessExited("r", "lab/0", old, "preempted")).asked == []
+    assert fleet.on(fe.ProcessExited("r", "lab/0", old, "preempted")).asked == []
 
 
 def test_incarnations_differ_between_two_lives_of_a_coordinator() -> None:
     fleet = with_run(1, 1)
     first = fleet.process("lab/0").incarnation
-    fleet.on(fl.Opened("t"), fl.AgentJoined("lab", None, "h", ()))
+    fleet.on(fe.Opened("t"), fe.AgentJoined("lab", None, "h", ()))
     fleet.wait(2.1)
     assert fleet.process("lab/0").incarnation.split("-")[0] == "t"
     assert first.split("-")[0] == "s"
@@ -239,20 +240,20 @@ def test_incarnations_differ_between_two_lives_of_a_coordinator() -> None:
 def test_a_compat_group_waits_until_the_least_number_is_there() -> None:
     fleet = with_run(3, 4, compat="torchrun", a=2)
     assert fleet.started() == []
-    fleet.on(fl.AgentJoined("b", 2, "h2"))
+    fleet.on(fe.AgentJoined("b", 2, "h2"))
     assert fleet.started() == ["a/0", "a/1", "b/0", "b/1"]
-    env = dict(fleet.of(fl.StartProcess)[3].env)
+    env = dict(fleet.of(fe.StartProcess)[3].env)
     assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"], env["WORLD_SIZE"]) == ("3", "1", "1", "4")
     assert env["MASTER_ADDR"] == "h"
 
 
 def test_a_compat_group_is_started_anew_when_an_agent_joins() -> None:
     fleet = with_run(1, 2, compat="tf", a=1)
-    fleet.on(fl.AgentJoined("b", 1, "h2"))
-    assert [i.member for i in fleet.of(fl.EndProcess)] == ["a/0"]
+    fleet.on(fe.AgentJoined("b", 1, "h2"))
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["a/0"]
     fleet.exit("a/0", "asked")
     assert fleet.started() == ["a/0", "b/0"]
-    assert '"index": 1' in dict(fleet.of(fl.StartProcess)[1].env)["TF_CONFIG"]
+    assert '"index": 1' in dict(fleet.of(fe.StartProcess)[1].env)["TF_CONFIG"]
 
 
 def test_a_compat_group_with_a_bug_fails() -> None:
@@ -261,4 +262,4 @@ def test_a_compat_group_with_a_bug_fails() -> None:
     fleet.exit("lab/1", "asked")
     fleet.wait(5.0)
     fleet.exit("lab/0", "user", "ValueError")
-    assert [i.exit_code for i in fleet.of(fl.RunFailed)] == [1]
+    assert [i.exit_code for i in fleet.of(fe.RunFailed)] == [1]

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.coordinator import logs
+from shoal.coordinator.rebuild import rebuild
 from shoal.errors import StorageError, UnknownRun
-from shoal.store import views
+from shoal.store import journal, views
 from shoal.wire.views import LogPage, RunView, StoryLine
 
 OVER = ("done", "failed", "stopped", "resumable")
@@ -22,6 +23,8 @@ class Past:
         self._directory = directory
 
     def runs(self) -> tuple[RunView, ...]:
+        if not (self._directory / views.FILE).exists() and (self._directory / journal.FILE).exists():
+            rebuild(self._directory)
         try:
             return tuple(_as_ended(view) for view in views.runs(self._directory))
         except (sqlite3.Error, msgspec.DecodeError) as error:

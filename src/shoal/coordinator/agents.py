@@ -8,7 +8,7 @@ from functools import partial
 from shoal.coordinator import records
 from shoal.coordinator.links import AgentLink, same_version
 from shoal.coordinator.service import Service
-from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.errors import BadMessage, NameTaken
 from shoal.wire import messages as ms
 
@@ -53,7 +53,7 @@ class Agents:
         known = self._service.runs.machines.get(hello.agent)
         told = records.MachineKnown(hello.agent, hello.machine, hello.pid)
         successor = known is not None and known.pid != hello.pid
-        joined = fl.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
+        joined = fe.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
         if known != told:
             self._service.handle("", told)
         asked = self._service.record("", joined)
@@ -64,7 +64,7 @@ class Agents:
 
     def _event(self, link: AgentLink, message: ms.FromAgent) -> None:
         if isinstance(message, ms.MemberStarted):
-            started = fl.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
+            started = fe.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
             self._service.handle(message.run, started)
         elif isinstance(message, ms.MemberExited):
             if self._is_news(message):
@@ -79,7 +79,7 @@ class Agents:
 
     def _notice(self, link: AgentLink, message: ms.MachineNotice) -> None:
         cause = f"{message.source}: {message.detail}" if message.detail else message.source
-        asked = self._service.record("", fl.AgentNotice(link.agent, message.within_s, cause))
+        asked = self._service.record("", fe.AgentNotice(link.agent, message.within_s, cause))
         for process in self._service.runs.fleet.processes.values():
             member = self._service.live(process.run).links.get(process.member)
             if process.agent == link.agent and process.alive and member is not None:
@@ -98,7 +98,7 @@ class Agents:
         link.closed = True
         if link.agent and self._service.agents.get(link.agent) is link:
             del self._service.agents[link.agent]
-            self._service.attempt(partial(self._service.handle, "", fl.AgentAway(link.agent)))
+            self._service.attempt(partial(self._service.handle, "", fe.AgentAway(link.agent)))
 
     def drop_the_silent(self, now: float) -> None:
         """A connection on which nothing comes any more is as good as closed."""
@@ -108,8 +108,8 @@ class Agents:
                 self.gone(link)
 
 
-def _exited(message: ms.MemberExited) -> fl.ProcessExited:
-    return fl.ProcessExited(
+def _exited(message: ms.MemberExited) -> fe.ProcessExited:
+    return fe.ProcessExited(
         message.run,
         message.member,
         message.incarnation,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.core import events as ev
-from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.wire import messages as ms
 from shoal.wire.views import RunSpec
 
@@ -37,7 +37,7 @@ def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
 
 
 def start_member(
-    asked: fl.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
+    asked: fe.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
 ) -> ms.StartMember:
     """The order to start a process; the agent adds the token file and the host, which differ on every machine."""
     env = {
@@ -56,7 +56,7 @@ def start_member(
     )
 
 
-def end_member(asked: fl.EndProcess) -> ms.EndMember:
+def end_member(asked: fe.EndProcess) -> ms.EndMember:
     return ms.EndMember(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
 
 

@@ -8,7 +8,7 @@ from shoal.coordinator import records
 from shoal.coordinator.runs import Asked, Run
 from shoal.coordinator.story import tell
 from shoal.core import events as ev
-from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.store.journal import Entry
 from shoal.store.views import MetricRow, Views, WorldRow
 from shoal.wire.views import StoryLine
@@ -48,7 +48,7 @@ def _put_event(views: Views, entry: Entry, event: Any) -> None:
             views.end_member(run, member, at, "it left")
         case ev.MemberDone(member, step):
             views.end_member(run, member, at, f"done at step {step}")
-        case fl.ProcessExited(run=of, member=member, cause=cause, detail=detail):
+        case fe.ProcessExited(run=of, member=member, cause=cause, detail=detail):
             views.end_member(of, member, at, detail or cause)
         case ev.EnteredWorld(_, world, step):
             views.begin_world(run, world, step)

@@ -14,13 +14,14 @@ from shoal.config import Settings
 from shoal.coordinator import records
 from shoal.core import budget, events, membership
 from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.wire.views import RunSpec
 
-Instruction = Union[events.Instruction, fl.Instruction]
+Instruction = Union[events.Instruction, fe.Instruction]
 Asked = list[tuple[str, Instruction]]
 
 ENDED = ("done", "failed", "stopped", "resumable")
-_FLEET = tuple(kind for kind in fl.Event.__args__)  # type: ignore[attr-defined]
+_FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -89,7 +90,7 @@ class Runs:
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
         self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        wanted = fl.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings))
+        wanted = fe.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings))
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
@@ -110,7 +111,7 @@ class Runs:
         )
         run.ended, run.status, run.exit_code, run.failure = None, "", None, None
         run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
-        wanted = fl.RunWanted(
+        wanted = fe.RunWanted(
             run.name, event.min_members, event.max_members, run.spec.compat, restarts_of(run.settings)
         )
         self._fleet(wanted, now, asked)
@@ -153,19 +154,19 @@ class Runs:
             if isinstance(instruction, (events.FormWorld, events.ProposeWorld, events.DissolveWorld)):
                 run.last_change = instruction.reason
         if isinstance(event, events.Lost) and event.member in before.members:
-            self._fleet(fl.MemberSilent(run.name, event.member), now, asked)
+            self._fleet(fe.MemberSilent(run.name, event.member), now, asked)
         elif isinstance(event, events.Hello):
-            self._fleet(fl.MemberBack(run.name, event.member), now, asked)
+            self._fleet(fe.MemberBack(run.name, event.member), now, asked)
         elif isinstance(event, events.ScaleAsked):
             keep = tuple(s.member for s in before.world.seats[: event.max_members]) if before.world else ()
-            scaled = fl.Scaled(run.name, event.min_members, event.max_members, keep)
+            scaled = fe.Scaled(run.name, event.min_members, event.max_members, keep)
             self._fleet(scaled, now, asked)
         self._tell_guests(run, now, asked)
         if after.stopping is not None and before.stopping is None:
-            stop = fl.RunStopping(run.name, after.stopping.exit_code, grace_s, after.stopping.reason)
+            stop = fe.RunStopping(run.name, after.stopping.exit_code, grace_s, after.stopping.reason)
             self._fleet(stop, now, asked)
         if after.finished and not before.finished:
-            self._fleet(fl.RunFinished(run.name), now, asked)
+            self._fleet(fe.RunFinished(run.name), now, asked)
 
     def _tell_guests(self, run: Run, now: float, asked: Asked) -> None:
         wanted = self.fleet.runs.get(run.name)
@@ -177,13 +178,13 @@ class Runs:
             if (run.name, m.name) not in self.fleet.processes and (m.connected or not run.membership.finished)
         )
         if guests != wanted.guests:
-            self._fleet(fl.GuestsChanged(run.name, guests), now, asked)
+            self._fleet(fe.GuestsChanged(run.name, guests), now, asked)
 
     # --- processes, and what follows from them for the membership
 
-    def _before_fleet(self, event: fl.Event, now: float, asked: Asked) -> None:
+    def _before_fleet(self, event: fe.Event, now: float, asked: Asked) -> None:
         """The loss of a member is decided first: others wait for it, while a restart can wait."""
-        if isinstance(event, fl.ProcessExited) and event.run in self.runs:
+        if isinstance(event, fe.ProcessExited) and event.run in self.runs:
             run = self.runs[event.run]
             member = run.membership.members.get(event.member)
             if run.over or member is None or member.incarnation != event.incarnation:
@@ -194,27 +195,27 @@ class Runs:
             else:
                 detail = event.detail or event.cause
                 self._membership(run, events.Lost(event.member, f"its process ended: {detail}"), now, asked)
-        elif isinstance(event, fl.AgentNotice):
+        elif isinstance(event, fe.AgentNotice):
             for process in list(self.fleet.processes.values()):
                 run_of = self.runs.get(process.run)
                 if process.agent == event.agent and process.alive and run_of is not None and not run_of.over:
                     given = events.NoticeGiven(process.member, event.within_s, event.cause)
                     self._membership(run_of, given, now, asked)
 
-    def _fleet(self, event: fl.Event, now: float, asked: Asked) -> None:
+    def _fleet(self, event: fe.Event, now: float, asked: Asked) -> None:
         self.fleet, instructions = fl.decide(self.fleet, event, now)
         for instruction in instructions:
             run = self.runs.get(instruction.run)
             asked.append((instruction.run, instruction))
             if run is None or run.over:
                 continue
-            if isinstance(instruction, fl.RunFailed):
+            if isinstance(instruction, fe.RunFailed):
                 failure = run.failure if instruction.exit_code == 1 else None
                 self._end(run, "failed", _with_failure(instruction.reason, failure), instruction.exit_code, now)
-            elif isinstance(instruction, fl.RunEnded):
+            elif isinstance(instruction, fe.RunEnded):
                 status = "done" if instruction.exit_code == 0 else run.ends_as
                 self._end(run, status, instruction.reason, instruction.exit_code, now)
-        if isinstance(event, fl.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
+        if isinstance(event, fe.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
             self._tell_guests(self.runs[event.run], now, asked)
 
 

@@ -23,6 +23,7 @@ from shoal.coordinator.logs import Logs
 from shoal.coordinator.runs import Asked, Run, Runs
 from shoal.core import events as ev
 from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
 from shoal.errors import JournalUnwritable
 from shoal.store.journal import Entry, Journal, event_of, last_at
@@ -103,7 +104,7 @@ class Service:
             # As when it happened: an event that could not be handled then cannot be handled now.
             self._try(partial(self._take_in, entry, event, entry.at, shown=entry.seq <= shown))
         self._journal.entries.clear()
-        self.handle("", fl.Opened(secrets.token_hex(4)))
+        self.handle("", fe.Opened(secrets.token_hex(4)))
         for run in self.runs.runs.values():
             if not run.over:
                 self.handle(run.name, ev.CoordinatorRestarted())
@@ -149,9 +150,9 @@ class Service:
 
     def carry_out(self, asked: Asked) -> None:
         for run, instruction in asked:
-            if isinstance(instruction, fl.StartProcess):
+            if isinstance(instruction, fe.StartProcess):
                 self._start_process(instruction)
-            elif isinstance(instruction, fl.EndProcess):
+            elif isinstance(instruction, fe.EndProcess):
                 link = self.agents.get(instruction.agent)
                 if link is not None:
                     link.send(deliver.end_member(instruction))
@@ -175,7 +176,7 @@ class Service:
             del self.live(run).links[refusal.member]
             link.refuse(refusal.code, refusal.what, refusal.why, refusal.do)
 
-    def _start_process(self, asked: fl.StartProcess) -> None:
+    def _start_process(self, asked: fe.StartProcess) -> None:
         link, run = self.agents.get(asked.agent), self.runs.runs[asked.run]
         if link is not None:
             link.send(deliver.start_member(asked, run.spec, run.settings, link.base_url, self.run_dir(asked.run)))

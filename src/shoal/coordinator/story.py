@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.coordinator import records
 from shoal.core import events as ev
-from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.wire.views import StoryLine
 
 LINES_PER_ENTRY = 100
@@ -68,12 +68,12 @@ def _raised(e: records.MemberRaised) -> Sentence:
     return f"{e.member} raised {e.kind}: {e.text}", places[-1] if places else ""
 
 
-def _exited(e: fl.ProcessExited) -> Sentence:
+def _exited(e: fe.ProcessExited) -> Sentence:
     how = f"by signal {e.signal}" if e.signal else f"with exit code {e.exit_code}" if e.exit_code is not None else ""
     return f"the process of {e.member} ended {how}".rstrip(), e.detail or e.cause
 
 
-def _agent_joined(e: fl.AgentJoined) -> Sentence:
+def _agent_joined(e: fe.AgentJoined) -> Sentence:
     offer = "as many members as asked" if e.slots is None else f"{e.slots} members"
     return f"agent {e.agent} connected and offers {offer}", ""
 
@@ -88,7 +88,7 @@ def _proposed(i: ev.ProposeWorld) -> Sentence:
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
 
-def _start(i: fl.StartProcess) -> Sentence:
+def _start(i: fe.StartProcess) -> Sentence:
     return f"{i.member} is started {'again ' if i.restart else ''}on agent {i.agent}", i.reason
 
 
@@ -113,14 +113,14 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     records.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
     records.StopRequested: lambda e: ("the run is asked to stop", e.reason),
     records.MemberRaised: _raised,
-    fl.AgentJoined: _agent_joined,
-    fl.AgentAway: lambda e: (f"agent {e.agent} lost its connection", ""),
-    fl.AgentNotice: lambda e: (f"the machine of agent {e.agent} goes away within {e.within_s:.0f} s", e.cause),
-    fl.ProcessStarted: lambda e: (f"{e.member} runs as process {e.pid}{', warm' if e.warm else ''}", ""),
-    fl.ProcessExited: _exited,
-    fl.StartProcess: _start,
-    fl.EndProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
-    fl.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
-    fl.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
-    fl.Tell: lambda i: (i.text, ""),
+    fe.AgentJoined: _agent_joined,
+    fe.AgentAway: lambda e: (f"agent {e.agent} lost its connection", ""),
+    fe.AgentNotice: lambda e: (f"the machine of agent {e.agent} goes away within {e.within_s:.0f} s", e.cause),
+    fe.ProcessStarted: lambda e: (f"{e.member} runs as process {e.pid}{', warm' if e.warm else ''}", ""),
+    fe.ProcessExited: _exited,
+    fe.StartProcess: _start,
+    fe.EndProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
+    fe.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
+    fe.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
+    fe.Tell: lambda i: (i.text, ""),
 }

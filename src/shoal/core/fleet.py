@@ -14,209 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Union
+from typing import Any
 
 from shoal.core import budget
+from shoal.core import fleet_events as fe
 from shoal.core.compat import Place, rendezvous
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
 ALIVE = (STARTING, RUNNING, ENDING)
-DEFAULT_RESTARTS = budget.BudgetSettings()
-
-# --- events
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The coordinator began, or began again; `salt` makes the incarnations of this life unlike those of any other."""
-
-    salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgentJoined:
-    """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
-
-    `successor` says that it is another process than the agent of that name before, whose members died with it.
-    """
-
-    agent: str
-    slots: int | None
-    host: str
-    members: tuple[tuple[str, str, str], ...] = ()
-    successor: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AgentAway:
-    agent: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgentNotice:
-    agent: str
-    within_s: float
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunWanted:
-    run: str
-    min_members: int
-    max_members: int
-    compat: str = ""
-    restarts: budget.BudgetSettings = DEFAULT_RESTARTS
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStarted:
-    run: str
-    member: str
-    incarnation: str
-    pid: int
-    warm: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
-    """`cause` is one of: done, user, infrastructure, preempted, asked."""
-
-    run: str
-    member: str
-    incarnation: str
-    cause: str
-    detail: str = ""
-    exit_code: int | None = None
-    signal: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MemberSilent:
-    """The member was lost by its lease, but nobody said that its process ended."""
-
-    run: str
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberBack:
-    run: str
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class GuestsChanged:
-    """Members that take part without a process that an agent answers for."""
-
-    run: str
-    guests: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """`keep` are the members to keep if some have to go."""
-
-    run: str
-    min_members: int
-    max_members: int
-    keep: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RunStopping:
-    run: str
-    exit_code: int
-    grace_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunFinished:
-    """The last step is committed; members end by themselves."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class WaitOver:
-    """A wait for an agent, a run or a process is over; `what` says which."""
-
-    what: str
-    run: str = ""
-    member: str = ""
-    agent: str = ""
-
-
-Event = Union[
-    Opened,
-    AgentJoined,
-    AgentAway,
-    AgentNotice,
-    RunWanted,
-    ProcessStarted,
-    ProcessExited,
-    MemberSilent,
-    MemberBack,
-    GuestsChanged,
-    Scaled,
-    RunStopping,
-    RunFinished,
-    WaitOver,
-]
-
-# --- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class StartProcess:
-    """`env` is what only this process needs, beyond what every member is given."""
-
-    agent: str
-    run: str
-    member: str
-    incarnation: str
-    restart: bool
-    reason: str
-    env: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EndProcess:
-    agent: str
-    run: str
-    member: str
-    incarnation: str
-    grace_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunFailed:
-    run: str
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    run: str
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """A sentence for the story; nothing to carry out."""
-
-    run: str
-    text: str
-    member: str = ""
-
-
-Instruction = Union[StartProcess, EndProcess, RunFailed, RunEnded, Tell]
-
-# --- state
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +113,7 @@ class State:
         return [p for p in self.processes.values() if p.run == run]
 
 
-def decide(state: State, event: Event, now: float) -> tuple[State, tuple[Instruction, ...]]:
+def decide(state: State, event: fe.Event, now: float) -> tuple[State, tuple[fe.Instruction, ...]]:
     """The next state, and what to tell which agent."""
     draft = _Draft(state, now)
     _HANDLERS[type(event)](draft, event)
@@ -315,26 +121,26 @@ def decide(state: State, event: Event, now: float) -> tuple[State, tuple[Instruc
     return draft.freeze(), tuple(draft.asked)
 
 
-def due(state: State, now: float) -> tuple[WaitOver, ...]:
+def due(state: State, now: float) -> tuple[fe.WaitOver, ...]:
     """The waits that are over."""
     limits = state.limits
     fired = [
-        WaitOver("agent", agent=a.name)
+        fe.WaitOver("agent", agent=a.name)
         for a in state.agents.values()
         if a.away_since is not None and now - a.away_since > limits.agent_s
     ]
-    fired += [WaitOver("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until]
+    fired += [fe.WaitOver("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until]
     for run in state.runs.values():
         if run.status == STOPPING and run.end_by is not None and now >= run.end_by:
-            fired.append(WaitOver("grace", run.run))
+            fired.append(fe.WaitOver("grace", run.run))
         if run.status == GOING and run.alone_since is not None and now - run.alone_since > limits.alone_s:
-            fired.append(WaitOver("alone", run.run))
+            fired.append(fe.WaitOver("alone", run.run))
         if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
-            fired.append(WaitOver("regroup", run.run))
+            fired.append(fe.WaitOver("regroup", run.run))
     for p in state.processes.values():
         what = _process_due(p, now, limits)
         if what:
-            fired.append(WaitOver(what, p.run, p.member))
+            fired.append(fe.WaitOver(what, p.run, p.member))
     return tuple(fired)
 
 
@@ -357,7 +163,7 @@ class _Draft:
         self.agents = dict(state.agents)
         self.runs = dict(state.runs)
         self.processes = dict(state.processes)
-        self.asked: list[Instruction] = []
+        self.asked: list[fe.Instruction] = []
 
     def freeze(self) -> State:
         return replace(self.base, agents=self.agents, runs=self.runs, processes=self.processes)
@@ -411,17 +217,17 @@ class _Draft:
         p = Process(run.run, f"{agent.name}/{index}", incarnation, agent.name, STARTING, order)
         self.processes[p.run, p.member] = p
         self.set_run(run.run, seen=True, preempted=False, alone_since=None)
-        self.asked.append(StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
+        self.asked.append(fe.StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
 
     def start_again(self, p: Process, reason: str) -> None:
         order, incarnation = self.next_incarnation()
         self.processes[p.run, p.member] = Process(p.run, p.member, incarnation, p.agent, STARTING, order)
-        self.asked.append(StartProcess(p.agent, p.run, p.member, incarnation, True, reason))
+        self.asked.append(fe.StartProcess(p.agent, p.run, p.member, incarnation, True, reason))
 
     def end(self, p: Process, reason: str, grace_s: float, again: str = "") -> None:
         if p.status in (STARTING, RUNNING):
             self.update(p, status=ENDING, again=again)
-            self.asked.append(EndProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
+            self.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
         elif p.status == ENDING:
             self.update(p, again=again)
         else:
@@ -437,10 +243,10 @@ class _Draft:
             self.set_run(name, alone_since=None)
         elif run.status == STOPPING:
             self.over(name)
-            self.asked.append(RunEnded(name, run.reason, run.exit_code))
+            self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
         elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
             self.over(name)
-            self.asked.append(RunEnded(name, "all members are done", 0))
+            self.asked.append(fe.RunEnded(name, "all members are done", 0))
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
             self.set_run(name, alone_since=self.now)
 
@@ -454,7 +260,7 @@ class _Draft:
         for p in self.of_run(name):
             self.end(p, f"the run failed: {reason}", grace_s=5.0)
         self.over(name)
-        self.asked.append(RunFailed(name, reason, exit_code))
+        self.asked.append(fe.RunFailed(name, reason, exit_code))
 
     # --- losing
 
@@ -480,9 +286,8 @@ class _Draft:
                 p, status=BACKOFF, until=self.now + decision.after_s, again="", silent_since=None, missing_since=None
             )
             if decision.after_s > 0.0:
-                self.asked.append(
-                    Tell(p.run, f"{p.member} is started again in {decision.after_s:.1f} s: {decision.reason}", p.member)
-                )
+                text = f"{p.member} is started again in {decision.after_s:.1f} s: {decision.reason}"
+                self.asked.append(fe.Tell(p.run, text, p.member))
         else:
             self.start_again(p, decision.reason)
 
@@ -504,7 +309,7 @@ class _Draft:
         if len(left) + len(run.guests) < run.min_members:
             self.fail(p.run, f"{what} ({why}); fewer than {run.min_members} members are left", 5)
         else:
-            self.asked.append(Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
+            self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
 
     # --- compat: no membership, so any change starts all anew
 
@@ -541,7 +346,7 @@ class _Draft:
 
     def regroup(self, run: Wanted, reason: str, after_s: float) -> None:
         self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
-        self.asked.append(Tell(run.run, f"all members are started anew: {reason}"))
+        self.asked.append(fe.Tell(run.run, f"all members are started anew: {reason}"))
         for p in self.of_run(run.run):
             self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
 
@@ -556,7 +361,7 @@ class _Draft:
             self.regroup(self.runs[run.run], f"{p.member} ended: {detail or cause}", decision.after_s)
 
 
-def _on_opened(draft: _Draft, event: Opened) -> None:
+def _on_opened(draft: _Draft, event: fe.Opened) -> None:
     draft.base = replace(draft.base, salt=event.salt)
     for name, agent in draft.agents.items():
         draft.agents[name] = replace(agent, away_since=draft.now)
@@ -564,7 +369,7 @@ def _on_opened(draft: _Draft, event: Opened) -> None:
         draft.update(p, silent_since=None)
 
 
-def _on_agent_joined(draft: _Draft, event: AgentJoined) -> None:
+def _on_agent_joined(draft: _Draft, event: fe.AgentJoined) -> None:
     known = draft.agents.get(event.agent)
     order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
     notice = (known.notice, known.notice_until) if known else ("", 0.0)
@@ -573,11 +378,11 @@ def _on_agent_joined(draft: _Draft, event: AgentJoined) -> None:
     for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
         if (p.run, p.member, p.incarnation) not in living and event.successor:
             detail = "its agent died, and it with it"
-            _on_exited(draft, ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
+            _on_exited(draft, fe.ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
         elif (p.run, p.member, p.incarnation) not in living:
             draft.update(p, missing_since=draft.now)
         elif p.status == ENDING:
-            draft.asked.append(EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
+            draft.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
         else:
             draft.update(p, status=RUNNING, missing_since=None)
     for run, member, incarnation in event.members:
@@ -602,16 +407,16 @@ def _adopt_or_end(draft: _Draft, agent: str, run: str, member: str, incarnation:
             draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
             draft.set_run(run, seen=True, alone_since=None)
             return
-    draft.asked.append(EndProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
+    draft.asked.append(fe.EndProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
 
 
-def _on_agent_away(draft: _Draft, event: AgentAway) -> None:
+def _on_agent_away(draft: _Draft, event: fe.AgentAway) -> None:
     agent = draft.agents.get(event.agent)
     if agent is not None and agent.away_since is None:
         draft.agents[event.agent] = replace(agent, away_since=draft.now)
 
 
-def _on_agent_notice(draft: _Draft, event: AgentNotice) -> None:
+def _on_agent_notice(draft: _Draft, event: fe.AgentNotice) -> None:
     agent = draft.agents.get(event.agent)
     if agent is not None:
         until = draft.now + event.within_s + 60.0
@@ -620,17 +425,17 @@ def _on_agent_notice(draft: _Draft, event: AgentNotice) -> None:
             del draft.processes[p.run, p.member]
 
 
-def _on_run_wanted(draft: _Draft, event: RunWanted) -> None:
+def _on_run_wanted(draft: _Draft, event: fe.RunWanted) -> None:
     draft.runs[event.run] = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts)
 
 
-def _on_started(draft: _Draft, event: ProcessStarted) -> None:
+def _on_started(draft: _Draft, event: fe.ProcessStarted) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None and p.incarnation == event.incarnation:
         draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
 
 
-def _on_exited(draft: _Draft, event: ProcessExited) -> None:
+def _on_exited(draft: _Draft, event: fe.ProcessExited) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is None or p.incarnation != event.incarnation or not p.alive:
         return
@@ -648,23 +453,23 @@ def _on_exited(draft: _Draft, event: ProcessExited) -> None:
         draft.lose(p, "infrastructure" if p.again else event.cause, p.again or event.detail)
 
 
-def _on_silent(draft: _Draft, event: MemberSilent) -> None:
+def _on_silent(draft: _Draft, event: fe.MemberSilent) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None and p.alive and p.silent_since is None:
         draft.update(p, silent_since=draft.now)
 
 
-def _on_back(draft: _Draft, event: MemberBack) -> None:
+def _on_back(draft: _Draft, event: fe.MemberBack) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None:
         draft.update(p, silent_since=None)
 
 
-def _on_guests(draft: _Draft, event: GuestsChanged) -> None:
+def _on_guests(draft: _Draft, event: fe.GuestsChanged) -> None:
     draft.set_run(event.run, guests=event.guests)
 
 
-def _on_scaled(draft: _Draft, event: Scaled) -> None:
+def _on_scaled(draft: _Draft, event: fe.Scaled) -> None:
     run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
     if run.compat or run.status != GOING:
         return
@@ -676,7 +481,7 @@ def _on_scaled(draft: _Draft, event: Scaled) -> None:
         draft.end(p, f"scaled to at most {event.max_members} members", draft.base.limits.grace_s)
 
 
-def _on_stopping(draft: _Draft, event: RunStopping) -> None:
+def _on_stopping(draft: _Draft, event: fe.RunStopping) -> None:
     run = draft.runs[event.run]
     if run.status not in (GOING, FINISHING):
         return
@@ -687,7 +492,7 @@ def _on_stopping(draft: _Draft, event: RunStopping) -> None:
             draft.end(p, event.reason, event.grace_s)
 
 
-def _on_finished(draft: _Draft, event: RunFinished) -> None:
+def _on_finished(draft: _Draft, event: fe.RunFinished) -> None:
     if draft.runs[event.run].status == GOING:
         draft.set_run(event.run, status=FINISHING)
         for p in draft.of_run(event.run):
@@ -695,7 +500,7 @@ def _on_finished(draft: _Draft, event: RunFinished) -> None:
                 del draft.processes[p.run, p.member]
 
 
-def _on_wait_over(draft: _Draft, event: WaitOver) -> None:
+def _on_wait_over(draft: _Draft, event: fe.WaitOver) -> None:
     if event.what == "agent":
         _forget_agent(draft, event.agent)
     elif event.what == "notice" and event.agent in draft.agents:
@@ -706,7 +511,7 @@ def _on_wait_over(draft: _Draft, event: WaitOver) -> None:
         draft.set_run(event.run, end_by=None)
     elif event.what == "alone" and draft.runs[event.run].preempted:
         draft.over(event.run)
-        draft.asked.append(RunEnded(event.run, "every machine went away after a notice, and no other came", 75))
+        draft.asked.append(fe.RunEnded(event.run, "every machine went away after a notice, and no other came", 75))
     elif event.what == "alone":
         draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
     elif event.what == "regroup":
@@ -715,7 +520,7 @@ def _on_wait_over(draft: _Draft, event: WaitOver) -> None:
         _process_wait_over(draft, event)
 
 
-def _process_wait_over(draft: _Draft, event: WaitOver) -> None:
+def _process_wait_over(draft: _Draft, event: fe.WaitOver) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is None:
         return
@@ -728,8 +533,8 @@ def _process_wait_over(draft: _Draft, event: WaitOver) -> None:
         why = f"its member was silent for {draft.base.limits.revive_s:g} s"
         draft.end(p, why, grace_s=1.0, again=why)
     elif event.what == "missing":
-        exited = ProcessExited(p.run, p.member, p.incarnation, "infrastructure", "it was gone when its agent came back")
-        _on_exited(draft, exited)
+        detail = "it was gone when its agent came back"
+        _on_exited(draft, fe.ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
 
 
 def _forget_agent(draft: _Draft, name: str) -> None:
@@ -747,23 +552,23 @@ def _forget_agent(draft: _Draft, name: str) -> None:
     for run in draft.runs.values():
         if run.status != OVER:
             draft.asked.append(
-                Tell(run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s")
+                fe.Tell(run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s")
             )
 
 
 _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
-    Opened: _on_opened,
-    AgentJoined: _on_agent_joined,
-    AgentAway: _on_agent_away,
-    AgentNotice: _on_agent_notice,
-    RunWanted: _on_run_wanted,
-    ProcessStarted: _on_started,
-    ProcessExited: _on_exited,
-    MemberSilent: _on_silent,
-    MemberBack: _on_back,
-    GuestsChanged: _on_guests,
-    Scaled: _on_scaled,
-    RunStopping: _on_stopping,
-    RunFinished: _on_finished,
-    WaitOver: _on_wait_over,
+    fe.Opened: _on_opened,
+    fe.AgentJoined: _on_agent_joined,
+    fe.AgentAway: _on_agent_away,
+    fe.AgentNotice: _on_agent_notice,
+    fe.RunWanted: _on_run_wanted,
+    fe.ProcessStarted: _on_started,
+    fe.ProcessExited: _on_exited,
+    fe.MemberSilent: _on_silent,
+    fe.MemberBack: _on_back,
+    fe.GuestsChanged: _on_guests,
+    fe.Scaled: _on_scaled,
+    fe.RunStopping: _on_stopping,
+    fe.RunFinished: _on_finished,
+    fe.WaitOver: _on_wait_over,
 }

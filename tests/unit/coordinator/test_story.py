@@ -9,7 +9,7 @@ import pytest
 
 from shoal.coordinator import records, story
 from shoal.core import events as ev
-from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
 from shoal.core.world import Address, Seat, World
 from shoal.wire.messages import Machine
 from shoal.wire.views import RunSpec
@@ -52,11 +52,11 @@ VALUES: dict[str, Any] = {
     "World": World(2, (Seat("x", "1", Address("h", 1)),), 5),
     "RunSpec": RunSpec("t", ("t.py",), "/", (1, 2)),
     "Machine": Machine("m", 1, 1),
-    "budget.BudgetSettings": fl.DEFAULT_RESTARTS,
+    "budget.BudgetSettings": fe.DEFAULT_RESTARTS,
 }
 KINDS = [
     kind
-    for union in (ev.Event, ev.Instruction, fl.Event, fl.Instruction, records.RunEvent)
+    for union in (ev.Event, ev.Instruction, fe.Event, fe.Instruction, records.RunEvent)
     for kind in union.__args__  # type: ignore[attr-defined]
 ]
 

@@ -1,0 +1,67 @@
+"""The views say what the journal says, and can be thrown away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.coordinator import records
+from shoal.coordinator.rebuild import rebuild
+from shoal.core import events as ev
+from shoal.core.world import Address
+from shoal.store import views
+from shoal.store.journal import Journal
+from shoal.store.views import FILE, MetricRow, Views, WorldRow
+from shoal.wire.views import RunSpec, StoryLine
+
+
+def line(seq: int, run: str = "r", member: str = "", at: float = 5.0) -> StoryLine:
+    return StoryLine(seq, at, run, "Say", member, None, None, f"line {seq}", "")
+
+
+def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
+    opened = Views(tmp_path)
+    opened.put_lines([line(100), line(200, member="a/0"), line(300, run="other"), line(400, run="", at=1.0)])
+    opened.put_world("r", WorldRow(1, 0, None, 1.0, ("a/0", "b/0"), "first"))
+    opened.put_world("r", WorldRow(2, None, None, 2.0, ("a/0",), "b/0 leaves"))
+    opened.begin_world("r", 2, 50)
+    opened.put_metric("r", MetricRow(1.0, 3, 0.5, 10.0))
+    opened.put_checkpoint("r", 40, "there", 2.0)
+    opened.reached(7)
+    opened.flush()
+    assert [found.seq for found in opened.story("r", since=3.0)] == [100, 200]
+    assert [found.seq for found in opened.story("r", member="a/0")] == [200]
+    assert [found.seq for found in opened.story("r", after=100, limit=1)] == [200]
+    assert opened.seq == 7
+    opened.close()
+    assert [(w.number, w.first_step, w.last_step) for w in views.worlds(tmp_path, "r")] == [(1, 0, 50), (2, 50, None)]
+    assert views.metrics(tmp_path, "r") == [MetricRow(1.0, 3, 0.5, 10.0)]
+    assert views.checkpoints(tmp_path, "r") == [(40, "there")]
+
+
+def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"this is no database, and it is long enough to be taken for one" * 100)
+    opened = Views(tmp_path)
+    assert opened.seq == 0
+    opened.close()
+
+
+def test_nothing_there_is_nothing_to_read(tmp_path: Path) -> None:
+    assert views.runs(tmp_path) == []
+    assert views.story(tmp_path, "r") == []
+    assert not (tmp_path / FILE).exists()
+
+
+def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("r", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+    journal.append("r", ev.Hello("a/0", "1", Address("h", 1)), 2.0)
+    journal.append("r", ev.BecameReady("a/0", "x", None), 3.0)
+    journal.append("r", records.Measured(9, 1, 20, 0.25, 100.0, {}), 4.0)
+    journal.close()
+    for _ in range(2):
+        rebuild(tmp_path)
+        (view,) = views.runs(tmp_path)
+        assert (view.run, view.status, view.world, view.step, view.loss) == ("r", "training", 1, 9, 0.25)
+        assert views.story(tmp_path, "r")[0].text == "run created: t.py with 1:1 members"
+        assert [w.members for w in views.worlds(tmp_path, "r")] == [("a/0",)]
+        assert len(views.metrics(tmp_path, "r")) == 1

@@ -70,10 +70,10 @@ class Neighbours:
         self._next_fd, self._prev_fd = following.fileno(), preceding.fileno()
         for poll in (self._idle_poll, self._busy_poll):
             poll.register(self._wakeup, select.POLLIN)
-            poll.register(self._next_fd, select.POLLIN | select.POLLRDHUP)
+            poll.register(self._next_fd, select.POLLRDHUP)
         self._idle_poll.register(self._prev_fd, select.POLLRDHUP)
         self._busy_poll.register(self._prev_fd, select.POLLIN)
-        self._masks = {self._next_fd: select.POLLIN | select.POLLRDHUP, self._prev_fd: int(select.POLLIN)}
+        self._masks = {self._next_fd: int(select.POLLRDHUP), self._prev_fd: int(select.POLLIN)}
 
     # --- from any thread
 
@@ -157,7 +157,7 @@ class Neighbours:
                 got += arrived
                 moved += arrived
             if not moved and (sent < last_out or got < last_in or needs_credit):
-                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit)
+                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit, needs_credit)
             if needs_credit and self._credits:
                 self._credits -= 1
                 needs_credit = False
@@ -184,7 +184,7 @@ class Neighbours:
         out_pos, in_pos = out_spans[0][0], in_spans[0][0]
         filled = 0
         sent_total = 0
-        needs_credit = self._begin(flat.nbytes)
+        needs_credit = self._begin(flat.nbytes - flat.nbytes // size)
         while out_at < spans or in_at < spans or needs_credit:
             moved = 0
             writing = False
@@ -246,7 +246,7 @@ class Neighbours:
                     if in_at < spans:
                         in_pos = in_spans[in_at][0]
             if not moved and (out_at < spans or in_at < spans or needs_credit):
-                self._wait(in_at < spans, writing, out_at < spans or needs_credit)
+                self._wait(in_at < spans, writing, out_at < spans or needs_credit, needs_credit)
             if needs_credit and self._credits:
                 self._credits -= 1
                 needs_credit = False
@@ -289,9 +289,10 @@ class Neighbours:
             raise self._lost_previous()
         return count
 
-    def _wait(self, reading: bool, writing: bool, needs_next: bool) -> None:
+    def _wait(self, reading: bool, writing: bool, needs_next: bool, needs_credit: bool) -> None:
         self._mask(self._prev_fd, select.POLLIN if reading else 0)
-        watch = select.POLLIN | select.POLLRDHUP | (select.POLLOUT if writing else 0)
+        # a credit that we can do without for now must not wake us
+        watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if needs_credit else 0)
         self._mask(self._next_fd, watch if not self._next_gone or needs_next else 0)
         for fd, events in self._busy_poll.poll():
             if fd == self._wakeup:

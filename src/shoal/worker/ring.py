@@ -15,6 +15,7 @@ from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak
 from shoal.worker.neighbours import GATHER, REDUCE, Neighbours, header_of
 
 SMALL_BYTES = 32 << 10
+"""Up to here whole vectors go round, in half the hops of a ring of sums."""
 
 
 class RingTicket:
@@ -142,12 +143,14 @@ class Ring:
         assert self._neighbours is not None
         current: RingTicket | None = None
         try:
-            while True:
-                current = self._take()
-                if current is None:
-                    self._neighbours.rest()
-                    continue
-                current.finish(current.work())
+            # infinities are the user's business: a gradient scaler looks for them
+            with np.errstate(all="ignore"):
+                while True:
+                    current = self._take()
+                    if current is None:
+                        self._neighbours.rest()
+                        continue
+                    current.finish(current.work())
         except ExchangeBroken as broken:
             self._fail(current, broken)
         except Exception as error:  # noqa: BLE001 - the outer loop: whatever it is, nobody may wait forever
@@ -180,7 +183,7 @@ class Ring:
         if self._neighbours is None:
             return row.reshape(1, -1)
         header = header_of(GATHER, self._next_sequence(), "f8", row.nbytes)
-        return self._rows(header, row)
+        return np.array(self._rows(header, row))
 
     def _sum(self, flat: NDArray[Any], add: Adder | None) -> None:
         if self._neighbours is None:
@@ -189,23 +192,24 @@ class Ring:
         if flat.nbytes > SMALL_BYTES:
             self._neighbours.sum_in_place(header, self.rank, flat, add)
             return
-        rows = self._rows(header, flat)
-        total = rows[0]
-        for row in rows[1:]:
-            if add is None:
-                np.add(total, row, total)
-            else:
-                add(total, row)
+        first, *others = self._rows(header, flat)
+        if add is None:
+            # in the order of the ranks on every rank, or the bits would differ
+            for row in others[:-1]:
+                first = np.add(first, row)
+            np.add(first, others[-1], flat)
+            return
+        total = first.copy()
+        for row in others:
+            add(total, row)
         flat[...] = total
 
-    def _rows(self, header: bytes, own: NDArray[Any]) -> NDArray[Any]:
+    def _rows(self, header: bytes, own: NDArray[Any]) -> list[NDArray[Any]]:
         assert self._neighbours is not None
-        arrived = self._neighbours.gather(header, own.view(np.uint8).data)
-        others = np.frombuffer(arrived, own.dtype).reshape(self.size - 1, own.size)
-        rows = np.empty((self.size, own.size), own.dtype)
-        rows[self.rank] = own
+        arrived = np.frombuffer(self._neighbours.gather(header, own.view(np.uint8).data), own.dtype)
+        rows = [own] * self.size
         for hop in range(1, self.size):
-            rows[self.rank - hop] = others[hop - 1]
+            rows[self.rank - hop] = arrived[(hop - 1) * own.size : hop * own.size]
         return rows
 
     def _next_sequence(self) -> int:

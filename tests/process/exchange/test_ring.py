@@ -66,6 +66,14 @@ def test_operations_are_done_in_order_while_many_are_pending(make_rings):
         np.testing.assert_array_equal(pulse.result(), [[0, 7], [1, 7], [2, 7]])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_infinities_are_summed_without_complaint(make_rings, count):
+    parts = [np.full(count, value, np.float32) for value in (np.inf, -np.inf)]
+    sum_on(make_rings(2), parts)
+    assert np.isnan(parts[0]).all()
+
+
 def test_a_matrix_is_summed_in_place_but_a_strided_view_is_refused(make_rings):
     rings = make_rings(2)
     parts = [np.ones((30, 40), np.float32) for _ in rings]

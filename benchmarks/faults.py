@@ -106,7 +106,7 @@ def blackout(side: Side, down_s: float) -> Figures:
         "down_s": down_s,
         "steps_during": len({commit.step for commit in during if commit.pid in pids}),
         "steps_expected": down_s / usual_s,
-        "slowdown": (step_time_s(during) / usual_s) if during else float("inf"),
+        "slowdown": step_time_s(during) / usual_s,
         "lost_steps": steps_lost(side.commits.before(at), side.commits.after(at)),
         "stall_s": _stall_s(side, at, first.at, pids),
     }

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import faults
 from benchmarks.commits import TimedOutError
 from benchmarks.sides.shoal import Shoal
@@ -57,7 +59,7 @@ def play(one: Round, scratch: Path, chance: random.Random) -> Iterator[tuple[str
         for fault in one.faults:
             try:
                 yield fault, getattr(faults, fault)(side, chance)
-            except TimedOutError as failure:
+            except (TimedOutError, ProcessLookupError, psutil.NoSuchProcess) as failure:
                 yield fault, {"failed": str(failure)}
                 return
             if fault == "notice" and not _whole_again(side):
@@ -85,7 +87,7 @@ def blackouts(side_kind: type[Side], down_s: float, times: int, scratch: Path) -
         for _ in range(times):
             results.append(faults.blackout(side, down_s))
             say(f"{side.name}: coordinator down: {shown(results[-1])}")
-    except TimedOutError as failure:
+    except (TimedOutError, ProcessLookupError, psutil.NoSuchProcess) as failure:
         results.append({"down_s": down_s, "failed": str(failure)})
     finally:
         side.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,9 @@ WARM_UP_STEPS = 10
 BLOCK_S = 300.0
 
 
-def compare(sides: list[type[Side]], model: str, batch: int, blocks: int, steps: int, scratch: Path) -> dict[str, Any]:
+def compare(
+    sides: Sequence[type[Side]], model: str, batch: int, blocks: int, steps: int, scratch: Path
+) -> dict[str, Any]:
     """Median step time of every block, and the memory of a member after the last, side by side."""
     jobs: list[Side] = []
     try:

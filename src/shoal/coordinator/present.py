@@ -63,7 +63,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         members_max=state.rules.max_members,
         world=state.world.number if state.world is not None else None,
         world_size=state.world.size if state.world is not None else 0,
-        step=max(state.step, latest.step if latest else 0),
+        step=max(state.step, latest.step if latest else 0, state.checkpoint_step or 0),
         total_steps=latest.total_steps if latest else None,
         epoch=latest.epoch if latest else 0,
         loss=latest.loss if latest else None,

@@ -94,7 +94,7 @@ class Runs:
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
-        """The number of worlds and the checkpoint are remembered; members and claims are not."""
+        """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""
         old = run.membership
         run.membership = membership.State(
             rules=rules_of(run.settings, event.min_members, event.max_members),
@@ -102,7 +102,6 @@ class Runs:
             order=old.order,
             started=old.started or old.checkpoint_step is not None,
             step=old.step,
-            claims={name: claim for name, claim in old.claims.items() if claim.fulfilled},
             checkpoint_step=old.checkpoint_step,
             checkpoint_path=old.checkpoint_path,
             losses=old.losses,

@@ -141,6 +141,8 @@ class Neighbours:
         while sent < last_out or got < last_in or needs_credit:
             limit = min(last_out, first + max(0, got - HEADER_BYTES))
             if needs_credit:
+                needs_credit = self._lacks_credit(sent)
+            if needs_credit:
                 limit = min(limit, EAGER_BYTES)
             moved = 0
             if sent < limit:
@@ -157,10 +159,8 @@ class Neighbours:
                 got += arrived
                 moved += arrived
             if not moved and (sent < last_out or got < last_in or needs_credit):
-                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit, needs_credit)
-            if needs_credit and self._credits:
-                self._credits -= 1
-                needs_credit = False
+                starved = needs_credit and (sent >= EAGER_BYTES or got == last_in)
+                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit, starved)
             self._check()
         self._between = True
         return inbox[HEADER_BYTES:]
@@ -186,6 +186,8 @@ class Neighbours:
         sent_total = 0
         needs_credit = self._begin(flat.nbytes - flat.nbytes // size)
         while out_at < spans or in_at < spans or needs_credit:
+            if needs_credit:
+                needs_credit = self._lacks_credit(sent_total)
             moved = 0
             writing = False
             if out_at < spans:
@@ -246,10 +248,8 @@ class Neighbours:
                     if in_at < spans:
                         in_pos = in_spans[in_at][0]
             if not moved and (out_at < spans or in_at < spans or needs_credit):
-                self._wait(in_at < spans, writing, out_at < spans or needs_credit, needs_credit)
-            if needs_credit and self._credits:
-                self._credits -= 1
-                needs_credit = False
+                starved = needs_credit and (sent_total >= EAGER_BYTES or in_at == spans)
+                self._wait(in_at < spans, writing, out_at < spans or needs_credit, starved)
             self._check()
         self._between = True
 
@@ -265,6 +265,15 @@ class Neighbours:
         except OSError as error:
             raise self._lost_previous(error) from error
         return True
+
+    def _lacks_credit(self, sent: int) -> bool:
+        # look only when it holds us up: then it has mostly come already, and cost no waking
+        if not self._credits and sent >= EAGER_BYTES:
+            self._read_credits(strict=True)
+        if not self._credits:
+            return True
+        self._credits -= 1
+        return False
 
     def _check(self) -> None:
         if self._stopped is not None:
@@ -289,10 +298,10 @@ class Neighbours:
             raise self._lost_previous()
         return count
 
-    def _wait(self, reading: bool, writing: bool, needs_next: bool, needs_credit: bool) -> None:
+    def _wait(self, reading: bool, writing: bool, needs_next: bool, starved: bool) -> None:
         self._mask(self._prev_fd, select.POLLIN if reading else 0)
         # a credit that we can do without for now must not wake us
-        watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if needs_credit else 0)
+        watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if starved else 0)
         self._mask(self._next_fd, watch if not self._next_gone or needs_next else 0)
         for fd, events in self._busy_poll.poll():
             if fd == self._wakeup:

@@ -49,11 +49,12 @@ def measure(run: Run, live: Live) -> records.Measured | None:
 def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> RunView:
     state = run.membership
     latest = (measure(run, live) if not run.over else None) or live.measured
+    status, reason, size = _now(run, runs)
     return RunView(
         run=run.name,
         name=run.spec.name,
-        status=run.state_name,
-        reason=run.reason,
+        status=status,
+        reason=reason,
         since=run.since,
         started=run.created,
         ended=run.ended,
@@ -62,7 +63,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         members_min=state.rules.min_members,
         members_max=state.rules.max_members,
         world=state.world.number if state.world is not None else None,
-        world_size=state.world.size if state.world is not None else 0,
+        world_size=size,
         step=max(state.step, latest.step if latest else 0, state.checkpoint_step or 0),
         total_steps=latest.total_steps if latest else None,
         epoch=latest.epoch if latest else 0,
@@ -77,6 +78,19 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         checkpoint_path=state.checkpoint_path,
         directory=directory,
     )
+
+
+def _now(run: Run, runs: Runs) -> tuple[str, str, int]:
+    """Status, reason and size; a compat run has processes instead of worlds."""
+    world, wanted = run.membership.world, runs.fleet.runs.get(run.name)
+    if run.over or not run.spec.compat or wanted is None or wanted.status == fl.STOPPING:
+        return run.state_name, run.reason, world.size if world is not None else 0
+    running = [p for p in runs.fleet.of_run(run.name) if p.status in (fl.RUNNING, fl.DONE)]
+    if wanted.regroup:
+        return "waiting", f"all members are started anew: {wanted.regroup}", 0
+    if running:
+        return "training", f"{len(running)} members of an unmodified script, start {wanted.generation}", len(running)
+    return "starting", f"waiting for at least {wanted.min_members} places", 0
 
 
 def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, ...]:

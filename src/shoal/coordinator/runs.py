@@ -161,11 +161,18 @@ class Runs:
             scaled = fe.Scaled(run.name, event.min_members, event.max_members, keep)
             self._fleet(scaled, now, asked)
         self._tell_guests(run, now, asked)
-        if after.stopping is not None and before.stopping is None:
-            stop = fe.RunStopping(run.name, after.stopping.exit_code, grace_s, after.stopping.reason)
+        if after.stopping is not None and (before.stopping is None or isinstance(event, events.StopAsked)):
+            idle = self._idle(run.name, after)
+            stop = fe.RunStopping(run.name, after.stopping.exit_code, grace_s, after.stopping.reason, idle)
             self._fleet(stop, now, asked)
         if after.finished and not before.finished:
             self._fleet(fe.RunFinished(run.name), now, asked)
+
+    def _idle(self, run: str, state: membership.State) -> tuple[str, ...]:
+        """Processes that have not come so far as to hold a state; nothing is lost if they end at once."""
+        names = [process.member for process in self.fleet.processes.values() if process.run == run]
+        busy = {name for name, member in state.members.items() if member.status != membership.STARTING}
+        return tuple(name for name in names if name not in busy)
 
     def _tell_guests(self, run: Run, now: float, asked: Asked) -> None:
         wanted = self.fleet.runs.get(run.name)

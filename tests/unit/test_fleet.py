@@ -215,6 +215,19 @@ def test_whoever_does_not_stop_in_time_is_ended() -> None:
     assert len(fleet.exit("lab/0", "asked").of(fe.RunEnded)) == 1
 
 
+def test_whoever_holds_no_state_yet_is_ended_at_once() -> None:
+    fleet = with_run(1, 2)
+    fleet.on(fe.RunStopping("r", 75, 30.0, "asked", idle=("lab/1",)))
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/1"]
+
+
+def test_a_second_stop_in_a_greater_hurry_is_heeded() -> None:
+    fleet = with_run(1, 1)
+    fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
+    fleet.on(fe.RunStopping("r", 75, 1.0, "asked"))
+    assert [i.member for i in fleet.wait(1.1).of(fe.EndProcess)] == ["lab/0"]
+
+
 def test_a_stopping_run_waits_for_guests_too() -> None:
     fleet = Fleet().on(fe.RunWanted("r", 1, 1), fe.GuestsChanged("r", ("g/0",)))
     assert fleet.on(fe.RunStopping("r", 75, 30.0, "asked")).of(fe.RunEnded) == []

@@ -483,12 +483,15 @@ def _on_scaled(draft: _Draft, event: fe.Scaled) -> None:
 
 def _on_stopping(draft: _Draft, event: fe.RunStopping) -> None:
     run = draft.runs[event.run]
+    end_by = draft.now + event.grace_s
+    if run.status == STOPPING and run.end_by is not None:
+        # Asked again by somebody in a greater hurry.
+        draft.set_run(event.run, end_by=min(run.end_by, end_by))
     if run.status not in (GOING, FINISHING):
         return
-    end_by = draft.now + event.grace_s
     draft.set_run(event.run, status=STOPPING, exit_code=event.exit_code, reason=event.reason, end_by=end_by)
     for p in draft.of_run(event.run):
-        if run.compat or not p.alive:
+        if run.compat or not p.alive or p.member in event.idle:
             draft.end(p, event.reason, event.grace_s)
 
 

@@ -110,10 +110,13 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class RunStopping:
+    """The members were told to stop; `idle` are those that hold nothing worth waiting for."""
+
     run: str
     exit_code: int
     grace_s: float
     reason: str
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

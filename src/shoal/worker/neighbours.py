@@ -1,8 +1,4 @@
-"""The two connections of a rank in a ring, and how bytes go round them: in one thread, never blocked by one side.
-
-What a rank sends after its own bytes is what it received, in the same order: the outgoing stream of an operation is
-the rank's own part followed by the incoming stream. So a byte may leave as soon as it has been received (and added,
-where sums are made), and sending, receiving and adding overlap without any schedule.
+"""The two connections of a rank in a ring: served by one thread, never blocked by one side, watched even at rest.
 
 Bytes that nobody reads must not fill a peer's window for long, or TCP_USER_TIMEOUT would take a busy peer for a dead
 one. Hence a rank that begins a large operation sends one byte of credit backwards, and nobody sends more than
@@ -17,12 +13,8 @@ import select
 import socket
 import struct
 import threading
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shoal.worker.exchange import Adder, ExchangeBroken
+from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.sockets import disown
 
 HEADER = struct.Struct("<HBx4sIQ")
@@ -30,7 +22,6 @@ HEADER_BYTES = HEADER.size
 MAGIC = 0x5A0A
 GATHER, REDUCE, BYE = 1, 2, 255
 EAGER_BYTES = 64 << 10
-SEGMENT_BYTES = 256 << 10
 _CREDIT, _FAREWELL = b"\x01", b"\xff"
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _KINDS = {GATHER: "a gather", REDUCE: "a sum", BYE: "a farewell"}
@@ -53,7 +44,7 @@ class Neighbours:
     """The next and the previous rank of a ring of `size`, and the wake-up of the thread that serves them."""
 
     def __init__(self, size: int, following: socket.socket, preceding: socket.socket, names: tuple[str, str]) -> None:
-        self._size = size
+        self.size = size
         self._next, self._prev = following, preceding
         self._next_name, self._prev_name = names
         following.setblocking(False)
@@ -65,7 +56,6 @@ class Neighbours:
         self._credits = 0
         self._next_left = self._next_gone = False
         self._between = True
-        self._scratch = np.empty(SEGMENT_BYTES, np.uint8)
         self._idle_poll, self._busy_poll = select.poll(), select.poll()
         self._next_fd, self._prev_fd = following.fileno(), preceding.fileno()
         for poll in (self._idle_poll, self._busy_poll):
@@ -129,134 +119,9 @@ class Neighbours:
             elif events & _GONE:
                 raise self._lost_previous()
 
-    def gather(self, header: bytes, own: memoryview) -> memoryview:
-        """Send `own` all the way round; the rows of the other ranks, the previous rank's first."""
-        width, hops = len(own), self._size - 1
-        outbox = memoryview(header + own)
-        inbox = memoryview(bytearray(HEADER_BYTES + hops * width))
-        first, last_in = HEADER_BYTES + width, HEADER_BYTES + hops * width
-        last_out = first + (hops - 1) * width
-        needs_credit = self._begin(width)
-        sent = got = 0
-        while sent < last_out or got < last_in or needs_credit:
-            limit = min(last_out, first + max(0, got - HEADER_BYTES))
-            if needs_credit:
-                needs_credit = self._lacks_credit(sent)
-            if needs_credit:
-                limit = min(limit, EAGER_BYTES)
-            moved = 0
-            if sent < limit:
-                moved = self._send(
-                    outbox[sent : min(first, limit)]
-                    if sent < first
-                    else inbox[HEADER_BYTES + sent - first : HEADER_BYTES + limit - first]
-                )
-                sent += moved
-            if got < last_in:
-                arrived = self._receive(inbox[got:])
-                if got < HEADER_BYTES <= got + arrived:
-                    self._compare(header, inbox[:HEADER_BYTES])
-                got += arrived
-                moved += arrived
-            if not moved and (sent < last_out or got < last_in or needs_credit):
-                starved = needs_credit and (sent >= EAGER_BYTES or got == last_in)
-                self._wait(got < last_in, sent < limit, sent < last_out or needs_credit, starved)
-            self._check()
-        self._between = True
-        return inbox[HEADER_BYTES:]
-
-    def sum_in_place(self, header: bytes, rank: int, flat: NDArray[Any], add: Adder | None) -> None:
-        """Sum a vector over the ring: every rank sums one chunk as it passes, then the sums go round."""
-        size, item = self._size, flat.itemsize
-        raw = flat.view(np.uint8).data
-        bounds = [flat.size * i // size for i in range(size + 1)]
-        out_spans = [
-            (bounds[(rank - s) % size] * item, bounds[(rank - s) % size + 1] * item) for s in range(2 * size - 2)
-        ]
-        in_spans = [out_spans[s] for s in range(1, 2 * size - 2)]
-        in_spans.append((bounds[(rank + 2) % size] * item, bounds[(rank + 2) % size + 1] * item))
-        scratch = self._scratch
-        scratch_raw, scratch_items = scratch.data, scratch.view(flat.dtype)
-        spans, sums = 2 * size - 2, size - 1
-        inbox = memoryview(bytearray(HEADER_BYTES))
-        header_sent = header_got = 0
-        out_at = in_at = 0
-        out_pos, in_pos = out_spans[0][0], in_spans[0][0]
-        filled = 0
-        sent_total = 0
-        needs_credit = self._begin(flat.nbytes - flat.nbytes // size)
-        while out_at < spans or in_at < spans or needs_credit:
-            if needs_credit:
-                needs_credit = self._lacks_credit(sent_total)
-            moved = 0
-            writing = False
-            if out_at < spans:
-                start, stop = out_spans[out_at]
-                limit = stop if out_at == 0 or in_at >= out_at else (in_pos if in_at == out_at - 1 else start)
-                limit = min(limit, out_pos + SEGMENT_BYTES)
-                if needs_credit:
-                    limit = min(limit, out_pos + EAGER_BYTES - sent_total)
-                if header_sent < HEADER_BYTES:
-                    writing = True
-                    header_sent += self._send(memoryview(header)[header_sent:], more=limit > out_pos)
-                    moved += header_sent
-                if header_sent == HEADER_BYTES:
-                    if out_pos < limit:
-                        writing = True
-                        k = self._send(raw[out_pos:limit])
-                        out_pos += k
-                        sent_total += k
-                        moved += k
-                    if out_pos == stop:
-                        out_at += 1
-                        moved += 1
-                        if out_at < spans:
-                            out_pos = out_spans[out_at][0]
-            if header_got < HEADER_BYTES:
-                k = self._receive(inbox[header_got:])
-                header_got += k
-                moved += k
-                if header_got == HEADER_BYTES:
-                    self._compare(header, inbox)
-            elif in_at < spans:
-                start, stop = in_spans[in_at]
-                if in_at < sums:
-                    if in_pos + filled < stop:
-                        k = self._receive(scratch_raw[filled : min(SEGMENT_BYTES, stop - in_pos)])
-                        moved += k
-                        filled += k
-                        whole = filled // item
-                        if whole and k:
-                            lo = in_pos // item
-                            target, source = flat[lo : lo + whole], scratch_items[:whole]
-                            if add is None:
-                                np.add(target, source, target)
-                            else:
-                                add(target, source)
-                            in_pos += whole * item
-                            rest = filled - whole * item
-                            if rest:
-                                scratch[:rest] = scratch[filled - rest : filled]
-                            filled = rest
-                elif in_pos < stop:
-                    k = self._receive(raw[in_pos : min(stop, in_pos + SEGMENT_BYTES)])
-                    in_pos += k
-                    moved += k
-                if in_pos == stop:
-                    in_at += 1
-                    moved += 1
-                    if in_at < spans:
-                        in_pos = in_spans[in_at][0]
-            if not moved and (out_at < spans or in_at < spans or needs_credit):
-                starved = needs_credit and (sent_total >= EAGER_BYTES or in_at == spans)
-                self._wait(in_at < spans, writing, out_at < spans or needs_credit, starved)
-            self._check()
-        self._between = True
-
-    # --- the smallest moves
-
-    def _begin(self, count_bytes: int) -> bool:
-        self._check()
+    def begin(self, count_bytes: int) -> bool:
+        """Begin an operation in which so many bytes can leave unasked; whether the next rank's credit is needed."""
+        self.check()
         self._between = False
         if count_bytes <= EAGER_BYTES:
             return False
@@ -266,7 +131,12 @@ class Neighbours:
             raise self._lost_previous(error) from error
         return True
 
-    def _lacks_credit(self, sent: int) -> bool:
+    def end(self) -> None:
+        """End an operation: all that belongs to it has been sent and received."""
+        self._between = True
+
+    def lacks_credit(self, sent: int) -> bool:
+        """Whether the credit of the next rank has still to come, after so many bytes."""
         # look only when it holds us up: then it has mostly come already, and cost no waking
         if not self._credits and sent >= EAGER_BYTES:
             self._read_credits(strict=True)
@@ -275,11 +145,13 @@ class Neighbours:
         self._credits -= 1
         return False
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise if somebody stopped the ring."""
         if self._stopped is not None:
             raise ExchangeBroken(self._stopped)
 
-    def _send(self, view: memoryview, more: bool = False) -> int:
+    def send(self, view: memoryview, more: bool = False) -> int:
+        """Send to the next rank what fits, and return how many bytes that was."""
         try:
             return self._next.send(view, socket.MSG_MORE if more else 0)
         except BlockingIOError:
@@ -287,7 +159,8 @@ class Neighbours:
         except OSError as error:
             raise self._lost_next(error) from error
 
-    def _receive(self, view: memoryview) -> int:
+    def receive(self, view: memoryview) -> int:
+        """Receive from the previous rank what is there, and return how many bytes that was."""
         try:
             count = self._prev.recv_into(view)
         except BlockingIOError:
@@ -298,7 +171,8 @@ class Neighbours:
             raise self._lost_previous()
         return count
 
-    def _wait(self, reading: bool, writing: bool, needs_next: bool, starved: bool) -> None:
+    def wait(self, reading: bool, writing: bool, needs_next: bool, starved: bool) -> None:
+        """Sleep until something can be received, sent, or credited, or until somebody stops the ring."""
         self._mask(self._prev_fd, select.POLLIN if reading else 0)
         # a credit that we can do without for now must not wake us
         watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if starved else 0)
@@ -344,7 +218,8 @@ class Neighbours:
             raise self._lost_next()
         self._next_gone = True
 
-    def _compare(self, ours: bytes, theirs: memoryview) -> None:
+    def compare(self, ours: bytes, theirs: memoryview) -> None:
+        """Raise if the previous rank is about to do something else than this rank."""
         if theirs == ours:
             return
         if _is_farewell(bytes(theirs)):

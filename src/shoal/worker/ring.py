@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak
 from shoal.worker.neighbours import GATHER, REDUCE, Neighbours, header_of
+from shoal.worker.passage import SEGMENT_BYTES, Summing, gather
 
 SMALL_BYTES = 32 << 10
 """Up to here whole vectors go round, in half the hops of a ring of sums."""
@@ -81,6 +82,7 @@ class Ring:
         self._sequence = 0
         self._neighbours: Neighbours | None = None
         self._thread: threading.Thread | None = None
+        self._scratch = np.empty(SEGMENT_BYTES if self.size > 1 else 0, np.uint8)
         if self.size > 1:
             assert following is not None
             assert preceding is not None
@@ -190,7 +192,7 @@ class Ring:
             return
         header = header_of(REDUCE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
         if flat.nbytes > SMALL_BYTES:
-            self._neighbours.sum_in_place(header, self.rank, flat, add)
+            Summing(self._neighbours, header, self.rank, flat, add, self._scratch).run()
             return
         first, *others = self._rows(header, flat)
         if add is None:
@@ -206,7 +208,7 @@ class Ring:
 
     def _rows(self, header: bytes, own: NDArray[Any]) -> list[NDArray[Any]]:
         assert self._neighbours is not None
-        arrived = np.frombuffer(self._neighbours.gather(header, own.view(np.uint8).data), own.dtype)
+        arrived = np.frombuffer(gather(self._neighbours, header, own.view(np.uint8).data), own.dtype)
         rows = [own] * self.size
         for hop in range(1, self.size):
             rows[self.rank - hop] = arrived[(hop - 1) * own.size : hop * own.size]

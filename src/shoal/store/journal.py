@@ -52,7 +52,9 @@ def event_of(entry: Entry, kinds: Mapping[str, type]) -> Any:
     try:
         return msgspec.convert(entry.fields, kind)
     except msgspec.ValidationError as error:
-        raise JournalDamaged("an event of the journal cannot be read", where=f"event {entry.seq}", why=str(error)) from error
+        raise JournalDamaged(
+            "an event of the journal cannot be read", where=f"event {entry.seq}", why=str(error)
+        ) from error
 
 
 def read(path: Path) -> Iterator[Entry]:

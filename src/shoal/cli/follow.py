@@ -16,7 +16,7 @@ from shoal.wire.views import RunView, StopAsk, StoryLine
 PAGE = 1000
 STORY_KEPT = 5000
 SILENCE_S = 600.0
-END_NOW_S = 10.0
+END_NOW_S = 5.0
 LAST_WORDS_S = 0.5
 
 

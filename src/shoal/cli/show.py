@@ -26,11 +26,13 @@ def supervise(frame: Frame, launch: Launch) -> int:
     """Start coordinator, agent and run; follow it to its end; take all down. The exit code."""
     supervisor = Supervisor(launch)
     client, view = supervisor.open()
+    in_order = False
     try:
         with Interrupts() as interrupts:
             seen = watch(frame, client, view, interrupts, supervisor.tend, view.since if launch.resume else 0.0)
+            in_order = not seen.abandoned
     finally:
-        supervisor.close(client)
+        supervisor.close(client if in_order else None)
     return conclude(frame, seen)
 
 

@@ -20,6 +20,10 @@ PATIENCE_S = 60.0
 SCRIPTS = {
     "hello.py": "import os\nprint('hello from', os.environ['SHOAL_MEMBER'], flush=True)\n",
     "wait.py": "import time\nprint('waiting', flush=True)\ntime.sleep(300)\n",
+    "stubborn.py": (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('waiting', flush=True)\ntime.sleep(300)\n"
+    ),
     "raise.py": "def broken():\n    raise ValueError('no such thing')\nbroken()\n",
     "until.py": (
         "import os, sys, time\n"

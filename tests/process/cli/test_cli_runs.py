@@ -72,7 +72,7 @@ def test_an_interrupt_stops_the_run_in_order(stage: Any, number: signal.Signals)
 
 
 def test_a_second_interrupt_ends_it_now(stage: Any) -> None:
-    process = stage.start("run", "wait.py")
+    process = stage.start("run", "stubborn.py")
     stage.wait("the member runs", lambda: "| waiting" in stage.out())
     process.send_signal(signal.SIGINT)
     stage.wait("the first is understood", lambda: "stopping after a checkpoint" in stage.out())

@@ -54,7 +54,7 @@ def _forget_all() -> None:
 def tune(sock: socket.socket, user_timeout_ms: int) -> None:
     """Make a connection fast, and make it fail when the peer's machine has silently gone.
 
-    Buffers are left to the system: asking for a size switches its own tuning off, and where rmem_max is small gets less.
+    Buffers are left to the system: asking for a size ends its own tuning, and gets less where rmem_max is small.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -287,10 +288,33 @@ def test_synchronised_batchnorm_trains_as_one_member_does() -> None:
     check(3, build=normed, shares="fixed:1,2,5", prepare=prepare, within=1e-6)
 
 
-def test_a_ghost_counts_for_nothing() -> None:
-    alone = together(1, train(mlp, epochs=1))[0]
-    found = together(3, train(mlp, epochs=1), ghosts=(2,))
-    same(found[2], alone)
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_a_newcomer_catches_up_behind_its_shadow_while_the_others_go_on(late_s: float) -> None:
+    shares: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def body(session: Seated) -> dict[str, torch.Tensor]:
+        run = Run(session, "test", "unused")
+        model = mlp()
+        if session.exchange.size > 1:
+            session.exchange.barrier()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        run.attach(model, optimizer)
+        for x, y in run.batches(dataset(), size=24, epochs=10):
+            time.sleep(late_s if run.rank == 2 and run.step == 0 else 0.001 * run.share)
+            shares[run.rank].append(run.share)
+            run.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {k: v.clone() for k, v in model.state_dict().items()}
+
+    alone = together(1, body)[0]
+    shares[0].clear()
+    found = together(3, body, ghosts=(2,))
+    for each in found:
+        same(each, alone, within=1e-10)
+    assert shares[2][0] == 0, "the newcomer was expected to compute before it could"
+    assert shares[2][-1] == 8, "the newcomer never got a share"
+    assert [sum(step) for step in zip(*shares.values(), strict=True)] == [24] * 40
 
 
 def test_sparse_embedding_gradients_are_summed() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 STOP = 1
 LEAVE = 2
 CHECKPOINT = 4
+GHOST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Pulse:
 
     `samples` is its true share and `weight` what its gradient counts for; `grad_sq` is the squared norm of its own
     gradient; `prepared` is the number of the proposed world that it has connected, 0 for none; `wishes` is a set of the
-    bits STOP, LEAVE and CHECKPOINT; `more` says whether its stream has another sample after this step.
+    bits STOP, LEAVE, CHECKPOINT and GHOST (it has no share of the next step either); `more` says whether its stream has
+    another sample after this step.
     """
 
     step: int
@@ -74,8 +76,8 @@ def agreed(pulses: Sequence[Pulse]) -> int | None:
 
 
 def desync(pulses: Sequence[Pulse]) -> str:
-    """Why these pulses cannot belong to one step; empty if they can."""
-    if len({pulse.step for pulse in pulses}) <= 1:
+    """Why these pulses cannot belong to one step; empty if they can. A newcomer's shadow fits any step."""
+    if len({pulse.step for pulse in pulses if pulse.step >= 0}) <= 1:
         return ""
     said = ", ".join(f"rank {rank} is at step {pulse.step}" for rank, pulse in enumerate(pulses))
     return f"the members are not at the same step: {said}"

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from shoal.core.world import Address, Seat, World
 from shoal.worker.ring import Ring
+from shoal.worker.session import Keeper
+from shoal.worker.shadow import Shadow
 from shoal.worker.solo import Solo
 
 T = TypeVar("T")
@@ -26,6 +28,13 @@ class Seated(Solo):
         self.rank, self.size = rank, world.size
         self.world, self.exchange = world, ring
         self.is_writer = rank == 0
+
+    def begin(self, fingerprint: str, keeper: Keeper) -> None:  # noqa: ARG002
+        """A ghost is let in as a newcomer is: behind a shadow."""
+        assert self.world is not None
+        blanks = keeper.blanks() if self.rank in self.world.ghosts else None
+        if blanks is not None and self.exchange is not None:
+            self.exchange = Shadow(self.exchange, blanks, keeper.ends)
 
 
 def together(count: int, body: Callable[[Seated], T], ghosts: tuple[int, ...] = ()) -> list[T]:

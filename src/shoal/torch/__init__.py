@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import traceback
+from types import TracebackType
 
 from shoal.torch.run import Run, handle_sigterm
 from shoal.worker import environment
@@ -36,4 +39,16 @@ def join() -> Run:
     where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
     run = Run(session, told.run, where)
     atexit.register(run.close)
+    _tell_of_errors(session)
     return run
+
+
+def _tell_of_errors(session: Session) -> None:
+    """Let the coordinator know of an uncaught exception before the process is gone and the others see only that."""
+    usual = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        session.raised(error, "".join(traceback.format_exception(kind, error, trace)))
+        usual(kind, error, trace)
+
+    sys.excepthook = tell

@@ -14,6 +14,7 @@ import torch
 
 from shoal.errors import UnusableBackward
 from shoal.worker.exchange import Exchange, Ticket
+from shoal.worker.shadow import Blank
 
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -74,6 +75,10 @@ class Buckets:
 
     def disarm(self) -> None:
         self._exchange = None
+
+    def blanks(self) -> list[Blank]:
+        """Buffers like ours, for a shadow that takes part without gradients."""
+        return [_operand(torch.zeros_like(bucket.flat)) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
         """Send what is left, wait for all, and give every parameter its gradient over the whole global batch.
@@ -156,9 +161,14 @@ def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
     """Sum a flat tensor over all members in place."""
     if getattr(exchange, "takes_tensors", False):
         return exchange.reduce(flat)  # type: ignore[arg-type]
+    return exchange.reduce(*_operand(flat))
+
+
+def _operand(flat: torch.Tensor) -> Blank:
+    """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
     if flat.dtype == torch.bfloat16:
-        return exchange.reduce(flat.view(torch.int16).numpy(), _add_bfloat16)
-    return exchange.reduce(flat.numpy())
+        return flat.view(torch.int16).numpy(), _add_bfloat16
+    return flat.numpy(), None
 
 
 def _add_bfloat16(into: Any, more: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shoal.core.pulse import Pulse
 from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
 from shoal.store.blobs import open_store
@@ -14,6 +15,7 @@ from shoal.store.schedule import Schedule
 from shoal.store.writer import AsyncWriter
 from shoal.torch import state
 from shoal.worker.session import Session
+from shoal.worker.shadow import Blank
 from shoal.worker.snapshot import Bytes, Snapshot
 from shoal.worker.solo import Solo
 
@@ -37,6 +39,8 @@ class StateKeeper:
     def __init__(self, session: Session | Solo, run: str, directory: str) -> None:
         self.parts: dict[str, Any] = {}
         self.loaded: list[Callable[[], None]] = []
+        self.blanks: Callable[[], list[Blank] | None] = lambda: None
+        self.ends: Callable[[tuple[Pulse, ...]], bool] = lambda _everybody: False
         self._session = session
         self._run = run
         self._where = directory

@@ -16,6 +16,7 @@ import torch
 from shoal.core import plan, pulse
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
+from shoal.core.world import World
 from shoal.errors import NotAttached, OutOfStep, SecondLoop, UnusableBackward
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.buckets import Buckets, StepAborted
@@ -29,6 +30,7 @@ from shoal.torch.stream import LaneReader
 from shoal.torch.turn import Turn
 from shoal.worker.exchange import Exchange, ExchangeBroken
 from shoal.worker.session import Session
+from shoal.worker.shadow import Blank
 from shoal.worker.solo import Solo
 
 NOTICE_S = 30.0
@@ -49,6 +51,7 @@ class Run:
         self._turn: Turn | None = None
         self._last: Turn | None = None
         self._nested = False
+        self._world_seen = 0
         self._usual_step_s = 0.0
         self._samples_per_s = 0.0
         self._committed_at = 0.0
@@ -255,6 +258,7 @@ class Run:
         session = self._session
         self._statistics = Statistics(self._model)
         self._keeper.loaded.append(self._statistics.keep)
+        self._keeper.blanks, self._keeper.ends = self._blanks, self._ends
         feed.start()
         session.begin(identity, self._keeper)
         over = False
@@ -281,7 +285,7 @@ class Run:
             return
         began = time.perf_counter()
         session.phase("data")
-        ghosts = world.ghosts if step == self._first_step(world.number, step) else ()
+        ghosts = self._ghosts(world, step)
         pieces = feed.pieces(step, session.rank, world.size, ghosts)
         turn = Turn(step, feed.cursor(step).epoch, pieces, feed.nominal(step), exchange)
         self._last, self._turn = self._turn, turn
@@ -301,13 +305,26 @@ class Run:
         if not turn.committed and not session.broken and turn.reduced:
             raise UnusableBackward(f"step {step} ended without optimizer.step", do="call optimizer.step() every time")
 
-    def _first_step(self, world: int, step: int) -> int:
-        """The step at which this member saw a world first; ghosts are ghosts only there."""
-        if self._world_seen[0] != world:
-            self._world_seen = (world, step)
-        return self._world_seen[1]
+    def _ghosts(self, world: World, step: int) -> tuple[int, ...]:
+        """The ranks without a share: newcomers in their first step here, and as long as they are catching up."""
+        if self._world_seen != world.number:
+            self._world_seen = world.number
+            return world.ghosts
+        before = self._turn
+        if before is None or before.step != step - 1:
+            return ()
+        return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & pulse.GHOST)
 
-    _world_seen = (0, 0)
+    def _blanks(self) -> list[Blank] | None:
+        """What a shadow exchanges in our stead; unknown if layers exchange too, or if lanes are dealt out."""
+        if self._synchronised or not isinstance(self._feed, IndexedFeed):
+            return None
+        self._bucket_up()
+        return self._buckets.blanks() if self._buckets is not None else None
+
+    def _ends(self, everybody: tuple[pulse.Pulse, ...]) -> bool:
+        step = max(p.step for p in everybody)
+        return self._feed is None or self._feed.over(step + 1)
 
     def _undo_uncommitted(self) -> None:
         turn = self._turn

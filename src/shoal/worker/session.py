@@ -8,28 +8,26 @@ answered with step k does not apply step k afterwards.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
-import shoal
-from shoal import errors
-from shoal.config import Settings, port_range
+from shoal.config import port_range
 from shoal.core import pulse as pulses
 from shoal.core.world import World
 from shoal.wire import credentials, messages
+from shoal.worker.correspondence import Correspondence
 from shoal.worker.entrances import Entrance, Entrances, drop
 from shoal.worker.environment import Environment
 from shoal.worker.exchange import Exchange, ExchangeBroken
-from shoal.worker.link import Link
 from shoal.worker.port import Port
+from shoal.worker.ring import Ring
+from shoal.worker.shadow import Blank, Shadow
 from shoal.worker.snapshot import Bytes, Snapshot
 
 PREEMPTED = 75
-TELL_AFTER_S = (5.0, 30.0)
 FAREWELL_S = 5.0
 HAND_OVER_S = 2.0
 FOREVER_S = 7 * 24 * 3600.0
@@ -50,6 +48,12 @@ class Keeper(Protocol):
     def checkpoint_now(self) -> None:
         """Write a durable checkpoint before returning."""
 
+    def blanks(self) -> list[Blank] | None:
+        """The buffers of one step's exchange, filled with nothing; None if they cannot be known beforehand."""
+
+    def ends(self, everybody: tuple[pulses.Pulse, ...]) -> bool:
+        """Whether no step follows the one of these pulses."""
+
 
 class RunOver(SystemExit):
     """This member's part in the run has ended; it passes through the user's loop and ends the process."""
@@ -59,30 +63,19 @@ class RunOver(SystemExit):
         self.reason = reason
 
 
-class Session:
+class Session(Correspondence):
     """A member of a run that has a coordinator."""
 
     def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.settings: Settings = environment.values
-        self.me = environment.member
-        self.step: int | None = None
-        self.world: World | None = None
+        access = credentials.read(environment.token_file)
+        super().__init__(environment, access)
         self.rank = 0
         self.exchange: Exchange | None = None
         self.reason = ""
-        self.status: Callable[[], dict[str, Any]] = dict
-        self._access = credentials.read(environment.token_file)
-        self._changed = threading.Condition(threading.RLock())
-        self._fingerprint = ""
-        self._ready = False
         self._keeper: Keeper | None = None
-        self._broken = False
-        self._applying = False
         self._agreed: int | None = None
         self._stop_agreed = False
         self._finishing = False
-        self._done = False
         self._prepared: Entrance | None = None
         self._announced: Entrance | None = None
         self._formed: Entrance | None = None
@@ -91,32 +84,19 @@ class Session:
         self._over_up_to = 0
         self._offered: Snapshot | None = None
         self._restore_asked = False
-        self._stop: messages.Stop | None = None
-        self._finished = False
-        self._leaving: tuple[float, str] | None = None
-        self._claims: dict[str, str] = {}
-        self._error: errors.ShoalError | None = None
+        self._may_shadow = True
         self._why: tuple[tuple[str, ...], str] = ((), "")
-        self._phase, self._phase_since = "starting", time.monotonic()
         self.port = Port(
-            self._access.token.encode(),
+            access.token.encode(),
             environment.run,
             self.me,
             environment.incarnation,
             environment.host,
             port_range(self.settings.ports),
         )
+        self.address = self.port.address
         self._entrances = Entrances(
             self.port, self.settings.connect_s, self._opened, self._tell_unconnected, self._world_broke
-        )
-        self._link = Link(
-            environment.url,
-            self._access,
-            self._greet,
-            self._heard,
-            self._beat,
-            self.settings.beat_s,
-            self.settings.lease_s,
         )
         self._link.open()
 
@@ -128,10 +108,6 @@ class Session:
             self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
             self._say(messages.Ready(fingerprint, self.step))
         self.phase("waiting")
-
-    def phase(self, name: str) -> None:
-        """Say what the main thread is doing from now on."""
-        self._phase, self._phase_since = name, time.monotonic()
 
     @property
     def broken(self) -> bool:
@@ -236,31 +212,6 @@ class Session:
                 self.exchange.abort("its script left the training loop")
         self.phase("done")
 
-    def leave(self, within_s: float, cause: str) -> None:
-        """We were told to go away: hand over and go, at the next step boundary that all agree on."""
-        with self._changed:
-            if self._leaving is None:
-                self._leaving = (time.monotonic() + within_s, cause)
-                self._link.send(messages.Leaving(within_s, cause))
-                self._changed.notify_all()
-
-    def claim(self, name: str) -> bool:
-        """Wait until it is our turn to do something once (True), or until somebody has done it (False)."""
-        with self._changed:
-            if name not in self._claims:
-                self._claims[name] = "asked"
-                self._link.send(messages.Claim(name))
-            self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
-            return self._claims[name] == "granted"
-
-    def fulfil(self, name: str) -> None:
-        with self._changed:
-            self._claims[name] = "fulfilled"
-            self._link.send(messages.ClaimDone(name))
-
-    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
-        self._link.send(messages.Checkpointed(step, path, size_bytes, seconds))
-
     def close(self) -> None:
         with self._changed:
             exchanges = [self.exchange, self._retired]
@@ -308,6 +259,7 @@ class Session:
                 return
             self._entering = (entrance, cancelled)
         step = 0 if world.fresh else self.step
+        entrance = self._shadowed(entrance, rank)
         try:
             if rank in world.sources:
                 step = self._receive(world, rank, cancelled)
@@ -329,6 +281,14 @@ class Session:
             if entrance.planned:
                 self._say(messages.Switched(world.number, _known(self.step)))
         self._offer(world, rank)
+
+    def _shadowed(self, entrance: Entrance, rank: int) -> Entrance:
+        """Let a shadow take part while our state is on its way, if we are not expected to compute yet."""
+        real, keeper = entrance.exchange, self._keeper
+        blanks = keeper.blanks() if keeper is not None and self._may_shadow and rank in entrance.world.ghosts else None
+        if keeper is None or blanks is None or not isinstance(real, Ring):
+            return entrance
+        return replace(entrance, exchange=Shadow(real, blanks, keeper.ends))
 
     def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
         self.phase("receiving state")
@@ -430,6 +390,10 @@ class Session:
                 return
             self._broken = True
             self._why = (suspects, cause)
+            if isinstance(self.exchange, Shadow) and self.exchange.following:
+                self._may_shadow = (
+                    False  # it may have misjudged what the others exchange: next time, wait for the state
+                )
             if self.exchange is not None:
                 self.exchange.abort(cause)
             self._forget_prepared()
@@ -460,68 +424,6 @@ class Session:
         self._prepared = self._announced = None
 
     # --- hearing the coordinator, in the link's thread
-
-    def _greet(self, say: Callable[[messages.Message], None], attach: Callable[[], None]) -> None:
-        with self._changed:
-            for message in self._hello():
-                say(message)
-            attach()
-
-    def _say(self, message: messages.Message) -> None:
-        """Send under the lock, so that nothing is said between a hello and the state that it described."""
-        with self._changed:
-            self._link.send(message)
-
-    def _hello(self) -> list[messages.Message]:
-        with self._changed:
-            world = self.world.number if self.world is not None else None
-            hello = messages.MemberHello(
-                protocol=messages.PROTOCOL,
-                version=shoal.__version__,
-                run=self.environment.run,
-                member=self.me,
-                incarnation=self.environment.incarnation,
-                address=self.port.address,
-                pid=os.getpid(),
-                world=world,
-                step=self.step,
-                broken=self._broken and not self._applying,
-                done=self._done,
-            )
-            said: list[messages.Message] = [hello]
-            if self._ready and world is None:
-                said.append(messages.Ready(self._fingerprint, self.step))
-            if self._leaving is not None:
-                said.append(messages.Leaving(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
-            said += [messages.Claim(name) for name, state in self._claims.items() if state == "asked"]
-            said += [messages.ClaimDone(name) for name, state in self._claims.items() if state == "fulfilled"]
-            return said
-
-    def _say_hello_again(self) -> None:
-        for message in self._hello():
-            self._say(message)
-
-    def _beat(self) -> messages.Beat:
-        world = self.world
-        return messages.Beat(
-            world=world.number if world is not None else None,
-            step=self.step,
-            phase=self._phase,
-            phase_age_s=time.monotonic() - self._phase_since,
-            **self.status(),
-        )
-
-    def _heard(self, message: Any) -> None:
-        with self._changed:
-            handler = getattr(self, f"_on_{type(message).__name__.lower()}")
-            handler(message)
-            self._changed.notify_all()
-
-    def _on_welcome(self, _message: messages.Welcome) -> None:
-        """All that it says is also in the settings."""
-
-    def _on_refused(self, message: messages.Refused) -> None:
-        self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
 
     def _on_form(self, message: messages.Form) -> None:
         entering = self._entering[0].number if self._entering is not None else 0
@@ -594,24 +496,8 @@ class Session:
             self.world, self.exchange = None, None
             self._say_hello_again()
 
-    def _on_stop(self, message: messages.Stop) -> None:
-        self._stop = message
-
-    def _on_finished(self, _message: messages.Finished) -> None:
-        self._finished = True
-
     def _on_restore(self, _message: messages.Restore) -> None:
         self._restore_asked = True
-
-    def _on_leaving(self, message: messages.Leaving) -> None:
-        self.leave(message.within_s, message.cause)
-
-    def _on_granted(self, message: messages.Granted) -> None:
-        if self._claims.get(message.name) == "asked":
-            self._claims[message.name] = "granted"
-
-    def _on_alreadydone(self, message: messages.AlreadyDone) -> None:
-        self._claims[message.name] = "elsewhere"
 
     # --- what the threads that connect worlds tell
 
@@ -645,20 +531,6 @@ class Session:
                 lambda: self._broken or self.size > 1 or self._link.may_step_alone(self.settings.lease_s),
                 "the coordinator to renew the lease",
             )
-
-    def _wait_until(self, ready: Callable[[], bool], whom: str) -> None:
-        """Wait on the lock that the caller holds; say whom we wait for when it takes long."""
-        since = time.monotonic()
-        tell_at = since + TELL_AFTER_S[0]
-        while not ready() and self._error is None:
-            self._changed.wait(0.2)
-            now = time.monotonic()
-            if now >= tell_at:
-                tell_at = now + TELL_AFTER_S[1]
-                where = f"; not reached for {self._link.down_for_s:.0f} s" if self._link.down_for_s else ""
-                sys.stderr.write(f"shoal: {self.me}: waiting for {whom} since {now - since:.0f} s{where}\n")
-        if self._error is not None:
-            raise self._error
 
 
 def _known(step: int | None) -> int:

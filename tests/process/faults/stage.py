@@ -28,6 +28,8 @@ SUMMATION_ORDER = 1e-10
 class Stage:
     """One run in a home of its own."""
 
+    script = SCRIPT
+
     def __init__(self, path: Path, members: str = "2:3", settings: tuple[str, ...] = (), **plan: Any) -> None:
         self.home, self.records, self.plan = path / "home", path / "records", plan
         self.records.mkdir(parents=True)
@@ -43,20 +45,25 @@ class Stage:
         self._read: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
         options = [o for s in ("gather_s=2", *settings) for o in ("--set", s)]
-        self.process = self.start("run", "-n", members, *options, str(SCRIPT))
+        self.process = self.begin("-n", members, *options, str(self.script))
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the run itself."""
+        return self.start("run", *arguments)
+
+    def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        """A command of Shoal, in the place that the command `where` enters."""
         return subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli.main", *arguments],
+            [*where, sys.executable, "-m", "shoal.cli.main", *arguments],
             env=self.environ,
             stdout=self._log.open("ab"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
-    def shoal(self, *arguments: str) -> Any:
+    def shoal(self, *arguments: str, where: tuple[str, ...] = ()) -> Any:
         done = subprocess.run(
-            [sys.executable, "-m", "shoal.cli.main", "--json", *arguments],
+            [*where, sys.executable, "-m", "shoal.cli.main", "--json", *arguments],
             env=self.environ,
             capture_output=True,
             timeout=PATIENCE_S,
@@ -178,7 +185,7 @@ class Stage:
             out.mkdir()
             plan = {k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width")}
             environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan | {"steps": steps})}
-            command = [sys.executable, str(SCRIPT)]
+            command = [sys.executable, str(self.script)]
             subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * PATIENCE_S)
         found: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
         return found

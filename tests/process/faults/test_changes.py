@@ -122,18 +122,19 @@ def test_a_stopped_run_is_resumed_at_the_exact_step_with_another_number_of_membe
 
 
 def test_a_second_machine_joins_a_running_run(tmp_path: Path) -> None:
-    with staged(tmp_path, "1:2", pause_s=0.03, epochs=20) as run:
+    with staged(tmp_path, "1:1", pause_s=0.05, epochs=60) as run:
         run.until_step(3)
         home = next(run.home.glob("coordinators/*"))
         url = (home / "url").read_text().strip()
-        name = run.shoal("ps")[0]["run"]
-        run.shoal("scale", name, "1:3")
         second = run.start("join", url, "--token-file", str(home / "token"), "--name", "other", "--slots", "1")
+        run.until(lambda: "other/0" in run.pids(), "the other machine's member, as a spare")
+        run.shoal("scale", run.shoal("ps")[0]["run"], "1:2")
         run.until(lambda: any(c["member"] == "other/0" for c in run.commits()), "the other machine to train")
         second.send_signal(signal.SIGTERM)
-        second.wait(60)
+        assert second.wait(60) == 0
         run.finish()
         run.check()
+        assert not [e for e in run.journal() if e["kind"] == "WorldBroke"], "a machine that left broke a world"
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""How a newcomer takes part in steps for which it has no state yet, so that nobody waits for it.
+
+A shadow adds zeros to every exchange of its world and keeps what comes out. Meanwhile the state of the world's first
+step arrives, and the newcomer does those steps over again by itself, with the results that the shadow kept: each costs
+it hardly more than an optimizer step. When it waits for a step to come out, it has caught up; the shadow says so in its
+last pulse, and from the next step on the newcomer has a share of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.pulse import GHOST, Pulse, decode, encode
+from shoal.worker.exchange import Adder, Exchange, ExchangeBroken, GatherTicket, Ticket
+
+Blank: TypeAlias = tuple[NDArray[Any], Adder | None]
+"""One buffer of a step's exchange, and how it is added up."""
+
+KEPT_STEPS = 32
+
+
+class Shadow:
+    """An exchange that plays back what happened before its owner could take part, and then is the real one.
+
+    `blanks` are the buffers of one step, in order. `ends(pulses)` says whether no step follows the one of these pulses.
+    """
+
+    def __init__(self, real: Exchange, blanks: Sequence[Blank], ends: Callable[[tuple[Pulse, ...]], bool]) -> None:
+        self.rank, self.size = real.rank, real.size
+        self._real, self._blanks, self._ends = real, list(blanks), ends
+        self._kept: deque[tuple[NDArray[np.float64], list[NDArray[Any]]]] = deque()
+        self._playing: deque[NDArray[Any]] = deque()
+        self._awaited = False
+        self._caught_up = False
+        self._over = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._follow, name="shoal-shadow", daemon=True).start()
+
+    @property
+    def following(self) -> bool:
+        """Whether the shadow still takes part in our stead."""
+        return not self._over
+
+    @property
+    def broken(self) -> ExchangeBroken | None:
+        found: ExchangeBroken | None = getattr(self._real, "broken", None)
+        return found
+
+    def gather(self, record: NDArray[np.float64]) -> GatherTicket:
+        with self._changed:
+            self._awaited = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._kept or self._over)
+            self._awaited = False
+            if not self._kept:
+                return self._real.gather(record)
+            pulses, buffers = self._kept.popleft()
+            self._playing.extend(buffers)
+            self._changed.notify_all()
+            return _Played(pulses)
+
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None) -> Ticket:
+        if not self._playing:
+            return self._real.reduce(buffer, add)
+        np.copyto(buffer, self._playing.popleft())
+        return _Played(np.empty((0, 0)))
+
+    def barrier(self) -> None:
+        self._real.barrier()
+
+    def abort(self, cause: str) -> None:
+        self._real.abort(cause)
+
+    def close(self) -> None:
+        self._real.close()
+
+    def _follow(self) -> None:
+        try:
+            while self._one_step():
+                pass
+        except ExchangeBroken:
+            pass  # the owner meets it in the real exchange, when it has played back what was kept
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _one_step(self) -> bool:
+        """Take part in one step with zeros; False if it was the last one to do so."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._kept) < KEPT_STEPS)
+            last = self._caught_up
+        gathered = self._real.gather(encode(Pulse(step=-1, wishes=0 if last else GHOST)))
+        for buffer, _ in self._blanks:
+            buffer.fill(0)
+        tickets = [self._real.reduce(buffer, add) for buffer, add in self._blanks]
+        pulses = gathered.result()
+        for ticket in tickets:
+            ticket.wait()
+        with self._changed:
+            self._caught_up = self._awaited and not self._kept
+            self._kept.append((pulses, [buffer.copy() for buffer, _ in self._blanks]))
+            self._changed.notify_all()
+        return not last and not self._ends(decode(pulses))
+
+
+class _Played:
+    """An operation that was over before it was asked for."""
+
+    def __init__(self, pulses: NDArray[np.float64]) -> None:
+        self._pulses = pulses
+
+    def wait(self) -> None:
+        """It is done."""
+
+    def result(self) -> NDArray[np.float64]:
+        return self._pulses

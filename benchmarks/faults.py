@@ -13,7 +13,6 @@ from benchmarks.sides.side import MOST_MEMBERS, Side
 
 STEADY_S = 120.0
 RECOVERY_S = 120.0
-AROUND_JOIN_S = 1.0
 Figures = dict[str, float]
 
 
@@ -80,10 +79,11 @@ def join(side: Side, chance: random.Random) -> Figures:
     first = _first_contribution(side, at, pids)
     time.sleep(1.0)
     usual_s = step_time_s(side.commits.before(at)[-60:])
+    met = next(commit.at for commit in side.commits.after(at) if commit.world == first.world)
     starting = [commit for commit in side.commits.after(at) if commit.at < first.at and commit.pid in pids]
     return {
         "contributes_s": first.at - at,
-        "stall_s": _stall_s(side, at, first.at, pids, within_s=max(AROUND_JOIN_S, 3 * usual_s)),
+        "stall_s": _stall_s(side, at, first.at, pids, since=met - 2 * usual_s),
         "slowdown_while_starting": step_time_s(starting) / usual_s,
         "lost_steps": steps_lost(side.commits.before(at), side.commits.after(at)),
         "step_s": usual_s,
@@ -149,12 +149,12 @@ def _first_contribution(side: Side, at: float, pids: list[int]) -> Commit:
     )
 
 
-def _stall_s(side: Side, at: float, event: float, others: list[int], within_s: float = float("inf")) -> float:
-    """The longest wait for a commit that ended in the last `within_s` before `event`, beyond the usual time of a step.
+def _stall_s(side: Side, at: float, event: float, others: list[int], since: float = 0.0) -> float:
+    """The longest wait for a commit that ended between `since` and `event`, beyond the usual time of a step.
 
     It is that of the processes in `others`; or the whole job's, if none of them lived to see the event.
     """
     usual_s = step_time_s(side.commits.before(at)[-60:])
     around = [commit for commit in side.commits.after(at - 3 * usual_s) if commit.at <= event + max(0.1, usual_s)]
     lasting = {commit.pid for commit in around if commit.at >= event} & set(others)
-    return max(0.0, longest_gap_s(around, lasting, since=max(at, event - within_s)) - usual_s)
+    return max(0.0, longest_gap_s(around, lasting, since=max(at, since)) - usual_s)

@@ -38,15 +38,16 @@ class Round:
 def planned(quick: bool) -> list[Round]:
     """The rounds of one repetition."""
     fast, slow, wide = Load(pace_s=FAST_S), Load(pace_s=SLOW_S), Load(model="wide", pace_s=SLOW_S)
-    every = ("crash", "hang", "notice", "loss", "join")
+    every = ("crash", "crash", "hang", "notice", "loss", "join", "loss", "join")
     if quick:
-        return [Round(Shoal, fast, every), Round(Torchft, fast, every), Round(Torchrun, fast, ("crash",))]
+        once = ("crash", "hang", "notice", "loss", "join")
+        return [Round(Shoal, fast, once), Round(Torchft, fast, once), Round(Torchrun, fast, ("crash",))]
     return [
         *(Round(side, load, every) for load in (fast, slow) for side in (Shoal, Torchft)),
         *(Round(HastyTorchft, load, ("crash",)) for load in (fast, slow)),
         Round(Torchrun, fast, ("crash",)),
         Round(Torchrun, slow, ("crash", "loss", "join", "hang")),
-        *(Round(side, wide, ("crash", "loss", "join")) for side in (Shoal, Torchft)),
+        *(Round(side, wide, ("crash", "loss", "join", "loss", "join")) for side in (Shoal, Torchft)),
     ]
 
 

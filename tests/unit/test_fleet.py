@@ -193,6 +193,18 @@ def test_a_member_that_speaks_again_is_left_alone() -> None:
     assert fleet.wait(60.0).asked == []
 
 
+def test_a_member_that_is_silent_together_with_its_agent_is_not_replaced() -> None:
+    fleet = with_run(1, 1)
+    name = ("r", "lab/0", fleet.process("lab/0").incarnation)
+    fleet.on(fe.ProcessStarted(*name, 1, True), fe.MemberSilent("r", "lab/0"))
+    fleet.wait(2.0)
+    fleet.on(fe.AgentAway("lab"))
+    assert fleet.wait(9.0).asked == []
+    assert fleet.on(fe.AgentJoined("lab", None, "h", (name,))).asked == []
+    assert fleet.wait(9.0).asked == [], "it has as long again to speak"
+    assert [i.member for i in fleet.wait(1.5).of(fe.EndProcess)] == ["lab/0"]
+
+
 def test_scaling_down_ends_those_that_the_world_does_not_keep() -> None:
     fleet = with_run(1, 3)
     fleet.on(fe.Scaled("r", 1, 1, keep=("lab/2",)))

@@ -138,16 +138,18 @@ def due(state: State, now: float) -> tuple[fe.WaitOver, ...]:
         if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
             fired.append(fe.WaitOver("regroup", run.run))
     for p in state.processes.values():
-        what = _process_due(p, now, limits)
+        agent = state.agents.get(p.agent)
+        what = _process_due(p, now, limits, away=agent is None or agent.away_since is not None)
         if what:
             fired.append(fe.WaitOver(what, p.run, p.member))
     return tuple(fired)
 
 
-def _process_due(p: Process, now: float, limits: Limits) -> str:
+def _process_due(p: Process, now: float, limits: Limits, *, away: bool) -> str:
     if p.status in (BACKOFF, GIVEN_UP) and now >= p.until:
         return "backoff"
-    if p.status == RUNNING and p.silent_since is not None and now - p.silent_since > limits.revive_s:
+    # A member that is silent together with its agent is most likely only cut off, and so may be we ourselves.
+    if p.status == RUNNING and not away and p.silent_since is not None and now - p.silent_since > limits.revive_s:
         return "revive"
     if p.alive and p.missing_since is not None and now - p.missing_since > limits.missing_s:
         return "missing"
@@ -384,7 +386,8 @@ def _on_agent_joined(draft: _Draft, event: fe.AgentJoined) -> None:
         elif p.status == ENDING:
             draft.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
         else:
-            draft.update(p, status=RUNNING, missing_since=None)
+            since = draft.now if p.silent_since is not None else None
+            draft.update(p, status=RUNNING, missing_since=None, silent_since=since)
     for run, member, incarnation in event.members:
         if not _is_known(draft, run, member, incarnation):
             _adopt_or_end(draft, event.agent, run, member, incarnation)

@@ -1,0 +1,94 @@
+"""Hosts of a test: network namespaces that a bridge joins; the machine's own interfaces are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+PREFIX = "shoalt"
+SUBNET = "10.91.0"
+GONE_WITHIN_S = 10.0
+
+
+def ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+def sweep() -> None:
+    """Remove what an earlier test could not, because it was killed."""
+    for name in _namespaces(PREFIX):
+        pid = name.split("-")[1]
+        if not os.path.exists(f"/proc/{pid}"):
+            _remove(name)
+
+
+class Network:
+    """A bridge in a hub and hosts on it, each with the address SUBNET.<number>."""
+
+    def __init__(self) -> None:
+        self._mark = f"{PREFIX}-{os.getpid()}"
+        self._hub = f"{self._mark}-hub"
+        self._numbers: dict[str, int] = {}
+
+    def open(self) -> None:
+        ip("netns", "add", self._hub)
+        ip("-n", self._hub, "link", "set", "lo", "up")
+        # Without a tree to look for, a port of the bridge forwards as soon as it is up.
+        ip("-n", self._hub, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+        ip("-n", self._hub, "link", "set", "br0", "up")
+
+    def add(self, host: str) -> None:
+        number = self._numbers.setdefault(host, len(self._numbers) + 1)
+        space = self._space(host)
+        ip("netns", "add", space)
+        ip("-n", self._hub, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("-n", self._hub, "link", "set", host, "master", "br0")
+        ip("-n", space, "addr", "add", f"{SUBNET}.{number}/24", "dev", "eth0")
+        ip("-n", space, "link", "set", "lo", "up")
+        ip("-n", space, "link", "set", "eth0", "up")
+        self.heal(host)
+
+    def address(self, host: str) -> str:
+        return f"{SUBNET}.{self._numbers[host]}"
+
+    def inside(self, host: str, *, mortal: bool = False) -> tuple[str, ...]:
+        """The words that run a command on a host; killing a mortal one ends all that it ever started."""
+        enter = ("ip", "netns", "exec", self._space(host))
+        # The shell is the init of the host's processes: it outlives none of them and reaps all.
+        init = ("bash", "-c", '"$@" & trap "kill -TERM $!" TERM; wait; wait', "init")
+        return (*enter, "unshare", "--pid", "--mount-proc", "--fork", "--kill-child", *init) if mortal else enter
+
+    def cut(self, host: str) -> None:
+        """Pull the host's plug at the bridge: nothing comes or goes, and nobody is told."""
+        ip("-n", self._hub, "link", "set", host, "down")
+
+    def heal(self, host: str) -> None:
+        ip("-n", self._hub, "link", "set", host, "up")
+
+    def close(self) -> None:
+        for name in _namespaces(self._mark):
+            _remove(name)
+        assert not _namespaces(self._mark)
+
+    def _space(self, host: str) -> str:
+        return f"{self._mark}-{host}"
+
+
+def _namespaces(prefix: str) -> list[str]:
+    return [line.split()[0] for line in ip("netns", "list").splitlines() if line.startswith(f"{prefix}-")]
+
+
+def _remove(name: str) -> None:
+    """End whoever is left in a namespace, and the namespace."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (pids := ip("netns", "pids", name).split()) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+    ip("netns", "del", name)

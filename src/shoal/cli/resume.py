@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import click
@@ -15,6 +16,10 @@ from shoal.cli.launch import Launch
 from shoal.cli.run import start
 from shoal.cli.supervise import port_if_free
 from shoal.errors import NotOver
+from shoal.wire.views import RunView
+
+ENDING_S = 30.0
+EVERY_S = 0.2
 
 
 @click.command()
@@ -30,6 +35,10 @@ def command(frame: Frame, place: Place, run: str, members: str | None, detach: b
     """
     bounds = launching.parse_members(members, "-n") if members is not None else None
     coordinator, view = find.find_run(place, run)
+    deadline = time.monotonic() + ENDING_S
+    while _about_to_end(coordinator, view) and time.monotonic() < deadline:
+        time.sleep(EVERY_S)
+        coordinator, view = find.find_run(place, view.run)
     if coordinator.client is not None:
         if view.status not in find.OVER:
             raise NotOver(f"run {view.run} goes on ({view.status})", do=f"shoal status {view.run}")
@@ -41,3 +50,10 @@ def command(frame: Frame, place: Place, run: str, members: str | None, detach: b
     choices = sources.choose(Path.cwd(), os.environ)
     launch = launching.render(coordinator.directory, choices, None, port_if_free(coordinator.url))
     start(frame, place, msgspec.structs.replace(launch, resume=view.run, members=bounds), detach=detach)
+
+
+def _about_to_end(coordinator: find.Coordinator, view: RunView) -> bool:
+    """An embedded coordinator ends right after its run; a run that it was asked to resume meanwhile would end too."""
+    if coordinator.client is None or coordinator.directory is None or view.status not in find.OVER:
+        return False
+    return (coordinator.directory / "agent.log").exists()

@@ -1,6 +1,6 @@
 """Measures our ring against torch.distributed's Gloo on loopback: time and CPU per operation, interleaved, as ratios.
 
-    python benchmarks/ring.py [--sizes 2,3,4] [--floats 1000,57000,1000000,25000000] [--json FILE]
+python benchmarks/ring.py [--sizes 2,3,4] [--floats 1000,57000,1000000,25000000] [--json FILE]
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
     def compare(name: str, rounds: int, ours: Callable[[], object], theirs: Callable[[], object]) -> None:
         taken: dict[str, list[tuple[float, float]]] = {"ring": [], "gloo": []}
         for turn in range(rounds + 3):
-            for which, operation in (("ring", ours), ("gloo", theirs)) if turn % 2 else (("gloo", theirs), ("ring", ours)):
+            for which, operation in (
+                (("ring", ours), ("gloo", theirs)) if turn % 2 else (("gloo", theirs), ("ring", ours))
+            ):
                 dist.barrier()
                 start, cpu = time.perf_counter(), time.process_time()
                 operation()
@@ -101,7 +103,10 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
             }
         )
 
-    pulse, everyones = np.arange(PULSE_WIDTH, dtype=np.float64), list(torch.zeros(size, PULSE_WIDTH, dtype=torch.float64))
+    pulse, everyones = (
+        np.arange(PULSE_WIDTH, dtype=np.float64),
+        list(torch.zeros(size, PULSE_WIDTH, dtype=torch.float64)),
+    )
     mine = torch.from_numpy(pulse)
     compare(
         "gather of a pulse",

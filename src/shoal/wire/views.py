@@ -20,7 +20,10 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemberView(msgspec.Struct, frozen=True):
-    """One member as the coordinator knows it. `status` is starting, waiting, spare, training, recovering, leaving or done."""
+    """One member as the coordinator knows it.
+
+    `status` is starting, waiting, spare, training, recovering, leaving or done.
+    """
 
     member: str
     incarnation: str

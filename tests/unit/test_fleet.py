@@ -193,6 +193,15 @@ def test_a_member_that_speaks_again_is_left_alone() -> None:
     assert fleet.wait(60.0).asked == []
 
 
+def test_a_member_that_does_not_fit_is_not_tried_again_and_harms_nobody() -> None:
+    fleet = with_run(2, 3)
+    told = fleet.exit("lab/2", "refused", "another model").of(fe.Tell)
+    assert ["lab/2 is not started again" in i.text for i in told] == [True]
+    assert fleet.started() == []
+    (failed,) = fleet.exit("lab/1", "refused", "another model").of(fe.RunFailed)
+    assert (failed.exit_code, "another model" in failed.reason) == (1, True)
+
+
 def test_a_member_that_is_silent_together_with_its_agent_is_not_replaced() -> None:
     fleet = with_run(1, 1)
     name = ("r", "lab/0", fleet.process("lab/0").incarnation)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Cause = Literal["done", "user", "infrastructure", "preempted", "asked"]
+Cause = Literal["done", "user", "infrastructure", "preempted", "asked", "refused"]
 
 PREEMPTED_EXIT = 75
 TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207", "S209"})
-# Tokens, versions and models that do not fit are not mended by starting again.
-_USERS_CODES = frozenset({"S201", "S202", "S203", "S206", "S211"})
+# Tokens, versions and models that do not fit are not mended by starting again, and are no error of the others'.
+_REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211"})
 _VICTIM_KINDS = (
     "ExchangeBroken",
     "ConnectionResetError",
@@ -85,7 +85,9 @@ def _of_exception(why: Why) -> Verdict:
     line = f"{why.kind}: {why.text}".rstrip(": ").splitlines()[0]
     if why.code:
         line = f"error[{why.code}] {why.text}"
-    ours = (why.code.startswith("S2") and why.code not in _USERS_CODES) or why.kind == "ExchangeBroken"
+    if why.code in _REFUSED_CODES:
+        return Verdict("refused", line)
+    ours = why.code.startswith("S2") or why.kind == "ExchangeBroken"
     return Verdict("infrastructure" if ours else "user", line)
 
 
@@ -136,7 +138,7 @@ def root_cause(failures: Sequence[Failure], together_s: float = TOGETHER_S) -> C
     user's code explains more than a process that was killed, and that more than a member that merely lost its peers.
     What one member met again after a restart is told once.
     """
-    told = [failure for failure in failures if failure.cause in ("user", "infrastructure")]
+    told = [failure for failure in failures if failure.cause in ("user", "refused", "infrastructure")]
     group = _last_group(sorted(told, key=lambda failure: failure.at), together_s)
     if not group:
         return None
@@ -156,7 +158,7 @@ def is_victim(failure: Failure) -> bool:
 def _rank(failure: Failure) -> int:
     if is_victim(failure):
         return 2
-    return 0 if failure.cause == "user" else 1
+    return 0 if failure.cause in ("user", "refused") else 1
 
 
 def _last_group(ordered: Sequence[Failure], together_s: float) -> list[Failure]:

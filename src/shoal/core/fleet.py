@@ -279,6 +279,9 @@ class _Draft:
             del self.processes[p.run, p.member]
             self.set_run(p.run, preempted=True)
             return
+        if cause == "refused":
+            self.give_up(p, cause, f"{p.member}: {detail}", "it does not fit into this run")
+            return
         decision = self.judge(run, p.member, cause)
         if isinstance(decision, budget.GiveUp):
             self.give_up(p, cause, f"{p.member}: {detail or cause}", decision.reason)
@@ -309,7 +312,9 @@ class _Draft:
         run = self.runs[p.run]
         left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE)]
         if len(left) + len(run.guests) < run.min_members:
-            self.fail(p.run, f"{what} ({why}); fewer than {run.min_members} members are left", 5)
+            self.fail(
+                p.run, f"{what} ({why}); fewer than {run.min_members} members are left", 1 if cause == "refused" else 5
+            )
         else:
             self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
 

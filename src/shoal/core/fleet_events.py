@@ -65,7 +65,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """`cause` is one of: done, user, infrastructure, preempted, asked."""
+    """`cause` is one of: done, user, infrastructure, preempted, asked, refused."""
 
     run: str
     member: str

@@ -259,7 +259,7 @@ class MemberStarted(Message, frozen=True):
 
 
 class MemberExited(Message, frozen=True):
-    """A member's process is gone. `cause` is one of: done, user, infrastructure, preempted, asked."""
+    """A member's process is gone. `cause` is one of: done, user, infrastructure, preempted, asked, refused."""
 
     run: str
     member: str

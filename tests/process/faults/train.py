@@ -39,7 +39,7 @@ class Numbered(torch.utils.data.Dataset):
 
 def build():
     torch.manual_seed(3)
-    width = PLAN.get("width", 32)
+    width = PLAN.get("widths", {}).get(os.environ.get("SHOAL_MEMBER"), PLAN.get("width", 32))
     layers = [torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

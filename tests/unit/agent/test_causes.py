@@ -41,7 +41,7 @@ def test_errors_of_shoal_are_told_apart_by_their_code(code, cause):
 
 
 def test_a_model_that_differs_is_the_users_error():
-    assert verdict(exit_code=4, why=Why("ModelDiffers", "it has 3 layers", "S206"))[0] == "user"
+    assert verdict(exit_code=4, why=Why("ModelDiffers", "it has 3 layers", "S206"))[0] == "refused"
 
 
 def test_a_broken_exchange_is_not_the_users():

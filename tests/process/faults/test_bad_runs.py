@@ -1,0 +1,221 @@
+"""Bad input, end to end: each has a code, a cause and a remedy, and harms nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import SCRIPT, Stage, staged
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def check_told(text: str, code: str, why: str, do: str) -> None:
+    """The error is named, with its cause and a remedy."""
+    assert f"error[{code}]" in text, text[-3000:]
+    assert re.search(why, text), text[-3000:]
+    assert re.search(do, text), text[-3000:]
+    assert f"shoal explain {code}" in text
+
+
+def command(path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", *arguments],
+        env={**os.environ, "SHOAL_HOME": str(path / "home"), "TERM": "dumb", **environ},
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# --- what does not fit into a run
+
+
+def test_a_model_that_differs_is_left_out_and_the_others_train(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", widths={"local/2": 48}, pause_s=0.02) as run:
+        run.finish()
+        run.check()
+        check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
+        assert {c["member"] for c in run.commits()} == {"local/0", "local/1"}
+        started = [e for e in run.journal() if e["kind"] == "ProcessStarted" and e["fields"]["member"] == "local/2"]
+        assert len(started) == 1, "what cannot fit was tried again"
+
+
+def test_too_few_that_fit_end_the_run_with_the_cause(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", widths={"local/1": 48}) as run:
+        run.finish(exit_code=1)
+        check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
+        assert not run.commits()
+
+
+def test_a_dataset_smaller_than_the_batch_is_told(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", ("budget.user=0",), samples=40, batch=64) as run:
+        run.finish(exit_code=1)
+        check_told(run.output, "S303", "40 samples", "batch|size")
+        assert not run.commits()
+
+
+STRANGERS = {
+    "another run": ({"SHOAL_RUN": "elsewhere"}, "S203"),
+    "the name of a member": ({"SHOAL_MEMBER": "local/0"}, "S205"),
+    "another version": ({"PRETEND": "9.9.9"}, "S202"),
+    "a wrong token": ({"SHOAL_TOKEN_FILE": "wrong"}, "S201"),
+}
+
+
+def stranger(run: Stage, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The tests' script, started by hand with the environment that an agent would give, but for the changes."""
+    directory = next(run.home.glob("coordinators/*"))
+    (directory / "wrong").write_text("not-the-token\n")
+    ours = {
+        "SHOAL_URL": (directory / "url").read_text().strip(),
+        "SHOAL_TOKEN_FILE": "token",
+        "SHOAL_RUN": next((directory / "runs").iterdir()).name,
+        "SHOAL_MEMBER": "stranger/0",
+        "SHOAL_INCARNATION": "stranger",
+        "SHOAL_HOST": "127.0.0.1",
+        "SHOAL_RUN_DIR": str(directory),
+        "PRETEND": "",
+    } | changes
+    ours["SHOAL_TOKEN_FILE"] = str(directory / ours["SHOAL_TOKEN_FILE"])
+    pretend = "import os, runpy, shoal; shoal.__version__ = os.environ['PRETEND'] or shoal.__version__;"
+    return subprocess.run(
+        [sys.executable, "-c", f"{pretend} runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"],
+        env={**run.environ, **ours},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_strangers_are_turned_away_and_the_run_does_not_notice(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", pause_s=0.05, epochs=60) as run:
+        run.until_size(2)
+        for who, (changes, code) in STRANGERS.items():
+            at = run.step()
+            done = stranger(run, changes)
+            assert done.returncode != 0, who
+            assert f"error[{code}]" in done.stderr, (who, done.stderr)
+            assert f"shoal explain {code}" in done.stderr
+            assert re.search(r"^  (why|do) ", done.stderr, re.MULTILINE), (who, done.stderr)
+            run.until(lambda at=at: run.step() > at, f"a step after {who}")
+        assert {c["world"] for c in run.commits()} == {1}, "a stranger changed the world"
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("stop", name)
+        run.finish(exit_code=75)
+        run.check_steps(run.step() + 1)
+
+
+# --- what cannot be started
+
+
+def test_a_script_that_does_not_exist_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = command(tmp_path, "run", "trian.py")
+    assert done.returncode == 2
+    check_told(done.stderr, "S111", "there is no script trian.py", "did you mean train.py")
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_script_that_only_this_machine_has_is_told_by_the_other(tmp_path: Path) -> None:
+    """The submitted script is looked for where the members are started; here it is gone by then."""
+    script = tmp_path / "gone.py"
+    script.write_text("")
+    with standing(tmp_path) as access:
+        assert command(tmp_path, "run", *access, "--detach", "--set", "budget.user=0", str(script)).returncode == 0
+        script.unlink()
+        joined = join(tmp_path, access)
+        try:
+            shown = command(tmp_path, "status", "gone", *access, "--json")
+            for _ in range(200):
+                if '"failed"' in (shown := command(tmp_path, "status", "gone", *access, "--json")).stdout:
+                    break
+            assert '"failed"' in shown.stdout
+            assert "gone.py" in command(tmp_path, "why", "gone", *access).stdout
+            assert joined.poll() is None, "the agent ended with the run"
+        finally:
+            joined.terminate()
+            joined.wait(30)
+
+
+def test_a_port_in_use_is_told_and_its_owner_goes_on(tmp_path: Path) -> None:
+    with standing(tmp_path) as access:
+        port = access[1].rpartition(":")[2]
+        other = command(tmp_path, "coordinator", "--port", port)
+        assert other.returncode == 4
+        check_told(other.stderr, "S420", "in use", "--port")
+        assert command(tmp_path, "ps", *access).returncode == 0
+        assert len(list((tmp_path / "home" / "coordinators").iterdir())) == 1, "the one that failed left something"
+
+
+@contextlib.contextmanager
+def standing(path: Path) -> Iterator[tuple[str, ...]]:
+    """A standing coordinator, and the options that reach it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = {**os.environ, "SHOAL_HOME": str(path / "home")}
+    words = [sys.executable, "-m", "shoal.cli.main", "--json", "coordinator", "--port", str(port)]
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        token = next((path / "home").glob("coordinators/*/token"))
+        yield ("--url", f"http://127.0.0.1:{port}", "--token-file", str(token))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def join(path: Path, access: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "SHOAL_HOME": str(path / "home"), "SHOAL_PRELOAD": "json"}
+    words = [sys.executable, "-m", "shoal.cli.main", "join", *access[1:], "--slots", "1"]
+    return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+# --- what cannot be written
+
+
+@contextlib.contextmanager
+def read_only(path: Path) -> Iterator[Path]:
+    """A directory that nobody can write to; root needs a file system that refuses."""
+    path.mkdir()
+    if os.geteuid() != 0:
+        path.chmod(0o500)
+        yield path
+        return
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(path)], check=False).returncode:
+        pytest.skip("root can write anywhere, and no read-only file system can be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_read_only_home_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with read_only(tmp_path / "fixed") as home:
+        for words in (("run", "train.py"), ("coordinator",)):
+            done = command(tmp_path, *words, SHOAL_HOME=str(home))
+            assert done.returncode == 4
+            check_told(done.stderr, "S510", "[Rr]ead-only|[Pp]ermission", "SHOAL_HOME")
+
+
+def test_a_read_only_place_for_checkpoints_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+    with read_only(tmp_path / "fixed") as place:
+        settings: Any = ("checkpoint.every_steps=4", f"checkpoint.to={place}")
+        with staged(tmp_path / "stage", "2:2", settings, epochs=2) as run:
+            run.finish()
+            run.check()
+            assert re.search("S50[23]", run.output), run.output
+            assert re.search("[Rr]ead-only|[Pp]ermission", run.output), run.output

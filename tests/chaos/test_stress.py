@@ -25,6 +25,13 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 
 FAULTS = int(os.environ.get("SHOAL_STRESS_FAULTS", "200"))
 LIMIT_S = 1200.0
+REST_S = 8.0
+
+
+def coordinator_born_at(run: Stage) -> float:
+    with contextlib.suppress(StopIteration):
+        return time.monotonic() - (time.time() - run.helper("coordinator").create_time())
+    return time.monotonic()
 
 
 def hurt(run: Stage, dice: random.Random, doomed: set[int], stopped: list[tuple[float, int]]) -> bool:
@@ -33,6 +40,8 @@ def hurt(run: Stage, dice: random.Random, doomed: set[int], stopped: list[tuple[
     newest = max((c["world"] for c in run.commits()), default=0)
     holders = {c["pid"] for c in run.commits()[-40:] if c["world"] == newest} & set(alive.values())
     kind = dice.choices(["kill", "two", "stop", "notice", "coordinator"], [10, 2, 2, 4, 1])[0]
+    if kind == "coordinator" and time.monotonic() - coordinator_born_at(run) < REST_S:
+        return False  # one that keeps dying ends the run, and rightly so
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):  # it is being started again
             run.helper("coordinator").kill()

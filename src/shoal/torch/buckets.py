@@ -167,7 +167,7 @@ def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
 def _operand(flat: torch.Tensor) -> Blank:
     """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
     if flat.dtype == torch.bfloat16:
-        return flat.view(torch.int16).numpy(), _add_bfloat16
+        return flat.view(torch.uint16).numpy(), _add_bfloat16
     return flat.numpy(), None
 
 

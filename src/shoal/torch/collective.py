@@ -103,6 +103,7 @@ class Collective:
 
     def __init__(self, ring: Ring, host: str, timeout_s: float, backend: str = "gloo") -> None:
         self.rank, self.size = ring.rank, ring.size
+        self.takes_tensors = backend == "nccl"
         self._ring = ring
         self._backend = backend
         self._group: Any = None
@@ -114,6 +115,11 @@ class Collective:
             with store.travelling(ring):
                 self._group = self._build(store, host, timeout_s)
                 self._group.allreduce([torch.zeros(1, device="cuda" if backend == "nccl" else "cpu")]).wait()
+
+    @property
+    def broken(self) -> ExchangeBroken | None:
+        """Why nothing more can be exchanged; None while all is well."""
+        return self._ring.broken
 
     def gather(self, record: NDArray[np.float64]) -> RingTicket:
         """Send one small record to all and receive everybody's."""

@@ -106,6 +106,7 @@ class StateKeeper:
         world = self._session.world
         number = world.number if world is not None else 0
         self._pending = snapshot
+        snapshot.freeze_soon()
         writer.submit(snapshot, number, {"member": self._session.me}, fence=lambda: self._still_in(number))
 
     def _still_in(self, number: int) -> bool:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -259,6 +260,7 @@ class Run:
         self._statistics = Statistics(self._model)
         self._keeper.loaded.append(self._statistics.keep)
         self._keeper.blanks, self._keeper.ends = self._blanks, self._ends
+        self._choose_exchange()
         feed.start()
         session.begin(identity, self._keeper)
         over = False
@@ -276,6 +278,17 @@ class Run:
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.quit()
             feed.close()
+
+    def _choose_exchange(self) -> None:
+        """Our own ring for CPUs; NCCL, which it cannot replace, for GPUs."""
+        assert self._model is not None
+        session, wanted = self._session, self._session.settings.exchange
+        on_gpu = any(p.is_cuda for p in self._model.parameters())
+        backend = ("nccl" if on_gpu else "ring") if wanted == "auto" else wanted
+        if backend != "ring" and isinstance(session, Session):
+            from shoal.torch import collective
+
+            session.exchange_over(partial(collective.connect, session.port, backend=backend))
 
     def _give_out(self, feed: Feed, step: int, seed: int) -> Iterator[Any]:
         """Give the loop's body its pieces of one step."""

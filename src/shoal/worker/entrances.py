@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from shoal.core.world import World
-from shoal.worker.exchange import Exchange, ExchangeBroken
-from shoal.worker.port import Port
+from shoal.worker.exchange import Exchange, ExchangeBroken, OnBreak
+
+Connect = Callable[[World, float, threading.Event, OnBreak], Exchange]
+"""Builds the exchange of a world within so many seconds, unless it is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def drop(entrance: Entrance | None) -> None:
 
 
 class Entrances:
-    """Connects at most one world to enter at once and one to follow it.
+    """Connects at most one world to enter at once and one to follow it; `build` makes their exchanges.
 
     `opened(entrance)` says whether it is still wanted; `failed(world, after, broken)` is told of those that could not
     be connected and were not given up; `broke(number, suspects, cause)` of neighbours that are lost later.
@@ -47,13 +49,13 @@ class Entrances:
 
     def __init__(
         self,
-        port: Port,
+        build: Connect,
         connect_s: float,
         opened: Callable[[Entrance, threading.Event], bool],
         failed: Callable[[World, int | None, ExchangeBroken], None],
         broke: Callable[[int, tuple[str, ...], str], None],
     ) -> None:
-        self._port, self._connect_s = port, connect_s
+        self.build, self._connect_s = build, connect_s
         self._opened, self._failed, self._broke = opened, failed, broke
         self._under_way: dict[bool, tuple[int, threading.Event]] = {}
 
@@ -80,7 +82,7 @@ class Entrances:
 
     def _connect(self, world: World, after: int | None, cancelled: threading.Event) -> None:
         try:
-            exchange = self._port.connect(world, self._connect_s, cancelled, partial(self._broke, world.number))
+            exchange = self.build(world, self._connect_s, cancelled, partial(self._broke, world.number))
         except ExchangeBroken as broken:
             if not cancelled.is_set():
                 self._failed(world, after, broken)

@@ -19,7 +19,7 @@ from shoal.core import pulse as pulses
 from shoal.core.world import World
 from shoal.wire import credentials, messages
 from shoal.worker.correspondence import Correspondence
-from shoal.worker.entrances import Entrance, Entrances, drop
+from shoal.worker.entrances import Connect, Entrance, Entrances, drop
 from shoal.worker.environment import Environment
 from shoal.worker.exchange import Exchange, ExchangeBroken
 from shoal.worker.port import Port
@@ -96,11 +96,15 @@ class Session(Correspondence):
         )
         self.address = self.port.address
         self._entrances = Entrances(
-            self.port, self.settings.connect_s, self._opened, self._tell_unconnected, self._world_broke
+            self.port.connect, self.settings.connect_s, self._opened, self._tell_unconnected, self._world_broke
         )
         self._link.open()
 
     # --- what the training loop calls
+
+    def exchange_over(self, build: Connect) -> None:
+        """Let gradients travel over something else than our own ring."""
+        self._entrances.build = build
 
     def begin(self, fingerprint: str, keeper: Keeper) -> None:
         """The model is built: ask to be admitted."""
@@ -330,6 +334,7 @@ class Session(Correspondence):
             header, buffers = self._keeper.capture()
             snapshot = Snapshot(_known(self.step), header, buffers, len(readers))
             self.port.offer(world.number, snapshot, readers)
+            snapshot.freeze_soon()
             self._offered = snapshot
 
     def _go_after(self, old: Exchange | None) -> None:

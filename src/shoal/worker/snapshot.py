@@ -82,6 +82,10 @@ class Snapshot:
             self._progress.clear()
             self._drop_read()
 
+    def freeze_soon(self) -> None:
+        """Begin to freeze in the background, so that the owner need not wait for it when it comes to change things."""
+        threading.Thread(target=self.freeze, name="shoal-freeze", daemon=True).start()
+
     def freeze(self) -> int:
         """Copy what some reader still lacks, so that the owner may change its memory; return how many bytes."""
         with self._freezing:

@@ -107,3 +107,10 @@ def test_accumulated_micro_batches_are_done_again_as_one_step(tmp_path: Path) ->
     with staged(tmp_path, "2:3", micro=8, die=deaths, epochs=3) as run:
         run.finish()
         run.check()
+
+
+def test_gradients_may_travel_over_gloo_as_well(tmp_path: Path) -> None:
+    deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
+    with staged(tmp_path, "2:3", ("exchange=gloo",), die=deaths, pause_s=0.02, epochs=4) as run:
+        run.finish()
+        run.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.core import events as ev
-from shoal.core.membership import Rules, State, decide, due
+from shoal.core.membership import Beat, Rules, State, decide, due
 from shoal.core.world import Address
 
 RULES = Rules(min_members=1, max_members=2, gather_s=0.5)
@@ -45,3 +45,150 @@ def test_a_gathering_that_led_nowhere_does_not_fire_for_ever() -> None:
     assert ev.TimerFired("gather") in fired
     state, _ = after(state, ev.TimerFired("gather"), now=100.6)
     assert ev.TimerFired("gather") not in due(state, {}, 100.7)
+
+
+def world_of(*names: str, rules: Rules = RULES) -> State:
+    """A run whose world has these members, all at step 0."""
+    rules = replace(rules, max_members=max(len(names), rules.max_members), gather_s=0.0)
+    state = State(rules)
+    for name in names:
+        state, _ = after(state, hello(name), ev.BecameReady(name, "x", None))
+    state, _ = after(state, ev.TimerFired("gather"))
+    while state.world is None or state.world.size < len(names):
+        assert state.proposal is not None
+        state, _ = after(state, ev.EnteredWorld(state.proposal.seats[0].member, state.proposal.number, 0))
+    return state
+
+
+def told(asked: list[ev.Instruction], kind: type) -> list[ev.Instruction]:
+    return [instruction for instruction in asked if isinstance(instruction, kind)]
+
+
+def test_a_notice_proposes_a_world_without_the_leaver_and_breaks_none() -> None:
+    _, asked = after(world_of("a", "b"), ev.NoticeGiven("b", 120.0, "spot"))
+    [proposed] = told(asked, ev.ProposeWorld)
+    assert [seat.member for seat in proposed.world.seats] == ["a"]
+    assert "b leaves (spot)" in proposed.reason
+    assert set(proposed.to) == {"a", "b"}
+    assert not told(asked, ev.DissolveWorld)
+
+
+def test_a_leaver_that_goes_before_anybody_else_has_reported_breaks_no_world() -> None:
+    state, _ = after(world_of("a", "b"), ev.NoticeGiven("b", 120.0, "spot"))
+    state, asked = after(state, ev.MemberLeft("b", 7))
+    assert not told(asked, ev.DissolveWorld)
+    assert state.world is not None
+    assert [seat.member for seat in state.world.seats] == ["a"]
+    assert state.losses == 0
+
+
+def test_notice_to_everybody_stops_the_run_with_a_checkpoint() -> None:
+    _, asked = after(world_of("a"), ev.NoticeGiven("a", 30.0, "spot"))
+    [stop] = told(asked, ev.StopMembers)
+    assert (stop.checkpoint, stop.exit_code) == (True, 75)
+
+
+def test_a_joiner_is_prepared_beside_the_live_world_as_a_ghost() -> None:
+    state, asked = after(world_of("a"), hello("b"), ev.BecameReady("b", "x", None))
+    [proposed] = told(asked, ev.ProposeWorld)
+    assert proposed.world.ghosts == (1,)
+    assert proposed.world.sources == {1: 0}
+    assert state.world is not None
+    assert state.world.size == 1, "the live world goes on until its members cross over"
+
+
+def test_more_members_than_wanted_are_kept_as_spares_and_step_in() -> None:
+    state, asked = after(world_of("a", "b"), hello("spare"), ev.BecameReady("spare", "x", None))
+    assert not told(asked, ev.ProposeWorld)
+    state, asked = after(state, ev.NoticeGiven("b", 30.0, "spot"))
+    [proposed] = told(asked, ev.ProposeWorld)
+    assert [seat.member for seat in proposed.world.seats] == ["a", "spare"]
+
+
+def test_survivors_who_answer_form_the_next_world_at_the_furthest_step() -> None:
+    state = world_of("a", "b", "c")
+    state, _ = after(state, ev.Lost("c", "killed"), ev.WorldBroke("a", 2, 8))
+    state, asked = after(state, ev.WorldBroke("b", 2, 7))
+    [formed] = told(asked, ev.FormWorld)
+    assert formed.world.step == 8
+    assert [seat.member for seat in formed.world.seats] == ["a", "b"]
+    assert formed.world.sources == {1: 0}, "b is one step behind and takes the state from a"
+
+
+def test_a_suspect_that_is_also_disconnected_is_not_waited_for() -> None:
+    state, _ = after(world_of("a", "b"), ev.Disconnected("b"))
+    number = state.world.number
+    _, asked = after(state, ev.WorldBroke("a", number, 5, suspects=("b",)))
+    [formed] = told(asked, ev.FormWorld)
+    assert [seat.member for seat in formed.world.seats] == ["a"]
+
+
+def test_a_broken_world_waits_for_those_who_may_still_answer() -> None:
+    state = world_of("a", "b", "c")
+    _, asked = after(state, ev.WorldBroke("a", state.world.number, 5, suspects=("b",)))
+    assert not told(asked, ev.FormWorld)
+    assert any("waiting for b, c to answer" in said.text for said in told(asked, ev.Say))
+
+
+def test_a_run_that_has_started_never_starts_afresh_but_asks_for_its_checkpoint() -> None:
+    state, _ = after(world_of("a"), ev.Lost("a", "killed"), hello("new"))
+    state, asked = after(state, ev.BecameReady("new", "x", None))
+    [restore] = told(asked, ev.AskRestore)
+    assert restore.member == "new"
+    _, asked = after(state, ev.BecameReady("new", "x", 40, restored=True))
+    [formed] = told(asked, ev.FormWorld)
+    assert formed.world.step == 40
+
+
+def test_silence_beyond_the_lease_is_a_loss_and_a_slow_poll_is_not() -> None:
+    state = world_of("a", "b")
+    beats = {"a": Beat(109.9), "b": Beat(105.0)}
+    lost = [event for event in due(state, beats, 110.0) if isinstance(event, ev.Lost)]
+    assert [event.member for event in lost] == ["b"]
+    assert "silent for 5.0 s" in lost[0].reason
+
+
+def test_a_restarted_coordinator_grants_every_lease_anew() -> None:
+    state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted(), now=500.0)
+    assert not due(state, {}, 502.9)
+    assert len(due(state, {}, 503.1)) == 2
+
+
+def test_a_member_stuck_in_its_own_code_is_found_by_those_who_wait_for_it() -> None:
+    state = world_of("a", "b", rules=replace(RULES, stall_s=60.0))
+    beats = {
+        "a": Beat(1000.0, phase="exchange", phase_age_s=61.0, usual_step_s=0.2),
+        "b": Beat(1000.0, phase="compute", phase_age_s=62.0, usual_step_s=0.2),
+    }
+    [event] = due(state, beats, 1000.5)
+    assert isinstance(event, ev.Lost)
+    assert event.member == "b"
+    slow = {name: replace(beat, usual_step_s=10.0) for name, beat in beats.items()}
+    assert not due(state, slow, 1000.5), "a step that usually takes 10 s is given longer"
+
+
+def test_too_few_members_wait_and_say_how_many_are_missing() -> None:
+    rules = Rules(min_members=3, max_members=4, gather_s=0.0)
+    state, _ = after(State(rules), hello("a"), ev.BecameReady("a", "x", None))
+    assert state.reason == "1 of at least 3 members are present"
+
+
+def test_a_claim_passes_to_the_next_when_its_holder_is_lost() -> None:
+    state, asked = after(world_of("a", "b"), ev.Claimed("a", "model.pt"))
+    assert told(asked, ev.Grant) == [ev.Grant("a", "model.pt")]
+    state, asked = after(state, ev.Claimed("b", "model.pt"))
+    assert not told(asked, ev.Grant)
+    state, asked = after(state, ev.Lost("a", "killed"))
+    assert ev.Grant("b", "model.pt") in asked
+    _, asked = after(state, ev.ClaimFulfilled("b", "model.pt"), ev.Claimed("c", "model.pt"))
+    assert told(asked, ev.TellFulfilled) == [ev.TellFulfilled(("c",), "model.pt")]
+
+
+def test_a_peer_that_nobody_can_reach_sits_out_instead_of_breaking_every_world() -> None:
+    state = world_of("a", "b", "c")
+    for _ in range(2):
+        number = state.world.number
+        state, _ = after(state, ev.WorldBroke("a", number, 0, suspects=("c",)))
+        state, _ = after(state, ev.WorldBroke("b", number, 0), ev.WorldBroke("c", number, 0))
+    assert [seat.member for seat in state.world.seats] == ["a", "b"]
+    assert state.members["c"].benched_until > 100.0

@@ -114,3 +114,10 @@ def test_gradients_may_travel_over_gloo_as_well(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", ("exchange=gloo",), die=deaths, pause_s=0.02, epochs=4) as run:
         run.finish()
         run.check()
+
+
+def test_a_compiled_model_survives_a_loss(tmp_path: Path) -> None:
+    deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
+    with staged(tmp_path, "2:2", compile="aot_eager", die=deaths, pause_s=0.02, epochs=3) as run:
+        run.finish()
+        run.check()

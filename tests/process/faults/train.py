@@ -42,6 +42,8 @@ def build():
     width = PLAN.get("widths", {}).get(os.environ.get("SHOAL_MEMBER"), PLAN.get("width", 32))
     layers = [torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).double()
+    if "compile" in PLAN:
+        model = torch.compile(model, backend=PLAN["compile"])
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
 

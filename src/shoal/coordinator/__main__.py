@@ -107,7 +107,7 @@ class _Server(uvicorn.Server):
 def _config(
     service: Service, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
 ) -> uvicorn.Config:
-    return uvicorn.Config(
+    config = uvicorn.Config(
         Guard(make_app(service, leave), token, loopback_only=is_loopback(host)),  # type: ignore[arg-type]
         http=ImpatientProtocol,
         ws="websockets-sansio",
@@ -125,6 +125,11 @@ def _config(
         ssl_certfile=str(directory / tls.CERTIFICATE) if secure else None,
         ssl_keyfile=str(directory / tls.KEY) if secure else None,
     )
+    config.load()
+    if config.ssl is not None:
+        # A ticket looks like an answer to a member that has not asked yet: it would wait in a read that no timeout ends.
+        config.ssl.num_tickets = 0
+    return config
 
 
 def _make_directory(directory: Path) -> None:

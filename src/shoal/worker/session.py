@@ -155,8 +155,9 @@ class Session(Correspondence):
 
     def agree(self, everybody: tuple[pulses.Pulse, ...]) -> None:
         """Note what the pulses of a step say about its end; it holds once the step is committed."""
+        last = self._keeper is not None and self._keeper.ends(everybody)
         with self._changed:
-            self._agreed = pulses.agreed(everybody)
+            self._agreed = None if last else pulses.agreed(everybody)
             self._stop_agreed = any(p.wishes & pulses.STOP for p in everybody)
             if self._agreed is None and self._announced is not self._prepared:
                 drop(self._announced)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -64,6 +66,24 @@ def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) ->
         coordinator.kill()
         coordinator.restart()
         assert coordinator.credentials == before
+    finally:
+        coordinator.close()
+
+
+def test_it_says_nothing_before_it_is_asked(tmp_path: Path) -> None:
+    """A session ticket would wake a member's reader, which then waits beyond any timeout for what it never asked for."""
+    coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
+    try:
+        context = ssl.create_default_context(cadata=coordinator.credentials.certificate_pem)
+        context.check_hostname = False
+        port = int(coordinator.url.rpartition(":")[2])
+        with (
+            socket.create_connection(("127.0.0.1", port), WAIT_S) as bare,
+            context.wrap_socket(bare) as secure,
+        ):
+            assert select.select([secure], [], [], 0.3)[0] == []
+            secure.sendall(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert secure.recv(4096).startswith(b"HTTP/1.1 200")
     finally:
         coordinator.close()
 

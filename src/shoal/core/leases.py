@@ -1,0 +1,54 @@
+"""Which waits are over: leases, reconnections, stalls, gatherings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.core import events as ev
+from shoal.core.roster import OUT, STARTING, WAITING, Beat, Member, State
+
+
+def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
+    """The waits that are over, as events."""
+    if state.finished:
+        return ()
+    fired: list[ev.Event] = []
+    for member in state.members.values():
+        reason = _why_lost(state, member, beats.get(member.name), now)
+        if reason:
+            fired.append(ev.Lost(member.name, reason))
+    fired.extend(ev.Lost(name, reason) for name, reason in _stalled(state, beats, now))
+    if state.gather_until is not None and now >= state.gather_until:
+        fired.append(ev.TimerFired("gather"))
+    elif any(0.0 < m.benched_until <= now for m in state.members.values()):
+        fired.append(ev.TimerFired("bench"))
+    return tuple(fired)
+
+
+def _why_lost(state: State, member: Member, beat: Beat | None, now: float) -> str:
+    silent_s = now - max(beat.at if beat else 0.0, member.since)
+    if silent_s > state.rules.lease_s:
+        return f"its lease ran out: silent for {silent_s:.1f} s"
+    away_s = now - member.away_since if member.away_since is not None else 0.0
+    if member.status in (OUT, WAITING, STARTING) and away_s > state.rules.reconnect_s:
+        return f"it did not come back within {state.rules.reconnect_s:g} s"
+    return ""
+
+
+def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
+    """Members that are stuck outside the exchange while all others have long waited for them in it."""
+    if state.world is None:
+        return []
+    seen = {s.member: beats[s.member] for s in state.world.seats if s.member in beats}
+    waiting = {n: b for n, b in seen.items() if b.phase == "exchange"}
+    stuck = {n: b for n, b in seen.items() if b.phase != "exchange"}
+    if not waiting or not stuck or len(seen) < state.world.size:
+        return []
+    limit_s = max(state.rules.stall_s, 20.0 * max(b.usual_step_s for b in seen.values()))
+    if min(b.phase_age_s for b in waiting.values()) < limit_s:
+        return []
+    return [
+        (name, f"it has been in {beat.phase or 'an unknown phase'} for {beat.phase_age_s:.0f} s while the others wait")
+        for name, beat in stuck.items()
+        if beat.phase_age_s >= limit_s and now - beat.at < state.rules.lease_s
+    ]

@@ -1,0 +1,92 @@
+"""What is known of a run's members: the state that membership decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.core import events as ev
+from shoal.core.world import Address, World
+
+STARTING, WAITING, TRAINING, OUT, DONE = "starting", "waiting", "training", "out", "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that membership depends on."""
+
+    min_members: int = 1
+    max_members: int = 1
+    lease_s: float = 3.0
+    reconnect_s: float = 1.0
+    gather_s: float = 0.5
+    stall_s: float = 300.0
+    bench_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What is known of one member. `step` is the state that it holds outside a world, None for none."""
+
+    name: str
+    incarnation: str
+    address: Address
+    status: str
+    order: int
+    since: float
+    step: int | None = None
+    stale: bool = False
+    connected: bool = True
+    away_since: float | None = None
+    leaving: str = ""
+    suspected: bool = False
+    strikes: int = 0
+    benched_until: float = 0.0
+    rank: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Something that exactly one member does."""
+
+    holder: str
+    waiting: tuple[str, ...] = ()
+    fulfilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The membership of one run."""
+
+    rules: Rules
+    members: Mapping[str, Member] = field(default_factory=dict)
+    world: World | None = None
+    proposal: World | None = None
+    number: int = 0
+    order: int = 0
+    started: bool = False
+    fingerprint: str = ""
+    restoring: str = ""
+    gather_until: float | None = None
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    stopping: ev.StopAsked | None = None
+    finished: bool = False
+    step: int = 0
+    world_began_at: int = 0
+    checkpoint_step: int | None = None
+    checkpoint_path: str = ""
+    losses: int = 0
+    joins: int = 0
+    reason: str = "waiting for the first member"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a member last said of itself, and when."""
+
+    at: float
+    world: int | None = None
+    step: int | None = None
+    phase: str = ""
+    phase_age_s: float = 0.0
+    usual_step_s: float = 0.0

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shoal.core.world import Address, Seat, World
 from shoal.worker.ring import Ring
-from shoal.worker.session import Keeper
+from shoal.worker.worlds import Keeper
 from shoal.worker.shadow import Shadow
 from shoal.worker.solo import Solo
 

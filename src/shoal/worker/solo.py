@@ -10,7 +10,7 @@ from shoal.core.pulse import Pulse
 from shoal.core.world import Address, Seat, World
 from shoal.worker.exchange import Exchange, ExchangeBroken
 from shoal.worker.ring import Ring
-from shoal.worker.session import Keeper
+from shoal.worker.worlds import Keeper
 
 ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
 

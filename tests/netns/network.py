@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 
 PREFIX = "shoalt"
@@ -68,7 +69,23 @@ class Network:
         ip("-n", self._hub, "link", "set", host, "down")
 
     def heal(self, host: str) -> None:
+        """Put the plug in again, and return when the bridge forwards."""
         ip("-n", self._hub, "link", "set", host, "up")
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while "state forwarding" not in ip("-n", self._hub, "-d", "link", "show", host):
+            assert time.monotonic() < deadline, f"{host} is not joined to the bridge"
+            time.sleep(0.02)
+
+    def wait_for(self, other: str, host: str) -> None:
+        """Return when a host that was just healed sees another: it may have given the other's address up meanwhile."""
+        connect = f"import socket; socket.create_connection(({self.address(other)!r}, 1), 1)"
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while b"refused" not in self._try(host, connect):
+            assert time.monotonic() < deadline, f"{host} does not see {other}"
+
+    def _try(self, host: str, code: str) -> bytes:
+        words = [*self.inside(host), sys.executable, "-c", code]
+        return subprocess.run(words, capture_output=True, check=False).stderr
 
     def close(self) -> None:
         for name in _namespaces(self._mark):

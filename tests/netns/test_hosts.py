@@ -96,6 +96,7 @@ def test_a_host_that_dies_whole_costs_no_step_and_takes_part_again_when_it_is_ba
         run.until_size(2)
         assert run.commits()[-1]["at"] - died_at < LEASE_S + SLACK_S
         network.heal("h2")
+        network.wait_for(COORDINATOR, "h2")
         run.boot("h2")
         run.until_size(3)
         run.check_steps_follow("h1/0", "h3/0")

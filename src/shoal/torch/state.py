@@ -121,10 +121,11 @@ def _live_memory(part: Part) -> Container[Memory]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
+    whole = tensor.detach().contiguous()
+    if whole.numel() == 0:
         return np.empty(0, np.uint8)
-    return flat.view(torch.uint8).cpu().numpy()
+    # A tensor of one element is contiguous whatever its stride, which a view as bytes is not.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).cpu().numpy()
 
 
 def _check_names(parts: Mapping[str, Part], states: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import errno
 import secrets
 
 import pytest
+from fsspec.registry import _registry as drivers
 
 from shoal.errors import StoreUnusable
 from shoal.store.blobs import Blob, LocalStore, RemoteStore, open_store
@@ -115,6 +116,9 @@ def test_a_missing_driver_is_reported_with_what_to_install(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", fake)
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    # fsspec remembers a driver that another test has used.
+    monkeypatch.delitem(drivers, "s3", raising=False)
+    monkeypatch.delitem(drivers, "s3a", raising=False)
     with pytest.raises(StoreUnusable) as caught:
         open_store("s3://bucket/dir")
     assert caught.value.do == "pip install s3fs"

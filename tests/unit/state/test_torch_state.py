@@ -359,3 +359,9 @@ def test_a_loader_of_the_users_that_fails_is_named():
 def test_module_versions_travel_with_the_model():
     got = sent(torch.nn.BatchNorm1d(3).state_dict())
     assert got._metadata[""]["version"] == 2
+
+
+def test_one_element_with_a_strange_stride_is_still_its_own_bytes():
+    strange = torch.arange(4.0)[1::2][:1]
+    assert strange.stride() == (2,)
+    assert state.as_bytes([strange])[0].view(np.float32).tolist() == [1.0]

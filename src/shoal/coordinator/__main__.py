@@ -127,7 +127,7 @@ def _config(
     )
     config.load()
     if config.ssl is not None:
-        # A ticket looks like an answer to a member that has not asked yet, which then waits in a read without a timeout.
+        # A ticket looks like an answer to a member that has not asked yet; it would wait in a read without a timeout.
         config.ssl.num_tickets = 0
     return config
 

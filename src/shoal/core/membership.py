@@ -118,8 +118,8 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
         if draft.base.restoring == member.name:
             draft.set(restoring="")
         if event.step is None:
-            draft.set(started=False, step=0)
             draft.ask(ev.Say(f"there is no checkpoint: training starts over, {draft.base.step} steps are done again"))
+            draft.set(started=False, step=0)
         else:
             draft.ask(ev.Say(f"{member.name} restored the checkpoint of step {event.step}"))
     stale = member.stale and not event.restored

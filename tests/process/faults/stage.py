@@ -111,7 +111,7 @@ class Stage:
     def helper(self, word: str) -> psutil.Process:
         """The coordinator or the agent of this run."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(p for p in children if any(f"shoal.{word}" in part for part in p.cmdline()))
+        return next(p for p in children if any(f"shoal.{word}" in part for part in _command(p)))
 
     # --- waiting and hurting
 
@@ -213,3 +213,11 @@ def staged(path: Path, *args: Any, **kwargs: Any) -> Iterator[Stage]:
         yield stage
     finally:
         stage.close()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Its command line, empty if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

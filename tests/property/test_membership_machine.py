@@ -312,8 +312,10 @@ class Membership(RuleBasedStateMachine):
         self.journal.append((event, self.now))
         if isinstance(event, ev.Hello):
             self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
+        offered = [w for w in (self.state.proposal, *self.state.superseded) if w is not None]
+        known_world = any(w.number == getattr(event, "world", None) for w in offered)
         self.state, asked = decide(self.state, event, self.now)
-        if isinstance(event, ev.MemberLeft) and event.step is not None:
+        if isinstance(event, ev.MemberLeft) and event.world is not None and known_world:
             assert not any(isinstance(i, ev.DissolveWorld) for i in asked), "a member that handed over broke a world"
         for instruction in asked:
             names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
@@ -427,7 +429,7 @@ class Membership(RuleBasedStateMachine):
                 model.world = target
                 model.say(ev.EnteredWorld(model.name, target.number, model.step or 0))
             else:
-                self._depart(model)
+                self._depart(model, target.number)
         for rank in target.sources:
             joiner = self.models[target.seats[rank].member]
             if joiner.formed == target and joiner.works and step is not None:
@@ -443,9 +445,9 @@ class Membership(RuleBasedStateMachine):
                 return False
         return True
 
-    def _depart(self, model: Model) -> None:
+    def _depart(self, model: Model, number: int | None = None) -> None:
         if model.leaving:
-            model.say(ev.MemberLeft(model.name, model.step))
+            model.say(ev.MemberLeft(model.name, model.step, number))
             model.alive = False
         else:
             model.world, model.step, model.broken = None, None, False

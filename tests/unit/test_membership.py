@@ -75,11 +75,23 @@ def test_a_notice_proposes_a_world_without_the_leaver_and_breaks_none() -> None:
 
 def test_a_leaver_that_goes_before_anybody_else_has_reported_breaks_no_world() -> None:
     state, _ = after(world_of("a", "b"), ev.NoticeGiven("b", 120.0, "spot"))
-    state, asked = after(state, ev.MemberLeft("b", 7))
+    state, asked = after(state, ev.MemberLeft("b", 7, state.proposal.number))
     assert not told(asked, ev.DissolveWorld)
     assert state.world is not None
     assert [seat.member for seat in state.world.seats] == ["a"]
     assert state.losses == 0
+
+
+def test_members_that_agreed_on_an_earlier_proposal_are_in_its_world() -> None:
+    state, _ = after(world_of("a", "b"), ev.NoticeGiven("b", 120.0, "spot"))
+    earlier = state.proposal
+    state, _ = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    assert state.proposal != earlier
+    state, asked = after(state, ev.EnteredWorld("a", earlier.number, 7))
+    assert not told(asked, ev.DissolveWorld)
+    assert state.world.number == earlier.number
+    [proposed] = told(asked, ev.ProposeWorld)
+    assert [seat.member for seat in proposed.world.seats] == ["a", "c"], "c is let in after the world that is live now"
 
 
 def test_notice_to_everybody_stops_the_run_with_a_checkpoint() -> None:

@@ -73,8 +73,8 @@ def event_of(member: str, message: ms.Message) -> ev.Event | None:
             return ev.PreparationFailed(member, world, suspects, cause)
         case ms.Leaving(within_s, cause):
             return ev.NoticeGiven(member, within_s, cause)
-        case ms.Left(step):
-            return ev.MemberLeft(member, step)
+        case ms.Left(step, world):
+            return ev.MemberLeft(member, step, world)
         case ms.Done(step):
             return ev.MemberDone(member, step)
         case ms.Claim(name):

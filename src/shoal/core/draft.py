@@ -71,7 +71,7 @@ class Draft:
             if member.status == TRAINING:
                 self.update(name, status=OUT, rank=world.rank_of(name) or 0)
         tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == OUT)
-        self.set(world=None, proposal=None)
+        self.set(world=None, proposal=None, superseded=())
         self.ask(ev.DissolveWorld(last, tell, reason))
 
     def answered(self, name: str, step: int | None) -> None:
@@ -235,9 +235,16 @@ class Draft:
         parts = [f"{listed(joining)} joins" if joining else "", f"{listed(going)} leaves" if going else ""]
         causes = [m.leaving for m in seated if m.leaving and m.name in going]
         reason = " and ".join(p for p in parts if p) + (f" ({causes[0]})" if causes else "")
-        self.set(proposal=new, number=number)
+        # Its members may have agreed on the earlier proposal before they hear of this one.
+        earlier = (*self.base.superseded, proposal) if proposal is not None else self.base.superseded
+        self.set(proposal=new, number=number, superseded=earlier[-4:])
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
         self.ask(ev.ProposeWorld(world.number, new, to, reason))
+
+    def proposed(self, number: int | None) -> World | None:
+        """The world of this number that members may have crossed into, if any."""
+        candidates = [w for w in (*self.base.superseded, self.base.proposal) if w is not None and w.number == number]
+        return candidates[0] if candidates else None
 
     def enter(self, proposal: World, step: int) -> None:
         """The proposed world is live, because one of its members has crossed over."""
@@ -252,6 +259,7 @@ class Draft:
         self.set(
             world=replace(proposal, step=step),
             proposal=None,
+            superseded=(),
             step=max(self.base.step, step),
             world_began_at=step,
             joins=self.base.joins + len(proposal.sources),

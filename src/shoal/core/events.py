@@ -88,8 +88,11 @@ class NoticeGiven:
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
+    """A member is gone as it said; `world` is the one that the others crossed into without it."""
+
     member: str
     step: int | None
+    world: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,15 +80,16 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
 
 def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
     """Puts a member that found the coordinator again where it says it is."""
-    world, proposal = draft.base.world, draft.base.proposal
+    world = draft.base.world
     if event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step))
     elif event.broken and event.world is not None:
-        if proposal is not None and event.world == proposal.number and event.step is not None:
-            draft.enter(proposal, event.step)
+        crossed = draft.proposed(event.world)
+        if crossed is not None and event.step is not None:
+            draft.enter(crossed, event.step)
         _on_broke(draft, ev.WorldBroke(event.member, event.world, event.step))
-    elif proposal is not None and event.world == proposal.number and event.step is not None:
-        draft.enter(proposal, event.step)
+    elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
+        draft.enter(crossed, event.step)
     elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
         draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
     elif known.status == OUT:
@@ -181,11 +182,12 @@ def _drop_the_suspected(draft: Draft) -> None:
 
 
 def _on_entered(draft: Draft, event: ev.EnteredWorld) -> None:
-    proposal, world = draft.base.proposal, draft.base.world
+    world = draft.base.world
     if event.member not in draft.members:
         return
-    if proposal is not None and event.world == proposal.number:
-        draft.enter(proposal, event.step)
+    crossed = draft.proposed(event.world)
+    if crossed is not None:
+        draft.enter(crossed, event.step)
     elif world is None or event.world != world.number:
         draft.dissolve(f"{event.member} entered world {event.world}, which is not the live one")
         if draft.members[event.member].status == OUT or world is None:
@@ -232,11 +234,10 @@ def _on_notice(draft: Draft, event: ev.NoticeGiven) -> None:
 
 def _on_left(draft: Draft, event: ev.MemberLeft) -> None:
     if event.member in draft.members:
-        world, proposal = draft.base.world, draft.base.proposal
-        inside = world is not None and world.rank_of(event.member) is not None
-        if inside and proposal is not None and proposal.rank_of(event.member) is None and event.step is not None:
+        crossed = draft.proposed(event.world)
+        if crossed is not None and event.step is not None:
             # It goes only when all have agreed to cross, even if nobody has told us yet.
-            draft.enter(proposal, event.step)
+            draft.enter(crossed, event.step)
         draft.ask(ev.Say(f"{event.member} has left", member=event.member))
         draft.lose(event.member, "it left", planned=True)
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from shoal.core.world import Address, Seat, World
 from shoal.worker.ring import Ring
-from shoal.worker.worlds import Keeper
 from shoal.worker.shadow import Shadow
 from shoal.worker.solo import Solo
+from shoal.worker.worlds import Keeper
 
 T = TypeVar("T")
 

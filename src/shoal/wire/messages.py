@@ -97,9 +97,10 @@ class Leaving(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """The member handed over and goes."""
+    """The member goes; `world` is the one that the others crossed into without it, None if there is none."""
 
     step: int | None
+    world: int | None = None
 
 
 class Done(Message, frozen=True):

@@ -210,7 +210,9 @@ class Session(Worlds):
             drop(entrance)
             with self._changed:
                 self._entering = None
-                if not cancelled.is_set():
+                if cancelled.is_set():
+                    self._say(messages.Broken(world.number, self.step))
+                else:
                     self._tell_unconnected(world, entrance.after, broken)
             return
         with self._changed:
@@ -253,7 +255,7 @@ class Session(Worlds):
                 self._take_over(entrance, rank)
                 self._say(messages.Switched(number, _known(self.step)))
         if rank is None:
-            self._go_after(old)
+            self._go_after(old, number)
         else:
             self._offer(entrance.world, rank)
 
@@ -276,10 +278,10 @@ class Session(Worlds):
             snapshot.freeze_soon()
             self._offered = snapshot
 
-    def _go_after(self, old: Exchange | None) -> None:
+    def _go_after(self, old: Exchange | None, number: int) -> None:
         """We are not in the next world. Stay until the others have crossed, so that nobody sees us vanish."""
         if self._leaving is not None:
-            self._say(messages.Left(self.step))
+            self._say(messages.Left(self.step, number))
         deadline = time.monotonic() + FAREWELL_S
         while old is not None and time.monotonic() < deadline and getattr(old, "broken", None) is None:
             time.sleep(0.002)

@@ -71,7 +71,7 @@ def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) ->
 
 
 def test_it_says_nothing_before_it_is_asked(tmp_path: Path) -> None:
-    """A session ticket would wake a member's reader, which then waits beyond any timeout for what it never asked for."""
+    """A session ticket would wake a member's reader, which then waits beyond any timeout for what it never asked."""
     coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
     try:
         context = ssl.create_default_context(cadata=coordinator.credentials.certificate_pem)
@@ -126,8 +126,8 @@ def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Co
     silent = [coordinator.open("/v1/member") for _ in range(20)]
     run = coordinator.create(1, 1, settings={"gather_s": 0.05})
     FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.Form)
-    for socket in silent:
-        socket.close()
+    for each in silent:
+        each.close()
 
 
 def test_a_coordinator_that_was_stopped_does_not_blame_its_members(coordinator: Coordinator) -> None:

@@ -24,12 +24,21 @@ def hello(name: str) -> ev.Hello:
 
 
 def test_a_member_with_another_model_is_refused_and_not_counted_as_lost() -> None:
-    state, asked = after(
-        State(RULES), hello("a"), ev.BecameReady("a", "x", None), hello("b"), ev.BecameReady("b", "y", None)
-    )
+    state = world_of("a")
+    state, asked = after(state, hello("b"), ev.BecameReady("b", "y", None))
     assert [type(i) for i in asked if isinstance(i, ev.Refuse)] == [ev.Refuse]
     assert state.losses == 0
     assert list(state.members) == ["a"]
+
+
+def test_before_the_first_step_the_model_that_most_members_have_is_the_runs() -> None:
+    rules = Rules(min_members=2, max_members=3)
+    state = State(rules)
+    for name, model in (("odd", "y"), ("a", "x"), ("b", "x")):
+        state, asked = after(state, hello(name), ev.BecameReady(name, model, None))
+    assert [i.member for i in asked if isinstance(i, ev.Refuse)] == ["odd"]
+    state, _ = after(state, ev.TimerFired("gather"), now=101.0)
+    assert [seat.member for seat in state.world.seats] == ["a", "b"]
 
 
 def test_a_member_that_comes_when_all_is_done_is_told_so() -> None:

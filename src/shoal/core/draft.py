@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -114,7 +115,34 @@ class Draft:
             return
         if not self._enough(staying):
             return
-        self._form(staying, holders, top)
+        fitting = self._fitting(staying)
+        if self._enough(fitting):
+            self._form(fitting, holders, top)
+
+    def _fitting(self, present: list[Member]) -> list[Member]:
+        """Those whose model is the run's; before the first step, that is the one that most have."""
+        if not self.base.fingerprint:
+            count = Counter(m.fingerprint for m in sorted(present, key=lambda m: m.order))
+            self.set(fingerprint=count.most_common(1)[0][0])
+            for member in present:
+                if member.fingerprint != self.base.fingerprint:
+                    self.turn_away(member.name)
+        return [m for m in present if m.name in self.members]
+
+    def turn_away(self, name: str) -> None:
+        """A member whose model is not the run's cannot take part, and is no loss."""
+        member = self.members[name]
+        self.ask(
+            ev.Refuse(
+                name,
+                member.incarnation,
+                "S206",
+                f"the model of {name} is not the one that this run trains",
+                why=difference(self.base.fingerprint, member.fingerprint),
+                do="start every member from the same script, with the same model, optimizer, data and batch size",
+            )
+        )
+        self.lose(name, "its model differs", planned=True)
 
     def _may_come_back(self, member: Member) -> bool:
         """Whether a disconnected holder of state is still waited for."""
@@ -305,3 +333,12 @@ def listed(names: Iterable[str]) -> str:
 def spread(needy: list[int], good: list[int]) -> dict[int, int]:
     """Each rank in need gets a source, in turn."""
     return {rank: good[i % len(good)] for i, rank in enumerate(needy)} if good else {}
+
+
+def difference(ours: str, theirs: str) -> str:
+    """Fingerprints are `hash` or `key=value;…`; names the first keys that differ."""
+    left = dict(part.split("=", 1) for part in ours.split(";") if "=" in part)
+    right = dict(part.split("=", 1) for part in theirs.split(";") if "=" in part)
+    keys = [k for k in (left | right) if left.get(k) != right.get(k)]
+    shown = [f"{k}: {left.get(k, 'nothing')} in the run, {right.get(k, 'nothing')} here" for k in keys[:3]]
+    return "; ".join(shown) or "the fingerprints differ"

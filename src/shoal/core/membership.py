@@ -100,20 +100,9 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     member = draft.members.get(event.member)
     if member is None or member.status == TRAINING:
         return
-    if not draft.base.fingerprint:
-        draft.set(fingerprint=event.fingerprint)
-    elif draft.base.fingerprint != event.fingerprint:
-        draft.ask(
-            ev.Refuse(
-                member.name,
-                member.incarnation,
-                "S206",
-                f"the model of {member.name} is not the one that this run trains",
-                why=_difference(draft.base.fingerprint, event.fingerprint),
-                do="start every member from the same script, with the same model, optimizer, data and batch size",
-            )
-        )
-        draft.lose(member.name, "its model differs", planned=True)
+    draft.update(member.name, fingerprint=event.fingerprint)
+    if draft.base.fingerprint not in ("", event.fingerprint):
+        draft.turn_away(member.name)
         return
     if event.restored:
         if draft.base.restoring == member.name:
@@ -127,15 +116,6 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
     if not draft.base.started and draft.base.gather_until is not None:
         draft.set(gather_until=draft.now + draft.base.rules.gather_s)
-
-
-def _difference(ours: str, theirs: str) -> str:
-    """Fingerprints are `hash` or `key=value;…`; names the first keys that differ."""
-    left = dict(part.split("=", 1) for part in ours.split(";") if "=" in part)
-    right = dict(part.split("=", 1) for part in theirs.split(";") if "=" in part)
-    keys = [k for k in (left | right) if left.get(k) != right.get(k)]
-    shown = [f"{k}: {left.get(k, 'nothing')} in the run, {right.get(k, 'nothing')} here" for k in keys[:3]]
-    return "; ".join(shown) or "the fingerprints differ"
 
 
 def _on_broke(draft: Draft, event: ev.WorldBroke) -> None:

@@ -34,6 +34,7 @@ class Member:
     status: str
     order: int
     since: float
+    fingerprint: str = ""
     step: int | None = None
     stale: bool = False
     connected: bool = True

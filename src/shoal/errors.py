@@ -150,13 +150,6 @@ class LeaseLost(MembershipError):
     code = "S209"
 
 
-class StateLost(MembershipError):
-    """Every member that held the state of the run is gone, and there is no checkpoint to go back to."""
-
-    code = "S210"
-    exit_code = 5
-
-
 class BadSettings(UsageError):
     """A setting of the run is unknown or has a value that it cannot take.
 

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from shoal.core.pulse import CHECKPOINT, LEAVE, WIDTH, Pulse, agreed, decode, desync, encode
+from shoal.core.pulse import GHOST, STOP, WIDTH, Pulse, agreed, decode, desync, encode
 
 
 def test_a_pulse_survives_the_exchange() -> None:
     sent = (
-        Pulse(2**50, 7, 7.5, -0.1, 0.2, 0.3, 0.4, 1e30, 12, LEAVE | CHECKPOINT, more=False),
+        Pulse(2**50, 7, 7.5, -0.1, 0.2, 0.3, 0.4, 1e30, 12, STOP | GHOST, more=False),
         Pulse(2**50, samples=1, more=True),
     )
     rows = np.stack([encode(pulse) for pulse in sent])

@@ -18,8 +18,8 @@ class Pulse:
 
     `samples` is its true share and `weight` what its gradient counts for; `grad_sq` is the squared norm of its own
     gradient; `prepared` is the number of the proposed world that it has connected, 0 for none; `wishes` is a set of the
-    bits STOP and GHOST (it has no share of the next step either); `more` says whether its stream has another sample after
-    this step.
+    bits STOP and GHOST (it has no share of the next step either); `more` says whether its stream has another sample
+    after this step.
     """
 
     step: int

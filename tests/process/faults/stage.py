@@ -183,7 +183,9 @@ class Stage:
         out = self.records.with_name("alone")
         if not out.exists():
             out.mkdir()
-            plan = {k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width", "compile")}
+            plan = {
+                k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width", "compile", "shards")
+            }
             environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan | {"steps": steps})}
             command = [sys.executable, str(self.script)]
             subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * PATIENCE_S)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from stage import staged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -113,3 +114,14 @@ def test_a_compiled_model_survives_a_loss(tmp_path: Path) -> None:
     with staged(tmp_path, "2:2", compile="aot_eager", die=deaths, pause_s=0.02, epochs=3) as run:
         run.finish()
         run.check()
+
+
+def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) -> None:
+    deaths = [{"member": f"local/{i}", "step": 4 + 6 * i, "point": point} for i, point in enumerate(POINTS[:3])]
+    with staged(tmp_path, "2:3", shards=10, samples=530, die=deaths, pause_s=0.03, epochs=4) as run:
+        run.finish()
+        done = [e for e in run.events() if e["event"] == "done"]
+        assert len({e["sum"] for e in done}) == 1
+        killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
+        assert len(killed) == len(deaths)
+        run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,14 @@ def build():
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
 
 
+def batches(run, data: Numbered):
+    size, epochs = PLAN.get("batch", 64), PLAN.get("epochs", 4)
+    if "shards" in PLAN:
+        parts = torch.arange(len(data)).tensor_split(PLAN["shards"])
+        return run.stream([partial(map, data.__getitem__, part.tolist()) for part in parts], size, epochs)
+    return run.batches(data, size, epochs, seed=5, workers=PLAN.get("workers", 0), micro=PLAN.get("micro"))
+
+
 def main() -> None:
     run = shoal.join()
     me = run.member.replace("/", "-")
@@ -69,14 +78,7 @@ def main() -> None:
     optimizer.register_step_post_hook(lambda *_: die("in the optimizer"))
     data = Numbered(PLAN.get("samples", 512))
     record("ready")
-    for ids, x, y in run.batches(
-        data,
-        size=PLAN.get("batch", 64),
-        epochs=PLAN.get("epochs", 4),
-        seed=5,
-        workers=PLAN.get("workers", 0),
-        micro=PLAN.get("micro"),
-    ):
+    for ids, x, y in batches(run, data):
         if run.step == PLAN.get("steps"):
             break
         if run.step == PLAN.get("raise_at") and run.member == PLAN.get("raise_in"):

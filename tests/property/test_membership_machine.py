@@ -456,7 +456,8 @@ class Membership(RuleBasedStateMachine):
 
 TestMembership = Membership.TestCase
 TestMembership.settings = settings(
-    max_examples=150,
+    max_examples=200,
+    derandomize=True,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

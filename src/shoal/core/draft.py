@@ -246,8 +246,8 @@ class Draft:
             self.set(proposal=None)
             return
         proposal = self.base.proposal
-        if proposal is not None and names == [s.member for s in proposal.seats]:
-            return
+        if proposal is not None and all(seat.member in self.members for seat in proposal.seats):
+            return  # one at a time: its members may be crossing already, and hear of the next one there
         number = self.base.number + 1
         veterans = [r for r, m in enumerate(target) if world.rank_of(m.name) is not None]
         needy = [r for r in range(len(target)) if r not in veterans]
@@ -268,6 +268,14 @@ class Draft:
         self.set(proposal=new, number=number, superseded=earlier[-4:])
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
         self.ask(ev.ProposeWorld(world.number, new, to, reason))
+
+    def repeat_proposal(self, name: str) -> None:
+        """Tell a member that was away of the world that the others prepare."""
+        world, proposal = self.base.world, self.base.proposal
+        if world is None or proposal is None:
+            return
+        if world.rank_of(name) is not None or proposal.rank_of(name) is not None:
+            self.ask(ev.ProposeWorld(world.number, proposal, (name,), "it missed the news of this world"))
 
     def proposed(self, number: int | None) -> World | None:
         """The world of this number that members may have crossed into, if any."""

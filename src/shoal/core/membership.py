@@ -75,6 +75,8 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
             draft.ask(ev.TellFinished((event.member,), draft.base.step))
         return
     draft.update(event.member, connected=True, away_since=None, suspected=False, address=event.address)
+    if draft.base.restoring == event.member:
+        draft.set(restoring="")  # it may not have heard that it was asked
     _find_place(draft, known, event)
 
 
@@ -94,6 +96,8 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
+    else:
+        draft.repeat_proposal(event.member)
 
 
 def _on_ready(draft: Draft, event: ev.BecameReady) -> None:

@@ -69,6 +69,10 @@ class Entrances:
         work = partial(self._connect, world, after, cancelled)
         threading.Thread(target=work, name=f"shoal-world-{world.number}", daemon=True).start()
 
+    def connects(self, number: int) -> bool:
+        """Whether a world of this number is being connected, or was and is still wanted."""
+        return any(found == number for found, _ in self._under_way.values())
+
     def give_up(self, planned: bool) -> None:
         number_and_event = self._under_way.pop(planned, None)
         if number_and_event is not None:

@@ -210,9 +210,9 @@ class Session(Worlds):
             drop(entrance)
             with self._changed:
                 self._entering = None
-                if cancelled.is_set():
+                if world.number <= self._over_up_to:
                     self._say(messages.Broken(world.number, self.step))
-                else:
+                elif not cancelled.is_set():
                     self._tell_unconnected(world, entrance.after, broken)
             return
         with self._changed:

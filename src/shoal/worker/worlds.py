@@ -139,7 +139,10 @@ class Worlds(Correspondence):
     def _on_prepare(self, message: messages.Prepare) -> None:
         """Connect the next world beside ours, or beside the one that we are just entering."""
         number = message.world.number
-        if number <= self._over_up_to:
+        known = [e.number for e in (self._prepared, self._formed) if e is not None]
+        if number <= self._over_up_to or number in known or self._entrances.connects(number):
+            return
+        if self._entering is not None and self._entering[0].number == number:
             return
         ours = self._number_of_ours()
         if ours is not None and ours != message.after:

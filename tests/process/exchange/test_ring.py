@@ -134,8 +134,9 @@ def test_a_loss_is_told_while_nothing_is_exchanged(make_rings):
         ticket.wait()
     die(rings[1])
     assert all(heard[rank].wait(5) for rank in (0, 2, 3))
-    assert told[0][0] == ("m1",)
-    assert told[2][0] == ("m1",)
+    # The other neighbour's farewell may come first; then nobody is suspected, but never the wrong one.
+    assert ("m1",) in (told[0][0], told[2][0])
+    assert {told[0][0], told[2][0]} <= {("m1",), ()}
 
 
 def test_whoever_closes_is_not_suspected_and_hears_nothing(make_rings):

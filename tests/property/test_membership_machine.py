@@ -456,7 +456,7 @@ class Membership(RuleBasedStateMachine):
 
 TestMembership = Membership.TestCase
 TestMembership.settings = settings(
-    max_examples=200,
+    max_examples=25,
     derandomize=True,
     stateful_step_count=40,
     deadline=None,

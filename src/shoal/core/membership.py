@@ -94,6 +94,7 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.enter(crossed, event.step)
     elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
         draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+        draft.repeat_proposal(event.member)
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
     else:

@@ -142,7 +142,7 @@ class ScaleAsked:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A wait is over: gathering members, or a bench."""
+    """A wait is over: gathering members, a bench, or a proposal that nobody has crossed into yet."""
 
     what: str
 

@@ -94,11 +94,15 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.enter(crossed, event.step)
     elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
         draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
-        draft.repeat_proposal(event.member)
+        draft.repeat_proposal([event.member])
+    elif known.status == STARTING and event.world is not None:
+        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
+    elif known.status == WAITING and event.world is not None:
+        draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
     else:
-        draft.repeat_proposal(event.member)
+        draft.repeat_proposal([event.member])
 
 
 def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
@@ -293,6 +297,8 @@ def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
     if event.what == "bench":
         for name in [m.name for m in draft.members.values() if 0.0 < m.benched_until <= draft.now]:
             draft.update(name, benched_until=0.0)
+    if event.what == "proposal":
+        draft.repeat_proposal(list(draft.members))
 
 
 def _on_restart(draft: Draft, _event: ev.CoordinatorRestarted) -> None:

@@ -63,7 +63,7 @@ class State:
     members: Mapping[str, Member] = field(default_factory=dict)
     world: World | None = None
     proposal: World | None = None
-    superseded: tuple[World, ...] = ()
+    repeat_at: float | None = None
     number: int = 0
     order: int = 0
     started: bool = False

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from shoal.core import emulation
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
@@ -48,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
+    emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 
 class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
@@ -132,6 +134,7 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
     span = port_range(ports)
     if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):
         raise BadSettings(f"ports cannot be {ports!r}", where=where, why="it is no range of ports from 1 to 65535")
+    emulation.parse(getattr(converted, "emulate", ""), where)
     return converted
 
 

@@ -413,6 +413,19 @@ class RunOver(UsageError):
     code = "S120"
 
 
+class BadEmulation(UsageError):
+    """The text of ``--emulate`` cannot be read.
+
+    It lists the relative speed of each member's machine, in (0, 1], with a comma between them: ``1,0.5,0.25``. A speed
+    that changes is followed by a colon, the next speed, ``@`` and the step from which on it holds: ``1,0.5:0.125@300``.
+    With ``sample_s=0.002``, and perhaps ``fixed_s=0.01``, a step takes fixed_s + sample_s * samples / speed seconds,
+    whatever the real work is.
+    """
+
+    code = "S122"
+    exit_code = 3
+
+
 class BadRequest(UsageError):
     """A request to the coordinator is not what its API takes."""
 

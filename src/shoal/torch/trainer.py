@@ -20,6 +20,7 @@ from shoal.torch.keeper import StateKeeper
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
 from shoal.worker.exchange import Exchange, ExchangeBroken
+from shoal.worker.pace import pace_of
 from shoal.worker.session import Session
 from shoal.worker.shadow import Blank
 from shoal.worker.solo import Solo
@@ -45,6 +46,7 @@ class Trainer:
         self._samples_per_s = 0.0
         self._committed_at = 0.0
         self._loss: float | None = None
+        self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
     @property
@@ -96,6 +98,8 @@ class Trainer:
             return
         began = time.perf_counter()
         session.phase("data")
+        if self._pace is not None:
+            self._pace.begin(step)
         ghosts = self._ghosts(world, step)
         pieces = feed.pieces(step, session.rank, world.size, ghosts)
         turn = Turn(step, feed.cursor(step).epoch, pieces, feed.nominal(step), exchange)
@@ -183,11 +187,15 @@ class Trainer:
         assert self._buckets is not None
         assert self._statistics is not None
         session, exchange = self._session, turn.exchange
+        if self._pace is not None:
+            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
         try:
             gathered = exchange.gather(pulse.encode(self._pulse(turn)))
             self._buckets.arm(exchange)
             if not turn.empty or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
+            if self._pace is not None:
+                self._pace.after_backward()
             turn.compute_s = time.perf_counter() - turn.given_at
             session.phase("exchange")
             turn.everybody = pulse.decode(gathered.result())

@@ -84,6 +84,8 @@ def _formed(i: ev.FormWorld) -> Sentence:
 
 
 def _proposed(i: ev.ProposeWorld) -> Sentence:
+    if not i.news:
+        return None
     names = ", ".join(seat.member for seat in i.world.seats)
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 

@@ -190,7 +190,7 @@ class Draft:
         needy = [r for r in range(len(chosen)) if r not in good]
         world = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address) for m in chosen),
+            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in chosen),
             step=top,
             fresh=fresh,
             sources=spread(needy, good),
@@ -253,7 +253,7 @@ class Draft:
         needy = [r for r in range(len(target)) if r not in veterans]
         new = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address) for m in target),
+            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in target),
             step=None,
             sources=spread(needy, veterans),
             ghosts=tuple(needy),
@@ -274,7 +274,7 @@ class Draft:
             return
         to = tuple(n for n in names if world.rank_of(n) is not None or proposal.rank_of(n) is not None)
         if to:
-            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed the news"))
+            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", news=False))
         self.set(repeat_at=self.now + self.base.rules.lease_s)
 
     def proposed(self, number: int | None) -> World | None:

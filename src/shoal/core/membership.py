@@ -109,7 +109,7 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     member = draft.members.get(event.member)
     if member is None or member.status == TRAINING:
         return
-    draft.update(member.name, fingerprint=event.fingerprint)
+    draft.update(member.name, fingerprint=event.fingerprint, speed=event.speed)
     if draft.base.fingerprint not in ("", event.fingerprint):
         draft.turn_away(member.name)
         return
@@ -276,6 +276,13 @@ def _on_checkpoint(draft: Draft, event: ev.CheckpointWritten) -> None:
         draft.set(checkpoint_step=event.step, checkpoint_path=event.path)
 
 
+def _on_decided(draft: Draft, event: ev.Decided) -> None:
+    known = draft.base.decided.get(event.what)
+    if known is None or (known.step, known.values) != (event.step, event.values):
+        draft.set(decided={**draft.base.decided, event.what: event})
+        draft.ask(ev.Say(f"from step {event.step} on: {event.reason}", member=event.member))
+
+
 def _on_progress(draft: Draft, event: ev.Progressed) -> None:
     draft.set(step=max(draft.base.step, event.step))
 
@@ -323,6 +330,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     ev.Claimed: _on_claimed,
     ev.ClaimFulfilled: _on_fulfilled,
     ev.CheckpointWritten: _on_checkpoint,
+    ev.Decided: _on_decided,
     ev.Progressed: _on_progress,
     ev.StopAsked: _on_stop,
     ev.ScaleAsked: _on_scale,

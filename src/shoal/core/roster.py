@@ -35,6 +35,7 @@ class Member:
     order: int
     since: float
     fingerprint: str = ""
+    speed: float = 0.0
     step: int | None = None
     stale: bool = False
     connected: bool = True
@@ -77,6 +78,7 @@ class State:
     world_began_at: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
+    decided: Mapping[str, ev.Decided] = field(default_factory=dict)
     losses: int = 0
     joins: int = 0
     reason: str = "waiting for the first member"

@@ -47,6 +47,7 @@ class Ready(Message, frozen=True):
     fingerprint: str
     step: int | None
     restored: bool = False
+    speed: float = 0.0
 
 
 class Broken(Message, frozen=True):
@@ -73,8 +74,21 @@ class CannotPrepare(Message, frozen=True):
     cause: str = ""
 
 
+class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a usual step: reading data, computing, waiting for the slowest, exchanging."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    exchange_s: float = 0.0
+
+
 class Beat(Message, frozen=True):
-    """Renews the lease and says what the member is doing, and since when."""
+    """Renews the lease and says what the member is doing, and since when.
+
+    `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
+    shares and with those in force.
+    """
 
     world: int | None
     step: int | None
@@ -87,6 +101,19 @@ class Beat(Message, frozen=True):
     loss: float | None = None
     samples_per_s: float = 0.0
     metrics: dict[str, float] = {}
+    spent: Spent = Spent()
+    batch: int = 0
+    noise: float | None = None
+    idle: tuple[float, float] | None = None
+
+
+class Decided(Message, frozen=True):
+    """The members of this world changed something by themselves, from `step` on; rank 0 tells."""
+
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
 
 
 class Leaving(Message, frozen=True):
@@ -335,6 +362,7 @@ FromMember = Union[
     Claim,
     ClaimDone,
     Checkpointed,
+    Decided,
     Raised,
 ]
 ToMember = Union[

@@ -24,6 +24,7 @@ class Environment:
     settings: dict[str, Value]
     values: Settings
     run_dir: str
+    speed: float = 0.0
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -42,6 +43,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         settings=settings,
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
+        speed=_number(environ.get("SHOAL_SPEED", "")),
     )
 
 
@@ -50,6 +52,15 @@ def _decode(text: str) -> dict[str, Value]:
         return msgspec.json.decode(text, type=dict[str, Value])
     except msgspec.DecodeError as error:
         raise BadSettings("SHOAL_SETTINGS is not a JSON object of plain values", why=str(error)) from error
+
+
+def _number(text: str) -> float:
+    """A guess that cannot be read is no guess."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0.0 < value < float("inf") else 0.0
 
 
 def _need(environ: Mapping[str, str], name: str) -> str:

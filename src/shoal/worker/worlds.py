@@ -188,7 +188,7 @@ class Worlds(Correspondence):
             self._entering[1].set()
         if self.world is None:
             if self._ready and self._entering is None:
-                self._say(messages.Ready(self._fingerprint, self.step))
+                self._say(self._readiness())
         elif self.world.number <= message.number:
             if not self._broken:
                 self._break_world((), message.reason)

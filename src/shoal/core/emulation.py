@@ -101,6 +101,9 @@ def _add_cost(costs: dict[str, float], name: str, value: str, where: str) -> Non
 
 def _machine(part: str, where: str) -> Machine:
     first, *rest = (one.strip() for one in part.split(":"))
+    if ">" in part:
+        do = f"did you mean {part.replace('>', ':')}? (a shell would take > for a file)"
+        raise BadEmulation(f"{part!r} is no speed", where=where, do=do)
     if "@" in first:
         do = f"write the first speed alone: 1:{first}"
         raise BadEmulation(f"{part!r} has no speed before the first change", where=where, do=do)
@@ -136,8 +139,6 @@ def _speed(text: str, where: str) -> float:
 
 
 def _nearest(text: str) -> str:
-    if ">" in text:
-        return f"did you mean {text.replace('>', ':')}? (a shell would take > for a file)"
     if text.endswith("%") and (percent := _number(text[:-1])) is not None:
         return f"did you mean {percent / 100:g}?"
     if text.lower().endswith("x") and _number(text[:-1]) is not None:

@@ -82,20 +82,24 @@ class Cost:
 
     def __init__(self, told: Emulation, number: int, clocks: Clocks = REAL) -> None:
         self._told, self._number, self._clocks = told, number, clocks
-        self._step, self._began_s, self._until_s, self._backward_s, self._known_s = 0, 0.0, 0.0, 0.0, 0.0
+        self._step, self._began_s, self._until_s, self._backward_s = 0, 0.0, 0.0, 0.0
+        self._samples, self._known, self._known_s = 0, 0, 0.0
 
     def begin(self, step: int) -> None:
         self._step, self._began_s = step, self._clocks.wall_s()
 
-    def before_exchange(self, samples: int, last: int) -> None:  # noqa: ARG002
+    def before_exchange(self, samples: int, last: int) -> None:
         self._until_s = self._began_s + (self._told.cost_s(self._number, samples, self._step) or 0.0)
-        self._clocks.rest(self._until_s - self._known_s - self._clocks.wall_s())
-        self._backward_s = self._clocks.wall_s()
+        if self._known:
+            expected_s = self._known_s * max(1.0, last / self._known)
+            self._clocks.rest(self._until_s - expected_s / BEFORE - self._clocks.wall_s())
+        self._samples, self._backward_s = last, self._clocks.wall_s()
 
     def after_backward(self) -> None:
         now_s = self._clocks.wall_s()
-        # The longest of late: whoever begins the backward pass too early can wait after it.
-        self._known_s = max(now_s - self._backward_s, BEFORE * self._known_s)
+        # The longest of late: whoever begins the backward pass too early can still wait after it.
+        latest, known = (now_s - self._backward_s, self._samples), (BEFORE * self._known_s, self._known)
+        self._known_s, self._known = max(latest, known)
         self._clocks.rest(self._until_s - now_s)
 
 

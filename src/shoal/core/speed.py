@@ -1,0 +1,296 @@
+"""How fast one member is: what was measured of it, and the seconds that a share of any size would take it.
+
+All members compute with the same figures and must come to the same bits. So there are only the operations that IEEE 754
+defines exactly (no logarithms), and no `sum` of floats, whose rounding differs between versions of Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import fsum, isfinite, sqrt
+from typing import Any, Self
+
+KEPT = 8
+FULL = 40
+USUAL_NOISE = 0.1
+AGEING = 0.2
+LEAST_SLOPE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The usual seconds for this many samples, out of how many steps, and in which fold they were last seen."""
+
+    samples: int
+    seconds: float
+    count: int
+    fold: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds as a function of samples: straight between knots, rising, the first knot at 0 samples.
+
+    Every micro-batch after the first costs `again_s` more.
+    """
+
+    at: tuple[float, ...]
+    seconds_at: tuple[float, ...]
+    slope: float
+    micro: int | None = None
+    again_s: float = 0.0
+
+    def seconds(self, samples: int) -> float:
+        """What a share of so many samples takes; nothing for none."""
+        if samples <= 0:
+            return 0.0
+        again_s = self.again_s * ((samples - 1) // self.micro) if self.micro else 0.0
+        at, seconds_at = self.at, self.seconds_at
+        place = bisect_left(at, samples)
+        if place == len(at):
+            return seconds_at[-1] + (samples - at[-1]) * self.slope + again_s
+        start, stop = at[place - 1], at[place]
+        low, high = seconds_at[place - 1], seconds_at[place]
+        return low + (high - low) * ((samples - start) / (stop - start)) + again_s
+
+    def reach(self, seconds: float, most: int) -> int:
+        """About as many samples as fit into so many seconds, `most` at most; one less or more is possible."""
+        found = min(self._reach_once(seconds), most)
+        if not self.micro or not self.again_s:
+            return found
+        low, high = 0, found
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(middle) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _reach_once(self, seconds: float) -> int:
+        at, seconds_at = self.at, self.seconds_at
+        if seconds < seconds_at[0]:
+            return 0
+        if seconds >= seconds_at[-1]:
+            return int(min(at[-1] + (seconds - seconds_at[-1]) / self.slope, 1e15))
+        place = bisect_right(seconds_at, seconds)
+        start, stop = at[place - 1], at[place]
+        low, high = seconds_at[place - 1], seconds_at[place]
+        return int(start + (stop - start) * ((seconds - low) / (high - low)))
+
+
+def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
+    """The cost a·ceil(b/m) + c·b."""
+    return Curve((0.0,), (fixed_s,), slope, micro, fixed_s if micro else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What is known of one member's speed. `fold` adds what a window of steps showed.
+
+    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `prior` is the
+    line (a, c) from before its speed jumped, scaled; it gives the fixed cost until two sizes have been seen again.
+    """
+
+    points: tuple[Point, ...] = ()
+    folds: int = 0
+    noise: float = USUAL_NOISE
+    prior: tuple[float, float] | None = None
+    hint: float | None = None
+    micro: int | None = None
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.points)
+
+    def point(self, samples: int) -> Point | None:
+        """What was measured with exactly this share."""
+        return next((point for point in self.points if point.samples == samples), None)
+
+    def fold(self, recent: Iterable[tuple[int, float]]) -> Speed:
+        """Take in the (samples, seconds) of some steps; what cannot be a measurement is left out."""
+        by_size: dict[int, list[float]] = {}
+        for samples, seconds in recent:
+            if usable(samples, seconds):
+                by_size.setdefault(samples, []).append(seconds)
+        if not by_size:
+            return self
+        points = {point.samples: point for point in self.points}
+        folds, noise = self.folds + 1, self.noise
+        for samples, some in by_size.items():
+            usual_s = usual(some)
+            noise = _noisier(noise, some, usual_s)
+            points[samples] = _merged(points.pop(samples, None), samples, usual_s, len(some), folds)
+        kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
+        kept.sort(key=lambda point: point.samples)
+        return replace(self, points=tuple(kept), folds=folds, noise=noise)
+
+    def jumped(self, recent: Sequence[tuple[int, float]]) -> Speed:
+        """Forget what was measured before a jump; `recent` is what came after it."""
+        curve = self.curve()
+        good = [(samples, seconds) for samples, seconds in recent if usable(samples, seconds)]
+        if curve is None or not good:
+            return self
+        factor = usual([seconds / max(curve.seconds(samples), 1e-12) for samples, seconds in good])
+        fixed_s, slope = self.fitted()
+        return replace(self, points=(), prior=(fixed_s * factor, slope * factor)).fold(good)
+
+    def fitted(self) -> tuple[float, float]:
+        """The line (a, c): least squares of the relative error, a and c not negative, older points counting less."""
+        if not self.points:
+            return self.prior or (0.0, 1.0)
+        if len(self.points) == 1:
+            return self._through_one(self.points[0])
+        weights = [min(point.count, FULL) / (1 + AGEING * (self.folds - point.fold)) for point in self.points]
+        times = [self._times(point.samples) / point.seconds for point in self.points]
+        sizes = [point.samples / point.seconds for point in self.points]
+        uu = fsum(w * u * u for w, u in zip(weights, times, strict=True))
+        uv = fsum(w * u * v for w, u, v in zip(weights, times, sizes, strict=True))
+        vv = fsum(w * v * v for w, v in zip(weights, sizes, strict=True))
+        u1 = fsum(w * u for w, u in zip(weights, times, strict=True))
+        v1 = fsum(w * v for w, v in zip(weights, sizes, strict=True))
+        determinant = uu * vv - uv * uv
+        if determinant <= 1e-9 * uu * vv:
+            return 0.0, v1 / vv
+        fixed_s, slope = (u1 * vv - v1 * uv) / determinant, (v1 * uu - u1 * uv) / determinant
+        least = LEAST_SLOPE * self.points[-1].seconds / self.points[-1].samples
+        if fixed_s < 0:
+            return 0.0, v1 / vv
+        if slope < least:
+            return max(0.0, (u1 - least * uv) / uu), least
+        return fixed_s, slope
+
+    def curve(self) -> Curve | None:
+        """Through the measured points, drawn towards the fitted line where noise may have put them; None before any."""
+        if not self.points:
+            return None
+        fixed_s, slope = self.fitted()
+        again_s = fixed_s if self.micro else 0.0
+        at = [float(point.samples) for point in self.points]
+        seconds_at = []
+        for point in self.points:
+            first_s = point.seconds - again_s * (self._times(point.samples) - 1)
+            expected_s = fixed_s + slope * point.samples
+            off, doubt = first_s / expected_s - 1, self.noise / sqrt(point.count)
+            trust = off * off / (off * off + doubt * doubt) if off else 0.0
+            seconds_at.append(expected_s * (1 + off * trust))
+        seconds_at = _rising(seconds_at, [point.count for point in self.points])
+        return _drawn(at, seconds_at, fixed_s, slope, self.micro, again_s)
+
+    def _times(self, samples: int) -> int:
+        return (samples - 1) // self.micro + 1 if self.micro else 1
+
+    def _through_one(self, point: Point) -> tuple[float, float]:
+        before_s = 0.0
+        if self.prior is not None:
+            before_s = self.prior[0] * self._times(point.samples) + self.prior[1] * point.samples
+        if self.prior is None or not before_s > 0:
+            return 0.0, point.seconds / point.samples
+        factor = point.seconds / before_s
+        return self.prior[0] * factor, max(self.prior[1] * factor, LEAST_SLOPE * point.seconds / point.samples)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a snapshot."""
+        return {
+            "points": [[p.samples, p.seconds, p.count, p.fold] for p in self.points],
+            "folds": self.folds,
+            "noise": self.noise,
+            "prior": list(self.prior) if self.prior else None,
+            "hint": self.hint,
+            "micro": self.micro,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
+        prior = (float(values["prior"][0]), float(values["prior"][1])) if values["prior"] else None
+        return cls(points, int(values["folds"]), float(values["noise"]), prior, values["hint"], values["micro"])
+
+
+@dataclass(slots=True)
+class Drift:
+    """Notices, step by step, that a member's speed is no longer what it was (CUSUM).
+
+    2(t - p)/(t + p) stands for log(t/p): the same near 1, and clipped, so that a single spike, however high, is not
+    enough.
+    """
+
+    up: float = 0.0
+    down: float = 0.0
+    steps: int = field(default=0)
+
+    def see(self, seconds: float, expected_s: float, noise: float) -> int:
+        """For how many steps the speed has been another, once that is certain; 0 before."""
+        slack = noise if noise > 0.15 else 0.15
+        clip = 3.0 * slack
+        off = 2.0 * (seconds - expected_s) / (seconds + expected_s)
+        off = clip if off > clip else -clip if off < -clip else off
+        up, down = self.up + off - slack, self.down - off - slack
+        self.up = up = up if up > 0.0 else 0.0
+        self.down = down = down if down > 0.0 else 0.0
+        if up == 0.0 and down == 0.0:
+            self.steps = 0
+            return 0
+        self.steps += 1
+        # Two and a half clipped steps: three in a row tell a jump from a spike.
+        return self.steps if up > 5.0 * slack or down > 5.0 * slack else 0
+
+    def forget(self) -> None:
+        self.up = self.down = 0.0
+        self.steps = 0
+
+
+def usable(samples: int, seconds: float) -> bool:
+    """Whether this is a measurement at all."""
+    return samples > 0 and seconds > 0 and isfinite(seconds)
+
+
+def usual(some: Sequence[float]) -> float:
+    """The lower median: of two it is the smaller, since a first step is often slow."""
+    return sorted(some)[(len(some) - 1) // 2]
+
+
+def _noisier(noise: float, some: Sequence[float], usual_s: float) -> float:
+    """Relative noise by the median distance from the median, averaged over windows."""
+    if len(some) < 4:
+        return noise
+    seen = 1.4826 * usual([abs(one - usual_s) for one in some]) / usual_s
+    weight = len(some) / (len(some) + 20.0)
+    return noise + (min(seen, 1.0) - noise) * weight
+
+
+def _merged(old: Point | None, samples: int, usual_s: float, count: int, fold: int) -> Point:
+    if old is None:
+        return Point(samples, usual_s, min(count, FULL), fold)
+    before = min(old.count, FULL - min(count, FULL // 2))
+    seconds = (old.seconds * before + usual_s * count) / (before + count)
+    return Point(samples, seconds, min(old.count + count, FULL), fold)
+
+
+def _rising(values: list[float], weights: Sequence[float]) -> list[float]:
+    """The nearest values that never fall (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        mean, mass, size = value, float(weight), 1
+        while pools and pools[-1][0] > mean:
+            other, other_mass, other_size = pools.pop()
+            mean = (other * other_mass + mean * mass) / (other_mass + mass)
+            mass, size = mass + other_mass, size + other_size
+        pools.append((mean, mass, size))
+    return [mean for mean, _, size in pools for _ in range(size)]
+
+
+def _drawn(
+    at: list[float], seconds_at: list[float], fixed_s: float, slope: float, micro: int | None, again_s: float
+) -> Curve:
+    """Add the knot at 0 and the slope after the last."""
+    if len(at) > 1:
+        # Near the points that were measured last their own secant is a better guide than the line through all.
+        first = (seconds_at[1] - seconds_at[0]) / (at[1] - at[0])
+        last = (seconds_at[-1] - seconds_at[-2]) / (at[-1] - at[-2])
+        fixed_s, slope = seconds_at[0] - first * at[0], last
+    fixed_s = min(max(fixed_s, 0.0), seconds_at[0])
+    slope = max(slope, LEAST_SLOPE * seconds_at[-1] / at[-1])
+    return Curve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)

@@ -136,7 +136,7 @@ class Noise:
 
     @property
     def floor(self) -> float | None:
-        """What the noise scale is at least, though the signal may be lost in the noise; None until anything is known."""
+        """What the noise scale is at least, even with the signal lost in the noise; None until anything is known."""
         if self._observations < LEAST_OBSERVATIONS:
             return None
         signal = self.signal + SURE * self._signal.error

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
-from shoal.worker.exchange import Exchange, Ticket
+from shoal.worker.exchange import Adder, Exchange, Ticket
 from shoal.worker.shadow import Blank
 
 FIRST_BYTES = 1 << 20
@@ -78,7 +79,7 @@ class Buckets:
 
     def blanks(self) -> list[Blank]:
         """Buffers like ours, for a shadow that takes part without gradients."""
-        return [_operand(torch.zeros_like(bucket.flat)) for bucket in self._buckets]
+        return [(*_operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
         """Send what is left, wait for all, and give every parameter its gradient over the whole global batch.
@@ -164,7 +165,7 @@ def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
     return exchange.reduce(*_operand(flat))
 
 
-def _operand(flat: torch.Tensor) -> Blank:
+def _operand(flat: torch.Tensor) -> tuple[NDArray[Any], Adder | None]:
     """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.uint16).numpy(), _add_bfloat16

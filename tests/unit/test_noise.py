@@ -108,6 +108,13 @@ def test_the_scale_follows_a_signal_that_fades() -> None:
     assert noise.scale == pytest.approx(2000, rel=0.4)
 
 
+def test_many_shares_say_more_about_the_variance_than_two() -> None:
+    noise = Noise(memory=1 - 1e-12)
+    noise.observe([1] * 11, [10.0] + [1.0] * 10, 1.0)
+    noise.observe([1] * 2, [1.0, 1.0], 1.0)
+    assert noise.variance == pytest.approx((10 * 0.9 + 1 * 0.0) / 11)
+
+
 def test_weights_of_tokens_give_the_scale_in_samples_all_the_same() -> None:
     counted, weighed = Noise(), Noise()
     for squares, total_sq in steps((64, 192), 50):

@@ -9,10 +9,10 @@ from math import inf, isfinite, sqrt
 # Half-lives of about 35 steps: long enough to tell a small signal from noise, short enough to follow the training.
 MEMORY = 0.98
 LEAST_OBSERVATIONS = 10
-# The signal counts as seen if it is twice its error, and the scale as known if its error shifts the statistical
-# efficiency (scale + base) / (scale + batch) by less than a third.
-SURE = 2.0
+# The scale counts as known if its error shifts the statistical efficiency (scale + base) / (scale + batch) by less
+# than a third; its floor is two standard errors away.
 TOLERANCE = 1 / 3
+SURE = 2.0
 # Beyond it the squares that are averaged overflow; no gradient that is worth a step comes near.
 HUGE = 1e140
 
@@ -128,7 +128,7 @@ class Noise:
     def scale(self) -> float | None:
         """The batch at which noise and signal are equal, S / |G|²; None until it is known well enough."""
         signal, signal_error = self._signal.mean, self._signal.error
-        if self._observations < LEAST_OBSERVATIONS or signal <= 0 or signal < SURE * signal_error:
+        if self._observations < LEAST_OBSERVATIONS or signal <= 0:
             return None
         scale = self.variance / signal
         error = sqrt((self._variance.error / signal) ** 2 + (scale * signal_error / signal) ** 2)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shoal.core import plan
 from shoal.core.plan import Shares
 from shoal.core.rules import Rules, parse
-from shoal.core.speed import Curve, Drift, Speed, line, usable, usual
+from shoal.core.speed import Curve, Drift, Speed, common, line, usable, usual
 
 __all__ = ["Balance", "Change", "Figures", "Rules", "Seen", "parse"]
 
@@ -23,6 +23,9 @@ FIRST_WINDOWS = (2, 4, 8)
 SETTLED = len(FIRST_WINDOWS)
 AT_MOST = 2
 SLOWER = 1.03
+JUMP = 0.15
+JUMP_ELSEWHERE = 0.5
+FREE = 3
 COST_STEPS = 1.0
 WORTH = 1.5
 HORIZON_STEPS = 100
@@ -78,6 +81,7 @@ class _Member:
     parked_at: int | None = None
     curve: Curve | None = None
     expected: tuple[int, float] = (0, 0.0)
+    slack: float = 0.0
 
 
 class Balance:
@@ -98,6 +102,7 @@ class Balance:
         self._epoch = 0
         self._due = False
         self._trial: tuple[int, str] | None = None
+        self._alike: float | None = None
         self._found: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
 
     # --- what members tell about themselves
@@ -121,7 +126,7 @@ class Balance:
         one = self._member(member)
         if one.speed.micro != samples:
             one.speed, one.expected = replace(one.speed, micro=samples), (0, 0.0)
-            one.curve = one.speed.curve()
+            one.curve = one.speed.curve(self._alike)
             self._found.clear()
 
     # --- shares
@@ -176,8 +181,8 @@ class Balance:
         known = [one for name in members if (one := self._members.get(name)) is not None and one.speed.measured]
         slopes, by_hint, fixed = [], [], []
         for one in known:
-            point = max(one.speed.points, key=lambda point: point.fold)
-            fitted = one.speed.fitted()
+            point = one.speed.latest()
+            fitted = one.speed.fitted(self._alike)
             slopes.append(fitted[1])
             fixed.append(fitted[0])
             if one.speed.hint is not None:
@@ -275,7 +280,9 @@ class Balance:
                 continue
             if one.expected[0] != samples:
                 one.expected = (samples, curve.seconds(samples))
-            steps = one.drift.see(seconds, one.expected[1], one.speed.noise)
+                # Where nothing was measured yet, the curve may be wrong and the speed the same.
+                one.slack = max(one.speed.noise, JUMP if one.speed.point(samples) else JUMP_ELSEWHERE)
+            steps = one.drift.see(seconds, one.expected[1], one.slack)
             if one.parked_at is not None and seconds < 0.8 * one.expected[1]:
                 steps = (
                     1  # A parked member is measured once in a long while, and nothing makes a step faster by chance.
@@ -293,7 +300,7 @@ class Balance:
     def _fold(self, jumped: list[tuple[_Member, int]]) -> None:
         """Close the window: everybody's measurements become points of their curves."""
         for one, steps in jumped:
-            one.speed = one.speed.jumped(one.recent[-steps:])
+            one.speed = one.speed.jumped(one.recent[-steps:], self._alike)
             one.recent.clear()
             one.fresh = True
         if jumped:
@@ -303,13 +310,18 @@ class Balance:
             if one.recent:
                 one.speed = one.speed.fold(one.recent)
                 one.recent.clear()
-            elif not any(one is other for other, _ in jumped):
-                continue
-            one.curve, one.expected = one.speed.curve(), (0, 0.0)
-            one.drift.forget()
+                one.drift.forget()
+        self._draw()
         self._matched = self._waited = 0
         self._window += 1
         self._found.clear()
+
+    def _draw(self) -> None:
+        """Draw everybody's curve anew; who has been seen with one size only is taken to be shaped like the others."""
+        shapes = [shape for one in self._members.values() if (shape := one.speed.shape()) is not None]
+        self._alike = common(shapes)
+        for one in self._members.values():
+            one.curve, one.expected = one.speed.curve(self._alike), (0, 0.0)
 
     # --- the decision
 
@@ -359,7 +371,7 @@ class Balance:
     def _near(self, now: _Plan) -> tuple[list[int], list[int]]:
         """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
         lows, highs = self._bounds(now.size, now.members)
-        if self._window <= 1:
+        if self._window <= FREE:
             return lows, highs
         near_lows, near_highs = [], []
         for name, share, low, high in zip(now.members, now.shares, lows, highs, strict=True):
@@ -454,6 +466,7 @@ class Balance:
             "best": [list(self._best[0]), self._best[1]] if self._best else None,
             "counts": [self._window, self._matched, self._waited, self._epoch, int(self._due)],
             "backoff": self._backoff,
+            "alike": self._alike,
             "trial": list(self._trial) if self._trial else None,
             "reason": self.reason,
             "members": {
@@ -477,15 +490,14 @@ class Balance:
         self._due = bool(due)
         self._backoff, self.reason = state["backoff"], state["reason"]
         self._trial = (trial[0], trial[1]) if trial else None
-        self._members = {name: _restored(values) for name, values in state["members"].items()}
+        self._alike = state["alike"]
+        self._members = {name: _restored(values, self._alike) for name, values in state["members"].items()}
         self._found.clear()
 
     def _member(self, name: str) -> _Member:
         return self._members.setdefault(name, _Member())
 
     def _curve(self, one: _Member) -> Curve:
-        if one.curve is None:
-            one.curve = one.speed.curve()
         assert one.curve is not None
         return one.curve
 
@@ -495,12 +507,12 @@ class Balance:
             del self._members[name]
 
 
-def _restored(values: dict[str, Any]) -> _Member:
+def _restored(values: dict[str, Any], alike: float | None) -> _Member:
     up, down, steps = values["drift"]
     speed = Speed.from_dict(values["speed"])
     recent = [(int(samples), float(seconds)) for samples, seconds in values["recent"]]
     return _Member(
-        speed, Drift(up, down, steps), recent, values["limit"], values["fresh"], values["parked_at"], speed.curve()
+        speed, Drift(up, down, steps), recent, values["limit"], values["fresh"], values["parked_at"], speed.curve(alike)
     )
 
 

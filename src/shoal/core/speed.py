@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import fsum, isfinite, sqrt
+from math import isfinite, sqrt
 from typing import Any, Self
 
 KEPT = 8
@@ -17,6 +17,11 @@ FULL = 40
 USUAL_NOISE = 0.1
 AGEING = 0.2
 LEAST_SLOPE = 1e-3
+LEAST_NOISE = 0.01
+FAR = 1.0
+GUESS = 0.3
+FIXED_PART = 0.0
+CERTAIN = 44.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class Speed:
 
     points: tuple[Point, ...] = ()
     folds: int = 0
+    steps: int = 0
     noise: float = USUAL_NOISE
     prior: tuple[float, float] | None = None
     hint: float | None = None
@@ -118,84 +124,122 @@ class Speed:
         if not by_size:
             return self
         points = {point.samples: point for point in self.points}
-        folds, noise = self.folds + 1, self.noise
+        folds, noise, steps = self.folds + 1, self.noise, self.steps
         for samples, some in by_size.items():
             usual_s = usual(some)
-            noise = _noisier(noise, some, usual_s)
+            noise = _noisier(noise, steps, some, usual_s)
+            steps += len(some)
             points[samples] = _merged(points.pop(samples, None), samples, usual_s, len(some), folds)
         kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
         kept.sort(key=lambda point: point.samples)
-        return replace(self, points=tuple(kept), folds=folds, noise=noise)
+        return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
 
-    def jumped(self, recent: Sequence[tuple[int, float]]) -> Speed:
+    def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
         """Forget what was measured before a jump; `recent` is what came after it."""
-        curve = self.curve()
+        curve = self.curve(alike)
         good = [(samples, seconds) for samples, seconds in recent if usable(samples, seconds)]
         if curve is None or not good:
             return self
         factor = usual([seconds / max(curve.seconds(samples), 1e-12) for samples, seconds in good])
-        fixed_s, slope = self.fitted()
+        fixed_s, slope = self.fitted(alike)
         return replace(self, points=(), prior=(fixed_s * factor, slope * factor)).fold(good)
 
-    def fitted(self) -> tuple[float, float]:
-        """The line (a, c): least squares of the relative error, a and c not negative, older points counting less."""
+    def fitted(self, alike: float | None = None) -> tuple[float, float]:
+        """The line (a, c) around the latest size, a and c not negative.
+
+        Least squares of the relative error, in which older and farther points count less, and a guess of the fixed part
+        as much as noise leaves room for: with one size seen it is all there is. `alike` is a/c of the other members.
+        """
         if not self.points:
             return self.prior or (0.0, 1.0)
-        if len(self.points) == 1:
-            return self._through_one(self.points[0])
-        weights = [min(point.count, FULL) / (1 + AGEING * (self.folds - point.fold)) for point in self.points]
-        times = [self._times(point.samples) / point.seconds for point in self.points]
-        sizes = [point.samples / point.seconds for point in self.points]
-        uu = fsum(w * u * u for w, u in zip(weights, times, strict=True))
-        uv = fsum(w * u * v for w, u, v in zip(weights, times, sizes, strict=True))
-        vv = fsum(w * v * v for w, v in zip(weights, sizes, strict=True))
-        u1 = fsum(w * u for w, u in zip(weights, times, strict=True))
-        v1 = fsum(w * v for w, v in zip(weights, sizes, strict=True))
+        latest = self.latest()
+        uu, uv, vv, u1, v1 = self._sums(latest)
+        # The guess as one more equation: a / t = part, give or take GUESS.
+        u, trust = self._times(latest.samples) / latest.seconds, 1 / (GUESS * GUESS)
+        uu, u1 = uu + trust * u * u, u1 + trust * u * self._guess(latest, alike)
         determinant = uu * vv - uv * uv
-        if determinant <= 1e-9 * uu * vv:
-            return 0.0, v1 / vv
         fixed_s, slope = (u1 * vv - v1 * uv) / determinant, (v1 * uu - u1 * uv) / determinant
-        least = LEAST_SLOPE * self.points[-1].seconds / self.points[-1].samples
+        least = LEAST_SLOPE * latest.seconds / latest.samples
         if fixed_s < 0:
             return 0.0, v1 / vv
         if slope < least:
             return max(0.0, (u1 - least * uv) / uu), least
         return fixed_s, slope
 
-    def curve(self) -> Curve | None:
-        """Through the measured points, drawn towards the fitted line where noise may have put them; None before any."""
+    def shape(self) -> tuple[float, float] | None:
+        """a/c by what was measured alone, and how certain it is; None if the sizes seen do not tell."""
+        if len(self.points) < 2:
+            return None
+        latest = self.latest()
+        uu, uv, vv, u1, v1 = self._sums(latest)
+        certain = (uu - uv * uv / vv) * latest.seconds * latest.seconds
+        if certain < CERTAIN:
+            return None
+        fixed_s = max(0.0, (u1 * vv - v1 * uv) / (uu * vv - uv * uv))
+        slope = max((v1 - fixed_s * uv) / vv, LEAST_SLOPE * latest.seconds / latest.samples)
+        return fixed_s / slope, certain
+
+    def _sums(self, latest: Point) -> tuple[float, float, float, float, float]:
+        """The normal equations of 1 = a·(times/t) + c·(samples/t)."""
+        uu = uv = vv = u1 = v1 = 0.0
+        for point in self.points:
+            weight = self._weight(point, latest)
+            u, v = self._times(point.samples) / point.seconds, point.samples / point.seconds
+            uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
+            u1, v1 = u1 + weight * u, v1 + weight * v
+        return uu, uv, vv, u1, v1
+
+    def latest(self) -> Point:
+        """The point that was measured last, and of those the most often."""
+        return max(self.points, key=lambda point: (point.fold, point.count, -point.samples))
+
+    def _weight(self, point: Point, latest: Point) -> float:
+        big, small = max(point.samples, latest.samples), min(point.samples, latest.samples)
+        far, old = big / small - 1, self.folds - point.fold
+        noise = max(self.noise, LEAST_NOISE)
+        return point.count / (noise * noise * (1 + far * far * FAR) * (1 + AGEING * old))
+
+    def _guess(self, latest: Point, alike: float | None) -> float:
+        """The part of the latest seconds that is guessed to be fixed, before sizes are compared."""
+        if alike is not None:
+            fixed = alike * self._times(latest.samples)
+            return fixed / (fixed + latest.samples)
+        if self.prior is None:
+            return FIXED_PART
+        fixed_s = self.prior[0] * self._times(latest.samples)
+        whole_s = fixed_s + self.prior[1] * latest.samples
+        return fixed_s / whole_s if whole_s > 0 else FIXED_PART
+
+    def curve(self, alike: float | None = None) -> Curve | None:
+        """The fitted line, bent to pass through points that lie farther off than noise explains; None before any."""
         if not self.points:
             return None
-        fixed_s, slope = self.fitted()
+        fixed_s, slope = self.fitted(alike)
         again_s = fixed_s if self.micro else 0.0
-        at = [float(point.samples) for point in self.points]
-        seconds_at = []
+        at, seconds_at, counts = [], [], []
         for point in self.points:
             first_s = point.seconds - again_s * (self._times(point.samples) - 1)
             expected_s = fixed_s + slope * point.samples
-            off, doubt = first_s / expected_s - 1, self.noise / sqrt(point.count)
-            trust = off * off / (off * off + doubt * doubt) if off else 0.0
-            seconds_at.append(expected_s * (1 + off * trust))
-        seconds_at = _rising(seconds_at, [point.count for point in self.points])
-        return _drawn(at, seconds_at, fixed_s, slope, self.micro, again_s)
+            off = first_s / expected_s - 1
+            doubt = 2 * self.noise / sqrt(point.count)
+            if abs(off) > doubt:
+                at.append(float(point.samples))
+                seconds_at.append(expected_s * (1 + off * (1 - doubt * doubt / (off * off))))
+                counts.append(point.count)
+        if not at:
+            return Curve((0.0,), (fixed_s,), slope, self.micro, again_s)
+        seconds_at = _rising(seconds_at, counts)
+        return _drawn(at, seconds_at, slope, self.micro, again_s)
 
     def _times(self, samples: int) -> int:
         return (samples - 1) // self.micro + 1 if self.micro else 1
-
-    def _through_one(self, point: Point) -> tuple[float, float]:
-        before_s = 0.0
-        if self.prior is not None:
-            before_s = self.prior[0] * self._times(point.samples) + self.prior[1] * point.samples
-        if self.prior is None or not before_s > 0:
-            return 0.0, point.seconds / point.samples
-        factor = point.seconds / before_s
-        return self.prior[0] * factor, max(self.prior[1] * factor, LEAST_SLOPE * point.seconds / point.samples)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a snapshot."""
         return {
             "points": [[p.samples, p.seconds, p.count, p.fold] for p in self.points],
             "folds": self.folds,
+            "steps": self.steps,
             "noise": self.noise,
             "prior": list(self.prior) if self.prior else None,
             "hint": self.hint,
@@ -206,7 +250,8 @@ class Speed:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
         prior = (float(values["prior"][0]), float(values["prior"][1])) if values["prior"] else None
-        return cls(points, int(values["folds"]), float(values["noise"]), prior, values["hint"], values["micro"])
+        folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
+        return cls(points, folds, steps, noise, prior, values["hint"], values["micro"])
 
 
 @dataclass(slots=True)
@@ -221,9 +266,8 @@ class Drift:
     down: float = 0.0
     steps: int = field(default=0)
 
-    def see(self, seconds: float, expected_s: float, noise: float) -> int:
-        """For how many steps the speed has been another, once that is certain; 0 before."""
-        slack = noise if noise > 0.15 else 0.15
+    def see(self, seconds: float, expected_s: float, slack: float) -> int:
+        """For how many steps the speed has been another by more than `slack`, once that is certain; 0 before."""
         clip = 3.0 * slack
         off = 2.0 * (seconds - expected_s) / (seconds + expected_s)
         off = clip if off > clip else -clip if off < -clip else off
@@ -252,13 +296,15 @@ def usual(some: Sequence[float]) -> float:
     return sorted(some)[(len(some) - 1) // 2]
 
 
-def _noisier(noise: float, some: Sequence[float], usual_s: float) -> float:
-    """Relative noise by the median distance from the median, averaged over windows."""
-    if len(some) < 4:
+def _noisier(noise: float, steps: int, some: Sequence[float], usual_s: float) -> float:
+    """Relative noise by the median distance from the median, averaged over the steps so far."""
+    if len(some) < 2:
         return noise
-    seen = 1.4826 * usual([abs(one - usual_s) for one in some]) / usual_s
-    weight = len(some) / (len(some) + 20.0)
-    return noise + (min(seen, 1.0) - noise) * weight
+    if len(some) < 4:
+        seen = (max(some) - usual_s) / usual_s
+    else:
+        seen = 1.4826 * usual([abs(one - usual_s) for one in some]) / usual_s
+    return noise + (min(seen, 1.0) - noise) * len(some) / (len(some) + 2.0 + min(steps, 40))
 
 
 def _merged(old: Point | None, samples: int, usual_s: float, count: int, fold: int) -> Point:
@@ -282,15 +328,21 @@ def _rising(values: list[float], weights: Sequence[float]) -> list[float]:
     return [mean for mean, _, size in pools for _ in range(size)]
 
 
-def _drawn(
-    at: list[float], seconds_at: list[float], fixed_s: float, slope: float, micro: int | None, again_s: float
-) -> Curve:
+def _drawn(at: list[float], seconds_at: list[float], slope: float, micro: int | None, again_s: float) -> Curve:
     """Add the knot at 0 and the slope after the last."""
-    if len(at) > 1:
-        # Near the points that were measured last their own secant is a better guide than the line through all.
-        first = (seconds_at[1] - seconds_at[0]) / (at[1] - at[0])
-        last = (seconds_at[-1] - seconds_at[-2]) / (at[-1] - at[-2])
-        fixed_s, slope = seconds_at[0] - first * at[0], last
-    fixed_s = min(max(fixed_s, 0.0), seconds_at[0])
-    slope = max(slope, LEAST_SLOPE * seconds_at[-1] / at[-1])
+    fixed_s = min(max(seconds_at[0] - slope * at[0], 0.0), seconds_at[0])
     return Curve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)
+
+
+def common(shapes: Sequence[tuple[float, float]]) -> float | None:
+    """The a/c of members that run the same program: the median of theirs, by how certain each is."""
+    if not shapes:
+        return None
+    half, so_far = 0.0, 0.0
+    for _, certain in shapes:
+        half += certain / 2
+    for shape, certain in sorted(shapes):
+        so_far += certain
+        if so_far >= half:
+            return shape
+    return None

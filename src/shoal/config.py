@@ -19,7 +19,7 @@ from shoal.core import emulation
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice")
+TABLES = ("checkpoint", "budget", "notice", "shares")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -47,6 +47,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     backoff_max_s: Annotated[float, Meta(ge=0, description="longest wait before a restart")] = 30.0
     interface: Annotated[str, Meta(description="network interface that members listen on, empty to choose")] = ""
     ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
+    shares_policy: Annotated[str, Meta(description="who gets how much: model, ratio, equal or fixed:3,1")] = "model"
+    shares_threshold: Annotated[float, Meta(ge=0, lt=1, description="part of a step that new shares must save")] = 0.02
+    shares_window: Annotated[int, Meta(ge=1, description="steps that are measured between changes of shares")] = 10
+    shares_floor: Annotated[float, Meta(ge=0, description="least share, in samples, or below 1 a part of all")] = 0.0
+    shares_cap: Annotated[float, Meta(gt=0, description="largest share, in samples, or up to 1 a part of all")] = 1.0
+    shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
+        "continuous"
+    )
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""

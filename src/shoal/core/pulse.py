@@ -16,10 +16,12 @@ GHOST = 2
 class Pulse:
     """What one member says in one step.
 
-    `samples` is its true share and `weight` what its gradient counts for; `grad_sq` is the squared norm of its own
-    gradient; `prepared` is the number of the proposed world that it has connected, 0 for none; `wishes` is a set of the
-    bits STOP and GHOST (it has no share of the next step either); `more` says whether its stream has another sample
-    after this step.
+    `samples` is its true share and `weight` what its gradient counts for. `data_s`, `compute_s` and `wait_s` tell of
+    the step before, in which it was dealt `measured` units of the plan (0: nothing was measured), cut into pieces of
+    `micro` at most (0: not cut); `grad_sq` is the squared norm of its own mean gradient then, `total_sq` that of
+    everybody's (0: not taken). `prepared` is the number of the proposed world that it has connected, 0 for none;
+    `wishes` is a set of the bits STOP and GHOST (it has no share of the next step either); `more` says whether its
+    stream has another sample after this step.
     """
 
     step: int
@@ -29,7 +31,10 @@ class Pulse:
     compute_s: float = 0.0
     data_s: float = 0.0
     wait_s: float = 0.0
+    measured: int = 0
+    micro: int = 0
     grad_sq: float = 0.0
+    total_sq: float = 0.0
     prepared: int = 0
     wishes: int = 0
     more: bool = True
@@ -51,7 +56,8 @@ def decode(matrix: NDArray[np.float64]) -> tuple[Pulse, ...]:
 
 
 def _pulse(row: Sequence[float]) -> Pulse:
-    step, samples, weight, loss, compute_s, data_s, wait_s, grad_sq, prepared, wishes, more = row
+    step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
+    grad_sq, total_sq, prepared, wishes, more = rest
     return Pulse(
         step=int(step),
         samples=int(samples),
@@ -60,7 +66,10 @@ def _pulse(row: Sequence[float]) -> Pulse:
         compute_s=compute_s,
         data_s=data_s,
         wait_s=wait_s,
+        measured=int(measured),
+        micro=int(micro),
         grad_sq=grad_sq,
+        total_sq=total_sq,
         prepared=int(prepared),
         wishes=int(wishes),
         more=bool(more),

@@ -15,6 +15,7 @@ from shoal.core import pulse
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
 from shoal.torch.buckets import Buckets, StepAborted
+from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.keeper import StateKeeper
 from shoal.torch.statistics import Statistics
@@ -62,7 +63,7 @@ class Trainer:
         self._keeper.blanks, self._keeper.ends = self._blanks, self._ends
         self._choose_exchange()
         feed.start()
-        session.begin(identity, self._keeper)
+        session.begin(identity, self._keeper, on_cpu=all(p.device.type == "cpu" for p in self.model.parameters()))
         over = False
         try:
             while not over:
@@ -101,8 +102,18 @@ class Trainer:
         if self._pace is not None:
             self._pace.begin(step)
         ghosts = self._ghosts(world, step)
-        pieces = feed.pieces(step, session.rank, world.size, ghosts)
-        turn = Turn(step, feed.cursor(step).epoch, pieces, feed.nominal(step), exchange)
+        pieces = feed.pieces(step, world, session.rank, ghosts)
+        turn = Turn(
+            step,
+            feed.cursor(step).epoch,
+            pieces,
+            feed.nominal(step),
+            exchange,
+            world,
+            feed.units,
+            first=not self._committed_at,
+            held=feed.held,
+        )
         self._last, self.turn = self.turn, turn
         _seed_everything(seed, step, session.rank)
         turn.data_s = time.perf_counter() - began
@@ -110,6 +121,8 @@ class Trainer:
         turn.given_at = time.perf_counter()
         for number, piece in enumerate(pieces):
             turn.piece = number
+            if turn.shard is not None:
+                _seed_everything(seed, step, turn.shard)
             yield piece.batch
             if session.broken:
                 return
@@ -155,7 +168,8 @@ class Trainer:
         if self._buckets is None or not self._buckets.fits(parameters):
             if self._buckets is not None:
                 self._buckets.close()
-            self._buckets = Buckets(parameters, self._statistics.count)
+            exact = self.feed is not None and self.feed.held is not None
+            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
 
     # --- one step
 
@@ -171,17 +185,32 @@ class Trainer:
         turn.backwards += 1
         samples = turn.pieces[turn.piece].samples
         own = float(samples if weight is None else weight) if samples else 0.0
-        turn.weight += own
-        turn.loss = turn.loss + loss.detach() * own
-        scaled = loss * (own / turn.nominal)
+        turn.own = own if turn.held is None else exact_weight(own)
+        turn.weight += turn.own
+        turn.loss = turn.loss + loss.detach() * turn.own
+        scaled = loss * (turn.own / turn.nominal)
         if self._session.broken:
             return
         if turn.backwards == 1:
             self._bucket_up()
+            if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
+                self._buckets.begin(turn.held)
         if turn.last_piece:
             self._exchange(turn, scaled)
+        elif isinstance(self._buckets, TreeBuckets):
+            self._sum_shard(self._buckets, turn, scaled)
         elif own:
             scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
+        assert self._statistics is not None
+        buckets.open()
+        if turn.counts:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        self._statistics.send(buckets, turn.own / turn.nominal)
+        buckets.shut()
+        # Each shard begins with what the buffers were at the last commit, wherever it is computed.
+        self._statistics.put_back()
 
     def _exchange(self, turn: Turn, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
@@ -192,7 +221,7 @@ class Trainer:
         try:
             gathered = exchange.gather(pulse.encode(self._pulse(turn)))
             self._buckets.arm(exchange)
-            if not turn.empty or self.synchronised:
+            if turn.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
             if self._pace is not None:
                 self._pace.after_backward()
@@ -202,7 +231,8 @@ class Trainer:
             self._check(turn)
             session.agree(turn.everybody)
             total = sum(p.weight for p in turn.everybody)
-            self._statistics.send(self._buckets, turn.weight / total if total else 0.0)
+            mine = turn.weight / total if total else 0.0
+            self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)
             self._buckets.finish(total / turn.nominal if total else 1.0, turn.empty)
             turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
             turn.reduced = True
@@ -225,6 +255,8 @@ class Trainer:
             compute_s=last.compute_s if last else 0.0,
             data_s=last.data_s if last else 0.0,
             wait_s=last.wait_s if last else 0.0,
+            measured=last.measured if last else 0,
+            micro=self.feed.micro or 0,
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
@@ -301,10 +333,12 @@ class Trainer:
         assert self.feed is not None
         self._statistics.receive(self._buckets)
         self._statistics.keep()
-        self.feed.committed(turn.everybody)
+        change = self.feed.committed(turn.step, turn.world, turn.everybody)
         self._session.commit()
         turn.committed = True
         self._measure(turn)
+        if change is not None and self._session.is_writer:
+            self._session.decided(change.step, "shares", change.shares, change.reason)
 
     def _measure(self, turn: Turn) -> None:
         now = time.monotonic()

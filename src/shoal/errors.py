@@ -507,3 +507,13 @@ class OutOfStep(TrainingError):
     """The members of a world are not at the same step; nothing of it was applied."""
 
     code = "S314"
+
+
+class NotExact(TrainingError):
+    """What was asked for cannot be had in exact mode, in which no bit of the result depends on the members.
+
+    Exact mode cuts every global batch into shards (``run.batches(..., exact=16)``) that are computed one by one on
+    CPUs. It excludes ``micro``, ``run.sync_batchnorm`` and ``run.stream``.
+    """
+
+    code = "S315"

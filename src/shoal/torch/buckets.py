@@ -79,7 +79,7 @@ class Buckets:
 
     def blanks(self) -> list[Blank]:
         """Buffers like ours, for a shadow that takes part without gradients."""
-        return [(*_operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
+        return [(*operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
         """Send what is left, wait for all, and give every parameter its gradient over the whole global batch.
@@ -162,10 +162,10 @@ def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
     """Sum a flat tensor over all members in place."""
     if getattr(exchange, "takes_tensors", False):
         return exchange.reduce(flat)  # type: ignore[arg-type]
-    return exchange.reduce(*_operand(flat))
+    return exchange.reduce(*operand(flat))
 
 
-def _operand(flat: torch.Tensor) -> tuple[NDArray[Any], Adder | None]:
+def operand(flat: torch.Tensor) -> tuple[NDArray[Any], Adder | None]:
     """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.uint16).numpy(), _add_bfloat16

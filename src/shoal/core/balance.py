@@ -23,6 +23,7 @@ FIRST_WINDOWS = (2, 4, 8)
 SETTLED = len(FIRST_WINDOWS)
 AT_MOST = 2
 SLOWER = 1.03
+DOUBTS = 3.5
 JUMP = 0.15
 JUMP_ELSEWHERE = 0.5
 FREE = 3
@@ -94,7 +95,7 @@ class Balance:
         self._members: dict[str, _Member] = {}
         self._plan: _Plan | None = None
         self._next: _Plan | None = None
-        self._best: tuple[Shares, float] | None = None
+        self._best: Shares | None = None
         self._window = 0
         self._matched = 0
         self._waited = 0
@@ -178,31 +179,28 @@ class Balance:
 
     def _costs(self, members: Sequence[str]) -> list[Curve]:
         """A curve for everybody: measured, or by comparison with those who are."""
-        known = [one for name in members if (one := self._members.get(name)) is not None and one.speed.measured]
-        slopes, by_hint, fixed = [], [], []
-        for one in known:
-            point = one.speed.latest()
-            fitted = one.speed.fitted(self._alike)
-            slopes.append(fitted[1])
-            fixed.append(fitted[0])
-            if one.speed.hint is not None:
-                by_hint.append(point.seconds / point.samples * one.speed.hint)
-        hints = [one.speed.hint for name in members if (one := self._members.get(name)) and one.speed.hint is not None]
-        usual_hint = usual(hints) if hints else 1.0
-        costs = []
-        for name in members:
-            held = self._members.get(name)
-            if held is not None and held.speed.measured:
-                costs.append(self._curve(held))
-                continue
-            hint = held.speed.hint if held is not None else None
-            if not known:
-                costs.append(line(0.0, 1.0 / (hint or usual_hint)))
-            elif hint is not None and by_hint:
-                costs.append(line(0.0, usual(by_hint) / hint))
-            else:
-                costs.append(line(usual(fixed), usual(slopes)))
-        return costs
+        held = [self._members.get(name) for name in members]
+        costs = [one.curve if one is not None else None for one in held]
+        if None in costs:
+            known = [one for one in held if one is not None and one.curve is not None]
+            costs = [cost or self._by_comparison(one, known, held) for one, cost in zip(held, costs, strict=True)]
+        return [cost for cost in costs if cost is not None]
+
+    def _by_comparison(self, one: _Member | None, known: Sequence[_Member], all_: Sequence[_Member | None]) -> Curve:
+        """The curve of a member that was not measured yet: by the probes, or like the usual member."""
+        hint = one.speed.hint if one is not None else None
+        if not known:
+            hints = [other.speed.hint for other in all_ if other is not None and other.speed.hint is not None]
+            return line(0.0, 1.0 / (hint or (usual(hints) if hints else 1.0)))
+        compared = []
+        for other in known:
+            if hint is not None and other.speed.hint is not None:
+                latest = other.speed.latest()
+                compared.append(latest.seconds / latest.samples * other.speed.hint / hint)
+        if compared:
+            return line(0.0, usual(compared))
+        fitted = [other.speed.fitted(self._alike) for other in known]
+        return line(usual([fixed_s for fixed_s, _ in fitted]), usual([slope for _, slope in fitted]))
 
     def _with_trial(self, now: _Plan) -> Shares:
         """One sample of the largest share goes to the member that is tried again."""
@@ -333,16 +331,23 @@ class Balance:
         if self.rules.policy == "ratio":
             return self._decide_by_ratio(step, now)
         costs = self._costs(now.members)
-        now_s = _slowest(costs, now.shares)
-        back = self._compare_with_best(now)
+        times = [cost.seconds(share) for cost, share in zip(costs, now.shares, strict=True)]
+        now_s = max(times)
+        least_gain = self._least_gain(now, times.index(now_s))
+        # Somebody's share will not shrink, so the step cannot become shorter than the shortest time.
+        if now_s <= 0 or 1 - min(times) / now_s < least_gain:
+            self._best = now.shares if self._best is None else self._best
+            return None
         wanted = plan.by_cost(now.size, costs, *self._near(now))
         then_s = _slowest(costs, wanted)
-        if back is not None and then_s > back[1] / SLOWER:
+        back = self._slower_than_best(now)
+        if back is not None and then_s > back / SLOWER:
+            assert self._best is not None
             self._backoff *= 2
-            return self._change(step, now, back[0], costs, f"the last change made steps slower: {_ms(now_s)}")
-        gain = 1 - then_s / now_s if now_s > 0 else 0.0
+            return self._change(step, now, self._best, costs, "the last change made steps slower")
+        gain = 1 - then_s / now_s
         steps_left = HORIZON_STEPS if left is None else left
-        if wanted == now.shares or gain < self._least_gain(now) or gain * steps_left < WORTH * COST_STEPS:
+        if wanted == now.shares or gain < least_gain or gain * steps_left < WORTH * COST_STEPS:
             return None
         return self._change(step, now, wanted, costs, "")
 
@@ -380,32 +385,40 @@ class Balance:
             near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
         return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
 
-    def _compare_with_best(self, now: _Plan) -> tuple[Shares, float] | None:
-        """Remember the best shares so far; returns them if those in force were measured to be slower."""
-        measured_s = 0.0
-        for name, share in zip(now.members, now.shares, strict=True):
+    def _slower_than_best(self, now: _Plan) -> float | None:
+        """Remember the best shares so far; returns their seconds if those in force are measured to be slower."""
+        now_s = self._measured_s(now.members, now.shares)
+        best_s = self._measured_s(now.members, self._best) if self._best is not None else None
+        if now_s is None:
+            return None
+        if best_s is None or now_s <= best_s:
+            self._best = now.shares
+            return None
+        slower = max(SLOWER, 1 + self._doubt(now.members, now.shares))
+        return best_s if now_s > slower * best_s else None
+
+    def _measured_s(self, members: Sequence[str], shares: Shares) -> float | None:
+        """The step with these shares, if all of them have been measured."""
+        slowest = 0.0
+        for name, share in zip(members, shares, strict=True):
             point = self._members[name].speed.point(share) if share else None
             if share and point is None:
                 return None
-            measured_s = max(measured_s, point.seconds if point else 0.0)
-        best = self._best
-        if best is None or best[0] == now.shares or measured_s <= best[1]:
-            self._best = (now.shares, measured_s)
-            return None
-        slower = max(SLOWER, 1 + self._doubt(now))
-        return best if measured_s > slower * best[1] else None
+            slowest = max(slowest, point.seconds if point else 0.0)
+        return slowest
 
-    def _least_gain(self, now: _Plan) -> float:
-        return max(self.rules.threshold, self._doubt(now)) * self._backoff
+    def _least_gain(self, now: _Plan, rank: int) -> float:
+        doubt = self._doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
+        return max(self.rules.threshold, doubt) * self._backoff
 
-    def _doubt(self, now: _Plan) -> float:
-        """Twice the standard error of the least certain measurement of the shares in force."""
+    def _doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
+        """How much of a difference noise explains, by the least certain of these measurements."""
         doubt = 0.0
-        for name, share in zip(now.members, now.shares, strict=True):
+        for name, share in zip(members, shares, strict=True):
             speed = self._members[name].speed
             point = speed.point(share)
             if point is not None:
-                doubt = max(doubt, 2 * speed.noise / sqrt(point.count))
+                doubt = max(doubt, DOUBTS * speed.noise / sqrt(point.count))
         return doubt
 
     def _change(self, step: int, now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> Change:
@@ -463,7 +476,7 @@ class Balance:
         return {
             "plan": _listed(self._plan),
             "next": _listed(self._next),
-            "best": [list(self._best[0]), self._best[1]] if self._best else None,
+            "best": list(self._best) if self._best else None,
             "counts": [self._window, self._matched, self._waited, self._epoch, int(self._due)],
             "backoff": self._backoff,
             "alike": self._alike,
@@ -485,7 +498,7 @@ class Balance:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._plan, self._next = _unlisted(state["plan"]), _unlisted(state["next"])
         best, trial = state["best"], state["trial"]
-        self._best = (tuple(best[0]), best[1]) if best else None
+        self._best = tuple(best) if best else None
         self._window, self._matched, self._waited, self._epoch, due = state["counts"]
         self._due = bool(due)
         self._backoff, self.reason = state["backoff"], state["reason"]
@@ -496,10 +509,6 @@ class Balance:
 
     def _member(self, name: str) -> _Member:
         return self._members.setdefault(name, _Member())
-
-    def _curve(self, one: _Member) -> Curve:
-        assert one.curve is not None
-        return one.curve
 
     def _forget_strangers(self, members: Sequence[str]) -> None:
         strangers = [name for name in self._members if name not in members]

@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 from typing import Any, Self
 
 KEPT = 8
-FULL = 40
+FULL = 100
 USUAL_NOISE = 0.1
 AGEING = 0.2
 LEAST_SLOPE = 1e-3
@@ -221,7 +221,7 @@ class Speed:
             first_s = point.seconds - again_s * (self._times(point.samples) - 1)
             expected_s = fixed_s + slope * point.samples
             off = first_s / expected_s - 1
-            doubt = 2 * self.noise / sqrt(point.count)
+            doubt = 3 * self.noise / sqrt(point.count)
             if abs(off) > doubt:
                 at.append(float(point.samples))
                 seconds_at.append(expected_s * (1 + off * (1 - doubt * doubt / (off * off))))
@@ -292,8 +292,14 @@ def usable(samples: int, seconds: float) -> bool:
 
 
 def usual(some: Sequence[float]) -> float:
-    """The lower median: of two it is the smaller, since a first step is often slow."""
-    return sorted(some)[(len(some) - 1) // 2]
+    """The mean of the middle half, which spikes do not reach; of two or three the lower, as first steps are slow."""
+    ordered, cut = sorted(some), (len(some) + 1) // 4
+    if len(some) < 4:
+        return ordered[(len(some) - 1) // 2]
+    total = 0.0
+    for one in ordered[cut : len(some) - cut]:
+        total += one
+    return total / (len(some) - 2 * cut)
 
 
 def _noisier(noise: float, steps: int, some: Sequence[float], usual_s: float) -> float:

@@ -69,13 +69,14 @@ class ShardLoader(ShareLoader):
         sizes = tree.cut(self.order.size_of(step), self.order.size, self._shards)
         return list(accumulate(sizes, initial=0))
 
-    def sizes(self, step: int, span: Span) -> tuple[int, ...]:
+    def sizes_of(self, step: int, span: Span) -> tuple[int, ...]:
+        """How many samples of a span each of its shards has."""
         start, stop = span
         shards = pairwise(self.bounds(step))
         return tuple(min(b, stop) - max(a, start) for a, b in shards if a < stop and b > start)
 
     def _key(self, step: int, span: Span) -> Key:
-        return super()._key(step, span)._replace(micro=self.sizes(step, span))
+        return super()._key(step, span)._replace(micro=self.sizes_of(step, span))
 
 
 class ShardFeed(IndexedFeed):
@@ -96,6 +97,9 @@ class ShardFeed(IndexedFeed):
         self.held = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)
         self.units = self.held.stop - self.held.start
         return found
+
+    def _sizes(self, step: int, span: Span) -> tuple[int, ...]:
+        return self._loader.sizes_of(step, span)
 
     def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> Held:
         count = len(self._loader.bounds(step)) - 1

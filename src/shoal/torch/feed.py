@@ -93,7 +93,7 @@ class IndexedFeed:
         batches = self._loader.take(step, span, ahead)
         if ghost:
             return ghost
-        return [Piece(b, n) for b, n in zip(batches, self._loader.sizes(step, span), strict=True)]
+        return [Piece(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
 
     def more(self) -> bool:
         return True
@@ -107,6 +107,9 @@ class IndexedFeed:
 
     def close(self) -> None:
         self._loader.close()
+
+    def _sizes(self, step: int, span: tuple[int, int]) -> tuple[int, ...]:  # noqa: ARG002
+        return self._loader.sizes(span)
 
     def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> tuple[int, int]:
         return plan.span(self.balance.shares(step, self._order.size_of(step), members, ghosts), rank)

@@ -58,7 +58,7 @@ class ShareLoader:
         if self._prefetch:
             self._prefetch.start()
 
-    def sizes(self, step: int, span: Span) -> tuple[int, ...]:  # noqa: ARG002 - those of shards depend on it
+    def sizes(self, span: Span) -> tuple[int, ...]:
         """How many samples each piece that `take` gives for this span has."""
         return cut(span[1] - span[0], self.micro)
 

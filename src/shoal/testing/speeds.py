@@ -5,7 +5,7 @@ Example::
     text = machines(1, 0.25, sample_s=0.002)
     together(2, emulated(body, text))                 # in threads
     subprocess.run(["shoal", "run", "-n", "2", "--emulate", text, "train.py"])
-    best = best_shares(text, size=64, members=2)      # (51, 13)
+    best = best_shares(text, size=64, members=2)      # (52, 12)
     step_s(text, best) / step_s(text, (32, 32))
 """
 

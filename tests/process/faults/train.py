@@ -54,7 +54,8 @@ def batches(run, data: Numbered):
     if "shards" in PLAN:
         parts = torch.arange(len(data)).tensor_split(PLAN["shards"])
         return run.stream([partial(map, data.__getitem__, part.tolist()) for part in parts], size, epochs)
-    return run.batches(data, size, epochs, seed=5, workers=PLAN.get("workers", 0), micro=PLAN.get("micro"))
+    how = {name: PLAN[name] for name in ("workers", "micro", "shares") if name in PLAN}
+    return run.batches(data, size, epochs, seed=5, **how)
 
 
 def main() -> None:
@@ -95,7 +96,9 @@ def main() -> None:
         time.sleep(PLAN.get("pause_s", 0.0))
         if run.committed:
             counted = ids.tolist() if share else []
-            record("commit", step=step, world=world, size=run.size, ids=counted, sum=checksum({"model": model}))
+            turn, sum_ = run._trainer.turn, checksum({"model": model})
+            took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
+            record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
     run.save(OUT / "final.pt")
     record("done", step=run.step, sum=checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler}))
     print("done", run.step, flush=True)

@@ -173,6 +173,19 @@ def test_a_decision_holds_only_after_what_has_been_read_ahead() -> None:
     assert (auto.size_at(decision.step - 1), auto.size_at(decision.step)) == (32, decision.size)
 
 
+def test_one_look_is_not_enough_and_the_next_comes_after_some_steps_with_the_new_batch() -> None:
+    made = lived(AutoBatch(32, (16, 4096), every=10, ahead=5), told(1000.0), cost(0.1, 0.001), range(100))
+    assert [decision.step for decision in made[:3]] == [25, 41, 57]
+
+
+def test_a_second_thought_is_weighed_as_long_as_the_first() -> None:
+    auto = AutoBatch(32, (16, 4096), every=10, ahead=1)
+    made = lived(auto, told(1000.0), cost(0.1, 0.001), range(20))
+    assert len(made) == 1
+    back = lived(auto, told(0.0), cost(0.0, 0.001), range(20, 80))
+    assert back[0].step - made[0].step >= 20
+
+
 def test_a_noise_that_is_measured_badly_does_not_make_the_batch_swing() -> None:
     chance = np.random.default_rng(3)
     auto = AutoBatch(320, (16, 4096), every=1)

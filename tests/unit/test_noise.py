@@ -94,6 +94,14 @@ def test_a_signal_lost_in_the_noise_gives_a_floor_and_no_scale() -> None:
     assert 8 < noise.floor < VARIANCE / 1e-4
 
 
+def test_a_scale_of_which_the_error_is_large_is_not_told() -> None:
+    noise = Noise()
+    for signal in (4.0, -3.9) * 20:
+        noise.observe((8, 24), (signal + 9000 / 8, signal + 9000 / 24), signal + 9000 / 32)
+    assert noise.signal > 0
+    assert noise.scale is None
+
+
 def test_a_gradient_without_noise_has_a_scale_of_zero() -> None:
     noise = Noise()
     for _ in range(20):

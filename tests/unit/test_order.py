@@ -154,3 +154,9 @@ def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
     tracemalloc.stop()
     assert place.first + place.size == 1_000_000_000
     assert peak_bytes < 200_000
+
+
+@pytest.mark.parametrize("decisions", [((4, 10), (4, 20)), ((4, 10), (2, 20)), ((-1, 10),)])
+def test_decisions_that_do_not_follow_one_another_are_refused(decisions: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="do not follow"):
+        Order(100, 5, decisions=decisions)

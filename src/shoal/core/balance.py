@@ -24,6 +24,8 @@ SETTLED = len(FIRST_WINDOWS)
 AT_MOST = 2
 SLOWER = 1.03
 DOUBTS = 3.5
+LEAP = 0.1
+QUIET_STEPS = 200
 JUMP = 0.15
 JUMP_ELSEWHERE = 0.5
 FREE = 3
@@ -104,6 +106,7 @@ class Balance:
         self._due = False
         self._trial: tuple[int, str] | None = None
         self._alike: float | None = None
+        self._recently: list[int] = []
         self._found: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
 
     # --- what members tell about themselves
@@ -279,7 +282,8 @@ class Balance:
             if one.expected[0] != samples:
                 one.expected = (samples, curve.seconds(samples))
                 # Where nothing was measured yet, the curve may be wrong and the speed the same.
-                one.slack = max(one.speed.noise, JUMP if one.speed.point(samples) else JUMP_ELSEWHERE)
+                point = one.speed.point(samples)
+                one.slack = max(one.speed.noise, JUMP) * (1 + 2 / sqrt(point.count)) if point else JUMP_ELSEWHERE
             steps = one.drift.see(seconds, one.expected[1], one.slack)
             if one.parked_at is not None and seconds < 0.8 * one.expected[1]:
                 steps = (
@@ -302,7 +306,7 @@ class Balance:
             one.recent.clear()
             one.fresh = True
         if jumped:
-            self._best, self._backoff = None, 1.0
+            self._best, self._backoff, self._recently = None, 1.0, []
             self._window = self._window if self.rules.mode == "epoch" else 0
         for one in self._members.values():
             if one.recent:
@@ -325,6 +329,7 @@ class Balance:
 
     def _decide(self, step: int, left: int | None) -> Change | None:
         now, due, self._due = self._plan, self._due, False
+        self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
         assert now is not None
         if self._window > SETTLED and (self.rules.mode == "once" or (self.rules.mode == "epoch" and not due)):
             return None
@@ -338,7 +343,7 @@ class Balance:
         if now_s <= 0 or 1 - min(times) / now_s < least_gain:
             self._best = now.shares if self._best is None else self._best
             return None
-        wanted = plan.by_cost(now.size, costs, *self._near(now))
+        wanted = self._wanted(now, costs, least_gain)
         then_s = _slowest(costs, wanted)
         back = self._slower_than_best(now)
         if back is not None and then_s > back / SLOWER:
@@ -347,9 +352,29 @@ class Balance:
             return self._change(step, now, self._best, costs, "the last change made steps slower")
         gain = 1 - then_s / now_s
         steps_left = HORIZON_STEPS if left is None else left
+        least_gain += self._leap(now, wanted)
         if wanted == now.shares or gain < least_gain or gain * steps_left < WORTH * COST_STEPS:
             return None
         return self._change(step, now, wanted, costs, "")
+
+    def _wanted(self, now: _Plan, costs: Sequence[Curve], least_gain: float) -> Shares:
+        """The best shares within one change; a member is parked only if that is plainly better than a single sample."""
+        lows, highs = self._near(now)
+        wanted = plan.by_cost(now.size, costs, lows, highs)
+        lows = [max(low, min(1, had, high)) for low, had, high in zip(lows, now.shares, highs, strict=True)]
+        if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
+            return wanted
+        kept = plan.by_cost(now.size, costs, lows, highs)
+        return kept if _slowest(costs, wanted) > _slowest(costs, kept) * (1 - least_gain) else wanted
+
+    def _leap(self, now: _Plan, wanted: Shares) -> float:
+        """How much of the gain to doubt because shares grow beyond what was measured."""
+        leap = 0.0
+        for name, share in zip(now.members, wanted, strict=True):
+            points = self._members[name].speed.points
+            if points and share > points[-1].samples:
+                leap = max(leap, LEAP * (share / points[-1].samples - 1))
+        return min(leap, LEAP)
 
     def _decide_by_ratio(self, step: int, now: _Plan) -> Change | None:
         """The ancestors' law: b' = b·mean(t)/t."""
@@ -376,11 +401,11 @@ class Balance:
     def _near(self, now: _Plan) -> tuple[list[int], list[int]]:
         """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
         lows, highs = self._bounds(now.size, now.members)
-        if self._window <= FREE:
-            return lows, highs
+        little = max(1, now.size // (4 * len(now.members)))
         near_lows, near_highs = [], []
         for name, share, low, high in zip(now.members, now.shares, lows, highs, strict=True):
-            free = self._members[name].fresh or share == 0
+            high = max(low, min(high, little)) if share == 0 else high
+            free = self._window <= FREE or self._members[name].fresh or share == 0
             near_lows.append(low if free else max(low, min(share // AT_MOST, high)))
             near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
         return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
@@ -409,7 +434,7 @@ class Balance:
 
     def _least_gain(self, now: _Plan, rank: int) -> float:
         doubt = self._doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
-        return max(self.rules.threshold, doubt) * self._backoff
+        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently))
 
     def _doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
         """How much of a difference noise explains, by the least certain of these measurements."""
@@ -425,6 +450,8 @@ class Balance:
         then = step + 1 + self.ahead
         self._next = _Plan(then, now.size, now.members, wanted)
         self._trial = None
+        if self._window > SETTLED:
+            self._recently = [*self._recently[-3:], step]
         for name, share in zip(now.members, wanted, strict=True):
             one = self._members[name]
             one.fresh = one.fresh and not one.speed.measured
@@ -480,6 +507,7 @@ class Balance:
             "counts": [self._window, self._matched, self._waited, self._epoch, int(self._due)],
             "backoff": self._backoff,
             "alike": self._alike,
+            "recently": self._recently,
             "trial": list(self._trial) if self._trial else None,
             "reason": self.reason,
             "members": {
@@ -503,7 +531,7 @@ class Balance:
         self._due = bool(due)
         self._backoff, self.reason = state["backoff"], state["reason"]
         self._trial = (trial[0], trial[1]) if trial else None
-        self._alike = state["alike"]
+        self._alike, self._recently = state["alike"], list(state["recently"])
         self._members = {name: _restored(values, self._alike) for name, values in state["members"].items()}
         self._found.clear()
 

@@ -19,7 +19,7 @@ from shoal.core import emulation
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice", "shares")
+TABLES = ("checkpoint", "budget", "notice", "shares", "noise")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -55,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
         "continuous"
     )
+    noise_every: Annotated[int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")] = 10
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""

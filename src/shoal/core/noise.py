@@ -33,10 +33,17 @@ def estimate(shares: Sequence[float], squares: Sequence[float], total_sq: float)
     if len(shares) != len(squares):
         raise ValueError(f"{len(shares)} shares, {len(squares)} squared norms")
     some = [(share, square) for share, square in zip(shares, squares, strict=True) if share != 0]
-    size = sum(share for share, _ in some)
-    if len(some) < 2 or not all(isfinite(a) and a > 0 and isfinite(sq) for a, sq in some) or not isfinite(total_sq):
+    if any(share < 0 for share, _ in some):
         return None
-    variance = (sum(share * square for share, square in some) - size * total_sq) / (len(some) - 1)
+    size = sum(share for share, _ in some)
+    return estimate_from_sums(sum(share * square for share, square in some), size, len(some), total_sq)
+
+
+def estimate_from_sums(weighted_sq: float, size: float, groups: int, total_sq: float) -> Sight | None:
+    """The same from sums over `groups` of samples: of the shares, and of share times squared mean gradient."""
+    if groups < 2 or not (0 < size < inf) or not isfinite(weighted_sq) or not isfinite(total_sq):
+        return None
+    variance = (weighted_sq - size * total_sq) / (groups - 1)
     signal = total_sq - variance / size
     return Sight(variance, signal) if max(abs(variance), abs(signal)) < HUGE else None
 
@@ -97,13 +104,21 @@ class Noise:
         `samples` is the size of the batch if the shares are other weights, such as tokens: the noise scale is then in
         samples all the same. Take the squares from the pulses: they must be the same on all members, bit for bit.
         """
-        seen = estimate(shares, squares, total_sq)
+        size, groups = sum(shares), sum(1 for share in shares if share)
+        self._take(estimate(shares, squares, total_sq), size, groups, samples)
+
+    def observe_sums(
+        self, weighted_sq: float, size: float, groups: int, total_sq: float, samples: float | None = None
+    ) -> None:
+        """The same from what the pulses carry; see `estimate_from_sums`."""
+        self._take(estimate_from_sums(weighted_sq, size, groups, total_sq), size, groups, samples)
+
+    def _take(self, seen: Sight | None, size: float, groups: int, samples: float | None) -> None:
         if seen is None:
             return
-        size = sum(shares)
         unit = 1.0 if samples is None else samples / size
-        # A step with n shares has n - 1 independent views of the variance.
-        views = sum(1 for share in shares if share) - 1
+        # A step with n groups has n - 1 independent views of the variance.
+        views = groups - 1
         self._variance.add(seen.variance * unit, self._memory, weight=float(views))
         self._signal.add(seen.signal, self._memory)
         self._size.add(size * unit, self._memory)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
+from shoal.torch.squares import Squares
 from shoal.worker.exchange import Adder, Exchange, Ticket
 from shoal.worker.shadow import Blank
 
@@ -54,6 +55,7 @@ class Buckets:
         self._exchange: Exchange | None = None
         self._tickets: list[Ticket] = []
         self._next = 0
+        self.squares: Squares | None = None
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -99,6 +101,10 @@ class Buckets:
             for bucket in self._buckets:
                 for view in bucket.views:
                     view.div_(divisor)
+        if self.squares is not None:
+            for bucket in self._buckets:
+                for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                    self.squares.everybody(parameter, view)
         self._hand_out()
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
@@ -147,7 +153,11 @@ class Buckets:
 
     def _launch(self) -> None:
         assert self._exchange is not None
-        flat = self._buckets[self._next].flat
+        bucket = self._buckets[self._next]
+        if self.squares is not None:
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                self.squares.own(parameter, view)
+        flat = bucket.flat
         self._next += 1
         self._tickets.append(reduce(self._exchange, flat))
 

@@ -36,6 +36,7 @@ class Run:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
         self._trainer = Trainer(session, self._keeper)
+        self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
 

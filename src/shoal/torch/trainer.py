@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from shoal.core import pulse
+from shoal.core.noise import Noise
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.keeper import StateKeeper
+from shoal.torch.squares import Squares
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
 from shoal.worker.exchange import Exchange, ExchangeBroken
@@ -47,6 +49,7 @@ class Trainer:
         self._samples_per_s = 0.0
         self._committed_at = 0.0
         self._loss: float | None = None
+        self.noise = Noise()
         self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
@@ -193,6 +196,7 @@ class Trainer:
             return
         if turn.backwards == 1:
             self._bucket_up()
+            turn.squares = self._squares_of(turn)
             if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
                 self._buckets.begin(turn.held)
         if turn.last_piece:
@@ -201,6 +205,16 @@ class Trainer:
             self._sum_shard(self._buckets, turn, scaled)
         elif own:
             scaled.backward()  # type: ignore[no-untyped-call]
+            if turn.squares is not None and turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2:
+                turn.squares.halve(self._buckets.parameters if self._buckets is not None else (), turn.weight)
+
+    def _squares_of(self, turn: Turn) -> Squares | None:
+        """Now and then norms are taken, where there are at least two groups of samples to compare."""
+        every = self._session.settings.noise_every
+        if not every or turn.step % every or turn.first or turn.held is not None:
+            return None
+        squares = Squares(self.optimizers)
+        return squares if squares.ready and (turn.world.size > 1 or len(turn.pieces) > 1) else None
 
     def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
         assert self._statistics is not None
@@ -220,6 +234,7 @@ class Trainer:
             self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
         try:
             gathered = exchange.gather(pulse.encode(self._pulse(turn)))
+            self._buckets.squares = turn.squares
             self._buckets.arm(exchange)
             if turn.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -257,10 +272,29 @@ class Trainer:
             wait_s=last.wait_s if last else 0.0,
             measured=last.measured if last else 0,
             micro=self.feed.micro or 0,
+            **self._norms(turn),
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
         )
+
+    def _norms(self, turn: Turn) -> dict[str, Any]:
+        """What was found of the gradients of the step before, if the same members took part in it."""
+        last = self._last
+        if last is None or last.squares is None or not last.committed or last.world != turn.world:
+            return {}
+        grad_sq, groups = last.squares.weighted(last.weight, last.nominal)
+        return {"grad_sq": grad_sq, "grad_weight": last.weight, "groups": groups, "total_sq": last.squares.total}
+
+    def _learn_noise(self, everybody: tuple[pulse.Pulse, ...]) -> None:
+        told = [p for p in everybody if p.groups]
+        if told:
+            size = sum(p.grad_weight for p in told)
+            # Weights may be tokens; the noise scale is in samples.
+            samples, weight = sum(p.samples for p in everybody), sum(p.weight for p in everybody)
+            in_samples = None if samples == weight or not weight else size * samples / weight
+            groups = sum(p.groups for p in told)
+            self.noise.observe_sums(sum(p.grad_sq for p in told), size, groups, told[0].total_sq, in_samples)
 
     def _last_loss(self) -> float:
         """Our part of the mean loss of the step before; reading it now does not wait for a device."""
@@ -333,6 +367,7 @@ class Trainer:
         assert self.feed is not None
         self._statistics.receive(self._buckets)
         self._statistics.keep()
+        self._learn_noise(turn.everybody)
         change = self.feed.committed(turn.step, turn.world, turn.everybody)
         self._session.commit()
         turn.committed = True

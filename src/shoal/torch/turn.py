@@ -10,6 +10,7 @@ from shoal.core.pulse import Pulse
 from shoal.core.tree import Held
 from shoal.core.world import World
 from shoal.torch.feed import Piece
+from shoal.torch.squares import Squares
 from shoal.worker.exchange import Exchange
 
 
@@ -33,6 +34,7 @@ class Turn:
     loss: torch.Tensor | float = 0.0
     reduced: bool = False
     committed: bool = False
+    squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
     everybody: tuple[Pulse, ...] = ()
     data_s: float = 0.0

@@ -201,6 +201,30 @@ def test_a_cost_is_kept_to_the_tick_whatever_the_real_work_is() -> None:
     assert hands.step(pace, 5, 5, 0.1)[0] > 20.0, "most of it is before the gradients leave"
 
 
+def test_a_cost_is_kept_by_a_machine_that_is_busy_now_and_then() -> None:
+    told = parse("sample_s=1")
+    assert told is not None
+    hands = Hands()
+    pace = Cost(told, 0, hands.clocks)
+    took_s = [hands.step(pace, k, 10, sample_s)[1] for k, sample_s in enumerate((0.3, 0.6, 0.3, 0.6, 0.3))]
+    assert took_s[0] == pytest.approx(10.0)
+    assert took_s[2:] == [pytest.approx(10.0)] * 3, "after the first surprise there is none"
+
+
+def test_pieces_of_a_share_are_stretched_together() -> None:
+    hands = Hands()
+    pace = Stretch(Machine(0.25), hands.clocks)
+    for step in range(2):
+        began_s = hands.now_s
+        pace.begin(step)
+        hands.work(1.0 + 2.0)
+        hands.work(1.0)
+        pace.before_exchange(20, 10)
+        hands.work(2.0)
+        pace.after_backward()
+        assert hands.now_s - began_s == pytest.approx(4 * 6.0)
+
+
 def test_work_that_takes_longer_than_its_cost_is_not_delayed() -> None:
     told = parse("sample_s=0.001")
     assert told is not None

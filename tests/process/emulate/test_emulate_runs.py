@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def test_a_quarter_of_the_speed_takes_about_four_times_as_long_and_computes_the_
         run.finish()
         run.check()
         steps = range(64)
-        # The shortest steps: what others take from the fast member lengthens its work, and not the sleep of the slow one.
+        # The shortest steps: a busy machine lengthens the work of both, but not the sleep of the slow one.
         fast_s, slow_s = (min(run.seen("busy_s", member, steps)) for member in ("local/0", "local/1"))
         assert 2.5 < slow_s / fast_s < 6
         fast_waits_s, slow_waits_s = (usual(run.seen("wait_s", member, steps)) for member in ("local/0", "local/1"))
@@ -113,6 +115,14 @@ def test_bad_text_is_refused_before_anything_is_started(tmp_path: Path) -> None:
         assert "S122" in run.output
         assert "did you mean 0.5:0.25@9?" in run.output
         assert not list(run.home.glob("coordinators/*"))
+
+
+def test_a_script_that_shoal_does_not_know_cannot_be_slowed_down(tmp_path: Path) -> None:
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--emulate", "1,0.5", __file__]
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 3
+    assert "--compat torchrun cannot emulate" in refused.stderr
 
 
 def _shares_of_the_second_life(run: Stage, first: int) -> int:

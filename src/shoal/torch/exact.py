@@ -92,6 +92,10 @@ class ShardFeed(IndexedFeed):
     def micro(self) -> int | None:
         return None
 
+    def shrink(self, samples: int) -> bool:  # noqa: ARG002
+        """Shards are what they are."""
+        return False
+
     def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
         found = super().pieces(step, world, rank, ghosts)
         self.held = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)

@@ -40,6 +40,8 @@ class Feed(Protocol):
     @property
     def micro(self) -> int | None: ...
 
+    def shrink(self, samples: int) -> bool: ...
+
     def over(self, step: int) -> bool: ...
 
     def cursor(self, step: int) -> Cursor: ...
@@ -70,6 +72,13 @@ class IndexedFeed:
     def micro(self) -> int | None:
         """The largest piece that this member computes at once."""
         return self._loader.micro
+
+    def shrink(self, samples: int) -> bool:
+        """A piece of so many samples did not fit: halve it. False if nothing smaller can be given out."""
+        if samples < 2:
+            return False
+        self._loader.micro = samples // 2
+        return True
 
     def over(self, step: int) -> bool:
         return step >= self._order.total_steps
@@ -126,6 +135,10 @@ class StreamFeed:
         self._more = True
         self.micro: int | None = None
         self.held: Held | None = None
+
+    def shrink(self, samples: int) -> bool:  # noqa: ARG002
+        """What is read of a stream is given out in one piece."""
+        return False
 
     def over(self, step: int) -> bool:  # noqa: ARG002
         return self._cursor.epoch >= self._layout.epochs

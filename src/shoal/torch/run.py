@@ -21,6 +21,7 @@ from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
+from shoal.torch.memory import guard_model
 from shoal.torch.stream import LaneReader
 from shoal.torch.trainer import Trainer
 from shoal.worker.session import Session
@@ -98,6 +99,8 @@ class Run:
             if isinstance(part, torch.nn.Module):
                 if trainer.model is not None and trainer.model is not part:
                     raise NotAttached("two models were attached", do="put both into one torch.nn.Module")
+                if trainer.model is None:
+                    guard_model(trainer, part)
                 trainer.model = part
                 self._keeper.parts["model"] = part
             elif isinstance(part, torch.optim.Optimizer):

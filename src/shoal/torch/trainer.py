@@ -19,6 +19,7 @@ from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.keeper import StateKeeper
+from shoal.torch.memory import is_out_of_memory
 from shoal.torch.squares import Squares
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
@@ -114,10 +115,13 @@ class Trainer:
             exchange,
             world,
             feed.units,
+            ghosts,
             first=not self._committed_at,
             held=feed.held,
         )
-        self._last, self.turn = self.turn, turn
+        if self.turn is None or not self.turn.spoiled:
+            self._last = self.turn
+        self.turn = turn
         _seed_everything(seed, step, session.rank)
         turn.data_s = time.perf_counter() - began
         session.phase("compute")
@@ -127,7 +131,7 @@ class Trainer:
             if turn.shard is not None:
                 _seed_everything(seed, step, turn.shard)
             yield piece.batch
-            if session.broken:
+            if session.broken or turn.spoiled:
                 return
             if turn.backwards <= number:
                 raise UnusableBackward(
@@ -142,6 +146,8 @@ class Trainer:
             self._world_seen = world.number
             return world.ghosts
         before = self.turn
+        if before is not None and before.spoiled and before.step == step:
+            return before.ghosts
         if before is None or before.step != step - 1:
             return ()
         return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & pulse.GHOST)
@@ -186,6 +192,8 @@ class Trainer:
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
         turn.backwards += 1
+        if turn.spoiled:
+            return
         samples = turn.pieces[turn.piece].samples
         own = float(samples if weight is None else weight) if samples else 0.0
         turn.own = own if turn.held is None else exact_weight(own)
@@ -199,11 +207,22 @@ class Trainer:
             turn.squares = self._squares_of(turn)
             if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
                 self._buckets.begin(turn.held)
+        try:
+            self._go_back(turn, scaled)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            if turn.last_piece and turn.world.size > 1:
+                # Some of our gradients may be on their way: all of them repeat the step, in another world.
+                self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
+
+    def _go_back(self, turn: Turn, scaled: torch.Tensor) -> None:
         if turn.last_piece:
             self._exchange(turn, scaled)
         elif isinstance(self._buckets, TreeBuckets):
             self._sum_shard(self._buckets, turn, scaled)
-        elif own:
+        elif turn.own:
             scaled.backward()  # type: ignore[no-untyped-call]
             if turn.squares is not None and turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2:
                 turn.squares.halve(self._buckets.parameters if self._buckets is not None else (), turn.weight)
@@ -309,6 +328,26 @@ class Trainer:
         if self._last is not None and self._last.committed:
             self._loss = sum(p.loss for p in turn.everybody)
 
+    # --- what a forward pass that does not fit asks (see shoal.torch.memory)
+
+    @property
+    def piece_samples(self) -> int:
+        turn = self.turn
+        inside = turn is not None and turn.given_at and not turn.committed and not turn.spoiled
+        return turn.pieces[turn.piece].samples if turn is not None and inside else 0
+
+    def too_large(self, error: BaseException) -> None:
+        turn, feed, session = self.turn, self.feed, self._session
+        samples = self.piece_samples
+        if turn is None or feed is None or not feed.shrink(samples):
+            raise error
+        turn.spoiled = True
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        reason = f"{session.me} ran out of memory with {samples} samples at once; it computes {feed.micro} at most"
+        sys.stderr.write(f"shoal: {reason}, and repeats step {turn.step}\n")
+        session.decided(turn.step, "memory", {session.me: feed.micro or 0}, reason)
+
     # --- what guards ask (see shoal.torch.guard)
 
     @property
@@ -349,7 +388,7 @@ class Trainer:
         return result
 
     def _outside(self, turn: Turn) -> bool:
-        if self._session.broken or not turn.last_piece:
+        if self._session.broken or not turn.last_piece or turn.spoiled:
             return True
         if turn.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")

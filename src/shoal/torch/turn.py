@@ -25,6 +25,7 @@ class Turn:
     exchange: Exchange
     world: World
     units: int = 0
+    ghosts: tuple[int, ...] = ()
     first: bool = False
     held: Held | None = None
     piece: int = 0
@@ -34,6 +35,7 @@ class Turn:
     loss: torch.Tensor | float = 0.0
     reduced: bool = False
     committed: bool = False
+    spoiled: bool = False
     squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
     everybody: tuple[Pulse, ...] = ()

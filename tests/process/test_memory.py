@@ -60,7 +60,8 @@ def train(session, fits=10**9, where="forward", shares="equal"):
 def test_alone_it_halves_its_pieces_until_they_fit(where, fits):
     ((expected, _, _),) = together(1, train)
     ((found, micro, _),) = together(1, lambda session: train(session, fits, where))
-    assert micro is not None and micro <= fits
+    assert micro is not None
+    assert micro <= fits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -132,5 +132,6 @@ def test_a_member_that_runs_out_of_memory_repeats_the_step_in_pieces(tmp_path: P
         run.finish()
         run.check()
         told = [e["fields"] for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"]
-        assert told and all(fields["values"]["local/1"] < 22 for fields in told)
+        assert told
+        assert all(fields["values"]["local/1"] < 22 for fields in told)
         assert not [e for e in run.journal() if e["kind"] == "Lost"], "somebody was lost"

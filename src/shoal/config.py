@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from shoal.core import emulation
+from shoal.core import emulation, sync
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice", "shares", "noise")
+TABLES = ("checkpoint", "budget", "notice", "shares", "noise", "outer")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -58,6 +58,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     noise_every: Annotated[int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")] = 10
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
+    sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
+    outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 
@@ -139,6 +142,7 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
         name = path.strip("`$.").strip("[]'\"") or "a setting"
         shown = f"{name} cannot be {values[name]!r}" if name in values else f"{name} has a value that it cannot take"
         raise BadSettings(shown, where=where, why=why, do="shoal config prints all settings") from error
+    sync.parse(getattr(converted, "sync", "step"))
     ports = getattr(converted, "ports", "")
     span = port_range(ports)
     if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):

@@ -21,6 +21,7 @@ from shoal.errors import BadEmulation
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("--sync", metavar="MODE", help="How members keep together: step, local:H, …  [default: step]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
@@ -44,6 +45,7 @@ def command(
     args: tuple[str, ...],
     members: str | None,
     name: str | None,
+    sync: str | None,
     module: bool,
     compat: str | None,
     emulate: str | None,
@@ -56,7 +58,9 @@ def command(
     Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
-    options = options_of(members=("-n", members), name=("--name", name), emulate=("--emulate", emulate))
+    options = options_of(
+        members=("-n", members), name=("--name", name), sync=("--sync", sync), emulate=("--emulate", emulate)
+    )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
     if compat and choices.text("emulate"):
         raise BadEmulation(

@@ -24,7 +24,9 @@ class Gate(Protocol):
     def apply_all(self, real: Callable[[], Any]) -> Any: ...
 
     @property
-    def committed(self) -> bool: ...
+    def applied(self) -> bool: ...
+
+    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int: ...
 
     @property
     def has_gradient(self) -> bool: ...
@@ -67,7 +69,10 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(self, *args, **kwargs) if gate.committed else None
+        result = None
+        for _ in range(gate.schedules(self, *args, **kwargs)):
+            result = kind.step(self, *args, **kwargs)
+        return result
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
@@ -82,7 +87,12 @@ def guard_scaler(gate: Gate, scaler: Any) -> None:
 
     _replace(scaler, "step", step)
     _only_if(scaler, "unscale_", lambda: gate.has_gradient)
-    _only_if(scaler, "update", lambda: gate.committed)
+    _only_if(scaler, "update", lambda: gate.applied)
+
+
+def forget_gradients(scaler: Any) -> None:
+    """Let a scaler forget that it has unscaled gradients that are gone: it would refuse to unscale the next ones."""
+    scaler._per_optimizer_states.clear()
 
 
 def _only_if(target: Any, name: str, allowed: Callable[[], bool]) -> None:

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from shoal.core import sync
 from shoal.core.balance import Balance, parse
 from shoal.core.order import Order
+from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, SecondLoop
+from shoal.errors import NotAttached, NotForLocal, SecondLoop
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
 from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
@@ -21,7 +23,9 @@ from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
+from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
+from shoal.torch.rounds import BatchLoader, RoundFeed
 from shoal.torch.stream import LaneReader
 from shoal.torch.trainer import Trainer
 from shoal.worker.session import Session
@@ -36,7 +40,8 @@ class Run:
     def __init__(self, session: Session | Solo, name: str, directory: str) -> None:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
-        self._trainer = Trainer(session, self._keeper)
+        mode = sync.parse(session.settings.sync)
+        self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
         self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
@@ -112,6 +117,7 @@ class Run:
                 self._keeper.parts["scaler"] = part
             elif part is not None:
                 guard_scheduler(trainer, part)
+                trainer.schedulers.append(part)
                 count = sum(name.startswith("scheduler") for name in self._keeper.parts)
                 self._keeper.parts[f"scheduler{count + 1}"] = part
         return parts[0] if len(parts) == 1 else parts
@@ -122,6 +128,7 @@ class Run:
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
+        self._refuse_in_local_mode("run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -153,9 +160,15 @@ class Run:
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
         how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
-        balance = self._balance(shares, ahead=workers * prefetch)
+        local = self._trainer.length if isinstance(self._trainer, LocalTrainer) else 0
+        balance = self._balance(shares, ahead=0 if local else workers * prefetch)
         feed: Feed
-        if exact is None:
+        if local:
+            if exact is not None:
+                self._refuse_in_local_mode("exact=", "leave it out: members compute different things on purpose")
+            rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
+            feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
+        elif exact is None:
             feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
         else:
             feed = ShardFeed(order, ShardLoader(exact, dataset, order, *how), balance)
@@ -181,6 +194,7 @@ class Run:
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
+        self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
         feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
@@ -219,6 +233,10 @@ class Run:
         """Let go of connections; called by itself at the end of the process."""
         self._keeper.close()
         self._session.close()
+
+    def _refuse_in_local_mode(self, what: str, do: str) -> None:
+        if isinstance(self._trainer, LocalTrainer):
+            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
 
     def _balance(self, shares: str | None, ahead: int) -> Balance:
         settings = self._session.settings

@@ -90,9 +90,12 @@ class _Member:
 class Balance:
     """The shares in force, the next ones, and all that is known of the members' speeds."""
 
-    def __init__(self, rules: Rules | None = None, ahead: int = 0) -> None:
+    def __init__(
+        self, rules: Rules | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
+    ) -> None:
         self.rules = rules or Rules()
         self.ahead = ahead
+        self._first_windows = first_windows
         self.reason = ""
         self._members: dict[str, _Member] = {}
         self._plan: _Plan | None = None
@@ -296,7 +299,7 @@ class Balance:
     def _is_time(self) -> bool:
         if self.rules.mode == "epoch" and self._window >= SETTLED:
             return self._due
-        steps = FIRST_WINDOWS[self._window] if self._window < SETTLED else self.rules.window
+        steps = self._first_windows[self._window] if self._window < SETTLED else self.rules.window
         return self._matched >= steps or self._waited >= 4 * steps
 
     def _fold(self, jumped: list[tuple[_Member, int]]) -> None:

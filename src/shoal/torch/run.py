@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.core import sync
-from shoal.core.balance import Balance, parse
+from shoal.core.balance import FIRST_WINDOWS, Balance, parse
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
@@ -161,7 +161,8 @@ class Run:
         how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
         local = self._trainer.length if isinstance(self._trainer, LocalTrainer) else 0
-        balance = self._balance(shares, ahead=0 if local else workers * prefetch)
+        # What is read ahead of a round is little; and it is many steps long, so that one of them tells enough.
+        balance = self._balance(shares, 0, (1, 2, 4)) if local else self._balance(shares, ahead=workers * prefetch)
         feed: Feed
         if local:
             if exact is not None:
@@ -238,7 +239,7 @@ class Run:
         if isinstance(self._trainer, LocalTrainer):
             raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
 
-    def _balance(self, shares: str | None, ahead: int) -> Balance:
+    def _balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
         settings = self._session.settings
         rules = parse(
             shares or settings.shares_policy,
@@ -248,7 +249,7 @@ class Run:
             cap=settings.shares_cap,
             mode=settings.shares_mode,
         )
-        balance = Balance(rules, ahead)
+        balance = Balance(rules, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
 

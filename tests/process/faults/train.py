@@ -72,9 +72,7 @@ def main() -> None:
     log = (OUT / f"{me}.{os.environ.get('SHOAL_INCARNATION', 'alone')}.jsonl").open("a", buffering=1)
     first_life = len(list(OUT.glob(f"{me}.*.jsonl"))) == 1
     deaths = {
-        (d["step"], d["point"], d.get("piece"))
-        for d in PLAN.get("die", [])
-        if d["member"] == run.member and first_life
+        (d["step"], d["point"], d.get("piece")) for d in PLAN.get("die", []) if d["member"] == run.member and first_life
     }
 
     def record(event: str, **fields) -> None:

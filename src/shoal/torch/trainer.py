@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -449,10 +449,19 @@ class Trainer:
         self._session.fail(broken)
 
 
+@cache
+def _has_devices() -> bool:
+    return torch.cuda.device_count() > 0 or torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
 def _seed_everything(seed: int, step: int, rank: int) -> None:
     """Random numbers of a step depend on the step and the rank alone, so that doing it again gives the same."""
     value = hash((seed, step, rank)) & 0x7FFF_FFFF_FFFF_FFFF
-    torch.manual_seed(value)
+    if _has_devices():
+        torch.manual_seed(value)
+    else:
+        # The general way takes a stack trace for each kind of device that is not there.
+        torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -20,6 +20,7 @@ from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.keeper import StateKeeper
 from shoal.torch.memory import is_out_of_memory
+from shoal.torch.meter import Meter
 from shoal.torch.squares import Squares
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
@@ -46,11 +47,9 @@ class Trainer:
         self._last: Turn | None = None
         self._nested = False
         self._world_seen = 0
-        self._usual_step_s = 0.0
-        self._samples_per_s = 0.0
-        self._committed_at = 0.0
         self._loss: float | None = None
         self.noise = Noise()
+        self.meter = Meter(self.noise)
         self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
@@ -116,7 +115,7 @@ class Trainer:
             world,
             feed.units,
             ghosts,
-            first=not self._committed_at,
+            first=not self.meter.commits,
             held=feed.held,
         )
         if self.turn is None or not self.turn.spoiled:
@@ -410,30 +409,19 @@ class Trainer:
         change = self.feed.committed(turn.step, turn.world, turn.everybody)
         self._session.commit()
         turn.committed = True
-        self._measure(turn)
+        self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
         if change is not None and self._session.is_writer:
             self._session.decided(change.step, "shares", change.shares, change.reason)
-
-    def _measure(self, turn: Turn) -> None:
-        now = time.monotonic()
-        if self._committed_at:
-            took_s = now - self._committed_at
-            smooth = 0.9 if self._usual_step_s else 0.0
-            self._usual_step_s = smooth * self._usual_step_s + (1 - smooth) * took_s
-            rate = sum(p.samples for p in turn.everybody) / max(took_s, 1e-9)
-            self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * rate
-        self._committed_at = now
 
     def _status(self) -> dict[str, Any]:
         turn, feed = self.turn, self.feed
         return {
-            "usual_step_s": self._usual_step_s,
             "epoch": turn.epoch if turn is not None else 0,
             "total_steps": feed.total if feed is not None else None,
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
-            "samples_per_s": self._samples_per_s,
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            **self.meter.status(),
         }
 
     # --- what synchronised BatchNorm asks (see shoal.torch.batchnorm)

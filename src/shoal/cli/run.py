@@ -27,6 +27,7 @@ from shoal.errors import BadEmulation
     type=click.Choice(["torchrun", "tf"]),
     help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
 )
+@click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
 @click.option(
     "--emulate",
     metavar="SPEEDS",
@@ -46,6 +47,7 @@ def command(
     name: str | None,
     module: bool,
     compat: str | None,
+    batch: str | None,
     emulate: str | None,
     assignments: tuple[str, ...],
     detach: bool,
@@ -56,7 +58,9 @@ def command(
     Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
-    options = options_of(members=("-n", members), name=("--name", name), emulate=("--emulate", emulate))
+    options = options_of(
+        members=("-n", members), name=("--name", name), batch=("--batch", batch), emulate=("--emulate", emulate)
+    )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
     if compat and choices.text("emulate"):
         raise BadEmulation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 from shoal.core import plan
@@ -113,7 +113,7 @@ class Balance:
 
     def hint(self, member: str, speed: float) -> None:
         """The relative speed of a member by its agent's probe; used until it has been measured."""
-        if speed > 0 and usable(1, speed):
+        if 0 < speed < inf:
             one = self._member(member)
             one.speed = replace(one.speed, hint=float(speed))
             self._found.clear()
@@ -169,14 +169,14 @@ class Balance:
         return plan.by_cost(size, self._costs(members), lows, highs)
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
-        lowest, highest = self.rules.lowest(size), self.rules.highest(size)
+        lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
         lows, highs = [], []
         for rank, name in enumerate(members):
             one = self._members.get(name)
             limit = one.limit if one is not None else None
-            high = 0 if rank in ghosts else min(highest, size if limit is None else limit)
+            high = 0 if rank in ghosts else highest if limit is None else min(highest, limit)
             # What a member can hold goes before what the settings want of it.
-            lows.append(min(lowest, high) if limit is not None or rank in ghosts else lowest)
+            lows.append(min(lowest, high))
             highs.append(high)
         return lows, highs
 
@@ -267,10 +267,13 @@ class Balance:
         return self._plan is not None
 
     def _collect(self, members: Sequence[str], seen: Sequence[Seen]) -> list[tuple[_Member, int]]:
-        """Note the step's measurements; returns who is of another speed than before, and for how long."""
+        """Note the step's measurements; returns who is of another speed than before, and for how long.
+
+        With 0 steps it is not the speed: the curve is wrong where nothing had been measured.
+        """
         jumped = []
         for name, (samples, seconds) in zip(members, seen, strict=True):
-            if samples <= 0 or not 0.0 < seconds < 1e18:
+            if not usable(samples, seconds):
                 continue
             one = self._members[name]
             one.recent.append((samples, seconds))
@@ -280,9 +283,9 @@ class Balance:
                     one.recent = one.recent[-32:]
                 continue
             if one.expected[0] != samples:
-                one.expected = (samples, curve.seconds(samples))
-                # Where nothing was measured yet, the curve may be wrong and the speed the same.
                 point = one.speed.point(samples)
+                one.expected = (samples, point.seconds if point is not None else curve.seconds(samples))
+                # Where nothing was measured yet, the curve may be wrong and the speed the same.
                 one.slack = max(one.speed.noise, JUMP) * (1 + 2 / sqrt(point.count)) if point else JUMP_ELSEWHERE
             steps = one.drift.see(seconds, one.expected[1], one.slack)
             if one.parked_at is not None and seconds < 0.8 * one.expected[1]:
@@ -290,7 +293,8 @@ class Balance:
                     1  # A parked member is measured once in a long while, and nothing makes a step faster by chance.
                 )
             if steps:
-                jumped.append((one, steps))
+                known = one.parked_at is not None or one.speed.point(samples) is not None
+                jumped.append((one, steps if known else 0))
         return jumped
 
     def _is_time(self) -> bool:
@@ -302,17 +306,21 @@ class Balance:
     def _fold(self, jumped: list[tuple[_Member, int]]) -> None:
         """Close the window: everybody's measurements become points of their curves."""
         for one, steps in jumped:
-            one.speed = one.speed.jumped(one.recent[-steps:], self._alike)
-            one.recent.clear()
+            one.drift.forget()
             one.fresh = True
-        if jumped:
+            if steps:
+                one.speed = one.speed.jumped(one.recent[-steps:], self._alike)
+                one.recent.clear()
+        if any(steps for _, steps in jumped):
             self._best, self._backoff, self._recently = None, 1.0, []
             self._window = self._window if self.rules.mode == "epoch" else 0
         for one in self._members.values():
             if one.recent:
-                one.speed = one.speed.fold(one.recent)
+                shifts, one.speed = one.speed.shifts, one.speed.fold(one.recent)
                 one.recent.clear()
                 one.drift.forget()
+                if one.speed.shifts != shifts:
+                    self._backoff, self._recently = 1.0, []
         self._draw()
         self._matched = self._waited = 0
         self._window += 1
@@ -370,9 +378,9 @@ class Balance:
     def _leap(self, now: _Plan, wanted: Shares) -> float:
         """How much of the gain to doubt because shares grow beyond what was measured."""
         leap = 0.0
-        for name, share in zip(now.members, wanted, strict=True):
+        for name, had, share in zip(now.members, now.shares, wanted, strict=True):
             points = self._members[name].speed.points
-            if points and share > points[-1].samples:
+            if had and points and share > points[-1].samples:
                 leap = max(leap, LEAP * (share / points[-1].samples - 1))
         return min(leap, LEAP)
 
@@ -477,6 +485,23 @@ class Balance:
                 one.parked_at = step
                 self._trial = (step + 1 + self.ahead, name)
                 return
+
+    # --- other global batches
+
+    def step_seconds(self, size: int, members: Sequence[str]) -> float:
+        """What the slowest of these members would take for a global batch of another size, well shared out."""
+        costs = self._costs(members)
+        return _slowest(costs, plan.by_cost(size, costs, *self._bounds(size, members)))
+
+    def sure(self, members: Sequence[str]) -> bool:
+        """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
+        held = [self._members.get(name) for name in members]
+        return all(one is not None and len(one.speed.points) > 1 for one in held)
+
+    def restart(self) -> None:
+        """The global batch has another size from now on: what is known of the members stays, their shares do not."""
+        self._plan = self._next = self._best = self._trial = None
+        self._found.clear()
 
     # --- what is shown
 

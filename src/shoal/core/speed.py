@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from itertools import pairwise
+from math import sqrt
 from typing import Any, Self
 
 KEPT = 8
@@ -22,6 +23,9 @@ FAR = 1.0
 GUESS = 0.3
 FIXED_PART = 0.0
 CERTAIN = 44.0
+SHIFT = 4.0
+SHORTEST_S = 1e-9
+LONGEST_S = 1e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,10 @@ class Point:
     seconds: float
     count: int
     fold: int
+
+    def scaled(self, factor: float) -> Point:
+        """The same after the member's speed changed: known from one step, as it were."""
+        return Point(self.samples, self.seconds * factor, 1, self.fold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +103,15 @@ def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
 class Speed:
     """What is known of one member's speed. `fold` adds what a window of steps showed.
 
-    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `prior` is the
-    line (a, c) from before its speed jumped, scaled; it gives the fixed cost until two sizes have been seen again.
+    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `shifts` counts
+    how often its speed has changed.
     """
 
     points: tuple[Point, ...] = ()
     folds: int = 0
     steps: int = 0
+    shifts: int = 0
     noise: float = USUAL_NOISE
-    prior: tuple[float, float] | None = None
     hint: float | None = None
     micro: int | None = None
 
@@ -123,26 +131,31 @@ class Speed:
                 by_size.setdefault(samples, []).append(seconds)
         if not by_size:
             return self
+        folds, noise, steps, shifts = self.folds + 1, self.noise, self.steps, self.shifts
         points = {point.samples: point for point in self.points}
-        folds, noise, steps = self.folds + 1, self.noise, self.steps
-        for samples, some in by_size.items():
+        for samples, some in sorted(by_size.items(), key=lambda size: (-len(size[1]), size[0])):
             usual_s = usual(some)
             noise = _noisier(noise, steps, some, usual_s)
             steps += len(some)
-            points[samples] = _merged(points.pop(samples, None), samples, usual_s, len(some), folds)
+            new, old = Point(samples, usual_s, len(some), folds), points.get(samples)
+            if old is not None and _differ(old, new, noise):
+                # The same share takes another time: so would all the others.
+                points = {size: point.scaled(new.seconds / old.seconds) for size, point in points.items()}
+                old, shifts = points[samples], shifts + 1
+            points[samples] = _merged(old, new)
         kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
         kept.sort(key=lambda point: point.samples)
-        return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
+        return replace(self, points=tuple(kept), folds=folds, steps=steps, shifts=shifts, noise=noise)
 
     def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
-        """Forget what was measured before a jump; `recent` is what came after it."""
+        """The member is of another speed since the steps of `recent`: keep the shape, and let the new times count."""
         curve = self.curve(alike)
         good = [(samples, seconds) for samples, seconds in recent if usable(samples, seconds)]
         if curve is None or not good:
             return self
-        factor = usual([seconds / max(curve.seconds(samples), 1e-12) for samples, seconds in good])
-        fixed_s, slope = self.fitted(alike)
-        return replace(self, points=(), prior=(fixed_s * factor, slope * factor)).fold(good)
+        factor = usual([seconds / curve.seconds(samples) for samples, seconds in good])
+        points = tuple(point.scaled(factor) for point in self.points)
+        return replace(self, points=points, shifts=self.shifts + 1).fold(good)
 
     def fitted(self, alike: float | None = None) -> tuple[float, float]:
         """The line (a, c) around the latest size, a and c not negative.
@@ -151,7 +164,7 @@ class Speed:
         as much as noise leaves room for: with one size seen it is all there is. `alike` is a/c of the other members.
         """
         if not self.points:
-            return self.prior or (0.0, 1.0)
+            return 0.0, 1.0
         latest = self.latest()
         uu, uv, vv, u1, v1 = self._sums(latest)
         # The guess as one more equation: a / t = part, give or take GUESS.
@@ -182,8 +195,10 @@ class Speed:
     def _sums(self, latest: Point) -> tuple[float, float, float, float, float]:
         """The normal equations of 1 = a·(times/t) + c·(samples/t)."""
         uu = uv = vv = u1 = v1 = 0.0
+        noise, jagged = max(self.noise, LEAST_NOISE), self._jagged()
+        certain = 1 / (noise * noise + jagged * jagged)
         for point in self.points:
-            weight = self._weight(point, latest)
+            weight = self._weight(point, latest) * certain
             u, v = self._times(point.samples) / point.seconds, point.samples / point.seconds
             uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
             u1, v1 = u1 + weight * u, v1 + weight * v
@@ -196,19 +211,21 @@ class Speed:
     def _weight(self, point: Point, latest: Point) -> float:
         big, small = max(point.samples, latest.samples), min(point.samples, latest.samples)
         far, old = big / small - 1, self.folds - point.fold
-        noise = max(self.noise, LEAST_NOISE)
-        return point.count / (noise * noise * (1 + far * far * FAR) * (1 + AGEING * old))
+        return point.count / ((1 + far * far * FAR) * (1 + AGEING * old))
+
+    def _jagged(self) -> float:
+        """By how much the seconds fall somewhere although the size grows: then no secant can be trusted."""
+        worst = 0.0
+        for before, after in pairwise(self.points):
+            worst = max(worst, before.seconds / after.seconds - 1)
+        return worst
 
     def _guess(self, latest: Point, alike: float | None) -> float:
         """The part of the latest seconds that is guessed to be fixed, before sizes are compared."""
         if alike is not None:
             fixed = alike * self._times(latest.samples)
             return fixed / (fixed + latest.samples)
-        if self.prior is None:
-            return FIXED_PART
-        fixed_s = self.prior[0] * self._times(latest.samples)
-        whole_s = fixed_s + self.prior[1] * latest.samples
-        return fixed_s / whole_s if whole_s > 0 else FIXED_PART
+        return FIXED_PART
 
     def curve(self, alike: float | None = None) -> Curve | None:
         """The fitted line, bent to pass through points that lie farther off than noise explains; None before any."""
@@ -240,8 +257,8 @@ class Speed:
             "points": [[p.samples, p.seconds, p.count, p.fold] for p in self.points],
             "folds": self.folds,
             "steps": self.steps,
+            "shifts": self.shifts,
             "noise": self.noise,
-            "prior": list(self.prior) if self.prior else None,
             "hint": self.hint,
             "micro": self.micro,
         }
@@ -249,9 +266,8 @@ class Speed:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
-        prior = (float(values["prior"][0]), float(values["prior"][1])) if values["prior"] else None
-        folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
-        return cls(points, folds, steps, noise, prior, values["hint"], values["micro"])
+        folds, steps, shifts = int(values["folds"]), int(values["steps"]), int(values["shifts"])
+        return cls(points, folds, steps, shifts, float(values["noise"]), values["hint"], values["micro"])
 
 
 @dataclass(slots=True)
@@ -288,7 +304,7 @@ class Drift:
 
 def usable(samples: int, seconds: float) -> bool:
     """Whether this is a measurement at all."""
-    return samples > 0 and seconds > 0 and isfinite(seconds)
+    return samples > 0 and SHORTEST_S <= seconds <= LONGEST_S
 
 
 def usual(some: Sequence[float]) -> float:
@@ -313,12 +329,17 @@ def _noisier(noise: float, steps: int, some: Sequence[float], usual_s: float) ->
     return noise + (min(seen, 1.0) - noise) * len(some) / (len(some) + 2.0 + min(steps, 40))
 
 
-def _merged(old: Point | None, samples: int, usual_s: float, count: int, fold: int) -> Point:
+def _differ(old: Point, new: Point, noise: float) -> bool:
+    off = 2 * (new.seconds - old.seconds) / (new.seconds + old.seconds)
+    return abs(off) > SHIFT * max(noise, LEAST_NOISE) * sqrt(1 / new.count + 1 / old.count)
+
+
+def _merged(old: Point | None, new: Point) -> Point:
     if old is None:
-        return Point(samples, usual_s, min(count, FULL), fold)
-    before = min(old.count, FULL - min(count, FULL // 2))
-    seconds = (old.seconds * before + usual_s * count) / (before + count)
-    return Point(samples, seconds, min(old.count + count, FULL), fold)
+        return replace(new, count=min(new.count, FULL))
+    before = min(old.count, max(FULL - new.count, new.count))
+    seconds = (old.seconds * before + new.seconds * new.count) / (before + new.count)
+    return Point(new.samples, seconds, min(before + new.count, FULL), new.fold)
 
 
 def _rising(values: list[float], weights: Sequence[float]) -> list[float]:

@@ -11,9 +11,12 @@ from typing import Any, Literal
 import torch
 
 from shoal.core.balance import Balance, parse
+from shoal.core.batch import wanted
+from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, SecondLoop
+from shoal.errors import NotAttached, NotExact, SecondLoop
+from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
 from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
@@ -150,12 +153,16 @@ class Run:
         global batch into so many shards instead, which are dealt out whole and seen one by one: no bit of the result
         then depends on who computes them. `workers` processes read ahead.
         """
+        wished = wanted(self._session.settings.batch, size, len(dataset))
+        size = wished.size
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
         how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
         balance = self._balance(shares, ahead=workers * prefetch)
         feed: Feed
-        if exact is None:
+        if wished.bounds is not None:
+            feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
+        elif exact is None:
             feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
         else:
             feed = ShardFeed(order, ShardLoader(exact, dataset, order, *how), balance)
@@ -219,6 +226,21 @@ class Run:
         """Let go of connections; called by itself at the end of the process."""
         self._keeper.close()
         self._session.close()
+
+    def _auto_feed(
+        self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
+    ) -> AutoFeed:
+        trainer, settings = self._trainer, self._session.settings
+        if exact is not None:
+            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
+        if not trainer.optimizers:
+            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
+        auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
+        trainer.auto, trainer.noise_every = auto, min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        feed = AutoFeed(order, loader, balance, auto, trainer.noise)
+        self._keeper.parts["batch"] = feed
+        return feed
 
     def _balance(self, shares: str | None, ahead: int) -> Balance:
         settings = self._session.settings

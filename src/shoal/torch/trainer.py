@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from shoal.core import pulse
+from shoal.core.goodput import AutoBatch
 from shoal.core.noise import Noise
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
+from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
@@ -50,12 +52,26 @@ class Trainer:
         self._loss: float | None = None
         self.noise = Noise()
         self.meter = Meter(self.noise)
+        self.noise_every = session.settings.noise_every
+        self.auto: AutoBatch | None = None
         self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
     @property
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
+
+    def advance(self, calls: int) -> int:
+        """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
+
+        Only state that all members share may decide it: they must agree.
+        """
+        turn, feed = self.turn, self.feed
+        if self.auto is None or turn is None or feed is None:
+            return 1
+        ended = feed.over(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
+        at_every_step = not ended or calls > turn.epoch
+        return turn.progress if at_every_step else 1
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until the last step is committed by all."""
@@ -228,7 +244,7 @@ class Trainer:
 
     def _squares_of(self, turn: Turn) -> Squares | None:
         """Now and then norms are taken, where there are at least two groups of samples to compare."""
-        every = self._session.settings.noise_every
+        every = self.noise_every
         if not every or turn.step % every or turn.first or turn.held is not None:
             return None
         squares = Squares(self.optimizers)
@@ -361,17 +377,23 @@ class Trainer:
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """One optimizer's step; the run's step is committed with the last one's."""
         if self._nested:
-            return real()
+            return self._step(optimizer, real)
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
         if not turn.stepped and not self._may_apply():
             return None
-        result = real()
+        result = self._step(optimizer, real)
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
         return result
+
+    def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        if self.auto is None or self.turn is None:
+            return real()
+        with Gained(optimizer, self.auto.gain_at(self.turn.step)):
+            return real()
 
     def apply_all(self, real: Callable[[], Any]) -> Any:
         """A scaler's step; whether it lets the optimizer step or not, the run's step is committed."""
@@ -406,12 +428,14 @@ class Trainer:
         self._statistics.receive(self._buckets)
         self._statistics.keep()
         self._learn_noise(turn.everybody)
-        change = self.feed.committed(turn.step, turn.world, turn.everybody)
+        before = self.auto.progress if self.auto is not None else 0.0
+        decisions = self.feed.committed(turn.step, turn.world, turn.everybody)
+        turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
         self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
-        if change is not None and self._session.is_writer:
-            self._session.decided(change.step, "shares", change.shares, change.reason)
+        for one in decisions:
+            self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)
 
     def _status(self) -> dict[str, Any]:
         turn, feed = self.turn, self.feed

@@ -133,6 +133,11 @@ class Balance:
             one.curve = one.speed.curve(self._alike)
             self._found.clear()
 
+    def micro_of(self, member: str) -> int | None:
+        """The pieces that a member was last known to compute."""
+        known = self._members.get(member)
+        return known.speed.micro if known is not None else None
+
     # --- shares
 
     def shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> Shares:

@@ -105,6 +105,9 @@ class IndexedFeed:
         def ahead(later: int) -> tuple[int, int] | None:
             return None if self.over(later) else self._span(later, members, rank, ())
 
+        if self._loader.micro is None:
+            # What did not fit into this member's memory before it was started again does not fit now.
+            self._loader.micro = self.balance.micro_of(members[rank])
         span = self._span(step, members, rank, ghosts)
         self.units = span[1] - span[0]
         ghost = [Piece(self._loader.ghost(step), 0)] if span[0] == span[1] else []

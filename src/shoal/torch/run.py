@@ -151,8 +151,10 @@ class Run:
         for example fixed:3,1; without it, the setting `shares.policy` does. `micro` cuts a share into batches of at
         most so many samples, which the loop's body sees one by one and which together make one step. `exact` cuts the
         global batch into so many shards instead, which are dealt out whole and seen one by one: no bit of the result
-        then depends on who computes them. `workers` processes read ahead.
+        then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
+        ahead.
         """
+        exact = (self._session.settings.exact if exact is None else exact) or None
         wished = wanted(self._session.settings.batch, size, len(dataset))
         size = wished.size
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
@@ -188,6 +190,10 @@ class Run:
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
+        if self._session.settings.exact:
+            raise NotExact(
+                "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
+            )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
         feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))

@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     )
     noise_every: Annotated[int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")] = 10
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
-    exact: Annotated[int, Meta(ge=0, description="shards of a batch, for bits that no member can change, 0 for off")] = 0
+    exact: Annotated[int, Meta(ge=0, description="shards of a batch, if no bit may depend on members, 0 for off")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 

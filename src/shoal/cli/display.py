@@ -106,7 +106,7 @@ class Plain:
             if line.kind != SHARES:
                 self.note(sentence(line))
             elif self._may_tell():
-                more = f"; {self._untold} changes before it were not told" if self._untold else ""
+                more = f"; changes before it that were not told: {self._untold}" if self._untold else ""
                 self.note(sentence(line) + more)
                 self._untold = 0
             else:

@@ -184,7 +184,7 @@ def test_plain_lines_tell_few_of_many_changes_of_shares(make: Any) -> None:
         "shoal: shares 0",
         "shoal: shares 1",
         "shoal: shares 2",
-        "shoal: shares 102; 99 changes before it were not told",
+        "shoal: shares 102; changes before it that were not told: 99",
         "shoal: batch 128",
     ]
 
@@ -225,6 +225,7 @@ def test_the_story_of_a_member_has_the_shares_of_its_time(make: Any) -> None:
         make.line(6, "BatchDecided", "after its time"),
     ]
     assert [line.seq for line in why.about(lines, "local/1")] == [2, 4, 5]
+    assert [line.seq for line in why.about(lines, "local/0")] == [3, 4, 6], "it is still there"
     assert why.about(lines, "local/7") == []
 
 

@@ -321,11 +321,9 @@ class Balance:
             self._window = self._window if self.rules.mode == "epoch" else 0
         for one in self._members.values():
             if one.recent:
-                shifts, one.speed = one.speed.shifts, one.speed.fold(one.recent)
+                one.speed = one.speed.fold(one.recent)
                 one.recent.clear()
                 one.drift.forget()
-                if one.speed.shifts != shifts:
-                    self._backoff, self._recently = 1.0, []
         self._draw()
         self._matched = self._waited = 0
         self._window += 1
@@ -343,6 +341,7 @@ class Balance:
     def _decide(self, step: int, left: int | None) -> Change | None:
         now, due, self._due = self._plan, self._due, False
         self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
+        self._backoff = self._backoff if self._recently else 1.0
         assert now is not None
         if self._window > SETTLED and (self.rules.mode == "once" or (self.rules.mode == "epoch" and not due)):
             return None
@@ -447,7 +446,7 @@ class Balance:
 
     def _least_gain(self, now: _Plan, rank: int) -> float:
         doubt = self._doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
-        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently))
+        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently) / 2)
 
     def _doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
         """How much of a difference noise explains, by the least certain of these measurements."""

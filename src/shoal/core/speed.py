@@ -103,14 +103,12 @@ def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
 class Speed:
     """What is known of one member's speed. `fold` adds what a window of steps showed.
 
-    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `shifts` counts
-    how often its speed has changed.
+    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured.
     """
 
     points: tuple[Point, ...] = ()
     folds: int = 0
     steps: int = 0
-    shifts: int = 0
     noise: float = USUAL_NOISE
     hint: float | None = None
     micro: int | None = None
@@ -131,7 +129,7 @@ class Speed:
                 by_size.setdefault(samples, []).append(seconds)
         if not by_size:
             return self
-        folds, noise, steps, shifts = self.folds + 1, self.noise, self.steps, self.shifts
+        folds, noise, steps = self.folds + 1, self.noise, self.steps
         points = {point.samples: point for point in self.points}
         for samples, some in sorted(by_size.items(), key=lambda size: (-len(size[1]), size[0])):
             usual_s = usual(some)
@@ -141,11 +139,11 @@ class Speed:
             if old is not None and _differ(old, new, noise):
                 # The same share takes another time: so would all the others.
                 points = {size: point.scaled(new.seconds / old.seconds) for size, point in points.items()}
-                old, shifts = points[samples], shifts + 1
+                old = points[samples]
             points[samples] = _merged(old, new)
         kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
         kept.sort(key=lambda point: point.samples)
-        return replace(self, points=tuple(kept), folds=folds, steps=steps, shifts=shifts, noise=noise)
+        return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
 
     def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
         """The member is of another speed since the steps of `recent`: keep the shape, and let the new times count."""
@@ -155,7 +153,7 @@ class Speed:
             return self
         factor = usual([seconds / curve.seconds(samples) for samples, seconds in good])
         points = tuple(point.scaled(factor) for point in self.points)
-        return replace(self, points=points, shifts=self.shifts + 1).fold(good)
+        return replace(self, points=points).fold(good)
 
     def fitted(self, alike: float | None = None) -> tuple[float, float]:
         """The line (a, c) around the latest size, a and c not negative.
@@ -257,7 +255,6 @@ class Speed:
             "points": [[p.samples, p.seconds, p.count, p.fold] for p in self.points],
             "folds": self.folds,
             "steps": self.steps,
-            "shifts": self.shifts,
             "noise": self.noise,
             "hint": self.hint,
             "micro": self.micro,
@@ -266,8 +263,8 @@ class Speed:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
-        folds, steps, shifts = int(values["folds"]), int(values["steps"]), int(values["shifts"])
-        return cls(points, folds, steps, shifts, float(values["noise"]), values["hint"], values["micro"])
+        folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
+        return cls(points, folds, steps, noise, values["hint"], values["micro"])
 
 
 @dataclass(slots=True)

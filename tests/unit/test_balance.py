@@ -451,7 +451,7 @@ def test_the_memory_of_members_that_left_is_bounded() -> None:
     for number in range(200):
         names = ["stays", f"guest/{number}"]
         balance.observe(number, names, [Seen(b, 0.1 * b) for b in balance.shares(number, 8, names)])
-    assert len(balance.state_dict()["members"]) <= 20
+    assert len(balance.state_dict()["speeds"]["members"]) <= 20
 
 
 def test_figures_tell_what_balancing_saves() -> None:

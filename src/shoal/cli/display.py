@@ -71,8 +71,14 @@ def spent(one: MemberView) -> tuple[str, ...]:
 
 
 def decisions(view: RunView) -> list[tuple[str, str]]:
-    """The latest change of each kind that members decided on, and why."""
-    return [(one.what, f"from step {table.count(one.step)} on: {one.reason}") for one in view.decided]
+    """The latest change of each kind that members decided on, and why; of many that lack memory, the last."""
+    latest = {one.what: one for one in sorted(view.decided, key=lambda one: one.step)}
+    more = sum(one.what == "memory" for one in view.decided) - 1
+    others = f" (and {more} more members have a limit)" if more > 0 else ""
+    return [
+        (what, f"from step {table.count(one.step)} on: {one.reason}{others if what == 'memory' else ''}")
+        for what, one in sorted(latest.items())
+    ]
 
 
 def _scale(noise: float) -> str:

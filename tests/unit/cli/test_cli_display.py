@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli import panel, status, table, why
-from shoal.cli.display import Forgiving, JsonLines, Plain, progress, sentence
+from shoal.cli.display import Forgiving, JsonLines, Plain, decisions, progress, sentence
 from shoal.wire.views import Decision
 
 
@@ -170,6 +170,13 @@ def test_changes_of_shares_leave_room_for_what_else_happens(make: Any) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "local/2 is lost" in text
     assert "shares 49" not in text
+
+
+def test_many_limits_of_memory_are_one_line(make: Any) -> None:
+    limits = tuple(Decision("memory", 10 - n, {f"m/{n}": 8}, f"m/{n} is full") for n in range(3))
+    assert decisions(make.run(decided=limits)) == [
+        ("memory", "from step 10 on: m/0 is full (and 2 more members have a limit)")
+    ]
 
 
 def test_plain_lines_tell_few_of_many_changes_of_shares(make: Any) -> None:

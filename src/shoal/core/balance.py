@@ -33,6 +33,7 @@ WORTH = 1.5
 HORIZON_STEPS = 100
 TRIAL_STEPS = 200
 TRIAL_COST = 0.01
+NAMED, SOME = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,9 +464,18 @@ def _reason(now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> str
         odd = max(range(len(each)), key=lambda rank: (abs(each[rank] / usual(each) - 1), -rank))
         others = usual([one for rank, one in enumerate(each) if rank != odd] or each)
         why = f"{now.members[odd]} takes {_ms(each[odd])} a sample, the others {_ms(others)}"
-    new, old = ", ".join(map(str, wanted)), ", ".join(map(str, now.shares))
     step = f"step {_ms(_slowest(costs, now.shares))} → {_ms(_slowest(costs, wanted))}"
-    return f"{why}: {new} instead of {old}; {step}"
+    return f"{why}: {_instead(now, wanted)}; {step}"
+
+
+def _instead(now: _Plan, wanted: Shares) -> str:
+    """New and old shares in the order of ranks; of many members, those that change the most."""
+    if len(wanted) <= NAMED:
+        return f"{', '.join(map(str, wanted))} instead of {', '.join(map(str, now.shares))}"
+    each = list(zip(now.members, wanted, now.shares, strict=True))
+    changed = sorted((one for one in each if one[1] != one[2]), key=lambda one: (-abs(one[1] - one[2]), one[0]))
+    told = ", ".join(f"{name} {new} instead of {old}" for name, new, old in changed[:SOME])
+    return told + (f" and {len(changed) - SOME} more changes" if len(changed) > SOME else "")
 
 
 def _ms(seconds: float) -> str:

@@ -161,9 +161,11 @@ class BadSettings(UsageError):
 
 
 class BadPlan(UsageError):
-    """The plan that shares a global batch out over the members is not understood.
+    """The plan that shares a global batch out over the members is not understood, or cannot be kept.
 
-    ``equal`` gives everyone the same; ``fixed:3,1`` gives rank 0 three times as much as the others.
+    ``model`` gives everyone what its measured speed deserves; ``ratio`` does so by the law b' = b * mean(t) / t;
+    ``equal`` gives everyone the same; ``fixed:3,1`` gives rank 0 three times as much as the others. Floors must not be
+    above caps, and the members' caps together must hold the global batch.
     """
 
     code = "S102"

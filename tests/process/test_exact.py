@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.config import Settings
 from shoal.errors import NotExact
 from shoal.testing.together import Seated, together
+from shoal.torch.exact import exact_weight
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
@@ -86,6 +89,7 @@ def train(
     weigh: Callable[[torch.Tensor], float | None] = lambda _: None,
     each: Callable[[Run], object] = lambda _: None,
     epochs: int = EPOCHS,
+    workers: int = 0,
 ) -> Callable[[Seated], dict[str, torch.Tensor]]:
     def body(session: Seated) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
@@ -94,7 +98,7 @@ def train(
             model = build()
         optimizer = make(model.parameters())
         run.attach(model, optimizer)
-        for x, y in run.batches(dataset(), size=size, epochs=epochs, shares=shares, exact=exact):
+        for x, y in run.batches(dataset(), size=size, epochs=epochs, shares=shares, exact=exact, workers=workers):
             each(run)
             run.backward(torch.nn.functional.mse_loss(model(x), y), weight=weigh(x))
             optimizer.step()
@@ -183,14 +187,15 @@ def test_sparse_gradients_are_exact() -> None:
     check(3, build=Bag)
 
 
-def test_gradients_of_16_bits_are_exact() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_exact(dtype: torch.dtype) -> None:
     class Low(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = mlp().bfloat16()
+            self.inner = mlp().to(dtype)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x.bfloat16()).float()
+            return self.inner(x.to(dtype)).float()
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {k: v.float() for k, v in super().state_dict(*args, **kwargs).items()}
@@ -221,10 +226,23 @@ def test_a_newcomer_behind_its_shadow_changes_no_bit() -> None:
     assert shares[2][-1] > 0, "the newcomer never got a share"
 
 
-@pytest.mark.parametrize("how", [{"exact": 0}, {"exact": SIZE + 1}])
+@pytest.mark.parametrize("how", [{"exact": -1}, {"exact": SIZE + 1}])
 def test_a_number_of_shards_that_cannot_be_is_refused(how: dict[str, Any]) -> None:
     with pytest.raises(NotExact):
         together(1, train(**how))
+
+
+def test_the_setting_asks_for_exact_mode_and_the_script_may_decline() -> None:
+    def set_to(value: int, how: dict[str, Any]) -> Callable[[Seated], dict[str, torch.Tensor]]:
+        def body(session: Seated) -> dict[str, torch.Tensor]:
+            session.settings = Settings(exact=value)
+            return train(**how)(session)
+
+        return body
+
+    asked = together(1, train())[0]
+    same_bits(together(2, set_to(SHARDS, {"exact": None}))[0], asked)
+    same_bits(together(1, set_to(SHARDS, {"exact": 0}))[0], together(1, train(exact=None))[0])
 
 
 def test_what_cannot_be_exact_is_refused() -> None:
@@ -242,3 +260,30 @@ def test_what_cannot_be_exact_is_refused() -> None:
     with pytest.raises(NotExact, match="micro"):
         together(1, batches(lambda *_: None, micro=2))
     together(1, batches(lambda *_: None))
+
+
+@given(weights=st.lists(st.floats(0, 1e6), max_size=30), seed=st.integers(0, 9))
+def test_weights_sum_to_the_same_in_any_order(weights: list[float], seed: int) -> None:
+    exact = [exact_weight(weight) for weight in weights]
+    shuffled = random.Random(seed).sample(exact, len(exact))
+    assert sum(shuffled) == sum(exact)
+    assert all(abs(one - other) < 1e-6 for one, other in zip(exact, weights, strict=True))
+    assert exact_weight(12_345.0) == 12_345.0
+
+
+def test_reading_ahead_in_another_process_changes_no_bit() -> None:
+    same_bits(together(1, train(workers=1))[0], together(2, train())[0])
+
+
+def test_a_step_that_is_done_again_gives_the_same_bits() -> None:
+    failed: list[int] = []
+
+    def fail_once(run: Run) -> None:
+        # as when a world breaks between two shards: the step begins anew, with what the buffers were at its start
+        if run.step == 2 and run._trainer.turn.piece == 3 and not failed:
+            failed.append(run.step)
+            run._trainer.turn.spoiled = True
+
+    again = together(1, train(build=normed, each=fail_once))[0]
+    same_bits(again, together(3, train(build=normed))[0])
+    assert failed == [2]

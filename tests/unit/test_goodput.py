@@ -41,9 +41,9 @@ def test_the_best_batch_is_the_root_of_fixed_cost_times_noise_over_cost_of_a_sam
     assert choice.gain > 0.5
 
 
-def test_a_change_goes_at_most_a_factor_of_two_towards_the_best() -> None:
-    assert 100 < best(64, 64, 1000.0, cost(0.1, 0.001), (16, 8192)).size <= 128
-    assert 2048 <= best(4096, 64, 1000.0, cost(0.1, 0.001), (16, 8192)).size < 2300
+def test_a_change_goes_at_most_a_factor_of_four_towards_the_best() -> None:
+    assert 100 < best(32, 64, 1000.0, cost(0.1, 0.001), (16, 8192)).size <= 128
+    assert 1024 <= best(4096, 64, 1000.0, cost(0.1, 0.001), (16, 8192)).size < 1200
 
 
 def test_a_gain_of_less_than_five_percent_changes_nothing() -> None:
@@ -81,7 +81,7 @@ def test_a_cost_that_is_unknown_changes_nothing(seconds: Callable[[int], float])
 
 def test_a_valley_between_here_and_the_best_is_not_entered() -> None:
     def seconds(size: int) -> float:
-        return 10.0 if 64 < size <= 128 else 0.1
+        return 10.0 if 64 < size <= 256 else 0.1
 
     assert best(64, 64, 1e6, seconds, (64, 4096)).size == 64
 
@@ -160,7 +160,7 @@ def test_decisions_climb_to_the_best_batch_and_stay_there() -> None:
     made = lived(auto, told(1000.0), cost(0.1, 0.001), range(400))
     sizes = [32, *(decision.size for decision in made)]
     assert sizes == sorted(sizes)
-    assert all(later <= 2 * size for size, later in pairwise(sizes))
+    assert all(later <= 4 * size for size, later in pairwise(sizes))
     assert 200 < sizes[-1] < 500
     assert made[-1].step < 100
 
@@ -175,7 +175,7 @@ def test_a_decision_holds_only_after_what_has_been_read_ahead() -> None:
 
 def test_one_look_is_not_enough_and_the_next_comes_after_some_steps_with_the_new_batch() -> None:
     made = lived(AutoBatch(32, (16, 4096), every=10, ahead=5), told(1000.0), cost(0.1, 0.001), range(100))
-    assert [decision.step for decision in made[:3]] == [25, 41, 57]
+    assert [decision.step for decision in made[:2]] == [25, 41]
 
 
 def test_a_second_thought_is_weighed_as_long_as_the_first() -> None:

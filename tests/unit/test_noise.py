@@ -116,6 +116,28 @@ def test_the_scale_follows_a_signal_that_fades() -> None:
     assert noise.scale == pytest.approx(2000, rel=0.4)
 
 
+def test_an_accident_is_not_taken_for_a_gradient() -> None:
+    noise = watched((64, 192), 60, Noise())
+    before = noise.scale
+    noise.observe((64, 192), (1e9, 1e12), 1e11)
+    assert noise.scale == before
+
+
+def test_gradients_that_have_grown_for_good_are_followed() -> None:
+    noise = watched((64, 192), 60, Noise())
+    for squares, total_sq in steps((64, 192), 300, signal=0.1):
+        noise.observe((64, 192), [1e6 * square for square in squares], 1e6 * total_sq)
+    assert noise.scale == pytest.approx(10 * VARIANCE / SIGNAL, rel=0.4)
+
+
+def test_the_huge_gradients_of_the_first_steps_are_forgotten_within_a_hundred() -> None:
+    noise = Noise()
+    for _ in range(3):
+        noise.observe((64, 192), (1e12, 3e12), 1e12)
+    watched((64, 192), 100, noise)
+    assert noise.scale == pytest.approx(VARIANCE / SIGNAL, rel=0.4)
+
+
 def test_many_shares_say_more_about_the_variance_than_two() -> None:
     noise = Noise(memory=1 - 1e-12)
     noise.observe([1] * 11, [10.0] + [1.0] * 10, 1.0)

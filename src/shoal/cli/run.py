@@ -28,6 +28,7 @@ from shoal.errors import BadEmulation
     type=click.Choice(["torchrun", "tf"]),
     help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
 )
+@click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
 @click.option(
     "--emulate",
     metavar="SPEEDS",
@@ -48,6 +49,7 @@ def command(
     sync: str | None,
     module: bool,
     compat: str | None,
+    batch: str | None,
     emulate: str | None,
     assignments: tuple[str, ...],
     detach: bool,
@@ -59,7 +61,11 @@ def command(
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
     options = options_of(
-        members=("-n", members), name=("--name", name), sync=("--sync", sync), emulate=("--emulate", emulate)
+        members=("-n", members),
+        name=("--name", name),
+        sync=("--sync", sync),
+        batch=("--batch", batch),
+        emulate=("--emulate", emulate),
     )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
     if compat and choices.text("emulate"):

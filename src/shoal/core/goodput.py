@@ -21,7 +21,7 @@ StepSeconds = Callable[[int], float]
 HALVINGS = 6
 LEAST_GAIN = 0.05
 # A larger leap would trust the cost models far from where they were measured.
-LEAP = 2.0
+LEAP = 4.0
 
 
 def law_for(optimizer: str) -> Law:

@@ -277,9 +277,11 @@ def _on_checkpoint(draft: Draft, event: ev.CheckpointWritten) -> None:
 
 
 def _on_decided(draft: Draft, event: ev.Decided) -> None:
-    known = draft.base.decided.get(event.what)
+    # Memory is each member's own; all else is everybody's, whoever tells.
+    key = f"memory of {event.member}" if event.what == "memory" else event.what
+    known = draft.base.decided.get(key)
     if known is None or (known.step, known.values) != (event.step, event.values):
-        draft.set(decided={**draft.base.decided, event.what: event})
+        draft.set(decided={**draft.base.decided, key: event})
         draft.ask(ev.Say(f"from step {event.step} on: {event.reason}", member=event.member))
 
 

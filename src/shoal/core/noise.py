@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite, sqrt
+from math import frexp, inf, isfinite, ldexp, sqrt
 
 # Half-lives of about 35 steps: long enough to tell a small signal from noise, short enough to follow the training.
 MEMORY = 0.98
@@ -13,8 +13,11 @@ LEAST_OBSERVATIONS = 10
 # than a third; its floor is two standard errors away.
 TOLERANCE = 1 / 3
 SURE = 2.0
-# Beyond it the squares that are averaged overflow; no gradient that is worth a step comes near.
+# A gradient so many times as large as usual is an accident, and would drown what is known.
+OUTLIER = 32.0
+# Squares beyond it are no gradients that are worth a step, and averages of them or of their inverse overflow.
 HUGE = 1e140
+AVERAGES = ("variance", "signal", "inverse", "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ class Noise:
             raise ValueError(f"memory={memory} is not between 0 and 1")
         self._memory = memory
         self._observations = 0
-        self._variance, self._signal, self._size = Average(), Average(), Average()
+        # Squared norms in units of what is usual; `inverse` turns them back.
+        self._variance, self._signal, self._inverse, self._size = Average(), Average(), Average(), Average()
+        self._usual = self._next = 0.0
 
     def observe(
         self, shares: Sequence[float], squares: Sequence[float], total_sq: float, samples: float | None = None
@@ -116,13 +121,28 @@ class Noise:
     def _take(self, seen: Sight | None, size: float, groups: int, samples: float | None) -> None:
         if seen is None:
             return
-        unit = 1.0 if samples is None else samples / size
-        # A step with n groups has n - 1 independent views of the variance.
-        views = groups - 1
-        self._variance.add(seen.variance * unit, self._memory, weight=float(views))
-        self._signal.add(seen.signal, self._memory)
-        self._size.add(size * unit, self._memory)
+        # The mean square of the groups' gradients.
+        if not self._as_usual(seen.signal + seen.variance * groups / size):
+            return
+        samples = size if samples is None else samples
+        # What is usual is known from the steps before, so dividing by it leaves both unbiased; and the large gradients
+        # of a run's first steps do not outweigh those of today. A step with n groups has n - 1 views of the variance.
+        unit = self._usual
+        self._variance.add(seen.variance / unit * (samples / size), self._memory, weight=float(groups - 1))
+        self._signal.add(seen.signal / unit, self._memory)
+        self._inverse.add(1.0 / unit, self._memory)
+        self._size.add(samples, self._memory)
         self._observations += 1
+
+    def _as_usual(self, square: float) -> bool:
+        """Whether gradients are not far larger than usual; what is usual follows them, by a factor of two a step."""
+        if not 1.0 / HUGE < square < HUGE:
+            return False
+        # Powers of two: dividing by them rounds nothing.
+        nearest = ldexp(1.0, frexp(square)[1])
+        self._usual = self._next or nearest
+        self._next = min(max(nearest, self._usual / 2.0), self._usual * 2.0)
+        return square <= OUTLIER * self._usual
 
     @property
     def observations(self) -> int:
@@ -132,12 +152,12 @@ class Noise:
     @property
     def variance(self) -> float:
         """The variance of one sample's gradient, summed over all parameters: S."""
-        return max(0.0, self._variance.mean)
+        return max(0.0, self._variance.mean) / (self._inverse.mean or 1.0)
 
     @property
     def signal(self) -> float:
         """The squared norm of the true gradient, as far as it can be told from noise: |G|²."""
-        return max(0.0, self._signal.mean)
+        return max(0.0, self._signal.mean) / (self._inverse.mean or 1.0)
 
     @property
     def scale(self) -> float | None:
@@ -145,7 +165,7 @@ class Noise:
         signal, signal_error = self._signal.mean, self._signal.error
         if self._observations < LEAST_OBSERVATIONS or signal <= 0:
             return None
-        scale = self.variance / signal
+        scale = max(0.0, self._variance.mean) / signal
         error = sqrt((self._variance.error / signal) ** 2 + (scale * signal_error / signal) ** 2)
         return scale if error <= TOLERANCE * (scale + self._size.mean) else None
 
@@ -154,21 +174,19 @@ class Noise:
         """What the noise scale is at least, even with the signal lost in the noise; None until anything is known."""
         if self._observations < LEAST_OBSERVATIONS:
             return None
-        signal = self.signal + SURE * self._signal.error
+        signal = max(0.0, self._signal.mean) + SURE * self._signal.error
         variance = self._variance.mean - SURE * self._variance.error
         return variance / signal if variance > 0 and signal > 0 else 0.0
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "observations": self._observations,
-            "variance": asdict(self._variance),
-            "signal": asdict(self._signal),
-            "size": asdict(self._size),
-        }
+        averages = self._variance, self._signal, self._inverse, self._size
+        named: dict[str, object] = {name: asdict(one) for name, one in zip(AVERAGES, averages, strict=True)}
+        return named | {"observations": self._observations, "usual": self._next}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._observations = int(str(state["observations"]))
-        self._variance, self._signal, self._size = (_average(state[name]) for name in ("variance", "signal", "size"))
+        self._next = float(str(state["usual"]))
+        self._variance, self._signal, self._inverse, self._size = (_average(state[name]) for name in AVERAGES)
 
 
 def _average(state: object) -> Average:

@@ -18,7 +18,8 @@ class Rules:
 
     `threshold` is the part of a step that a change must save (for `ratio`: the dead band around the mean time).
     `window` is how many steps are measured between changes; the first few come after 2, 4 and 8. `floor` and `cap`
-    are samples, or below 1 a part of the global batch (a cap of 1 is the whole of it). With a floor nobody is parked.
+    are samples, or below 1 a part of the global batch (a cap of 1 is the whole of it). A cap in samples is never
+    broken; one that is a part gives way when too few members are left for the batch. With a floor nobody is parked.
     `mode` is `continuous`, `epoch` (change at the start of an epoch only) or `once` (settle, then leave it).
     """
 
@@ -48,13 +49,18 @@ class Rules:
         """Whether shares follow what is measured."""
         return self.policy in ("model", "ratio")
 
-    def lowest(self, size: int) -> int:
-        """The floor of every share of a global batch of this size."""
-        return ceil(self.floor * size) if self.floor < 1 else int(self.floor)
+    def bounds(self, size: int, sharing: int) -> tuple[int, int]:
+        """The floor and the cap of one share of a global batch of this size, of so many that share it."""
+        low = ceil(self.floor * size) if self.floor < 1 else int(self.floor)
+        high = max(int(self.cap * size), -(-size // max(sharing, 1))) if self.cap <= 1 else int(self.cap)
+        return min(low, high), high
 
-    def highest(self, size: int) -> int:
-        """The cap of every share of a global batch of this size."""
-        return int(self.cap * size) if self.cap <= 1 else int(self.cap)
+    def check(self, size: int) -> None:
+        """Refuse a floor and a cap that contradict each other for this global batch."""
+        low = ceil(self.floor * size) if self.floor < 1 else int(self.floor)
+        high = int(self.cap * size) if self.cap <= 1 else int(self.cap)
+        why = f"of a global batch of {size}, the floor is {low} samples and the cap {high}"
+        _check(low <= high, f"a floor of {self.floor:g} is above the cap of {self.cap:g}", why)
 
     def declared(self, ranks: int) -> list[int]:
         """The weights of the ranks for `equal` and `fixed`, as whole numbers."""

@@ -6,11 +6,13 @@ defines exactly (no logarithms), and no `sum` of floats, whose rounding differs 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from itertools import pairwise
+from math import sqrt
 from typing import Any, Self
+
+from shoal.core.curve import Curve, rising, through
 
 KEPT = 8
 FULL = 100
@@ -22,6 +24,9 @@ FAR = 1.0
 GUESS = 0.3
 FIXED_PART = 0.0
 CERTAIN = 44.0
+SHIFT = 4.0
+SHORTEST_S = 1e-9
+LONGEST_S = 1e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,77 +38,22 @@ class Point:
     count: int
     fold: int
 
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Seconds as a function of samples: straight between knots, rising, the first knot at 0 samples.
-
-    Every micro-batch after the first costs `again_s` more.
-    """
-
-    at: tuple[float, ...]
-    seconds_at: tuple[float, ...]
-    slope: float
-    micro: int | None = None
-    again_s: float = 0.0
-
-    def seconds(self, samples: int) -> float:
-        """What a share of so many samples takes; nothing for none."""
-        if samples <= 0:
-            return 0.0
-        again_s = self.again_s * ((samples - 1) // self.micro) if self.micro else 0.0
-        at, seconds_at = self.at, self.seconds_at
-        place = bisect_left(at, samples)
-        if place == len(at):
-            return seconds_at[-1] + (samples - at[-1]) * self.slope + again_s
-        start, stop = at[place - 1], at[place]
-        low, high = seconds_at[place - 1], seconds_at[place]
-        return low + (high - low) * ((samples - start) / (stop - start)) + again_s
-
-    def reach(self, seconds: float, most: int) -> int:
-        """About as many samples as fit into so many seconds, `most` at most; one less or more is possible."""
-        found = min(self._reach_once(seconds), most)
-        if not self.micro or not self.again_s:
-            return found
-        low, high = 0, found
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.seconds(middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _reach_once(self, seconds: float) -> int:
-        at, seconds_at = self.at, self.seconds_at
-        if seconds < seconds_at[0]:
-            return 0
-        if seconds >= seconds_at[-1]:
-            return int(min(at[-1] + (seconds - seconds_at[-1]) / self.slope, 1e15))
-        place = bisect_right(seconds_at, seconds)
-        start, stop = at[place - 1], at[place]
-        low, high = seconds_at[place - 1], seconds_at[place]
-        return int(start + (stop - start) * ((seconds - low) / (high - low)))
-
-
-def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
-    """The cost a·ceil(b/m) + c·b."""
-    return Curve((0.0,), (fixed_s,), slope, micro, fixed_s if micro else 0.0)
+    def scaled(self, factor: float) -> Point:
+        """The same after the member's speed changed: known from one step, as it were."""
+        return Point(self.samples, self.seconds * factor, 1, self.fold)
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """What is known of one member's speed. `fold` adds what a window of steps showed.
 
-    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `prior` is the
-    line (a, c) from before its speed jumped, scaled; it gives the fixed cost until two sizes have been seen again.
+    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured.
     """
 
     points: tuple[Point, ...] = ()
     folds: int = 0
     steps: int = 0
     noise: float = USUAL_NOISE
-    prior: tuple[float, float] | None = None
     hint: float | None = None
     micro: int | None = None
 
@@ -123,26 +73,31 @@ class Speed:
                 by_size.setdefault(samples, []).append(seconds)
         if not by_size:
             return self
-        points = {point.samples: point for point in self.points}
         folds, noise, steps = self.folds + 1, self.noise, self.steps
-        for samples, some in by_size.items():
+        points = {point.samples: point for point in self.points}
+        for samples, some in sorted(by_size.items(), key=lambda size: (-len(size[1]), size[0])):
             usual_s = usual(some)
             noise = _noisier(noise, steps, some, usual_s)
             steps += len(some)
-            points[samples] = _merged(points.pop(samples, None), samples, usual_s, len(some), folds)
+            new, old = Point(samples, usual_s, len(some), folds), points.get(samples)
+            if old is not None and _differ(old, new, noise):
+                # The same share takes another time: so would all the others.
+                points = {size: point.scaled(new.seconds / old.seconds) for size, point in points.items()}
+                old = points[samples]
+            points[samples] = _merged(old, new)
         kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
         kept.sort(key=lambda point: point.samples)
         return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
 
     def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
-        """Forget what was measured before a jump; `recent` is what came after it."""
+        """The member is of another speed since the steps of `recent`: keep the shape, and let the new times count."""
         curve = self.curve(alike)
         good = [(samples, seconds) for samples, seconds in recent if usable(samples, seconds)]
         if curve is None or not good:
             return self
-        factor = usual([seconds / max(curve.seconds(samples), 1e-12) for samples, seconds in good])
-        fixed_s, slope = self.fitted(alike)
-        return replace(self, points=(), prior=(fixed_s * factor, slope * factor)).fold(good)
+        factor = usual([seconds / curve.seconds(samples) for samples, seconds in good])
+        points = tuple(point.scaled(factor) for point in self.points)
+        return replace(self, points=points).fold(good)
 
     def fitted(self, alike: float | None = None) -> tuple[float, float]:
         """The line (a, c) around the latest size, a and c not negative.
@@ -151,7 +106,7 @@ class Speed:
         as much as noise leaves room for: with one size seen it is all there is. `alike` is a/c of the other members.
         """
         if not self.points:
-            return self.prior or (0.0, 1.0)
+            return 0.0, 1.0
         latest = self.latest()
         uu, uv, vv, u1, v1 = self._sums(latest)
         # The guess as one more equation: a / t = part, give or take GUESS.
@@ -182,8 +137,10 @@ class Speed:
     def _sums(self, latest: Point) -> tuple[float, float, float, float, float]:
         """The normal equations of 1 = a·(times/t) + c·(samples/t)."""
         uu = uv = vv = u1 = v1 = 0.0
+        noise, jagged = max(self.noise, LEAST_NOISE), self._jagged()
+        certain = 1 / (noise * noise + jagged * jagged)
         for point in self.points:
-            weight = self._weight(point, latest)
+            weight = self._weight(point, latest) * certain
             u, v = self._times(point.samples) / point.seconds, point.samples / point.seconds
             uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
             u1, v1 = u1 + weight * u, v1 + weight * v
@@ -196,19 +153,21 @@ class Speed:
     def _weight(self, point: Point, latest: Point) -> float:
         big, small = max(point.samples, latest.samples), min(point.samples, latest.samples)
         far, old = big / small - 1, self.folds - point.fold
-        noise = max(self.noise, LEAST_NOISE)
-        return point.count / (noise * noise * (1 + far * far * FAR) * (1 + AGEING * old))
+        return point.count / ((1 + far * far * FAR) * (1 + AGEING * old))
+
+    def _jagged(self) -> float:
+        """By how much the seconds fall somewhere although the size grows: then no secant can be trusted."""
+        worst = 0.0
+        for before, after in pairwise(self.points):
+            worst = max(worst, before.seconds / after.seconds - 1)
+        return worst
 
     def _guess(self, latest: Point, alike: float | None) -> float:
         """The part of the latest seconds that is guessed to be fixed, before sizes are compared."""
         if alike is not None:
             fixed = alike * self._times(latest.samples)
             return fixed / (fixed + latest.samples)
-        if self.prior is None:
-            return FIXED_PART
-        fixed_s = self.prior[0] * self._times(latest.samples)
-        whole_s = fixed_s + self.prior[1] * latest.samples
-        return fixed_s / whole_s if whole_s > 0 else FIXED_PART
+        return FIXED_PART
 
     def curve(self, alike: float | None = None) -> Curve | None:
         """The fitted line, bent to pass through points that lie farther off than noise explains; None before any."""
@@ -228,8 +187,8 @@ class Speed:
                 counts.append(point.count)
         if not at:
             return Curve((0.0,), (fixed_s,), slope, self.micro, again_s)
-        seconds_at = _rising(seconds_at, counts)
-        return _drawn(at, seconds_at, slope, self.micro, again_s)
+        seconds_at = rising(seconds_at, counts)
+        return through(at, seconds_at, slope, self.micro, again_s)
 
     def _times(self, samples: int) -> int:
         return (samples - 1) // self.micro + 1 if self.micro else 1
@@ -241,7 +200,6 @@ class Speed:
             "folds": self.folds,
             "steps": self.steps,
             "noise": self.noise,
-            "prior": list(self.prior) if self.prior else None,
             "hint": self.hint,
             "micro": self.micro,
         }
@@ -249,9 +207,8 @@ class Speed:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
-        prior = (float(values["prior"][0]), float(values["prior"][1])) if values["prior"] else None
         folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
-        return cls(points, folds, steps, noise, prior, values["hint"], values["micro"])
+        return cls(points, folds, steps, noise, values["hint"], values["micro"])
 
 
 @dataclass(slots=True)
@@ -288,7 +245,7 @@ class Drift:
 
 def usable(samples: int, seconds: float) -> bool:
     """Whether this is a measurement at all."""
-    return samples > 0 and seconds > 0 and isfinite(seconds)
+    return samples > 0 and SHORTEST_S <= seconds <= LONGEST_S
 
 
 def usual(some: Sequence[float]) -> float:
@@ -313,31 +270,17 @@ def _noisier(noise: float, steps: int, some: Sequence[float], usual_s: float) ->
     return noise + (min(seen, 1.0) - noise) * len(some) / (len(some) + 2.0 + min(steps, 40))
 
 
-def _merged(old: Point | None, samples: int, usual_s: float, count: int, fold: int) -> Point:
+def _differ(old: Point, new: Point, noise: float) -> bool:
+    off = 2 * (new.seconds - old.seconds) / (new.seconds + old.seconds)
+    return abs(off) > SHIFT * max(noise, LEAST_NOISE) * sqrt(1 / new.count + 1 / old.count)
+
+
+def _merged(old: Point | None, new: Point) -> Point:
     if old is None:
-        return Point(samples, usual_s, min(count, FULL), fold)
-    before = min(old.count, FULL - min(count, FULL // 2))
-    seconds = (old.seconds * before + usual_s * count) / (before + count)
-    return Point(samples, seconds, min(old.count + count, FULL), fold)
-
-
-def _rising(values: list[float], weights: Sequence[float]) -> list[float]:
-    """The nearest values that never fall (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        mean, mass, size = value, float(weight), 1
-        while pools and pools[-1][0] > mean:
-            other, other_mass, other_size = pools.pop()
-            mean = (other * other_mass + mean * mass) / (other_mass + mass)
-            mass, size = mass + other_mass, size + other_size
-        pools.append((mean, mass, size))
-    return [mean for mean, _, size in pools for _ in range(size)]
-
-
-def _drawn(at: list[float], seconds_at: list[float], slope: float, micro: int | None, again_s: float) -> Curve:
-    """Add the knot at 0 and the slope after the last."""
-    fixed_s = min(max(seconds_at[0] - slope * at[0], 0.0), seconds_at[0])
-    return Curve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)
+        return replace(new, count=min(new.count, FULL))
+    before = min(old.count, max(FULL - new.count, new.count))
+    seconds = (old.seconds * before + new.seconds * new.count) / (before + new.count)
+    return Point(new.samples, seconds, min(before + new.count, FULL), new.fold)
 
 
 def common(shapes: Sequence[tuple[float, float]]) -> float | None:

@@ -140,6 +140,7 @@ class TreeBuckets(Buckets):
         self._held, self._shard = held, held.start - 1
         self._depth = self._merges = 0
         self._keeps.clear()
+        self._is_open = False
 
     def open(self) -> None:
         """The gradients of the next shard follow."""
@@ -244,9 +245,11 @@ class TreeBuckets(Buckets):
             self._level(bucket, level - 1).flat.add_(self._level(bucket, level).flat)
 
     def _add_tail(self, bucket: Bucket) -> None:
-        self._used.zero_()
-        for parameter in self._seen:
-            self._used[self._number[parameter]] = 1.0
+        if len(self._seen) == len(self.parameters):
+            self._used.fill_(1.0)
+        else:
+            self._used.zero_()
+            self._used[[self._number[parameter] for parameter in self._seen]] = 1.0
         if self._merges == 0:
             self._level(bucket, self._depth).tail.copy_(self._tail)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.core import plan
-from shoal.core.balance import Balance, Change, Seen
+from shoal.core.balance import Balance, Seen
 from shoal.core.order import Cursor, Order
 from shoal.core.pulse import Pulse
 from shoal.core.stream import LaneLayout, advance
@@ -15,6 +15,16 @@ from shoal.core.tree import Held
 from shoal.core.world import World
 from shoal.torch.loader import ShareLoader
 from shoal.torch.stream import LaneReader
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that all members changed alike at a commit, from which step on, and why."""
+
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class Feed(Protocol):
 
     def more(self) -> bool: ...
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> Change | None: ...
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]: ...
 
     def start(self) -> None: ...
 
@@ -99,6 +109,9 @@ class IndexedFeed:
         def ahead(later: int) -> tuple[int, int] | None:
             return None if self.over(later) else self._span(later, members, rank, ())
 
+        if self._loader.micro is None:
+            # What did not fit into this member's memory before it was started again does not fit now.
+            self._loader.micro = self.balance.micro_of(members[rank])
         span = self._span(step, members, rank, ghosts)
         self.units = span[1] - span[0]
         ghost = [Piece(self._loader.ghost(step), 0)] if span[0] == span[1] else []
@@ -111,7 +124,7 @@ class IndexedFeed:
     def more(self) -> bool:
         return True
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> Change | None:
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
         left = self._order.total_steps - step - 1
         return _observe(self.balance, step, world, everybody, self.cursor(step).epoch, left)
 
@@ -168,7 +181,7 @@ class StreamFeed:
     def more(self) -> bool:
         return self._more
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> Change | None:
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
         self._cursor = advance(self._cursor, any(p.more for p in everybody))
         return _observe(self.balance, step, world, everybody, self._cursor.epoch, None)
 
@@ -196,11 +209,12 @@ def told(balance: Balance, world: World) -> tuple[str, ...]:
 
 def _observe(
     balance: Balance, step: int, world: World, everybody: Sequence[Pulse], epoch: int, left: int | None
-) -> Change | None:
+) -> list[Decision]:
     """Let the balance learn from what the pulses of a committed step say of the one before."""
     for seat, pulse in zip(world.seats, everybody, strict=True):
         if pulse.measured:
             balance.micro(seat.member, pulse.micro or None)
     members = tuple(seat.member for seat in world.seats)
     seen = [Seen(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
-    return balance.observe(step, members, seen, epoch=epoch, left=left)
+    change = balance.observe(step, members, seen, epoch=epoch, left=left)
+    return [Decision(change.step, "shares", change.shares, change.reason)] if change is not None else []

@@ -64,15 +64,17 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:
-    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict."""
+    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
+
+    Where the global batch is chosen, a scheduler that is stepped at every step advances by the progress that was made;
+    one that is stepped more rarely, such as at the end of epochs, as often as it is.
+    """
     kind = type(scheduler)
 
     @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = None
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
         for _ in range(gate.schedules(self, *args, **kwargs)):
-            result = kind.step(self, *args, **kwargs)
-        return result
+            kind.step(self, *args, **kwargs)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 

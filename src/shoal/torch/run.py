@@ -12,10 +12,13 @@ import torch
 
 from shoal.core import sync
 from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+from shoal.core.batch import wanted
+from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, NotForLocal, SecondLoop
+from shoal.errors import NotAttached, NotExact, NotForLocal, SecondLoop
+from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
 from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
@@ -155,8 +158,12 @@ class Run:
         for example fixed:3,1; without it, the setting `shares.policy` does. `micro` cuts a share into batches of at
         most so many samples, which the loop's body sees one by one and which together make one step. `exact` cuts the
         global batch into so many shards instead, which are dealt out whole and seen one by one: no bit of the result
-        then depends on who computes them. `workers` processes read ahead.
+        then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
+        ahead.
         """
+        exact = (self._session.settings.exact if exact is None else exact) or None
+        wished = wanted(self._session.settings.batch, size, len(dataset))
+        size = wished.size
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
         how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
@@ -165,10 +172,13 @@ class Run:
         balance = self._balance(shares, 0, (1, 2, 4)) if local else self._balance(shares, ahead=workers * prefetch)
         feed: Feed
         if local:
-            if exact is not None:
-                self._refuse_in_local_mode("exact=", "leave it out: members compute different things on purpose")
+            if exact is not None or wished.bounds is not None:
+                what = "exact=" if exact is not None else "a global batch that changes"
+                self._refuse_in_local_mode(what, "leave it out")
             rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
             feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
+        elif wished.bounds is not None:
+            feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
         elif exact is None:
             feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
         else:
@@ -196,6 +206,10 @@ class Run:
         equal unless you ask for more.
         """
         self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
+        if self._session.settings.exact:
+            raise NotExact(
+                "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
+            )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
         feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
@@ -238,6 +252,21 @@ class Run:
     def _refuse_in_local_mode(self, what: str, do: str) -> None:
         if isinstance(self._trainer, LocalTrainer):
             raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
+
+    def _auto_feed(
+        self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
+    ) -> AutoFeed:
+        trainer, settings = self._trainer, self._session.settings
+        if exact is not None:
+            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
+        if not trainer.optimizers:
+            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
+        auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
+        trainer.auto, trainer.noise_every = auto, min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        feed = AutoFeed(order, loader, balance, auto, trainer.noise)
+        self._keeper.parts["batch"] = feed
+        return feed
 
     def _balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
         settings = self._session.settings

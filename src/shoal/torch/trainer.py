@@ -6,21 +6,24 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from shoal.core import pulse
+from shoal.core.goodput import AutoBatch
 from shoal.core.noise import Noise
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
+from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.guard import forget_gradients
 from shoal.torch.keeper import StateKeeper
 from shoal.torch.memory import is_out_of_memory
+from shoal.torch.meter import Meter
 from shoal.torch.squares import Squares
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
@@ -48,17 +51,29 @@ class Trainer:
         self._last: Turn | None = None
         self._nested = False
         self._world_seen = 0
-        self._usual_step_s = 0.0
-        self._samples_per_s = 0.0
-        self._committed_at = 0.0
         self._loss: float | None = None
         self.noise = Noise()
+        self.meter = Meter(self.noise)
+        self.noise_every = session.settings.noise_every
+        self.auto: AutoBatch | None = None
         self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
     @property
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
+
+    def advance(self, calls: int) -> int:
+        """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
+
+        Only state that all members share may decide it: they must agree.
+        """
+        turn, feed = self.turn, self.feed
+        if self.auto is None or turn is None or feed is None:
+            return 1
+        ended = feed.over(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
+        at_every_step = not ended or calls > turn.epoch
+        return turn.progress if at_every_step else 1
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until the last step is committed by all."""
@@ -119,7 +134,7 @@ class Trainer:
             world,
             feed.units,
             ghosts,
-            first=not self._committed_at,
+            first=not self.meter.commits,
             held=feed.held,
         )
         if self.turn is None or not self.turn.spoiled:
@@ -239,7 +254,7 @@ class Trainer:
 
     def _squares_of(self, turn: Turn) -> Squares | None:
         """Now and then norms are taken, where there are at least two groups of samples to compare."""
-        every = self._session.settings.noise_every
+        every = self.noise_every
         if not every or turn.step % every or turn.first or turn.held is not None:
             return None
         squares = Squares(self.optimizers)
@@ -368,7 +383,7 @@ class Trainer:
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """How many steps a scheduler is to make for the one that it was asked for."""
-        return int(self.committed)
+        return self.advance(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
 
     @property
     def has_gradient(self) -> bool:
@@ -382,17 +397,23 @@ class Trainer:
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """One optimizer's step; the run's step is committed with the last one's."""
         if self._nested:
-            return real()
+            return self._step(optimizer, real)
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
         if not turn.stepped and not self._may_apply():
             return None
-        result = real()
+        result = self._step(optimizer, real)
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
         return result
+
+    def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        if self.auto is None or self.turn is None:
+            return real()
+        with Gained(optimizer, self.auto.gain_at(self.turn.step)):
+            return real()
 
     def apply_all(self, real: Callable[[], Any]) -> Any:
         """A scaler's step; whether it lets the optimizer step or not, the run's step is committed."""
@@ -427,33 +448,24 @@ class Trainer:
         self._statistics.receive(self._buckets)
         self._statistics.keep()
         self._learn_noise(turn.everybody)
-        change = self.feed.committed(turn.step, turn.world, turn.everybody)
+        before = self.auto.progress if self.auto is not None else 0.0
+        decisions = self.feed.committed(turn.step, turn.world, turn.everybody)
+        turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
-        self._measure(turn)
-        if change is not None and self._session.is_writer:
-            self._session.decided(change.step, "shares", change.shares, change.reason)
-
-    def _measure(self, turn: Turn) -> None:
-        now = time.monotonic()
-        if self._committed_at:
-            took_s = now - self._committed_at
-            smooth = 0.9 if self._usual_step_s else 0.0
-            self._usual_step_s = smooth * self._usual_step_s + (1 - smooth) * took_s
-            rate = sum(p.samples for p in turn.everybody) / max(took_s, 1e-9)
-            self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * rate
-        self._committed_at = now
+        self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
+        for one in decisions:
+            self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)
 
     def _status(self) -> dict[str, Any]:
         turn, feed = self.turn, self.feed
         return {
-            "usual_step_s": self._usual_step_s,
             "epoch": turn.epoch if turn is not None else 0,
             "total_steps": feed.total if feed is not None else None,
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
-            "samples_per_s": self._samples_per_s,
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            **self.meter.status(),
         }
 
     # --- what synchronised BatchNorm asks (see shoal.torch.batchnorm)
@@ -469,10 +481,19 @@ class Trainer:
         self._session.fail(broken)
 
 
+@cache
+def _has_devices() -> bool:
+    return torch.cuda.device_count() > 0 or torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
 def _seed_everything(seed: int, step: int, rank: int) -> None:
     """Random numbers of a step depend on the step and the rank alone, so that doing it again gives the same."""
     value = hash((seed, step, rank)) & 0x7FFF_FFFF_FFFF_FFFF
-    torch.manual_seed(value)
+    if _has_devices():
+        torch.manual_seed(value)
+    else:
+        # The general way takes a stack trace for each kind of device that is not there.
+        torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

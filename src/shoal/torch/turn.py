@@ -37,6 +37,7 @@ class Turn:
     reduced: bool = False
     committed: bool = False
     spoiled: bool = False
+    progress: int = 1
     squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
     everybody: tuple[Pulse, ...] = ()

@@ -87,7 +87,7 @@ class Beat(Message, frozen=True):
     """Renews the lease and says what the member is doing, and since when.
 
     `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
-    shares and with those in force.
+    shares, if that is known, and with those in force.
     """
 
     world: int | None
@@ -104,7 +104,7 @@ class Beat(Message, frozen=True):
     spent: Spent = Spent()
     batch: int = 0
     noise: float | None = None
-    idle: tuple[float, float] | None = None
+    idle: tuple[float | None, float] | None = None
 
 
 class Decided(Message, frozen=True):

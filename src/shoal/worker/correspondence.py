@@ -82,11 +82,12 @@ class Correspondence:
     def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         self._say(messages.Checkpointed(step, path, size_bytes, seconds))
 
-    def decided(self, step: int, what: str, values: dict[str, int], reason: str) -> None:
-        """Tell what the members have changed by themselves."""
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+        """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
         with self._changed:
             self._decided[what] = messages.Decided(step, what, values, reason)
-            self._say(self._decided[what])
+            if tell:
+                self._say(self._decided[what])
 
     def raised(self, error: BaseException, text: str) -> None:
         """The user's code raised: say so before its effects are felt."""

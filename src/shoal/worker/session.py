@@ -266,6 +266,10 @@ class Session(Worlds):
 
     def _take_over(self, entrance: Entrance, rank: int) -> None:
         self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
+        if rank == 0:
+            # Whoever was to tell what was decided may be gone; what is known already is not told twice.
+            for decision in self._decided.values():
+                self._say(decision)
         self._broken, self._agreed, self._stop_agreed, self._finishing = False, None, False, False
         self._announced = None
         if self._prepared is not None and self._prepared.after != entrance.number:

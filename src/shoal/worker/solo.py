@@ -75,7 +75,7 @@ class Solo:
     def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         """Nobody keeps count."""
 
-    def decided(self, step: int, what: str, values: dict[str, int], reason: str) -> None:
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
         """Nobody asks why."""
 
     def close(self) -> None:

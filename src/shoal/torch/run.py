@@ -17,7 +17,7 @@ from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, NotExact, NotForLocal, SecondLoop
+from shoal.errors import BadSync, NotAttached, NotExact, NotForLocal, SecondLoop
 from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
@@ -44,6 +44,8 @@ class Run:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
         mode = sync.parse(session.settings.sync)
+        if mode.served:
+            raise BadSync(f"--sync {mode.text} is not there yet", do="train with --sync step or --sync local:H")
         self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
         self._keeper.parts["noise"] = self._trainer.noise
 

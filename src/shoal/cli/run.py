@@ -21,6 +21,7 @@ from shoal.errors import BadEmulation
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("--sync", metavar="MODE", help="How members keep together: step, local:H, …  [default: step]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
@@ -45,6 +46,7 @@ def command(
     args: tuple[str, ...],
     members: str | None,
     name: str | None,
+    sync: str | None,
     module: bool,
     compat: str | None,
     batch: str | None,
@@ -59,7 +61,11 @@ def command(
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
     options = options_of(
-        members=("-n", members), name=("--name", name), batch=("--batch", batch), emulate=("--emulate", emulate)
+        members=("-n", members),
+        name=("--name", name),
+        sync=("--sync", sync),
+        batch=("--batch", batch),
+        emulate=("--emulate", emulate),
     )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
     if compat and choices.text("emulate"):

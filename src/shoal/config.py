@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from shoal.core import sync
 from shoal.errors import BadSettings
 
 Value = str | int | float | bool
@@ -48,6 +49,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
+    sync: Annotated[str, Meta(description="how members keep together: step, stale:K or async")] = "step"
+    servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
+    tickets: Annotated[
+        Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
+    ] = "time"
 
 
 class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
@@ -128,6 +134,7 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
         name = path.strip("`$.").strip("[]'\"") or "a setting"
         shown = f"{name} cannot be {values[name]!r}" if name in values else f"{name} has a value that it cannot take"
         raise BadSettings(shown, where=where, why=why, do="shoal config prints all settings") from error
+    sync.parse(getattr(converted, "sync", "step"))
     ports = getattr(converted, "ports", "")
     span = port_range(ports)
     if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):

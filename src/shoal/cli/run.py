@@ -20,6 +20,8 @@ from shoal.cli.sources import Choices, Option
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("--sync", metavar="MODE", help="How members keep together: step, stale:K or async.  [default: step]")
+@click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
@@ -38,6 +40,8 @@ def command(
     args: tuple[str, ...],
     members: str | None,
     name: str | None,
+    sync: str | None,
+    servers: str | None,
     module: bool,
     compat: str | None,
     assignments: tuple[str, ...],
@@ -49,7 +53,9 @@ def command(
     Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
-    options = options_of(members=("-n", members), name=("--name", name))
+    options = options_of(
+        members=("-n", members), name=("--name", name), sync=("--sync", sync), servers=("--servers", servers)
+    )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
     directory = launching.new_directory(place.home)

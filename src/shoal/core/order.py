@@ -77,6 +77,12 @@ class Order:
         """How many samples global batch `step` has: `size`, but for a kept short last batch."""
         return min(self.size, self.samples - self.cursor(step).index * self.size)
 
+    def steps_within(self, samples: int) -> int:
+        """How many whole global batches are made of the first so many samples of the run."""
+        in_epoch = self.samples if self.last == "keep" else self.size * self.steps_per_epoch
+        epochs, rest = divmod(samples, in_epoch)
+        return min(self.total_steps, epochs * self.steps_per_epoch + rest // self.size)
+
     def ids(self, step: int, start: int, stop: int) -> NDArray[np.int64]:
         """Samples start…stop of global batch `step`, in O(stop - start)."""
         if step >= self.total_steps or not 0 <= start <= stop <= self.size_of(step):

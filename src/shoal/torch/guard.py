@@ -26,6 +26,8 @@ class Gate(Protocol):
     @property
     def committed(self) -> bool: ...
 
+    def schedules(self, *args: Any, **kwargs: Any) -> bool: ...
+
     @property
     def has_gradient(self) -> bool: ...
 
@@ -67,7 +69,7 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(self, *args, **kwargs) if gate.committed else None
+        return kind.step(self, *args, **kwargs) if gate.schedules(*args, **kwargs) else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 

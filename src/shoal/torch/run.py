@@ -21,7 +21,9 @@ from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
 from shoal.torch.stream import LaneReader
+from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
+from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
@@ -31,10 +33,14 @@ NOTICE_S = 30.0
 class Run:
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
-    def __init__(self, session: Session | Solo, name: str, directory: str) -> None:
+    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
-        self._trainer = Trainer(session, self._keeper)
+        self._trainer: Trainer | TicketTrainer
+        if isinstance(session, PlacedSession):
+            self._trainer = TicketTrainer(session, self._keeper)
+        else:
+            self._trainer = Trainer(session, self._keeper)
 
     # --- where the run is
 
@@ -103,10 +109,12 @@ class Run:
                 trainer.optimizers.append(part)
                 self._keeper.parts[f"optimizer{len(trainer.optimizers)}"] = part
             elif isinstance(part, torch.amp.GradScaler):
+                trainer.refuse_scaler()
                 guard_scaler(trainer, part)
                 self._keeper.parts["scaler"] = part
             elif part is not None:
                 guard_scheduler(trainer, part)
+                trainer.schedulers.append(part)
                 count = sum(name.startswith("scheduler") for name in self._keeper.parts)
                 self._keeper.parts[f"scheduler{count + 1}"] = part
         return parts[0] if len(parts) == 1 else parts
@@ -117,6 +125,8 @@ class Run:
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
+        if not isinstance(self._trainer, Trainer):
+            raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -216,7 +226,7 @@ class Run:
         return ";".join(f"{key}={value}" for key, value in parts.items())
 
 
-def handle_sigterm(session: Session) -> None:
+def handle_sigterm(session: Session | PlacedSession) -> None:
     """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return

@@ -31,6 +31,7 @@ class Trainer:
     def __init__(self, session: Session | Solo, keeper: StateKeeper) -> None:
         self.model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
         self.synchronised = False
         self.feed: Feed | None = None
         self.turn: Turn | None = None
@@ -319,6 +320,13 @@ class Trainer:
             "samples_per_s": self._samples_per_s,
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
         }
+
+    def schedules(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Whether a scheduler's step counts."""
+        return self.committed
+
+    def refuse_scaler(self) -> None:
+        """A scaler is welcome here."""
 
     # --- what synchronised BatchNorm asks (see shoal.torch.batchnorm)
 

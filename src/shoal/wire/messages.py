@@ -10,6 +10,7 @@ from typing import Union
 
 import msgspec
 
+from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 PROTOCOL = 1
@@ -39,6 +40,7 @@ class MemberHello(Message, frozen=True):
     step: int | None = None
     broken: bool = False
     done: bool = False
+    role: str = "trainer"
 
 
 class Ready(Message, frozen=True):
@@ -70,6 +72,29 @@ class CannotPrepare(Message, frozen=True):
 
     world: int
     suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+class Copied(Message, frozen=True):
+    """This server has given a part of the state to its learner; `since` is the placement that asked for it."""
+
+    part: int
+    to: str
+    since: int
+
+
+class Yielded(Message, frozen=True):
+    """This server has come to rest with a part of the state: its backup can take over."""
+
+    part: int
+    number: int
+
+
+class Unreachable(Message, frozen=True):
+    """A server of this placement cannot be reached from here."""
+
+    server: str
+    number: int
     cause: str = ""
 
 
@@ -183,6 +208,21 @@ class Dissolve(Message, frozen=True):
     """World `number` and all before it are over; abort, and say Broken."""
 
     number: int
+    reason: str
+
+
+class Place(Message, frozen=True):
+    """Who holds the parts of the state from now on."""
+
+    placement: Placement
+    reason: str
+
+
+class Gone(Message, frozen=True):
+    """A trainer is gone: servers drop it, and nobody waits for it."""
+
+    member: str
+    incarnation: str
     reason: str
 
 
@@ -328,6 +368,9 @@ FromMember = Union[
     Broken,
     Switched,
     CannotPrepare,
+    Copied,
+    Yielded,
+    Unreachable,
     Beat,
     Leaving,
     Left,
@@ -338,7 +381,20 @@ FromMember = Union[
     Raised,
 ]
 ToMember = Union[
-    Welcome, Refused, Form, Restore, Prepare, Dissolve, Expelled, Stop, Finished, Granted, AlreadyDone, Leaving
+    Welcome,
+    Refused,
+    Form,
+    Restore,
+    Prepare,
+    Dissolve,
+    Place,
+    Gone,
+    Expelled,
+    Stop,
+    Finished,
+    Granted,
+    AlreadyDone,
+    Leaving,
 ]
 FromAgent = Union[AgentHello, AgentBeat, MemberStarted, MemberExited, MachineNotice, LogLines]
 ToAgent = Union[AgentWelcome, Refused, StartMember, EndMember, ShutDown]

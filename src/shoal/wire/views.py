@@ -22,7 +22,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemberView(msgspec.Struct, frozen=True):
     """One member as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, recovering, leaving or done.
+    `status` is starting, waiting, spare, training, serving, recovering, leaving or done.
     """
 
     member: str

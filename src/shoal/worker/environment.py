@@ -24,6 +24,7 @@ class Environment:
     settings: dict[str, Value]
     values: Settings
     run_dir: str
+    role: str = "trainer"
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -42,6 +43,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         settings=settings,
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
+        role=environ.get("SHOAL_ROLE") or "trainer",
     )
 
 

@@ -18,6 +18,8 @@ from typing import Literal, Protocol, Union
 Policy = Literal["time", "staleness", "equal"]
 
 SMOOTH = 0.7
+LEAST_PART = 16
+RATE_JUMP = 4.0
 WEIGHT_STEP = 0.1
 WEIGHT_LIMITS = (0.05, 20.0)
 
@@ -206,7 +208,9 @@ def _raised(ledger: Ledger) -> Ledger:
 def _measured(ledger: Ledger, name: str, me: Trainer, done: Ticket, seconds: float) -> Trainer:
     """Learn from a finished ticket how large the next one should be."""
     rate = done.samples / seconds if seconds > 0 else me.rate
-    rate = SMOOTH * me.rate + (1 - SMOOTH) * rate if me.rate else rate
+    if me.rate:
+        # One ticket that took far too long, or was over far too soon, says little.
+        rate = SMOOTH * me.rate + (1 - SMOOTH) * min(RATE_JUMP * me.rate, max(me.rate / RATE_JUMP, rate))
     others = [t.clock for other, t in ledger.trainers.items() if other != name]
     weight = me.weight
     if others and me.clock < min(others):
@@ -257,7 +261,9 @@ def _cut(ledger: Ledger, sizes: Sizes, name: str) -> tuple[Ledger, Ticket]:
 def share(ledger: Ledger, name: str, size: int) -> int:
     """How many samples of a global batch of `size` this trainer should have, so that all take equally long."""
     weights = _weights(ledger)
-    return max(1, min(size, round(size * weights[name] / sum(weights.values()))))
+    # Never a lone sample, on which BatchNorm cannot train, nor so few that a slow trainer cannot show that it is fast.
+    least = max(2, size // (LEAST_PART * len(weights)))
+    return min(size, max(least, round(size * weights[name] / sum(weights.values()))))
 
 
 def _weights(ledger: Ledger) -> dict[str, float]:

@@ -133,6 +133,10 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         beat_age_s=max(0.0, now - beat.at) if beat else 0.0,
         samples_per_s=_own_rate(name, run, live),
         connected=link is not None,
+        role=member.role if member else SERVER if process and process.serves else TRAINER,
+        clock=said.clock if said else 0,
+        ahead=said.ahead if said else 0,
+        waits_for=said.waits_for if said else (),
     )
 
 

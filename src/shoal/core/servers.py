@@ -1,8 +1,8 @@
 """Who takes part in a run whose state is held by servers: the same events as `core.membership`, without worlds.
 
 Trainers come and go freely: they are told who the servers are, and the servers are told when one is gone. What has to
-be decided is the placement of the state's parts on servers (see `core.shards`): it changes when a server comes, goes, has
-received its copy, or has come to rest so that another can take over. If a part is lost with all that held it, the
+be decided is the placement of the state's parts on servers (see `core.shards`): it changes when a server comes, goes,
+has received its copy, or has come to rest so that another can take over. If a part is lost with all that held it, the
 placement is void, and the next one begins a new life from the newest checkpoint.
 """
 
@@ -57,11 +57,18 @@ class ServerDraft(Draft):
             self.finish()
         elif self.base.stopping is not None:
             self.go_on_stopping()
+        elif self.all_leave():
+            self._stop_for_lack_of_members(list(self.members))
         elif self.base.placement is None:
             self.try_place()
         else:
             self.restaff(self.base.placement)
             self.admit()
+
+    def all_leave(self) -> bool:
+        """Whether everybody was told to go, so that nobody is left to hand anything to."""
+        ready = self.of_role(SERVER, TRAINING, WAITING) + self.of_role(TRAINER, TRAINING, WAITING)
+        return self.base.placement is not None and bool(ready) and all(m.leaving for m in ready)
 
     # --- the first placement of a life
 

@@ -21,7 +21,7 @@ from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
 from shoal.torch.stream import LaneReader
-from shoal.torch.ticketed import TicketTrainer
+from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
@@ -61,6 +61,8 @@ class Run:
         turn, feed = self._trainer.turn, self._trainer.feed
         if turn is None or feed is None or not turn.committed:
             return False
+        if isinstance(turn, TicketTurn):
+            return turn.last_of_epoch
         return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
     @property

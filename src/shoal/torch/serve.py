@@ -28,6 +28,8 @@ from shoal.worker.session import PREEMPTED, RunOver
 from shoal.worker.snapshot import Bytes, Snapshot
 
 TICK_S = 0.2
+LEAD_MARGIN_S = 5.0
+MARGIN_S = 1.0
 
 Parts = dict[int, tuple[bytes, list[Bytes]]]
 
@@ -91,12 +93,14 @@ class _Service:
 
     def _may_go(self) -> bool:
         """Whether somebody else holds all that we held, or our time is up; then a checkpoint is what we leave."""
-        placement = self._session.placement
+        placement, leads = self._session.placement, self._server.leads
         if placement is None or placement.seat_of(self._session.me) is None:
             return True
-        if not self._session.overdue:
+        alone = len(placement.servers) == 1
+        # Whoever keeps the ledger goes first, because it needs the others for the checkpoint.
+        if not alone and not self._session.overdue(LEAD_MARGIN_S if leads else MARGIN_S):
             return False
-        if self._server.leads:
+        if leads:
             self._write()
         return True
 

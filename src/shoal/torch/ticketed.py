@@ -191,9 +191,9 @@ class TicketTrainer:
         self._learn_pace(turn)
 
     def _learn_pace(self, turn: TicketTurn) -> None:
-        """How the script calls its schedulers, as one of its batches shows."""
-        if not turn.last_of_epoch:
-            self._pace = PER_STEP if turn.scheduled else PER_EPOCH
+        """How the script calls its schedulers, as its batches show."""
+        if turn.scheduled:
+            self._pace = PER_STEP if not turn.last_of_epoch else self._pace or PER_EPOCH
 
     def _clear(self) -> None:
         assert self.model is not None
@@ -300,9 +300,7 @@ class TicketTrainer:
 
     def _status(self) -> dict[str, Any]:
         turn, feed = self.turn, self.feed
-        metrics = {name: float(value) for name, value in list(self.metrics.items())}
-        if turn is not None:
-            metrics |= {"clock": float(turn.granted.clock), "ahead": float(turn.granted.clock - turn.granted.low)}
+        pusher = self._pusher
         return {
             "usual_step_s": self._usual_s,
             "epoch": turn.epoch if turn is not None else 0,
@@ -310,5 +308,8 @@ class TicketTrainer:
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
-            "metrics": metrics,
+            "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            "clock": turn.granted.clock if turn is not None else 0,
+            "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,
+            "waits_for": pusher.waits_for if pusher is not None else (),
         }

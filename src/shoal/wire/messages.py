@@ -99,7 +99,11 @@ class Unreachable(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Renews the lease and says what the member is doing, and since when."""
+    """Renews the lease and says what the member is doing, and since when.
+
+    With servers, `clock` is how many tickets it has finished, `ahead` how many more than the slowest had when it began
+    the present one, and `waits_for` are the members without which it may not begin another.
+    """
 
     world: int | None
     step: int | None
@@ -112,6 +116,9 @@ class Beat(Message, frozen=True):
     loss: float | None = None
     samples_per_s: float = 0.0
     metrics: dict[str, float] = {}
+    clock: int = 0
+    ahead: int = 0
+    waits_for: tuple[str, ...] = ()
 
 
 class Leaving(Message, frozen=True):

@@ -39,6 +39,10 @@ class MemberView(msgspec.Struct, frozen=True):
     beat_age_s: float
     samples_per_s: float
     connected: bool
+    role: str = "trainer"
+    clock: int = 0
+    ahead: int = 0
+    waits_for: tuple[str, ...] = ()
 
 
 class RunView(msgspec.Struct, frozen=True):

@@ -101,10 +101,9 @@ class PlacedSession(Correspondence):
         """Why this member was told to go, empty if it was not."""
         return self._leaving[1] if self._leaving is not None else ""
 
-    @property
-    def overdue(self) -> bool:
+    def overdue(self, margin_s: float = 2.0) -> bool:
         """Whether the time that this member was given to go is almost over."""
-        return self._leaving is not None and time.monotonic() > self._leaving[0] - 2.0
+        return self._leaving is not None and time.monotonic() > self._leaving[0] - margin_s
 
     def pause(self, seconds: float) -> None:
         """Wait until something is heard, or for so long."""

@@ -157,7 +157,7 @@ class Pusher:
             self._session.raise_if_over()
         if newest is None or newest.number == placement.number:
             stop = self._session.stop
-            if self._session.overdue or (stop is not None and newest is None):
+            if self._session.overdue() or (stop is not None and newest is None):
                 self._session.raise_if_over()
 
     def _catch_up(self, number: int) -> None:

@@ -8,6 +8,7 @@ rest.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -15,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from shoal.core import sync
-from shoal.errors import BadSettings
+from shoal.core import batch, emulation, rules, sync
+from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice")
+TABLES = ("checkpoint", "budget", "notice", "shares", "noise")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -47,13 +48,28 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     backoff_max_s: Annotated[float, Meta(ge=0, description="longest wait before a restart")] = 30.0
     interface: Annotated[str, Meta(description="network interface that members listen on, empty to choose")] = ""
     ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
+    batch: Annotated[str, Meta(description="global batch: a number, auto or auto:32:1024; empty for the script's")] = ""
+    batch_law: Annotated[
+        Literal["auto", "adascale", "sqrt", "off"], Meta(description="how the learning rate follows the batch")
+    ] = "auto"
+    shares_policy: Annotated[str, Meta(description="who gets how much: model, ratio, equal or fixed:3,1")] = "model"
+    shares_threshold: Annotated[float, Meta(ge=0, lt=1, description="part of a step that new shares must save")] = 0.02
+    shares_window: Annotated[int, Meta(ge=1, description="steps that are measured between changes of shares")] = 10
+    shares_floor: Annotated[float, Meta(ge=0, description="least share, in samples, or below 1 a part of all")] = 0.0
+    shares_cap: Annotated[float, Meta(gt=0, description="largest share, in samples, or up to 1 a part of all")] = 1.0
+    shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
+        "continuous"
+    )
+    noise_every: Annotated[int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")] = 10
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
+    exact: Annotated[int, Meta(ge=0, description="shards of a batch, if no bit may depend on members, 0 for off")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
     sync: Annotated[str, Meta(description="how members keep together: step, stale:K or async")] = "step"
     servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
     tickets: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"
+    emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 
 class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
@@ -139,7 +155,21 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
     span = port_range(ports)
     if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):
         raise BadSettings(f"ports cannot be {ports!r}", where=where, why="it is no range of ports from 1 to 65535")
+    _check_meaning(converted, where)
     return converted
+
+
+def _check_meaning(converted: Any, where: str) -> None:
+    """Settings that have a grammar of their own, and those that must fit together."""
+    emulation.parse(getattr(converted, "emulate", ""), where)
+    bounds = {
+        name: getattr(converted, f"shares_{name}") for name in ("floor", "cap") if hasattr(converted, "shares_cap")
+    }
+    try:
+        batch.wanted(getattr(converted, "batch", ""), 1, sys.maxsize)
+        rules.parse(getattr(converted, "shares_policy", "equal"), **bounds)
+    except (BadSize, BadPlan) as error:
+        raise BadSettings(error.what, where=where, why=error.why, do=error.do) from error
 
 
 def _keys_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[Key, ...]:

@@ -161,9 +161,11 @@ class BadSettings(UsageError):
 
 
 class BadPlan(UsageError):
-    """The plan that shares a global batch out over the members is not understood.
+    """The plan that shares a global batch out over the members is not understood, or cannot be kept.
 
-    ``equal`` gives everyone the same; ``fixed:3,1`` gives rank 0 three times as much as the others.
+    ``model`` gives everyone what its measured speed deserves; ``ratio`` does so by the law b' = b * mean(t) / t;
+    ``equal`` gives everyone the same; ``fixed:3,1`` gives rank 0 three times as much as the others. Floors must not be
+    above caps, and the members' caps together must hold the global batch.
     """
 
     code = "S102"
@@ -435,6 +437,19 @@ class RunOver(UsageError):
     code = "S120"
 
 
+class BadEmulation(UsageError):
+    """The text of ``--emulate`` cannot be read.
+
+    It lists the relative speed of each member's machine, in (0, 1], with a comma between them: ``1,0.5,0.25``. A speed
+    that changes is followed by a colon, the next speed, ``@`` and the step from which on it holds: ``1,0.5:0.125@300``.
+    With ``sample_s=0.002``, and perhaps ``fixed_s=0.01``, a step takes fixed_s + sample_s * samples / speed seconds,
+    whatever the real work is.
+    """
+
+    code = "S122"
+    exit_code = 3
+
+
 class BadRequest(UsageError):
     """A request to the coordinator is not what its API takes."""
 
@@ -516,3 +531,13 @@ class OutOfStep(TrainingError):
     """The members of a world are not at the same step; nothing of it was applied."""
 
     code = "S314"
+
+
+class NotExact(TrainingError):
+    """What was asked for cannot be had in exact mode, in which no bit of the result depends on the members.
+
+    Exact mode cuts every global batch into shards (``run.batches(..., exact=16)``) that are computed one by one on
+    CPUs. It excludes ``micro``, ``run.sync_batchnorm`` and ``run.stream``.
+    """
+
+    code = "S315"

@@ -34,6 +34,7 @@ class Model:
     broken: bool = False
     step: int | None = None
     formed: World | None = None
+    joins_after: int | None = None
     prepared: World | None = None
     over_up_to: int = 0
     leaving: bool = False
@@ -126,6 +127,7 @@ class Membership(RuleBasedStateMachine):
         sleeper = self._pick(data, lambda m: m.alive and m.hung)
         if sleeper is not None:
             sleeper.hung = False
+            self._go_on_connecting(sleeper)
 
     @rule(data=st.data())
     def lose_the_line(self, data: st.DataObject) -> None:
@@ -213,6 +215,8 @@ class Membership(RuleBasedStateMachine):
             self._come_back()
         for model in self.models.values():
             model.hung = False
+        for model in self.models.values():
+            self._go_on_connecting(model)
         for _ in range(60):
             self._settle()
         alive = [m for m in self.models.values() if m.alive]
@@ -312,8 +316,8 @@ class Membership(RuleBasedStateMachine):
         self.journal.append((event, self.now))
         if isinstance(event, ev.Hello):
             self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
-        offered = [w for w in (self.state.proposal, *self.state.superseded) if w is not None]
-        known_world = any(w.number == getattr(event, "world", None) for w in offered)
+        offered = self.state.proposal
+        known_world = offered is not None and offered.number == getattr(event, "world", None)
         self.state, asked = decide(self.state, event, self.now)
         if isinstance(event, ev.MemberLeft) and event.world is not None and known_world:
             assert not any(isinstance(i, ev.DissolveWorld) for i in asked), "a member that handed over broke a world"
@@ -354,20 +358,25 @@ class Membership(RuleBasedStateMachine):
 
     def _on_form(self, model: Model, world: World) -> None:
         current = model.world.number if model.world else 0
-        if world.number <= max(current, model.over_up_to):
+        if world.number <= max(current, self._number_of_ours(model) or 0, model.over_up_to):
             return
         model.break_world()
-        model.formed = world
+        model.formed, model.joins_after, model.prepared = world, None, None
         self._try_enter(world)
 
     def _on_prepare(self, model: Model, told: ev.ProposeWorld) -> None:
-        training = model.world is not None and not model.broken
-        if told.world.number <= model.over_up_to or (training and model.world.number != told.after):
+        ours = self._number_of_ours(model)
+        if told.world.number <= model.over_up_to or ours not in (None, told.after):
             return
-        if training:
+        if ours is not None:
             model.prepared = told.world
         elif told.world.rank_of(model.name) is not None:
-            model.formed = told.world
+            model.formed, model.joins_after = told.world, told.after
+
+    def _number_of_ours(self, model: Model) -> int | None:
+        if model.world is not None and not model.broken:
+            return model.world.number
+        return model.formed.number if model.formed is not None and model.joins_after is None else None
 
     def _try_enter(self, world: World) -> None:
         """A formed world is entered when all of its members have connected; the needy then receive the state."""
@@ -380,7 +389,11 @@ class Membership(RuleBasedStateMachine):
                 model.step = 0
             elif source is not None:
                 model.step = seats[source].step
-            model.world, model.formed, model.broken, model.prepared = world, None, False, None
+            model.world, model.formed, model.broken = world, None, False
+
+    def _go_on_connecting(self, model: Model) -> None:
+        if model.formed is not None and model.joins_after is None:
+            self._try_enter(model.formed)
 
     def _is_whole(self, model: Model) -> bool:
         world = model.world
@@ -456,8 +469,7 @@ class Membership(RuleBasedStateMachine):
 
 TestMembership = Membership.TestCase
 TestMembership.settings = settings(
-    max_examples=25,
-    derandomize=True,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

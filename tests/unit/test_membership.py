@@ -212,3 +212,26 @@ def test_a_peer_that_nobody_can_reach_sits_out_instead_of_breaking_every_world()
         state, _ = after(state, ev.WorldBroke("b", number, 0), ev.WorldBroke("c", number, 0))
     assert [seat.member for seat in state.world.seats] == ["a", "b"]
     assert state.members["c"].benched_until > 100.0
+
+
+def test_a_proposal_that_nobody_has_crossed_into_is_told_again_until_they_have() -> None:
+    state = world_of("a")
+    state, asked = after(state, hello("b"), ev.BecameReady("b", "x", None))
+    proposal = next(i for i in asked if isinstance(i, ev.ProposeWorld))
+    beats = {name: Beat(110.0) for name in ("a", "b")}
+    assert ev.TimerFired("proposal") not in due(state, beats, 101.0)
+    assert ev.TimerFired("proposal") in due(state, beats, 110.0)
+    state, asked = after(state, ev.TimerFired("proposal"), now=110.0)
+    assert [(i.world, set(i.to)) for i in asked] == [(proposal.world, {"a", "b"})]
+    assert ev.TimerFired("proposal") not in due(state, beats, 110.1)
+    state, _ = after(state, ev.EnteredWorld("a", proposal.world.number, 3), now=120.0)
+    assert ev.TimerFired("proposal") not in due(state, beats, 130.0)
+
+
+def test_a_member_that_missed_its_expulsion_is_told_again() -> None:
+    state, _ = after(world_of("a", "b"), ev.Lost("b", "its lease ran out"))
+    again = replace(hello("b"), world=1, step=4)
+    state, asked = after(state, again)
+    assert any(isinstance(i, ev.Expel) for i in asked)
+    state, asked = after(state, ev.CoordinatorRestarted(), again)
+    assert any(isinstance(i, ev.Expel) for i in asked)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,12 +82,18 @@ class Members:
         self._outbox = outbox
         self._alive: dict[str, Member] = {}
         self._cores = probe.cores()
+        self._core_speed = 0.0
+        threading.Thread(target=self._measure, name="shoal-probe", daemon=True).start()
         self.last_exit = 0.0
         environment = {**home.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
         # One thread in NumPy's own library, or the warm process would have more than one from the import on.
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._warm_environment = environment
         self.warm = WarmProcess(preload, environment, self._on_start, self._on_exit)
+
+    def _measure(self) -> None:
+        """Beside the warm process that is starting: nobody waits for it, and a member born before it has no guess."""
+        self._core_speed = probe.core_speed()
 
     def __len__(self) -> int:
         return len(self._alive)
@@ -144,6 +151,7 @@ class Members:
             "SHOAL_MEMBER": order.member,
             "SHOAL_INCARNATION": order.incarnation,
             "SHOAL_HOST": host,
+            "SHOAL_SPEED": f"{self._core_speed * threads:.6g}",
             "PYTHONUNBUFFERED": "1",
         }
         cold = env.get("SHOAL_COMPAT", "") not in ("", "0")

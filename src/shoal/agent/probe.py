@@ -10,6 +10,8 @@ import platform
 import shutil
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +21,7 @@ from shoal.errors import Unreachable
 from shoal.wire.messages import Machine
 
 _NO_LIMIT_BYTES = 1 << 60
+PROBE_ROUNDS = 500
 
 
 def machine(name: str, root: Path = Path("/")) -> Machine:
@@ -51,6 +54,24 @@ def _cpu_quota(root: Path) -> float:
             limits.append(quota_us[0] / period_us[0])
     least = min(limits)
     return 1e9 if least == math.inf else least
+
+
+def core_speed(lasting_s: float = 0.5, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How fast one core of this machine multiplies small matrices, in arbitrary units: the best of several tries.
+
+    Only comparisons between machines mean anything; training corrects them from its first steps on.
+    """
+    import numpy as np
+
+    # So small that no library spreads it over threads.
+    matrix = np.full((64, 64), 0.5, dtype=np.float32)
+    best, ends = 0.0, clock() + lasting_s
+    while clock() < ends:
+        began = clock()
+        for _ in range(PROBE_ROUNDS):
+            matrix @ matrix
+        best = max(best, PROBE_ROUNDS / max(clock() - began, 1e-9))
+    return best
 
 
 def memory_bytes(root: Path = Path("/")) -> int:

@@ -10,9 +10,12 @@ import click
 import msgspec
 
 from shoal.cli import table
-from shoal.wire.views import RunView, StoryLine
+from shoal.wire.views import MemberView, RunView, StoryLine
 
 PROGRESS_EVERY_S = 10.0
+SHARES = "SharesDecided"
+SHARES_TOLD = 3
+PARTS = ("data", "compute", "wait", "exchange")
 
 
 class Display(Protocol):
@@ -54,6 +57,32 @@ def members(view: RunView) -> str:
     return f"world {view.world} with {view.world_size} members ({bounds})"
 
 
+def efficiency(view: RunView) -> list[str]:
+    """The global batch, what its noise says of it, and how much of the members' time is waited away."""
+    parts = [f"batch {table.count(view.batch)}"] if view.batch else []
+    if view.noise is not None:
+        parts.append(f"noise scale {_scale(view.noise)}")
+    if view.idle_now is not None:
+        before = f" ({table.percent(view.idle_before)} with equal shares)" if view.idle_before is not None else ""
+        parts.append(f"idle {table.percent(view.idle_now)}{before}")
+    return parts
+
+
+def spent(one: MemberView) -> tuple[str, ...]:
+    """Where the time of a member's usual step goes, under the heads PARTS; empty until it is known."""
+    parts_s = (one.data_s, one.compute_s, one.wait_s, one.exchange_s)
+    return tuple(table.short(part_s) if any(parts_s) else "" for part_s in parts_s)
+
+
+def decisions(view: RunView) -> list[tuple[str, str]]:
+    """The latest change of each kind that members decided on, and why."""
+    return [(one.what, f"from step {table.count(one.step)} on: {one.reason}") for one in view.decided]
+
+
+def _scale(noise: float) -> str:
+    return table.count(noise) if noise >= 10 else f"{noise:.2g}"
+
+
 class Plain:
     """One line for each thing that happens, and one for the progress now and then."""
 
@@ -70,6 +99,7 @@ class Plain:
         self._every_s = every_s
         self._next_at = 0.0
         self._shown: tuple[str, int] = ("", -1)
+        self._told, self._untold, self._tell_at = 0, 0, 0.0
 
     def logs(self, lines: Sequence[tuple[str, str]]) -> None:
         for member, text in lines:
@@ -77,7 +107,22 @@ class Plain:
 
     def story(self, lines: Sequence[StoryLine]) -> None:
         for line in lines:
-            self.note(sentence(line))
+            if line.kind != SHARES:
+                self.note(sentence(line))
+            elif self._may_tell():
+                more = f"; {self._untold} changes before it were not told" if self._untold else ""
+                self.note(sentence(line) + more)
+                self._untold = 0
+            else:
+                self._untold += 1
+
+    def _may_tell(self) -> bool:
+        """The first changes of shares are told as they come, later ones now and then."""
+        now = self._clock()
+        if self._told >= SHARES_TOLD and now < self._tell_at:
+            return False
+        self._told, self._tell_at = self._told + 1, now + self._every_s
+        return True
 
     def view(self, view: RunView) -> None:
         now = self._clock()

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.cli.sources import Choices
+from shoal.config import parse_settings
 from shoal.errors import BadCount, BadScript, HomeUnusable
 from shoal.wire.views import RunSpec
 
@@ -65,6 +66,7 @@ def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: st
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
     default_name = script.rpartition(".")[2] if module else Path(script).stem
+    parse_settings(choices.for_run())
     return RunSpec(
         name=choices.text("name") or default_name,
         argv=(script, *arguments),

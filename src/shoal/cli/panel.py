@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import table
-from shoal.cli.display import members, sentence
+from shoal.cli.display import PARTS, SHARES, decisions, efficiency, members, sentence, spent
 from shoal.wire.views import MemberView, RunView, StoryLine
 
 MARGIN = 5
 ROWS = 12
 EVENTS = 6
+WIDE = 110
+LONG_S = 5.0
 COLOURS = {
     "training": "green",
     "done": "green",
@@ -53,7 +55,8 @@ class Panel:
         self._console.print(block, soft_wrap=True)
 
     def story(self, lines: Sequence[StoryLine]) -> None:
-        self._events.extend((line.at, sentence(line)) for line in lines)
+        # The last change of shares has a place of its own, and many of them would leave none for the rest.
+        self._events.extend((line.at, sentence(line)) for line in lines if line.kind != SHARES)
 
     def view(self, view: RunView) -> None:
         self._view = view
@@ -68,18 +71,22 @@ class Panel:
 
     def _draw(self) -> None:
         if self._view is not None:
-            picture = render(self._view, list(self._events), self._clock())
             # The terminal writes ^C after the panel; it must not wrap, or the next drawing would start a line too low.
             width = max(MARGIN, self._console.width - MARGIN)
+            picture = render(self._view, list(self._events), self._clock(), width)
             self._live.update(Constrain(picture, width), refresh=True)
 
 
-def render(view: RunView, events: Sequence[tuple[float, str]], now: float) -> RenderableType:
-    """The panel as a picture of one moment."""
-    parts: list[RenderableType] = [_progress(view), _facts(view, now)]
+def render(view: RunView, events: Sequence[tuple[float, str]], now: float, width: int = WIDE) -> RenderableType:
+    """The panel as a picture of one moment; columns that do not fit into its width are left out."""
+    gap = "   " if width >= WIDE else "  "
+    parts: list[RenderableType] = [_progress(view), Text(gap.join(_facts(view, now)))]
+    if told := efficiency(view):
+        parts.append(Text(gap.join(told)))
+    parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in decisions(view))
     if view.status != "training" and view.reason:
         parts.append(Text(view.reason, style="yellow"))
-    parts.append(_members(view.members))
+    parts.append(_members(view.members, wide=width >= WIDE))
     parts.extend(_event(at, text) for at, text in events)
     title = Text.assemble((view.name, "bold"), f" · {view.run} · ", (view.status, COLOURS.get(view.status, "")))
     return Box(Group(*parts), title=title, title_align="left", border_style="dim")
@@ -99,33 +106,44 @@ def _progress(view: RunView) -> RenderableType:
     return line
 
 
-def _facts(view: RunView, now: float) -> Text:
+def _facts(view: RunView, now: float) -> list[str]:
     parts = [f"epoch {view.epoch}"]
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4g}")
     parts += [f"{table.count(view.samples_per_s)} samples/s", members(view), table.span(now - view.started)]
     shown = [name for name in view.metrics if name != "loss"][:4]
-    parts += [f"{name} {view.metrics[name]:.4g}" for name in shown]
-    return Text("   ".join(parts))
+    return parts + [f"{name} {view.metrics[name]:.4g}" for name in shown]
 
 
-def _members(views: Sequence[MemberView]) -> RenderableType:
+def _members(views: Sequence[MemberView], *, wide: bool) -> RenderableType:
+    """What a member is, its share, and where the time of its steps goes."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for title, right in (("member", 0), ("status", 0), ("rank", 1), ("share", 1), ("phase", 0), ("samples/s", 1)):
-        grid.add_column(title, justify="right" if right else "left", no_wrap=True)
+    left = ("member", "status", "rank", "phase") if wide else ("member", "status")
+    right = ("share", *PARTS, "samples/s") if wide else ("share", *PARTS)
+    for title in left:
+        grid.add_column(title, no_wrap=True)
+    for title in right:
+        grid.add_column(title, justify="right", no_wrap=True)
     ordered = sorted(views, key=lambda one: (one.rank is None, one.rank or 0, one.member))
     for one in ordered[:ROWS]:
-        grid.add_row(
-            Text(one.member, style=hue(one.member)),
-            Text(one.status, style=COLOURS.get(one.status, "")),
-            "" if one.rank is None else str(one.rank),
-            str(one.share) if one.rank is not None else "",
-            _phase(one),
-            table.count(one.samples_per_s) if one.samples_per_s else "",
-        )
+        status = Text(one.status, style=COLOURS.get(one.status, ""))
+        rank = "" if one.rank is None else str(one.rank)
+        share = str(one.share) if one.rank is not None else ""
+        rate = table.count(one.samples_per_s) if one.samples_per_s else ""
+        name, parts = Text(one.member, style=hue(one.member)), spent(one)
+        if wide:
+            grid.add_row(name, status, rank, _phase(one), share, *parts, rate)
+        else:
+            grid.add_row(name, _phase(one) if _is_odd(one) else status, share, *parts)
     if len(ordered) > ROWS:
         grid.add_row(Text(f"and {len(ordered) - ROWS} more", style="dim"))
     return grid
+
+
+def _is_odd(one: MemberView) -> bool:
+    """Whether what a member is doing matters more than its status."""
+    silent = not one.connected and one.status not in ("starting", "leaving", "done")
+    return silent or (one.connected and one.phase_age_s >= LONG_S)
 
 
 def _phase(one: MemberView) -> Text:
@@ -133,7 +151,7 @@ def _phase(one: MemberView) -> Text:
         return Text("")
     if not one.connected:
         return Text(f"silent for {table.span(one.beat_age_s)}", style="red")
-    age = f" for {table.span(one.phase_age_s)}" if one.phase_age_s >= 5.0 else ""
+    age = f" for {table.span(one.phase_age_s)}" if one.phase_age_s >= LONG_S else ""
     return Text(f"{one.phase}{age}", style="yellow" if age else "")
 
 

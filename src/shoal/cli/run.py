@@ -13,6 +13,7 @@ from shoal.cli import sources
 from shoal.cli.frame import Frame, Place, with_frame, with_place
 from shoal.cli.launch import Launch
 from shoal.cli.sources import Choices, Option
+from shoal.errors import BadEmulation
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -27,6 +28,12 @@ from shoal.cli.sources import Choices, Option
     "--compat",
     type=click.Choice(["torchrun", "tf"]),
     help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
+)
+@click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
+@click.option(
+    "--emulate",
+    metavar="SPEEDS",
+    help="Let members be as slow as machines of these speeds, such as 1,0.5,0.25, or 0.5:0.125@300 from step 300 on.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
 @click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
@@ -44,6 +51,8 @@ def command(
     servers: str | None,
     module: bool,
     compat: str | None,
+    batch: str | None,
+    emulate: str | None,
     assignments: tuple[str, ...],
     detach: bool,
     dry_run: bool,
@@ -54,9 +63,20 @@ def command(
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
     options = options_of(
-        members=("-n", members), name=("--name", name), sync=("--sync", sync), servers=("--servers", servers)
+        members=("-n", members),
+        name=("--name", name),
+        sync=("--sync", sync),
+        servers=("--servers", servers),
+        batch=("--batch", batch),
+        emulate=("--emulate", emulate),
     )
     choices = sources.choose(Path.cwd(), os.environ, assignments, options)
+    if compat and choices.text("emulate"):
+        raise BadEmulation(
+            f"--compat {compat} cannot emulate other machines",
+            where=choices.source("emulate"),
+            why="a script that does not use shoal.torch does not say when a step begins",
+        )
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
     directory = launching.new_directory(place.home)
     launch = launching.render(directory, choices, spec)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import click
 
 from shoal.cli import find, table
-from shoal.cli.display import progress
+from shoal.cli.display import PARTS, decisions, efficiency, progress, spent
 from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.wire.views import RunView
+from shoal.wire.views import MemberView, RunView
 
 
 @click.command()
@@ -36,6 +37,9 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         f"time        {table.span((view.ended or now) - view.started)}",
         f"members     {view.losses} lost, {view.joins} joined",
     ]
+    if told := efficiency(view):
+        lines.append(f"efficiency  {', '.join(told)}")
+    lines += [f"{what:<12}{reason}" for what, reason in decisions(view)]
     if view.reason:
         lines.append(f"why         {view.reason}")
     if view.last_change:
@@ -46,24 +50,30 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         lines.append(f"exit code   {view.exit_code}")
     lines.append(f"directory   {view.directory}")
     if view.members and going:
-        lines += ["", _members(view)]
+        ordered = sorted(view.members, key=lambda one: (one.rank is None, one.rank or 0, one.member))
+        lines += ["", _members(ordered)]
+        if seated := [one for one in ordered if one.rank is not None]:
+            lines += ["", _steps(seated)]
     return "\n".join(lines)
 
 
-def _members(view: RunView) -> str:
+def _members(members: Sequence[MemberView]) -> str:
     rows = [
         (
             one.member,
             one.status,
             "" if one.rank is None else str(one.rank),
             "" if one.step is None else table.count(one.step),
-            str(one.share),
             f"{one.phase} for {table.span(one.phase_age_s)}" if one.phase else "",
-            table.count(one.samples_per_s),
             str(one.pid),
             one.host,
         )
-        for one in sorted(view.members, key=lambda one: (one.rank is None, one.rank or 0, one.member))
+        for one in members
     ]
-    head = ("member", "status", "rank", "step", "share", "phase", "samples/s", "pid", "host")
-    return table.columns(head, rows)
+    return table.columns(("member", "status", "rank", "step", "phase", "pid", "host"), rows)
+
+
+def _steps(members: Sequence[MemberView]) -> str:
+    """Who has how much of a step, and where its time goes."""
+    rows = [(one.member, str(one.share), *spent(one), table.count(one.samples_per_s)) for one in members]
+    return table.columns(("member", "share", *PARTS, "samples/s"), rows)

@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
+from shoal.cli.display import SHARES
 from shoal.wire.views import RunView, StoryLine
 
 RESUMABLE = 75
@@ -50,6 +51,9 @@ class Summary(msgspec.Struct, frozen=True):
     directory: str
     cause: str
     victims: tuple[str, ...]
+    share_changes: int = 0
+    idle_before: float | None = None
+    idle_now: float | None = None
 
 
 def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
@@ -74,6 +78,9 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         directory=view.directory,
         cause=cause,
         victims=victims,
+        share_changes=sum(line.kind == SHARES for line in story),
+        idle_before=view.idle_before,
+        idle_now=view.idle_now,
     )
 
 
@@ -140,6 +147,7 @@ def text(facts: Summary) -> str:
         lines.append(f"why         {facts.reason}")
     lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
     lines += _changes(facts)
+    lines += _shares(facts)
     if facts.checkpoint_step is not None:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
     if facts.directory:
@@ -155,6 +163,16 @@ def _changes(facts: Summary) -> list[str]:
     if len(facts.changes) > len(shown):
         lines.insert(0, f"{len(facts.changes) - len(shown)} before these; shoal why {facts.run} tells all")
     return [f"{'changes' if index == 0 else '':<12}{line}" for index, line in enumerate(lines)]
+
+
+def _shares(facts: Summary) -> list[str]:
+    if not facts.share_changes:
+        return []
+    times = "once" if facts.share_changes == 1 else f"{facts.share_changes} times"
+    idle = ""
+    if facts.idle_before is not None and facts.idle_now is not None:
+        idle = f"; idle {table.percent(facts.idle_now)} of the time, with equal ones {table.percent(facts.idle_before)}"
+    return [f"shares      changed {times}{idle}"]
 
 
 def _where(change: Change) -> str:

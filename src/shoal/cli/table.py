@@ -29,6 +29,16 @@ def span(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def short(seconds: float) -> str:
+    """A part of a step, to a tenth of a millisecond: 0.3 ms, 21 ms, 4.2 s."""
+    return f"{max(0.0, seconds) * 1000:.1f} ms" if seconds < 0.00995 else span(seconds)
+
+
+def percent(part: float) -> str:
+    """A part of a whole: 0.4 %, 37 %."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 or part == 0 else f"{100 * part:.1f} %"
+
+
 def count(number: int | float) -> str:
     """A number with thin groups: 4 318."""
     return f"{number:,.0f}".replace(",", " ")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import click
 
 from shoal.cli import find, table
-from shoal.cli.display import sentence
+from shoal.cli.display import SHARES, sentence
 from shoal.cli.find import Records
 from shoal.cli.frame import Frame, Place, with_frame, with_place
 from shoal.errors import UsageError
 from shoal.wire.views import RunView, StoryLine
 
 PAGE = 1000
+EVERYBODYS = (SHARES, "BatchDecided")
+FOLD_ABOVE, FIRST, LAST = 8, 3, 3
 
 
 @click.command()
@@ -29,31 +32,64 @@ def command(frame: Frame, place: Place, run: str | None, member: str | None) -> 
     if run is not None and member is None and "/" in run:
         run, member = None, run
     coordinator, view = find.find_run(place, run)
-    lines = story(coordinator.records, view.run, member or "")
+    everything = story(coordinator.records, view.run)
+    lines = about(everything, member) if member else everything
     if member and not lines:
-        known = sorted({line.member for line in story(coordinator.records, view.run, "") if line.member})
+        known = sorted({line.member for line in everything if line.member})
         do = f"its members were {', '.join(known)}" if known else ""
         raise UsageError(f"run {view.run} had no member {member}", do=do)
     frame.answer(lines, lambda: text(view, lines))
 
 
-def story(records: Records, run: str, member: str) -> list[StoryLine]:
+def story(records: Records, run: str) -> list[StoryLine]:
     """All of a story, page by page."""
     lines: list[StoryLine] = []
     while True:
-        page = records.story(run, member, lines[-1].seq if lines else 0, PAGE)
+        page = records.story(run, "", lines[-1].seq if lines else 0, PAGE)
         lines.extend(page)
         if not page:
             return lines
+
+
+def about(lines: Sequence[StoryLine], member: str) -> list[StoryLine]:
+    """The story of one member, with what all decided while it was there."""
+    own = [line.seq for line in lines if line.member == member]
+    return [
+        line
+        for line in lines
+        if line.member == member or (own and line.kind in EVERYBODYS and own[0] < line.seq < own[-1])
+    ]
 
 
 def text(view: RunView, lines: list[StoryLine]) -> str:
     """The story for people: when, at which step, what and why."""
     if not lines:
         return f"nothing has happened to {view.run} yet"
-    rows = [(_moment(line.at), "" if line.step is None else table.count(line.step), sentence(line)) for line in lines]
+    rows = [row for stretch in _stretches(lines) for row in _rows(stretch)]
     now = f"now: {view.status}" + (f", {view.reason}" if view.reason else "")
     return f"{table.columns(('time', 'step', 'what happened'), rows)}\n{now}"
+
+
+def _stretches(lines: Sequence[StoryLine]) -> list[list[StoryLine]]:
+    """Changes of shares with nothing else between them together, all other lines by themselves."""
+    found: list[list[StoryLine]] = []
+    for line in lines:
+        if line.kind == SHARES and found and found[-1][-1].kind == SHARES:
+            found[-1].append(line)
+        else:
+            found.append([line])
+    return found
+
+
+def _rows(stretch: Sequence[StoryLine]) -> list[tuple[str, str, str]]:
+    if len(stretch) <= FOLD_ABOVE:
+        return [_row(line) for line in stretch]
+    folded = f"… {len(stretch) - FIRST - LAST} more changes of shares; shoal why --json tells them all"
+    return [*map(_row, stretch[:FIRST]), ("", "", folded), *map(_row, stretch[-LAST:])]
+
+
+def _row(line: StoryLine) -> tuple[str, str, str]:
+    return _moment(line.at), "" if line.step is None else table.count(line.step), sentence(line)
 
 
 def _moment(at: float) -> str:

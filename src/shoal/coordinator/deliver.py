@@ -67,8 +67,8 @@ def end_member(asked: fe.EndProcess) -> ms.EndMember:
 def event_of(member: str, message: ms.Message) -> ev.Event | None:
     """What a member's message says to the membership, None if it says nothing there."""
     match message:
-        case ms.Ready(fingerprint, step, restored):
-            return ev.BecameReady(member, fingerprint, step, restored)
+        case ms.Ready(fingerprint, step, restored, speed):
+            return ev.BecameReady(member, fingerprint, step, restored, speed)
         case ms.Broken(world, step, suspects, cause):
             return ev.WorldBroke(member, world, step, suspects, cause)
         case ms.Switched(world, step):
@@ -93,4 +93,6 @@ def event_of(member: str, message: ms.Message) -> ev.Event | None:
             return ev.ClaimFulfilled(member, name)
         case ms.Checkpointed(step, path):
             return ev.CheckpointWritten(member, step, path)
+        case ms.Decided(step, what, values, reason):
+            return ev.Decided(member, step, what, values, reason)
     return None

@@ -15,6 +15,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
     ("shoal_run_world_size", "Members of the live world", lambda run: run.world_size),
     ("shoal_run_loss", "Latest loss", lambda run: run.loss),
     ("shoal_run_samples_per_second", "Samples trained on a second", lambda run: run.samples_per_s),
+    ("shoal_run_batch", "Samples of a global batch", lambda run: run.batch or None),
+    ("shoal_run_noise_scale", "Gradient noise scale in samples", lambda run: run.noise),
     ("shoal_run_checkpoint_step", "Step of the newest checkpoint", lambda run: run.checkpoint_step),
 )
 
@@ -48,7 +50,28 @@ class _Collector:
                 count = sum(member.status == status for member in run.members)
                 members.add_metric([run.run, run.name, status], count)
         yield from (losses, joins, members)
+        yield from self._steps()
         agents = GaugeMetricFamily("shoal_agent_connected", "Whether the agent is connected", labels=["agent"])
         for agent in self._agents:
             agents.add_metric([agent.agent], float(agent.connected))
         yield agents
+
+    def _steps(self) -> Iterator[Metric]:
+        """Who has how much of a step, where its time goes, and how much of it is waited away."""
+        labels = ["run", "name"]
+        idle = GaugeMetricFamily("shoal_run_idle_ratio", "Time of members spent waiting", labels=[*labels, "shares"])
+        share = GaugeMetricFamily("shoal_member_share", "Samples of a member in a step", labels=[*labels, "member"])
+        parts = GaugeMetricFamily(
+            "shoal_member_step_seconds", "Seconds of a usual step", labels=[*labels, "member", "part"]
+        )
+        for run in self._runs:
+            for shares, value in (("equal", run.idle_before), ("now", run.idle_now)):
+                if value is not None:
+                    idle.add_metric([run.run, run.name, shares], value)
+            for one in run.members:
+                if one.rank is not None:
+                    share.add_metric([run.run, run.name, one.member], one.share)
+                    spent = {"data": one.data_s, "compute": one.compute_s, "wait": one.wait_s}
+                    for part, seconds in (spent | {"exchange": one.exchange_s}).items():
+                        parts.add_metric([run.run, run.name, one.member, part], seconds)
+        yield from (idle, share, parts)

@@ -10,8 +10,8 @@ from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
 from shoal.core.roster import SERVER, TRAINER
-from shoal.wire.messages import Beat
-from shoal.wire.views import AgentView, MemberView, RunView
+from shoal.wire.messages import Beat, Spent
+from shoal.wire.views import AgentView, Decision, MemberView, RunView
 
 
 class Live:
@@ -48,6 +48,9 @@ def measure(run: Run, live: Live) -> records.Measured | None:
         # Members of a world measure the rate of the whole of it, because they know everybody's share from the pulse.
         samples_per_s=(sum if served else max)(beat.samples_per_s for beat in said),
         metrics=next((beat.metrics for beat in said if beat.metrics), {}),
+        batch=first.batch,
+        noise=first.noise,
+        idle=first.idle,
     )
 
 
@@ -55,6 +58,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
     state = run.membership
     latest = (measure(run, live) if not run.over else None) or live.measured
     status, reason, size = _now(run, runs)
+    before, now_idle = (latest.idle if latest else None) or (None, None)
     return RunView(
         run=run.name,
         name=run.spec.name,
@@ -82,6 +86,11 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         checkpoint_step=state.checkpoint_step,
         checkpoint_path=state.checkpoint_path,
         directory=directory,
+        batch=latest.batch if latest else 0,
+        noise=latest.noise if latest else None,
+        idle_before=before,
+        idle_now=now_idle,
+        decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
     )
 
 
@@ -118,11 +127,13 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
     member = run.membership.members.get(name)
     world = run.membership.world
     said, beat, link = live.said.get(name), live.beats.get(name), live.links.get(name)
+    rank = world.rank_of(name) if world is not None else None
+    spent = said.spent if said is not None and rank is not None else Spent()
     return MemberView(
         member=name,
         incarnation=member.incarnation if member else process.incarnation if process else "",
         status=_status(run, member, process),
-        rank=world.rank_of(name) if world is not None else None,
+        rank=rank,
         agent=process.agent if process else "",
         pid=(process.pid if process else 0) or (link.pid if link else 0),
         host=member.address.host if member else "",
@@ -133,6 +144,10 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         beat_age_s=max(0.0, now - beat.at) if beat else 0.0,
         samples_per_s=_own_rate(name, run, live),
         connected=link is not None,
+        data_s=spent.data_s,
+        compute_s=spent.compute_s,
+        wait_s=spent.wait_s,
+        exchange_s=spent.exchange_s,
         role=member.role if member else SERVER if process and process.serves else TRAINER,
         clock=said.clock if said else 0,
         ahead=said.ahead if said else 0,

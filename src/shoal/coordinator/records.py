@@ -60,7 +60,7 @@ class MachineKnown:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How the training went lately, now and then."""
+    """How the training went lately, now and then; `idle` is as in a beat."""
 
     step: int
     epoch: int
@@ -68,6 +68,9 @@ class Measured:
     loss: float | None
     samples_per_s: float
     metrics: dict[str, float]
+    batch: int = 0
+    noise: float | None = None
+    idle: tuple[float | None, float] | None = None
 
 
 RunEvent = Union[RunCreated, RunResumed, StopRequested, MemberRaised, MachineKnown, Measured]

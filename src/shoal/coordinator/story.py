@@ -16,16 +16,30 @@ LINES_PER_ENTRY = 100
 def tell(seq: int, at: float, run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> list[StoryLine]:
     """The lines that entry `seq` of the journal and what was decided about it are worth."""
     lines: list[StoryLine] = []
-    for name, told in [(run, event), *asked]:
+    for name, told in _worth_telling(run, event, asked):
         sentence = _SENTENCES.get(type(told))
         found = sentence(told) if sentence is not None else None
         if found is None or len(lines) == LINES_PER_ENTRY:
             continue
         text, reason = found
         number = seq * LINES_PER_ENTRY + len(lines)
-        kind, member = type(told).__name__, getattr(told, "member", "")
+        kind, member = _kind(told)
         lines.append(StoryLine(number, at, name, kind, member, _world(told), _step(told), text, reason))
     return lines
+
+
+def _worth_telling(run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> Sequence[tuple[str, Any]]:
+    """What members decided by themselves is told in one line, and not again when they only repeat it."""
+    if isinstance(event, ev.Decided):
+        return [(run, event)] if asked else []
+    return [(run, event), *asked]
+
+
+def _kind(told: Any) -> tuple[str, str]:
+    """The kind of a line, and whom it is about: shares and batches are everybody's, whoever told of them."""
+    if isinstance(told, ev.Decided):
+        return f"{told.what.capitalize()}Decided", told.member if told.what == "memory" else ""
+    return type(told).__name__, getattr(told, "member", "")
 
 
 def _world(told: Any) -> int | None:
@@ -58,6 +72,11 @@ def _broke(e: ev.WorldBroke) -> Sentence:
     return f"{e.member} lost world {e.world} at step {e.step}{who}", e.cause
 
 
+def _decided(e: ev.Decided) -> Sentence:
+    begins = f"from step {e.step} on" if e.what == "memory" else f"{e.what} from step {e.step} on"
+    return f"{begins}: {e.reason}", e.reason
+
+
 def _created(e: records.RunCreated) -> Sentence:
     low, high = e.spec.members
     return f"run created: {' '.join(e.spec.argv)} with {low}:{high} members", ""
@@ -84,6 +103,8 @@ def _formed(i: ev.FormWorld) -> Sentence:
 
 
 def _proposed(i: ev.ProposeWorld) -> Sentence:
+    if not i.news:
+        return None
     names = ", ".join(seat.member for seat in i.world.seats)
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
@@ -108,6 +129,7 @@ def _start(i: fe.StartProcess) -> Sentence:
 _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.Hello: _hello,
     ev.BecameReady: _ready,
+    ev.Decided: _decided,
     ev.WorldBroke: _broke,
     ev.Disconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
     ev.MemberDone: lambda e: (f"{e.member} is done at step {e.step}", ""),

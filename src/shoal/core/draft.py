@@ -72,7 +72,7 @@ class Draft:
             if member.status == TRAINING:
                 self.update(name, status=OUT, rank=world.rank_of(name) or 0)
         tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == OUT)
-        self.set(world=None, proposal=None, superseded=())
+        self.set(world=None, proposal=None)
         self.ask(ev.DissolveWorld(last, tell, reason))
 
     def answered(self, name: str, step: int | None) -> None:
@@ -190,7 +190,7 @@ class Draft:
         needy = [r for r in range(len(chosen)) if r not in good]
         world = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address) for m in chosen),
+            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in chosen),
             step=top,
             fresh=fresh,
             sources=spread(needy, good),
@@ -253,7 +253,7 @@ class Draft:
         needy = [r for r in range(len(target)) if r not in veterans]
         new = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address) for m in target),
+            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in target),
             step=None,
             sources=spread(needy, veterans),
             ghosts=tuple(needy),
@@ -263,24 +263,24 @@ class Draft:
         parts = [f"{listed(joining)} joins" if joining else "", f"{listed(going)} leaves" if going else ""]
         causes = [m.leaving for m in seated if m.leaving and m.name in going]
         reason = " and ".join(p for p in parts if p) + (f" ({causes[0]})" if causes else "")
-        # Its members may have agreed on the earlier proposal before they hear of this one.
-        earlier = (*self.base.superseded, proposal) if proposal is not None else self.base.superseded
-        self.set(proposal=new, number=number, superseded=earlier[-4:])
+        self.set(proposal=new, number=number, repeat_at=self.now + self.base.rules.lease_s)
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
         self.ask(ev.ProposeWorld(world.number, new, to, reason))
 
-    def repeat_proposal(self, name: str) -> None:
-        """Tell a member that was away of the world that the others prepare."""
+    def repeat_proposal(self, names: Iterable[str]) -> None:
+        """Tell these, as far as they are concerned, of the world that is prepared; whoever knows it ignores that."""
         world, proposal = self.base.world, self.base.proposal
         if world is None or proposal is None:
             return
-        if world.rank_of(name) is not None or proposal.rank_of(name) is not None:
-            self.ask(ev.ProposeWorld(world.number, proposal, (name,), "it missed the news of this world"))
+        to = tuple(n for n in names if world.rank_of(n) is not None or proposal.rank_of(n) is not None)
+        if to:
+            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", news=False))
+        self.set(repeat_at=self.now + self.base.rules.lease_s)
 
     def proposed(self, number: int | None) -> World | None:
-        """The world of this number that members may have crossed into, if any."""
-        candidates = [w for w in (*self.base.superseded, self.base.proposal) if w is not None and w.number == number]
-        return candidates[0] if candidates else None
+        """The proposal, if it has this number: members may have crossed into it."""
+        proposal = self.base.proposal
+        return proposal if proposal is not None and proposal.number == number else None
 
     def enter(self, proposal: World, step: int) -> None:
         """The proposed world is live, because one of its members has crossed over."""
@@ -295,7 +295,6 @@ class Draft:
         self.set(
             world=replace(proposal, step=step),
             proposal=None,
-            superseded=(),
             step=max(self.base.step, step),
             world_began_at=step,
             joins=self.base.joins + len(proposal.sources),

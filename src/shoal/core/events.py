@@ -36,6 +36,7 @@ class BecameReady:
     fingerprint: str
     step: int | None
     restored: bool = False
+    speed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,20 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """The members of a world changed something by themselves, from `step` on; one of them tells.
+
+    `what` is shares, batch or memory; `values` are its figures by name.
+    """
+
+    member: str
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progressed:
     """The run has committed up to here; written now and then, not at every step."""
 
@@ -173,7 +188,7 @@ class ScaleAsked:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A wait is over: gathering members, or a bench."""
+    """A wait is over: gathering members, a bench, or a proposal that nobody has crossed into yet."""
 
     what: str
 
@@ -200,6 +215,7 @@ Event = Union[
     Claimed,
     ClaimFulfilled,
     CheckpointWritten,
+    Decided,
     Progressed,
     StopAsked,
     ScaleAsked,
@@ -227,6 +243,7 @@ class ProposeWorld:
     world: World
     to: tuple[str, ...]
     reason: str
+    news: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, 
         fired.append(ev.TimerFired("gather"))
     elif any(0.0 < m.benched_until <= now for m in state.members.values()):
         fired.append(ev.TimerFired("bench"))
+    if state.proposal is not None and state.repeat_at is not None and now >= state.repeat_at:
+        fired.append(ev.TimerFired("proposal"))
     return tuple(fired)
 
 

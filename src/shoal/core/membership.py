@@ -99,18 +99,22 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.enter(crossed, event.step)
     elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
         draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
-        draft.repeat_proposal(event.member)
+        draft.repeat_proposal([event.member])
+    elif known.status == STARTING and event.world is not None:
+        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
+    elif known.status == WAITING and event.world is not None:
+        draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
     else:
-        draft.repeat_proposal(event.member)
+        draft.repeat_proposal([event.member])
 
 
 def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     member = draft.members.get(event.member)
     if member is None or member.status == TRAINING:
         return
-    draft.update(member.name, fingerprint=event.fingerprint)
+    draft.update(member.name, fingerprint=event.fingerprint, speed=event.speed)
     if draft.base.fingerprint not in ("", event.fingerprint):
         draft.turn_away(member.name)
         return
@@ -277,6 +281,15 @@ def _on_checkpoint(draft: Draft, event: ev.CheckpointWritten) -> None:
         draft.set(checkpoint_step=event.step, checkpoint_path=event.path)
 
 
+def _on_decided(draft: Draft, event: ev.Decided) -> None:
+    # Memory is each member's own; all else is everybody's, whoever tells.
+    key = f"memory of {event.member}" if event.what == "memory" else event.what
+    known = draft.base.decided.get(key)
+    if known is None or (known.step, known.values) != (event.step, event.values):
+        draft.set(decided={**draft.base.decided, key: event})
+        draft.ask(ev.Say(f"from step {event.step} on: {event.reason}", member=event.member))
+
+
 def _on_progress(draft: Draft, event: ev.Progressed) -> None:
     draft.set(step=max(draft.base.step, event.step))
 
@@ -298,6 +311,8 @@ def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
     if event.what == "bench":
         for name in [m.name for m in draft.members.values() if 0.0 < m.benched_until <= draft.now]:
             draft.update(name, benched_until=0.0)
+    if event.what == "proposal":
+        draft.repeat_proposal(list(draft.members))
 
 
 def _on_restart(draft: Draft, _event: ev.CoordinatorRestarted) -> None:
@@ -329,6 +344,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     ev.Claimed: _on_claimed,
     ev.ClaimFulfilled: _on_fulfilled,
     ev.CheckpointWritten: _on_checkpoint,
+    ev.Decided: _on_decided,
     ev.Progressed: _on_progress,
     ev.StopAsked: _on_stop,
     ev.ScaleAsked: _on_scale,

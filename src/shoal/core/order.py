@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from operator import attrgetter, itemgetter
 from typing import Literal
 
 import numpy as np
@@ -27,12 +30,49 @@ class Cursor:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a global batch lies: `size` samples from position `first` of an epoch; it is the epoch's batch `index`."""
+
+    epoch: int
+    index: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The steps from `step` on, of one size, which begin at `place`; `head` of them still belong to its epoch."""
+
+    step: int
+    place: Place
+    head: int
+    per_epoch: int
+
+    def locate(self, step: int, samples: int) -> Place:
+        place, on = self.place, step - self.step
+        if on < self.head:
+            first = place.first + on * place.size
+            return Place(place.epoch, place.index + on, first, min(place.size, samples - first))
+        epochs, index = divmod(on - self.head, self.per_epoch)
+        first = index * place.size
+        return Place(place.epoch + 1 + epochs, index, first, min(place.size, samples - first))
+
+    def end(self, epochs: int) -> int:
+        """The first step after the last epoch, if the size does not change again."""
+        return self.step + self.head + self.per_epoch * (epochs - self.place.epoch - 1)
+
+
 @dataclass(frozen=True)
 class Order:
     """The order in which `epochs` passes over `samples` samples are cut into global batches of `size`.
 
+    `decisions` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
+
     >>> Order(samples=10, size=4, shuffle=False).ids(2, 0, 2)
     array([8, 9])
+    >>> Order(samples=10, size=4, shuffle=False).change(1, 6).ids(1, 0, 6)
+    array([4, 5, 6, 7, 8, 9])
     """
 
     samples: int
@@ -41,6 +81,7 @@ class Order:
     seed: int = 0
     last: Last = "keep"
     shuffle: bool = True
+    decisions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("size", "epochs"):
@@ -51,31 +92,60 @@ class Order:
             raise BadSize(f"last={self.last!r}", why="unknown policy", do='pass last="keep" or last="drop"')
         if self.samples < 1:
             raise EmptyDataset("the dataset has no samples", do="check the path or the filter that it is read with")
-        if self.samples < self.size:
-            raise DatasetTooSmall(
-                f"the dataset has {self.samples} samples, the global batch is {self.size}",
-                why="not one whole step can be made of it",
-                do=f"pass size={self.samples} or less",
-            )
+        # Pairs that were read from JSON are lists.
+        object.__setattr__(self, "decisions", tuple((int(step), int(size)) for step, size in self.decisions))
+        for size in (self.size, *(size for _, size in self.decisions)):
+            self._check_size(size)
+        steps = [step for step, _ in self.decisions]
+        if any(step < 0 for step in steps) or any(a >= b for a, b in pairwise(steps)):
+            raise ValueError(f"decisions at steps {steps} do not follow one another")
+
+    def change(self, from_step: int, size: int) -> Order:
+        """The same order with global batches of `size` from that step on; a later step's decision must not be known."""
+        before = tuple(one for one in self.decisions if one[0] < from_step)
+        if from_step < 0 or len(self.decisions) - len(before) > 1 or any(s > from_step for s, _ in self.decisions):
+            raise ValueError(f"step {from_step} is not after the decisions {list(self.decisions)}")
+        self._check_size(size)
+        unchanged = size == (before[-1][1] if before else self.size)
+        return replace(self, decisions=before if unchanged else (*before, (from_step, size)))
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.samples, self.size)
-        return whole + (1 if rest and self.last == "keep" else 0)
+        """How many steps a whole epoch has at the first size."""
+        return self._steps_in(self.samples, self.size)
 
     @cached_property
     def total_steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
+        """How many steps there are if no further decision is made."""
+        return self._stretches[-1].end(self.epochs)
 
     def cursor(self, step: int) -> Cursor:
         """Where `step` is; the step after the last one is (epochs, 0)."""
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps}")
-        return Cursor(*divmod(step, self.steps_per_epoch))
+        if not self.decisions:
+            return Cursor(*divmod(step, self.steps_per_epoch))
+        place = self._locate(step)
+        return Cursor(place.epoch, place.index)
+
+    def place(self, step: int) -> Place:
+        """Where global batch `step` lies; with `ids_at` it is all that a reader needs, whatever is decided later."""
+        if not 0 <= step < self.total_steps:
+            raise ValueError(f"step {step} is not within 0…{self.total_steps - 1}")
+        return self._locate(step)
 
     def size_of(self, step: int) -> int:
-        """How many samples global batch `step` has: `size`, but for a kept short last batch."""
-        return min(self.size, self.samples - self.cursor(step).index * self.size)
+        """How many samples global batch `step` has: the size then, but for a kept short last batch."""
+        if not self.decisions:
+            return min(self.size, self.samples - self.cursor(step).index * self.size)
+        if not 0 <= step <= self.total_steps:
+            raise ValueError(f"step {step} is not within 0…{self.total_steps}")
+        return self._locate(step).size
+
+    def size_from(self, step: int) -> int:
+        """The size that was decided for `step`, however many samples are left in its epoch."""
+        number = bisect_right(self.decisions, step, key=itemgetter(0))
+        return self.decisions[number - 1][1] if number else self.size
 
     def steps_within(self, samples: int) -> int:
         """How many whole global batches are made of the first so many samples of the run."""
@@ -87,10 +157,46 @@ class Order:
         """Samples start…stop of global batch `step`, in O(stop - start)."""
         if step >= self.total_steps or not 0 <= start <= stop <= self.size_of(step):
             raise ValueError(f"samples {start}…{stop} are not within global batch {step}")
-        at = self.cursor(step)
-        first = at.index * self.size
-        positions = np.arange(first + start, first + stop, dtype=np.int64)
-        return permute(positions, self.samples, self.seed, at.epoch) if self.shuffle else positions
+        place = self._locate(step)
+        return self.ids_at(place.epoch, place.first + start, place.first + stop)
+
+    def ids_at(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The samples at positions start…stop of an epoch."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return permute(positions, self.samples, self.seed, epoch) if self.shuffle else positions
+
+    @cached_property
+    def _stretches(self) -> tuple[_Stretch, ...]:
+        found = [self._stretch(0, Place(0, 0, 0, self.size))]
+        for step, size in self.decisions:
+            # What is decided for a time after the end never happens.
+            if step >= found[-1].end(self.epochs):
+                break
+            found.append(self._stretch(step, replace(found[-1].locate(step, self.samples), size=size)))
+        return tuple(found)
+
+    def _stretch(self, step: int, place: Place) -> _Stretch:
+        head = self._steps_in(self.samples - place.first, place.size)
+        return _Stretch(step, place, head, self._steps_in(self.samples, place.size))
+
+    def _locate(self, step: int) -> Place:
+        stretches = self._stretches
+        number = bisect_right(stretches, step, key=attrgetter("step")) if len(stretches) > 1 else 1
+        return stretches[number - 1].locate(step, self.samples)
+
+    def _steps_in(self, samples: int, size: int) -> int:
+        whole, rest = divmod(samples, size)
+        return whole + (1 if rest and self.last == "keep" else 0)
+
+    def _check_size(self, size: int) -> None:
+        if size < 1:
+            raise BadSize(f"size={size}", why="size must be at least 1", do="pass a positive size")
+        if self.samples < size:
+            raise DatasetTooSmall(
+                f"the dataset has {self.samples} samples, the global batch is {size}",
+                why="not one whole step can be made of it",
+                do=f"pass size={self.samples} or less",
+            )
 
 
 def permute(positions: NDArray[np.int64], samples: int, seed: int, epoch: int) -> NDArray[np.int64]:

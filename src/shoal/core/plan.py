@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from math import lcm
 from typing import Protocol
@@ -45,12 +46,15 @@ class Fixed:
             )
 
     def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
-        exact = [Fraction(weight) for weight in self.weights]
-        scale = lcm(*(weight.denominator for weight in exact))
-        whole = [int(weight * scale) for weight in exact]
-        weights = _without([whole[min(rank, len(whole) - 1)] for rank in range(ranks)], ghosts)
+        weights = _without(self.whole(ranks), ghosts)
         # Those with a weight may all be ghosts or gone; the batch must be computed by somebody all the same.
         return split(size, weights) if any(weights) else Equal().shares(size, ranks, ghosts)
+
+    def whole(self, ranks: int) -> list[int]:
+        """The weights of so many ranks, scaled to whole numbers without rounding."""
+        exact = [Fraction(weight) for weight in self.weights]
+        scale = lcm(*(weight.denominator for weight in exact))
+        return [int(exact[min(rank, len(exact) - 1)] * scale) for rank in range(ranks)]
 
 
 def split(size: int, weights: Sequence[int]) -> Shares:
@@ -63,6 +67,102 @@ def split(size: int, weights: Sequence[int]) -> Shares:
     for rank in neediest[: size - sum(parts)]:
         parts[rank] += 1
     return tuple(parts)
+
+
+class Cost(Protocol):
+    """How long a member takes, never falling with its share."""
+
+    def seconds(self, samples: int) -> float:
+        """The seconds that a share of so many samples takes."""
+        ...
+
+    def reach(self, seconds: float, most: int) -> int:
+        """About as many samples as fit into so many seconds, `most` at most."""
+        ...
+
+
+def by_cost(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> Shares:
+    """The shares with which the last to finish finishes first: the sum is exact, and no share above its cap.
+
+    Floors hold if the batch is large enough for all of them; if not, it is cut in proportion to the floors.
+    """
+    _feasible(size, lows, highs)
+    if sum(lows) >= size:
+        return split(size, lows) if size else (0,) * len(lows)
+    shares = _all_done_at(_latest_start(size, costs, lows, highs), costs, lows, highs)
+    return _handed_out(size - sum(shares), shares, costs, highs)
+
+
+def capped(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:
+    """Cut `size` in proportion to weights where caps and floors allow it; what they forbid goes to the others alike."""
+    _feasible(size, lows, highs)
+    if sum(lows) >= size:
+        return split(size, lows) if size else (0,) * len(lows)
+    held: dict[int, int] = {}
+    while True:
+        free = [0 if rank in held else weight for rank, weight in enumerate(weights)]
+        if not any(free):
+            free = [0 if rank in held else 1 for rank in range(len(weights))]
+        cut = split(size - sum(held.values()), free) if any(free) else (0,) * len(weights)
+        shares = [held.get(rank, share) for rank, share in enumerate(cut)]
+        over = sum(max(share - high, 0) for share, high in zip(shares, highs, strict=True))
+        under = sum(max(low - share, 0) for share, low in zip(shares, lows, strict=True))
+        if not over and not under:
+            return tuple(shares)
+        # Holding only the side that is more in the wrong keeps the rest feasible, as in any water-filling.
+        for rank, share in enumerate(shares):
+            if over >= under and share > highs[rank]:
+                held[rank] = highs[rank]
+            elif over < under and share < lows[rank]:
+                held[rank] = lows[rank]
+
+
+def _feasible(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
+    for rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        if low > high:
+            raise BadPlan(
+                f"rank {rank} must take {low} samples at least and {high} at most",
+                why="its floor is above its cap",
+                do="lower the floor or raise the cap",
+            )
+    if sum(highs) < size:
+        raise BadPlan(
+            f"a global batch of {size} does not fit",
+            why=f"the caps of the members ({', '.join(map(str, highs))}) allow {sum(highs)} samples",
+            do="raise the caps, add members, or take a smaller global batch",
+        )
+
+
+def _all_done_at(seconds: float, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> list[int]:
+    return [max(low, cost.reach(seconds, high)) for cost, low, high in zip(costs, lows, highs, strict=True)]
+
+
+def _latest_start(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> float:
+    """By bisection, about the longest time in which the members do not get more than the batch done."""
+    early = 0.0
+    late = max(cost.seconds(min(size, high)) for cost, high in zip(costs, highs, strict=True))
+    for _ in range(40):
+        middle = early + (late - early) / 2
+        if sum(_all_done_at(middle, costs, lows, highs)) <= size:
+            early = middle
+        else:
+            late = middle
+        if late - early <= 1e-9 * late:
+            break
+    return early
+
+
+def _handed_out(rest: int, shares: list[int], costs: Sequence[Cost], highs: Sequence[int]) -> Shares:
+    """Give what is left, one by one, to whoever would finish it first; ties go to the first rank."""
+    queue = [(cost.seconds(share + 1), rank) for rank, (cost, share) in enumerate(zip(costs, shares, strict=True))]
+    queue = [(seconds, rank) for seconds, rank in queue if shares[rank] < highs[rank]]
+    heapify(queue)
+    for _ in range(rest):
+        rank = queue[0][1]
+        shares[rank] += 1
+        after = costs[rank].seconds(shares[rank] + 1) if shares[rank] < highs[rank] else float("inf")
+        heapreplace(queue, (after, rank))
+    return tuple(shares)
 
 
 def span(shares: Sequence[int], rank: int) -> tuple[int, int]:

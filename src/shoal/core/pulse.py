@@ -16,10 +16,13 @@ GHOST = 2
 class Pulse:
     """What one member says in one step.
 
-    `samples` is its true share and `weight` what its gradient counts for; `grad_sq` is the squared norm of its own
-    gradient; `prepared` is the number of the proposed world that it has connected, 0 for none; `wishes` is a set of the
-    bits STOP and GHOST (it has no share of the next step either); `more` says whether its stream has another sample
-    after this step.
+    `samples` is its true share and `weight` what its gradient counts for. `data_s`, `compute_s` and `wait_s` tell of
+    the step before, in which it was dealt `measured` units of the plan (0: nothing was measured), cut into pieces of
+    `micro` at most (0: not cut). If norms were taken then, `total_sq` is the squared norm of the whole batch's
+    gradient, and `grad_sq` the sum over its own `groups` of samples, of `grad_weight` together, of weight times squared
+    norm of the group's mean gradient; if not, all are 0. `prepared` is the number of the proposed world that it has
+    connected, 0 for none; `wishes` is a set of the bits STOP and GHOST (it has no share of the next step either);
+    `more` says whether its stream has another sample after this step.
     """
 
     step: int
@@ -29,7 +32,12 @@ class Pulse:
     compute_s: float = 0.0
     data_s: float = 0.0
     wait_s: float = 0.0
+    measured: int = 0
+    micro: int = 0
     grad_sq: float = 0.0
+    grad_weight: float = 0.0
+    groups: int = 0
+    total_sq: float = 0.0
     prepared: int = 0
     wishes: int = 0
     more: bool = True
@@ -51,7 +59,8 @@ def decode(matrix: NDArray[np.float64]) -> tuple[Pulse, ...]:
 
 
 def _pulse(row: Sequence[float]) -> Pulse:
-    step, samples, weight, loss, compute_s, data_s, wait_s, grad_sq, prepared, wishes, more = row
+    step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
+    grad_sq, grad_weight, groups, total_sq, prepared, wishes, more = rest
     return Pulse(
         step=int(step),
         samples=int(samples),
@@ -60,7 +69,12 @@ def _pulse(row: Sequence[float]) -> Pulse:
         compute_s=compute_s,
         data_s=data_s,
         wait_s=wait_s,
+        measured=int(measured),
+        micro=int(micro),
         grad_sq=grad_sq,
+        grad_weight=grad_weight,
+        groups=int(groups),
+        total_sq=total_sq,
         prepared=int(prepared),
         wishes=int(wishes),
         more=bool(more),

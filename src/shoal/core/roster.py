@@ -38,6 +38,7 @@ class Member:
     order: int
     since: float
     fingerprint: str = ""
+    speed: float = 0.0
     step: int | None = None
     stale: bool = False
     connected: bool = True
@@ -69,7 +70,7 @@ class State:
     placement: Placement | None = None
     life: int = 0
     proposal: World | None = None
-    superseded: tuple[World, ...] = ()
+    repeat_at: float | None = None
     number: int = 0
     order: int = 0
     started: bool = False
@@ -83,6 +84,7 @@ class State:
     world_began_at: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
+    decided: Mapping[str, ev.Decided] = field(default_factory=dict)
     losses: int = 0
     joins: int = 0
     reason: str = "waiting for the first member"

@@ -15,11 +15,12 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One member's place in a world; its rank is its position."""
+    """One member's place in a world; its rank is its position. `speed` is what its agent guesses, 0 for unknown."""
 
     member: str
     incarnation: str
     address: Address
+    speed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Seated(Solo):
         self.world, self.exchange = world, ring
         self.is_writer = rank == 0
 
-    def begin(self, fingerprint: str, keeper: Keeper) -> None:  # noqa: ARG002
+    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:  # noqa: ARG002
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
         blanks = keeper.blanks() if self.rank in self.world.ghosts else None

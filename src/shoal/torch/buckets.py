@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
-from shoal.worker.exchange import Exchange, Ticket
+from shoal.torch.squares import Squares
+from shoal.worker.exchange import Adder, Exchange, Ticket
 from shoal.worker.shadow import Blank
 
 FIRST_BYTES = 1 << 20
@@ -53,6 +55,7 @@ class Buckets:
         self._exchange: Exchange | None = None
         self._tickets: list[Ticket] = []
         self._next = 0
+        self.squares: Squares | None = None
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class Buckets:
 
     def blanks(self) -> list[Blank]:
         """Buffers like ours, for a shadow that takes part without gradients."""
-        return [_operand(torch.zeros_like(bucket.flat)) for bucket in self._buckets]
+        return [(*operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
         """Send what is left, wait for all, and give every parameter its gradient over the whole global batch.
@@ -98,6 +101,10 @@ class Buckets:
             for bucket in self._buckets:
                 for view in bucket.views:
                     view.div_(divisor)
+        if self.squares is not None:
+            for bucket in self._buckets:
+                for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                    self.squares.everybody(parameter, view)
         self._hand_out()
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
@@ -146,7 +153,11 @@ class Buckets:
 
     def _launch(self) -> None:
         assert self._exchange is not None
-        flat = self._buckets[self._next].flat
+        bucket = self._buckets[self._next]
+        if self.squares is not None:
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                self.squares.own(parameter, view)
+        flat = bucket.flat
         self._next += 1
         self._tickets.append(reduce(self._exchange, flat))
 
@@ -161,10 +172,10 @@ def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
     """Sum a flat tensor over all members in place."""
     if getattr(exchange, "takes_tensors", False):
         return exchange.reduce(flat)  # type: ignore[arg-type]
-    return exchange.reduce(*_operand(flat))
+    return exchange.reduce(*operand(flat))
 
 
-def _operand(flat: torch.Tensor) -> Blank:
+def operand(flat: torch.Tensor) -> tuple[NDArray[Any], Adder | None]:
     """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.uint16).numpy(), _add_bfloat16

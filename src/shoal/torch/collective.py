@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import Store
 
 from shoal.core.world import World
-from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak
+from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak, Part
 from shoal.worker.port import Port
 from shoal.worker.ring import Ring, RingTicket
 from shoal.worker.sockets import shut
@@ -125,11 +125,16 @@ class Collective:
         """Send one small record to all and receive everybody's."""
         return self._ring.gather(record)
 
-    def reduce(self, buffer: NDArray[Any] | torch.Tensor, add: Adder | None = None) -> CollectiveTicket:
+    def reduce(
+        self, buffer: NDArray[Any] | torch.Tensor, add: Adder | None = None, part: Part | None = None
+    ) -> CollectiveTicket | RingTicket:
         """Sum a buffer over all ranks in place: a NumPy view of a CPU tensor, or a tensor.
 
-        The group adds every type by itself; `add` only says that a uint16 buffer holds bfloat16.
+        The group adds every type by itself; `add` only says that a uint16 buffer holds bfloat16. No group knows a
+        fixed order of sums: those over shards go over the ring.
         """
+        if part is not None and not isinstance(buffer, torch.Tensor):
+            return self._ring.reduce(buffer, add, part)
         tensor = buffer if isinstance(buffer, torch.Tensor) else torch.from_numpy(buffer)
         if add is not None and tensor.dtype == torch.uint16:
             tensor = tensor.view(torch.bfloat16)

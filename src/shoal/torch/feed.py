@@ -7,11 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.core import plan
+from shoal.core.balance import Balance, Seen
 from shoal.core.order import Cursor, Order
 from shoal.core.pulse import Pulse
 from shoal.core.stream import LaneLayout, advance
+from shoal.core.tree import Held
+from shoal.core.world import World
 from shoal.torch.loader import ShareLoader
 from shoal.torch.stream import LaneReader
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that all members changed alike at a commit, from which step on, and why."""
+
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +36,21 @@ class Piece:
 
 
 class Feed(Protocol):
-    """Gives every member its part of every step."""
+    """Gives every member its part of every step.
+
+    `balance` deals out units: samples of an indexed dataset, lanes of a stream; `units` is how many the last pieces of
+    this member were. In exact mode `held` says which shards they were.
+    """
 
     total: int | None
+    balance: Balance
+    units: int
+    held: Held | None
+
+    @property
+    def micro(self) -> int | None: ...
+
+    def shrink(self, samples: int) -> bool: ...
 
     def over(self, step: int) -> bool: ...
 
@@ -33,11 +58,11 @@ class Feed(Protocol):
 
     def nominal(self, step: int) -> int: ...
 
-    def pieces(self, step: int, rank: int, ranks: int, ghosts: Collection[int]) -> list[Piece]: ...
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]: ...
 
     def more(self) -> bool: ...
 
-    def committed(self, everybody: Sequence[Pulse]) -> None: ...
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]: ...
 
     def start(self) -> None: ...
 
@@ -47,9 +72,23 @@ class Feed(Protocol):
 class IndexedFeed:
     """Global batches of a map-style dataset."""
 
-    def __init__(self, order: Order, loader: ShareLoader, policy: plan.Policy) -> None:
+    def __init__(self, order: Order, loader: ShareLoader, balance: Balance) -> None:
         self.total: int | None = order.total_steps
-        self._order, self._loader, self._policy = order, loader, policy
+        self.balance, self.units = balance, 0
+        self.held: Held | None = None
+        self._order, self._loader = order, loader
+
+    @property
+    def micro(self) -> int | None:
+        """The largest piece that this member computes at once."""
+        return self._loader.micro
+
+    def shrink(self, samples: int) -> bool:
+        """A piece of so many samples did not fit: halve it. False if nothing smaller can be given out."""
+        if samples < 2:
+            return False
+        self._loader.micro = samples // 2
+        return True
 
     def over(self, step: int) -> bool:
         return step >= self._order.total_steps
@@ -60,17 +99,23 @@ class IndexedFeed:
     def nominal(self, step: int) -> int:
         return self._order.size_of(step)
 
-    def pieces(self, step: int, rank: int, ranks: int, ghosts: Collection[int]) -> list[Piece]:
-        def ahead(later: int) -> tuple[int, int] | None:
-            return None if self.over(later) else self._span(later, rank, ranks, ())
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
+        members = _told(self.balance, world)
 
-        span = self._span(step, rank, ranks, ghosts)
+        def ahead(later: int) -> tuple[int, int] | None:
+            return None if self.over(later) else self._span(later, members, rank, ())
+
+        if self._loader.micro is None:
+            # What did not fit into this member's memory before it was started again does not fit now.
+            self._loader.micro = self.balance.micro_of(members[rank])
+        span = self._span(step, members, rank, ghosts)
+        self.units = span[1] - span[0]
         ghost = [Piece(self._loader.ghost(step), 0)] if span[0] == span[1] else []
         # Also with an empty share: the workers read ahead for the steps in which it is not.
         batches = self._loader.take(step, span, ahead)
         if ghost:
             return ghost
-        return [Piece(b, n) for b, n in zip(batches, self._loader.sizes(span), strict=True)]
+        return [Piece(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
 
     @property
     def order(self) -> Order:
@@ -84,8 +129,9 @@ class IndexedFeed:
     def more(self) -> bool:
         return True
 
-    def committed(self, everybody: Sequence[Pulse]) -> None:
-        """The order knows where it is."""
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
+        left = self._order.total_steps - step - 1
+        return _observe(self.balance, step, world, everybody, self.cursor(step).epoch, left)
 
     def start(self) -> None:
         self._loader.start()
@@ -93,18 +139,28 @@ class IndexedFeed:
     def close(self) -> None:
         self._loader.close()
 
-    def _span(self, step: int, rank: int, ranks: int, ghosts: Collection[int]) -> tuple[int, int]:
-        return plan.span(self._policy.shares(self._order.size_of(step), ranks, ghosts), rank)
+    def _sizes(self, step: int, span: tuple[int, int]) -> tuple[int, ...]:  # noqa: ARG002
+        return self._loader.sizes(span)
+
+    def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> tuple[int, int]:
+        return plan.span(self.balance.shares(step, self._order.size_of(step), members, ghosts), rank)
 
 
 class StreamFeed:
     """Global batches of data that cannot be indexed; where an epoch ends is found out by reading."""
 
-    def __init__(self, layout: LaneLayout, reader: LaneReader, policy: plan.Policy) -> None:
+    def __init__(self, layout: LaneLayout, reader: LaneReader, balance: Balance) -> None:
         self.total: int | None = None
-        self._layout, self._reader, self._policy = layout, reader, policy
+        self.balance, self.units = balance, 0
+        self._layout, self._reader = layout, reader
         self._cursor = Cursor(0, 0)
         self._more = True
+        self.micro: int | None = None
+        self.held: Held | None = None
+
+    def shrink(self, samples: int) -> bool:  # noqa: ARG002
+        """What is read of a stream is given out in one piece."""
+        return False
 
     def over(self, step: int) -> bool:  # noqa: ARG002
         return self._cursor.epoch >= self._layout.epochs
@@ -115,11 +171,12 @@ class StreamFeed:
     def nominal(self, step: int) -> int:  # noqa: ARG002
         return self._layout.size
 
-    def pieces(self, step: int, rank: int, ranks: int, ghosts: Collection[int]) -> list[Piece]:  # noqa: ARG002
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:  # noqa: ARG002
         # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
         # dealing a lane out anew for a single step would make two members seek in it.
-        shares = self._policy.shares(self._layout.lanes, ranks, ())
+        shares = self.balance.shares(step, self._layout.lanes, _told(self.balance, world), ())
         lanes = self._layout.range_of(shares, rank)
+        self.units = shares[rank]
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
         self._more = taken.more
         if taken.samples == 0 or taken.batch is None:
@@ -129,8 +186,9 @@ class StreamFeed:
     def more(self) -> bool:
         return self._more
 
-    def committed(self, everybody: Sequence[Pulse]) -> None:
+    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
         self._cursor = advance(self._cursor, any(p.more for p in everybody))
+        return _observe(self.balance, step, world, everybody, self._cursor.epoch, None)
 
     def start(self) -> None:
         self._reader.start()
@@ -144,3 +202,24 @@ class StreamFeed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cursor = Cursor(state["epoch"], state["index"])
         self._reader.load_state_dict(state["shards"])
+
+
+def _told(balance: Balance, world: World) -> tuple[str, ...]:
+    """The members of a world, of whose speed the balance knows what their agents guessed, if all of them did."""
+    if all(seat.speed for seat in world.seats):
+        for seat in world.seats:
+            balance.hint(seat.member, seat.speed)
+    return tuple(seat.member for seat in world.seats)
+
+
+def _observe(
+    balance: Balance, step: int, world: World, everybody: Sequence[Pulse], epoch: int, left: int | None
+) -> list[Decision]:
+    """Let the balance learn from what the pulses of a committed step say of the one before."""
+    for seat, pulse in zip(world.seats, everybody, strict=True):
+        if pulse.measured:
+            balance.micro(seat.member, pulse.micro or None)
+    members = tuple(seat.member for seat in world.seats)
+    seen = [Seen(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
+    change = balance.observe(step, members, seen, epoch=epoch, left=left)
+    return [Decision(change.step, "shares", change.shares, change.reason)] if change is not None else []

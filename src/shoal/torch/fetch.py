@@ -27,13 +27,17 @@ _MASK = (1 << 64) - 1
 
 
 class Key(NamedTuple):
-    """What identifies a piece of work; the same key always gives the same batches."""
+    """What identifies a piece of work; the same key always gives the same batches.
+
+    `start` and `stop` are positions of an epoch's order, or lanes of a stream.
+    """
 
     step: int
     start: int
     stop: int
-    micro: int | None
+    micro: int | tuple[int, ...] | None
     bare: bool = False
+    epoch: int = 0
 
 
 class Source(Protocol):
@@ -70,13 +74,13 @@ class Fetcher:
 
     def read(self, key: Key, watch: Watch) -> list[Any] | None:
         """The pieces of the slice that `key` names, or its samples if they are to be bare."""
-        epoch = self._order.cursor(key.step).epoch
+        epoch = key.epoch
         if key.bare:
-            return self._one_by_one(self._order.ids(key.step, key.start, key.stop), epoch, watch)
+            return self._one_by_one(self._order.ids_at(epoch, key.start, key.stop), epoch, watch)
         found: list[Batch] = []
         start = key.start
         for size in cut(key.stop - key.start, key.micro):
-            ids = self._order.ids(key.step, start, start + size)
+            ids = self._order.ids_at(epoch, start, start + size)
             start += size
             batch = self._tensor_batch(ids) if self.quiet else self._batch(ids, epoch, watch)
             if batch is None:
@@ -144,8 +148,10 @@ def combine(collate: Collate, samples: list[Any], where: str) -> Batch:
         raise failed(what, where, "make all samples alike, or pass collate=", error) from error
 
 
-def cut(count: int, micro: int | None) -> tuple[int, ...]:
-    """The sizes of the pieces of at most `micro` samples; nearly equal, so that no piece is a lone sample."""
+def cut(count: int, micro: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """The sizes of the pieces: as given, or of at most `micro` samples, nearly equal, so that none is a lone sample."""
+    if isinstance(micro, tuple):
+        return micro
     if count == 0:
         return ()
     return split(count, [1] * (-(-count // micro) if micro else 1))

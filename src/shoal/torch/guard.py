@@ -28,6 +28,8 @@ class Gate(Protocol):
 
     def schedules(self, *args: Any, **kwargs: Any) -> bool: ...
 
+    def advance(self, calls: int) -> int: ...
+
     @property
     def has_gradient(self) -> bool: ...
 
@@ -64,12 +66,17 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:
-    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict."""
+    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
+
+    Where the global batch is chosen, a scheduler that is stepped at every step advances by the progress that was made;
+    one that is stepped more rarely, such as at the end of epochs, as often as it is.
+    """
     kind = type(scheduler)
 
     @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(self, *args, **kwargs) if gate.schedules(*args, **kwargs) else None
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        for _ in range(gate.advance(getattr(self, "last_epoch", 0)) if gate.schedules(*args, **kwargs) else 0):
+            kind.step(self, *args, **kwargs)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 

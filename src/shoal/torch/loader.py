@@ -23,7 +23,7 @@ GHOST_SAMPLES = 2
 class ShareLoader:
     """Reads slices of global batches from a map-style dataset, in `workers` processes or, with none, in this one.
 
-    `micro` may be changed between steps; it is the largest number of samples in one piece.
+    `micro`, the largest number of samples in one piece, and the sizes of the order's batches may change between steps.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShareLoader:
             if value < least:
                 raise BadSize(f"{name}={value}", why=f"it must be at least {least}", do=f"pass {name}={least} or more")
         self.micro = micro
-        self._order = order
+        self.order = order
         self._fetcher = Fetcher(dataset, order, collate)
         self._pin = pin_memory and torch.cuda.is_available()
         self._prefetch = Prefetch(self._fetcher, workers, prefetch, self._pin) if workers else None
@@ -65,7 +65,7 @@ class ShareLoader:
     def take(self, step: int, span: Span, ahead: Ahead) -> list[Batch]:
         """The pieces of this span of global batch `step`; ahead(later step) says what will probably be asked for."""
         if span[0] < span[1]:
-            return self._get(Key(step, *span, self.micro), ahead)
+            return self._get(self._key(step, span), ahead)
         if self._prefetch:
             self._prefetch.look_ahead(step, self._foresight(ahead))
         return []
@@ -73,8 +73,8 @@ class ShareLoader:
     def ghost(self, step: int) -> Batch:
         """A tiny batch for a member with an empty share: it computes along, and counts for nothing."""
         if not self._ghost_samples:
-            stop = min(GHOST_SAMPLES, self._order.size_of(step))
-            self._ghost_samples = self._get(Key(step, 0, stop, None, bare=True), lambda _: None)
+            few = (0, min(GHOST_SAMPLES, self.order.size_of(step)))
+            self._ghost_samples = self._get(self._key(step, few)._replace(micro=None, bare=True), lambda _: None)
         return self._fetcher.collate(self._ghost_samples)
 
     def close(self) -> None:
@@ -82,12 +82,14 @@ class ShareLoader:
         if self._prefetch:
             self._prefetch.close()
 
-    def _foresight(self, ahead: Ahead) -> Callable[[int], Key | None]:
-        micro = self.micro
+    def _key(self, step: int, span: Span) -> Key:
+        place = self.order.place(step)
+        return Key(step, place.first + span[0], place.first + span[1], self.micro, epoch=place.epoch)
 
+    def _foresight(self, ahead: Ahead) -> Callable[[int], Key | None]:
         def foresee(step: int) -> Key | None:
             span = ahead(step)
-            return None if span is None or span[0] == span[1] else Key(step, *span, micro)
+            return None if span is None or span[0] == span[1] else self._key(step, span)
 
         return foresee
 

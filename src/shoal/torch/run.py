@@ -10,16 +10,21 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.core import plan
+from shoal.core.balance import Balance, parse
+from shoal.core.batch import wanted
+from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, SecondLoop
+from shoal.errors import NotAttached, NotExact, SecondLoop
+from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
+from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
 from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
 from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
+from shoal.torch.memory import guard_model
 from shoal.torch.stream import LaneReader
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
@@ -41,6 +46,7 @@ class Run:
             self._trainer = TicketTrainer(session, self._keeper)
         else:
             self._trainer = Trainer(session, self._keeper)
+            self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
 
@@ -104,6 +110,8 @@ class Run:
             if isinstance(part, torch.nn.Module):
                 if trainer.model is not None and trainer.model is not part:
                     raise NotAttached("two models were attached", do="put both into one torch.nn.Module")
+                if trainer.model is None:
+                    guard_model(trainer, part)
                 trainer.model = part
                 self._keeper.parts["model"] = part
             elif isinstance(part, torch.optim.Optimizer):
@@ -141,8 +149,9 @@ class Run:
         *,
         shuffle: bool = True,
         last: Literal["keep", "drop"] = "keep",
-        shares: str = "equal",
+        shares: str | None = None,
         micro: int | None = None,
+        exact: int | None = None,
         workers: int = 0,
         prefetch: int = 2,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -150,13 +159,29 @@ class Run:
     ) -> Iterator[Any]:
         """This member's share of every global batch of `size` samples, each sample once an epoch.
 
-        `micro` cuts a share into batches of at most so many samples, which the loop's body sees one by one and which
-        together make one step. `workers` processes read ahead.
+        `shares` says how each batch is shared out: model (by what is learned of the members' speeds), ratio, equal or
+        for example fixed:3,1; without it, the setting `shares.policy` does. `micro` cuts a share into batches of at
+        most so many samples, which the loop's body sees one by one and which together make one step. `exact` cuts the
+        global batch into so many shards instead, which are dealt out whole and seen one by one: no bit of the result
+        then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
+        ahead.
         """
+        exact = (self._session.settings.exact if exact is None else exact) or None
+        wished = wanted(self._session.settings.batch, size, len(dataset))
+        size = wished.size
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
-        loader = ShareLoader(dataset, order, workers, prefetch, collate, micro, pin_memory)
+        how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
-        return self._loop(IndexedFeed(order, loader, plan.parse(shares)), described | {"shuffle": shuffle}, seed)
+        balance = self._balance(shares, ahead=workers * prefetch)
+        feed: Feed
+        if wished.bounds is not None:
+            feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
+        elif exact is None:
+            feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
+        else:
+            feed = ShardFeed(order, ShardLoader(exact, dataset, order, *how), balance)
+            described["exact"] = exact
+        return self._loop(feed, described | {"shuffle": shuffle}, seed)
 
     def stream(
         self,
@@ -167,14 +192,23 @@ class Run:
         *,
         lanes: int | None = None,
         shuffle: bool = False,
+        shares: str = "equal",
         open: Callable[[Any], Any] | None = None,
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """This member's part of global batches from shards that can only be read from their start."""
+        """This member's part of global batches from shards that can only be read from their start.
+
+        `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
+        equal unless you ask for more.
+        """
+        if self._session.settings.exact:
+            raise NotExact(
+                "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
+            )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
-        feed = StreamFeed(layout, reader, plan.Equal())
+        feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
         self._keeper.parts["stream"] = feed
         described = {"shards": len(shards), "size": size, "epochs": epochs, "lanes": layout.lanes, "seed": seed}
         return self._loop(feed, described | {"shuffle": shuffle}, seed)
@@ -211,6 +245,37 @@ class Run:
         self._keeper.close()
         self._session.close()
 
+    def _auto_feed(
+        self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
+    ) -> AutoFeed:
+        trainer, settings = self._trainer, self._session.settings
+        if not isinstance(trainer, Trainer):
+            raise trainer.unusable("a global batch that is chosen", "pass a number as batch")
+        if exact is not None:
+            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
+        if not trainer.optimizers:
+            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
+        auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
+        trainer.auto, trainer.noise_every = auto, min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        feed = AutoFeed(order, loader, balance, auto, trainer.noise)
+        self._keeper.parts["batch"] = feed
+        return feed
+
+    def _balance(self, shares: str | None, ahead: int) -> Balance:
+        settings = self._session.settings
+        rules = parse(
+            shares or settings.shares_policy,
+            threshold=settings.shares_threshold,
+            window=settings.shares_window,
+            floor=settings.shares_floor,
+            cap=settings.shares_cap,
+            mode=settings.shares_mode,
+        )
+        balance = Balance(rules, ahead)
+        self._keeper.parts["shares"] = balance
+        return balance
+
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer
         if trainer.feed is not None:
@@ -218,6 +283,8 @@ class Run:
         if trainer.model is None or not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
         trainer.feed = feed
+        if feed.held is not None:
+            described |= make_alike(trainer.model, trainer.synchronised, self._session.settings.threads)
         return trainer.train(feed, self._identity(described), seed)
 
     def _identity(self, described: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ class Statistics:
             if isinstance(module, torch.nn.modules.batchnorm._NormBase) and name in ("running_mean", "running_var")
         ]
         self._averaged = averaged
+        # BatchNorm's kernels write to these without counting up their version.
+        self._silent = {(id(module), name) for module, name in averaged}
         self.count = sum(_buffer(place).numel() for place in averaged)
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.keep()
@@ -38,7 +40,7 @@ class Statistics:
             known = self._kept.get(key)
             if known is None:
                 self._kept[key] = (buffer, buffer.detach().clone(), buffer._version)
-            elif known[0] is not buffer or known[2] != buffer._version:
+            elif known[0] is not buffer or known[2] != buffer._version or key in self._silent:
                 copy = known[1] if known[1].shape == buffer.shape else buffer.detach().clone()
                 copy.copy_(buffer.detach())
                 self._kept[key] = (buffer, copy, buffer._version)
@@ -51,7 +53,7 @@ class Statistics:
                 buffer, copy, version = self._kept[key]
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
-                if buffer._version != version:
+                if buffer._version != version or key in self._silent:
                     buffer.copy_(copy)
                     self._kept[key] = (buffer, copy, buffer._version)
 

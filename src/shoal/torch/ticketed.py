@@ -20,9 +20,11 @@ from shoal.core.clock import Granted, Ledger, Ticket
 from shoal.errors import NotForServers, UnusableBackward
 from shoal.torch.feed import Feed, IndexedFeed, Piece
 from shoal.torch.keeper import StateKeeper
+from shoal.torch.memory import is_out_of_memory
 from shoal.torch.serve import serve
 from shoal.torch.trainer import _seed_everything
 from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, gradients_of, take_over
+from shoal.worker.pace import pace_of
 from shoal.worker.placed import PlacedSession
 from shoal.worker.pushing import Abandoned, Pusher
 
@@ -75,6 +77,7 @@ class TicketTrainer:
         self._versions: dict[int, int] = {}
         self._life = 0
         self._pace = 0
+        self._slow = pace_of(session.me, session.settings.emulate)
         self._serving = False
         self._finished = 0
         self._loss: float | None = None
@@ -87,6 +90,8 @@ class TicketTrainer:
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until every ticket is finished; a server never gets beyond this."""
         assert self.model is not None
+        if feed.held is not None:
+            raise self.unusable("exact mode", "leave exact out")
         if not isinstance(feed, IndexedFeed):
             raise self.unusable("run.stream", "use run.batches over a map-style dataset")
         session, order = self._session, feed.order
@@ -166,6 +171,8 @@ class TicketTrainer:
         session, ticket, order = self._session, granted.ticket, feed.order
         session.phase("data")
         began = time.perf_counter()
+        if self._slow is not None:
+            self._slow.begin(ticket.step)
         pieces = feed.cut(ticket.step, ticket.start, ticket.stop)
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
@@ -214,16 +221,46 @@ class TicketTrainer:
         if turn.backwards == 0:
             self._clear()
         turn.backwards += 1
+        if turn.abandoned:
+            return
         samples = turn.pieces[turn.piece].samples
         own = float(samples if weight is None else weight)
         turn.weight += own
         turn.loss = turn.loss + loss.detach() * own
-        (loss * own).backward()  # type: ignore[no-untyped-call]
-        if turn.last_piece and turn.weight > 0:
-            assert self.model is not None
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(turn.weight)
+        if turn.last_piece and self._slow is not None:
+            self._slow.before_exchange(turn.samples, samples)
+        try:
+            (loss * own).backward()  # type: ignore[no-untyped-call]
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            return
+        if turn.last_piece:
+            self._complete(turn)
+
+    def _complete(self, turn: TicketTurn) -> None:
+        """All pieces are summed up: make it the mean."""
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and turn.weight > 0:
+                parameter.grad.div_(turn.weight)
+        if self._slow is not None:
+            self._slow.after_backward()
+
+    # --- what a model asks that does not fit (see shoal.torch.memory)
+
+    @property
+    def piece_samples(self) -> int:
+        turn = self.turn
+        return turn.pieces[turn.piece].samples if turn is not None and not turn.committed else 0
+
+    def too_large(self, error: BaseException) -> None:
+        """The ledger gives the same ticket again to whoever holds it; it then comes in smaller pieces."""
+        turn = self.turn
+        if turn is None or self.feed is None or not self.feed.shrink(turn.pieces[turn.piece].samples):
+            raise error
+        turn.abandoned = True
 
     # --- what guards ask (see shoal.torch.guard)
 
@@ -238,6 +275,10 @@ class TicketTrainer:
         if not self._serving and self.turn is not None and self.turn.committed:
             self.turn.scheduled = True
         return self._serving
+
+    def advance(self, calls: int) -> int:  # noqa: ARG002
+        """How often a scheduler steps when it is asked to."""
+        return 1
 
     @property
     def has_gradient(self) -> bool:

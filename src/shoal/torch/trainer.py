@@ -6,20 +6,28 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from shoal.core import pulse
+from shoal.core.goodput import AutoBatch
+from shoal.core.noise import Noise
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
+from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
+from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
 from shoal.torch.keeper import StateKeeper
+from shoal.torch.memory import is_out_of_memory
+from shoal.torch.meter import Meter
+from shoal.torch.squares import Squares
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
 from shoal.worker.exchange import Exchange, ExchangeBroken
+from shoal.worker.pace import pace_of
 from shoal.worker.session import Session
 from shoal.worker.shadow import Blank
 from shoal.worker.solo import Solo
@@ -42,15 +50,29 @@ class Trainer:
         self._last: Turn | None = None
         self._nested = False
         self._world_seen = 0
-        self._usual_step_s = 0.0
-        self._samples_per_s = 0.0
-        self._committed_at = 0.0
         self._loss: float | None = None
+        self.noise = Noise()
+        self.meter = Meter(self.noise)
+        self.noise_every = session.settings.noise_every
+        self.auto: AutoBatch | None = None
+        self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
 
     @property
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
+
+    def advance(self, calls: int) -> int:
+        """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
+
+        Only state that all members share may decide it: they must agree.
+        """
+        turn, feed = self.turn, self.feed
+        if self.auto is None or turn is None or feed is None:
+            return 1
+        ended = feed.over(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
+        at_every_step = not ended or calls > turn.epoch
+        return turn.progress if at_every_step else 1
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until the last step is committed by all."""
@@ -61,7 +83,7 @@ class Trainer:
         self._keeper.blanks, self._keeper.ends = self._blanks, self._ends
         self._choose_exchange()
         feed.start()
-        session.begin(identity, self._keeper)
+        session.begin(identity, self._keeper, on_cpu=all(p.device.type == "cpu" for p in self.model.parameters()))
         over = False
         try:
             while not over:
@@ -97,18 +119,35 @@ class Trainer:
             return
         began = time.perf_counter()
         session.phase("data")
+        if self._pace is not None:
+            self._pace.begin(step)
         ghosts = self._ghosts(world, step)
-        pieces = feed.pieces(step, session.rank, world.size, ghosts)
-        turn = Turn(step, feed.cursor(step).epoch, pieces, feed.nominal(step), exchange)
-        self._last, self.turn = self.turn, turn
+        pieces = feed.pieces(step, world, session.rank, ghosts)
+        turn = Turn(
+            step,
+            feed.cursor(step).epoch,
+            pieces,
+            feed.nominal(step),
+            exchange,
+            world,
+            feed.units,
+            ghosts,
+            first=not self.meter.commits,
+            held=feed.held,
+        )
+        if self.turn is None or not self.turn.spoiled:
+            self._last = self.turn
+        self.turn = turn
         _seed_everything(seed, step, session.rank)
         turn.data_s = time.perf_counter() - began
         session.phase("compute")
         turn.given_at = time.perf_counter()
         for number, piece in enumerate(pieces):
             turn.piece = number
+            if turn.shard is not None:
+                _seed_everything(seed, step, turn.shard)
             yield piece.batch
-            if session.broken:
+            if session.broken or turn.spoiled:
                 return
             if turn.backwards <= number:
                 raise UnusableBackward(
@@ -123,6 +162,8 @@ class Trainer:
             self._world_seen = world.number
             return world.ghosts
         before = self.turn
+        if before is not None and before.spoiled and before.step == step:
+            return before.ghosts
         if before is None or before.step != step - 1:
             return ()
         return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & pulse.GHOST)
@@ -152,7 +193,8 @@ class Trainer:
         if self._buckets is None or not self._buckets.fits(parameters):
             if self._buckets is not None:
                 self._buckets.close()
-            self._buckets = Buckets(parameters, self._statistics.count)
+            exact = self.feed is not None and self.feed.held is not None
+            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
 
     # --- one step
 
@@ -166,36 +208,81 @@ class Trainer:
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
         turn.backwards += 1
+        if turn.spoiled:
+            return
         samples = turn.pieces[turn.piece].samples
         own = float(samples if weight is None else weight) if samples else 0.0
-        turn.weight += own
-        turn.loss = turn.loss + loss.detach() * own
-        scaled = loss * (own / turn.nominal)
+        turn.own = own if turn.held is None else exact_weight(own)
+        turn.weight += turn.own
+        turn.loss = turn.loss + loss.detach() * turn.own
+        scaled = loss * (turn.own / turn.nominal)
         if self._session.broken:
             return
         if turn.backwards == 1:
             self._bucket_up()
+            turn.squares = self._squares_of(turn)
+            if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
+                self._buckets.begin(turn.held)
+        try:
+            self._go_back(turn, scaled)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            if turn.last_piece and turn.world.size > 1:
+                # Some of our gradients may be on their way: all of them repeat the step, in another world.
+                self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
+
+    def _go_back(self, turn: Turn, scaled: torch.Tensor) -> None:
         if turn.last_piece:
             self._exchange(turn, scaled)
-        elif own:
+        elif isinstance(self._buckets, TreeBuckets):
+            self._sum_shard(self._buckets, turn, scaled)
+        elif turn.own:
             scaled.backward()  # type: ignore[no-untyped-call]
+            if turn.squares is not None and turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2:
+                turn.squares.halve(self._buckets.parameters if self._buckets is not None else (), turn.weight)
+
+    def _squares_of(self, turn: Turn) -> Squares | None:
+        """Now and then norms are taken, where there are at least two groups of samples to compare."""
+        every = self.noise_every
+        if not every or turn.step % every or turn.first or turn.held is not None:
+            return None
+        squares = Squares(self.optimizers)
+        return squares if squares.ready and (turn.world.size > 1 or len(turn.pieces) > 1) else None
+
+    def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
+        assert self._statistics is not None
+        buckets.open()
+        if turn.counts:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        self._statistics.send(buckets, turn.own / turn.nominal)
+        buckets.shut()
+        # Each shard begins with what the buffers were at the last commit, wherever it is computed.
+        self._statistics.put_back()
 
     def _exchange(self, turn: Turn, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
         assert self._statistics is not None
         session, exchange = self._session, turn.exchange
+        if self._pace is not None:
+            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
         try:
             gathered = exchange.gather(pulse.encode(self._pulse(turn)))
+            self._buckets.squares = turn.squares
             self._buckets.arm(exchange)
-            if not turn.empty or self.synchronised:
+            if turn.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
+            if self._pace is not None:
+                self._pace.after_backward()
             turn.compute_s = time.perf_counter() - turn.given_at
             session.phase("exchange")
             turn.everybody = pulse.decode(gathered.result())
             self._check(turn)
             session.agree(turn.everybody)
             total = sum(p.weight for p in turn.everybody)
-            self._statistics.send(self._buckets, turn.weight / total if total else 0.0)
+            mine = turn.weight / total if total else 0.0
+            self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)
             self._buckets.finish(total / turn.nominal if total else 1.0, turn.empty)
             turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
             turn.reduced = True
@@ -218,10 +305,31 @@ class Trainer:
             compute_s=last.compute_s if last else 0.0,
             data_s=last.data_s if last else 0.0,
             wait_s=last.wait_s if last else 0.0,
+            measured=last.measured if last else 0,
+            micro=self.feed.micro or 0,
+            **self._norms(turn),
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
         )
+
+    def _norms(self, turn: Turn) -> dict[str, Any]:
+        """What was found of the gradients of the step before, if the same members took part in it."""
+        last = self._last
+        if last is None or last.squares is None or not last.committed or last.world != turn.world:
+            return {}
+        grad_sq, groups = last.squares.weighted(last.weight, last.nominal)
+        return {"grad_sq": grad_sq, "grad_weight": last.weight, "groups": groups, "total_sq": last.squares.total}
+
+    def _learn_noise(self, everybody: tuple[pulse.Pulse, ...]) -> None:
+        told = [p for p in everybody if p.groups]
+        if told:
+            size = sum(p.grad_weight for p in told)
+            # Weights may be tokens; the noise scale is in samples.
+            samples, weight = sum(p.samples for p in everybody), sum(p.weight for p in everybody)
+            in_samples = None if samples == weight or not weight else size * samples / weight
+            groups = sum(p.groups for p in told)
+            self.noise.observe_sums(sum(p.grad_sq for p in told), size, groups, told[0].total_sq, in_samples)
 
     def _last_loss(self) -> float:
         """Our part of the mean loss of the step before; reading it now does not wait for a device."""
@@ -235,6 +343,26 @@ class Trainer:
             raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
         if self._last is not None and self._last.committed:
             self._loss = sum(p.loss for p in turn.everybody)
+
+    # --- what a forward pass that does not fit asks (see shoal.torch.memory)
+
+    @property
+    def piece_samples(self) -> int:
+        turn = self.turn
+        inside = turn is not None and turn.given_at and not turn.committed and not turn.spoiled
+        return turn.pieces[turn.piece].samples if turn is not None and inside else 0
+
+    def too_large(self, error: BaseException) -> None:
+        turn, feed, session = self.turn, self.feed, self._session
+        samples = self.piece_samples
+        if turn is None or feed is None or not feed.shrink(samples):
+            raise error
+        turn.spoiled = True
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        reason = f"{session.me} ran out of memory with {samples} samples at once; it computes {feed.micro} at most"
+        sys.stderr.write(f"shoal: {reason}, and repeats step {turn.step}\n")
+        session.decided(turn.step, "memory", {session.me: feed.micro or 0}, reason)
 
     # --- what guards ask (see shoal.torch.guard)
 
@@ -250,17 +378,23 @@ class Trainer:
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """One optimizer's step; the run's step is committed with the last one's."""
         if self._nested:
-            return real()
+            return self._step(optimizer, real)
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
         if not turn.stepped and not self._may_apply():
             return None
-        result = real()
+        result = self._step(optimizer, real)
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
         return result
+
+    def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        if self.auto is None or self.turn is None:
+            return real()
+        with Gained(optimizer, self.auto.gain_at(self.turn.step)):
+            return real()
 
     def apply_all(self, real: Callable[[], Any]) -> Any:
         """A scaler's step; whether it lets the optimizer step or not, the run's step is committed."""
@@ -276,7 +410,7 @@ class Trainer:
         return result
 
     def _outside(self, turn: Turn) -> bool:
-        if self._session.broken or not turn.last_piece:
+        if self._session.broken or not turn.last_piece or turn.spoiled:
             return True
         if turn.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
@@ -294,31 +428,25 @@ class Trainer:
         assert self.feed is not None
         self._statistics.receive(self._buckets)
         self._statistics.keep()
-        self.feed.committed(turn.everybody)
+        self._learn_noise(turn.everybody)
+        before = self.auto.progress if self.auto is not None else 0.0
+        decisions = self.feed.committed(turn.step, turn.world, turn.everybody)
+        turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
-        self._measure(turn)
-
-    def _measure(self, turn: Turn) -> None:
-        now = time.monotonic()
-        if self._committed_at:
-            took_s = now - self._committed_at
-            smooth = 0.9 if self._usual_step_s else 0.0
-            self._usual_step_s = smooth * self._usual_step_s + (1 - smooth) * took_s
-            rate = sum(p.samples for p in turn.everybody) / max(took_s, 1e-9)
-            self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * rate
-        self._committed_at = now
+        self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
+        for one in decisions:
+            self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)
 
     def _status(self) -> dict[str, Any]:
         turn, feed = self.turn, self.feed
         return {
-            "usual_step_s": self._usual_step_s,
             "epoch": turn.epoch if turn is not None else 0,
             "total_steps": feed.total if feed is not None else None,
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
-            "samples_per_s": self._samples_per_s,
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            **self.meter.status(),
         }
 
     def schedules(self, *_args: Any, **_kwargs: Any) -> bool:
@@ -341,10 +469,19 @@ class Trainer:
         self._session.fail(broken)
 
 
+@cache
+def _has_devices() -> bool:
+    return torch.cuda.device_count() > 0 or torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
 def _seed_everything(seed: int, step: int, rank: int) -> None:
     """Random numbers of a step depend on the step and the rank alone, so that doing it again gives the same."""
     value = hash((seed, step, rank)) & 0x7FFF_FFFF_FFFF_FFFF
-    torch.manual_seed(value)
+    if _has_devices():
+        torch.manual_seed(value)
+    else:
+        # The general way takes a stack trace for each kind of device that is not there.
+        torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

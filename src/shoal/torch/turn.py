@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.core.pulse import Pulse
+from shoal.core.tree import Held
+from shoal.core.world import World
 from shoal.torch.feed import Piece
+from shoal.torch.squares import Squares
 from shoal.worker.exchange import Exchange
 
 
@@ -20,12 +23,21 @@ class Turn:
     pieces: list[Piece]
     nominal: int
     exchange: Exchange
+    world: World
+    units: int = 0
+    ghosts: tuple[int, ...] = ()
+    first: bool = False
+    held: Held | None = None
     piece: int = 0
     backwards: int = 0
     weight: float = 0.0
+    own: float = 0.0
     loss: torch.Tensor | float = 0.0
     reduced: bool = False
     committed: bool = False
+    spoiled: bool = False
+    progress: int = 1
+    squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
     everybody: tuple[Pulse, ...] = ()
     data_s: float = 0.0
@@ -34,8 +46,23 @@ class Turn:
     given_at: float = 0.0
 
     @property
+    def shard(self) -> int | None:
+        """In exact mode, the shard of the batch that was given out last."""
+        return None if self.held is None else self.held.start + self.piece
+
+    @property
+    def counts(self) -> bool:
+        """Whether a backward pass of the batch that was given out last adds anything."""
+        return not self.empty if self.held is None else self.own != 0.0
+
+    @property
     def samples(self) -> int:
         return sum(piece.samples for piece in self.pieces)
+
+    @property
+    def measured(self) -> int:
+        """The units whose seconds tell of this member's speed: none of the first step, in which all is set up."""
+        return self.units if self.reduced and not self.first else 0
 
     @property
     def empty(self) -> bool:

@@ -49,6 +49,7 @@ class Ready(Message, frozen=True):
     fingerprint: str
     step: int | None
     restored: bool = False
+    speed: float = 0.0
 
 
 class Broken(Message, frozen=True):
@@ -98,9 +99,20 @@ class Unreachable(Message, frozen=True):
     cause: str = ""
 
 
+class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a usual step: reading data, computing, waiting for the slowest, exchanging."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    exchange_s: float = 0.0
+
+
 class Beat(Message, frozen=True):
     """Renews the lease and says what the member is doing, and since when.
 
+    `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
+    shares, if that is known, and with those in force.
     With servers, `clock` is how many tickets it has finished, `ahead` how many more than the slowest had when it began
     the present one, and `waits_for` are the members without which it may not begin another.
     """
@@ -119,6 +131,19 @@ class Beat(Message, frozen=True):
     clock: int = 0
     ahead: int = 0
     waits_for: tuple[str, ...] = ()
+    spent: Spent = Spent()
+    batch: int = 0
+    noise: float | None = None
+    idle: tuple[float | None, float] | None = None
+
+
+class Decided(Message, frozen=True):
+    """The members of this world changed something by themselves, from `step` on; rank 0 tells."""
+
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
 
 
 class Leaving(Message, frozen=True):
@@ -385,6 +410,7 @@ FromMember = Union[
     Claim,
     ClaimDone,
     Checkpointed,
+    Decided,
     Raised,
 ]
 ToMember = Union[

@@ -22,7 +22,9 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemberView(msgspec.Struct, frozen=True):
     """One member as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, serving, recovering, leaving or done.
+    `status` is starting, waiting, spare, training, serving, recovering, leaving or done. The seconds are those of a
+    usual step: reading data, computing, waiting for the slowest member, exchanging. With servers, `clock` is how many
+    tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits for.
     """
 
     member: str
@@ -43,10 +45,27 @@ class MemberView(msgspec.Struct, frozen=True):
     clock: int = 0
     ahead: int = 0
     waits_for: tuple[str, ...] = ()
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    exchange_s: float = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What members changed by themselves: `what` is shares, batch or memory, `values` are its figures by name."""
+
+    what: str
+    step: int
+    values: dict[str, int]
+    reason: str
 
 
 class RunView(msgspec.Struct, frozen=True):
-    """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable."""
+    """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable.
+
+    `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
+    are waited away with equal shares and with those in force; `decided` is the latest decision of each kind.
+    """
 
     run: str
     name: str
@@ -74,6 +93,11 @@ class RunView(msgspec.Struct, frozen=True):
     checkpoint_step: int | None
     checkpoint_path: str
     directory: str
+    batch: int = 0
+    noise: float | None = None
+    idle_before: float | None = None
+    idle_now: float | None = None
+    decided: tuple[Decision, ...] = ()
 
 
 class AgentView(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ class Correspondence:
         self.status: Callable[[], dict[str, Any]] = dict
         self._changed = threading.Condition(threading.RLock())
         self._fingerprint = ""
+        self._speed = 0.0
         self._ready = False
         self._broken = False
         self._applying = False
@@ -46,6 +47,7 @@ class Correspondence:
         self._stop: messages.Stop | None = None
         self._leaving: tuple[float, str] | None = None
         self._claims: dict[str, str] = {}
+        self._decided: dict[str, messages.Decided] = {}
         self._error: errors.ShoalError | None = None
         self._phase, self._phase_since = "starting", time.monotonic()
         beat_s, lease_s = self.settings.beat_s, self.settings.lease_s
@@ -79,6 +81,13 @@ class Correspondence:
 
     def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         self._say(messages.Checkpointed(step, path, size_bytes, seconds))
+
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+        """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
+        with self._changed:
+            self._decided[what] = messages.Decided(step, what, values, reason)
+            if tell:
+                self._say(self._decided[what])
 
     def raised(self, error: BaseException, text: str) -> None:
         """The user's code raised: say so before its effects are felt."""
@@ -120,12 +129,16 @@ class Correspondence:
         )
         said: list[messages.Message] = [hello]
         if self._ready and world is None:
-            said.append(messages.Ready(self._fingerprint, self.step))
+            said.append(self._readiness())
         if self._leaving is not None:
             said.append(messages.Leaving(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
         said += [messages.Claim(name) for name, state in self._claims.items() if state == "asked"]
         said += [messages.ClaimDone(name) for name, state in self._claims.items() if state == "fulfilled"]
+        said += self._decided.values()
         return said
+
+    def _readiness(self, *, restored: bool = False) -> messages.Ready:
+        return messages.Ready(self._fingerprint, self.step, restored, self._speed)
 
     def _beat(self) -> messages.Beat:
         world = self.world

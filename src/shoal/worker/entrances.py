@@ -70,8 +70,13 @@ class Entrances:
         threading.Thread(target=work, name=f"shoal-world-{world.number}", daemon=True).start()
 
     def connects(self, number: int) -> bool:
-        """Whether a world of this number is being connected, or was and is still wanted."""
+        """Whether a world of this number is being connected."""
         return any(found == number for found, _ in self._under_way.values())
+
+    @property
+    def at_once(self) -> int | None:
+        """The number of the world that is being connected to be entered at once."""
+        return self._under_way[False][0] if False in self._under_way else None
 
     def give_up(self, planned: bool) -> None:
         number_and_event = self._under_way.pop(planned, None)
@@ -88,9 +93,16 @@ class Entrances:
         try:
             exchange = self.build(world, self._connect_s, cancelled, partial(self._broke, world.number))
         except ExchangeBroken as broken:
+            self._is_over(cancelled)
             if not cancelled.is_set():
                 self._failed(world, after, broken)
             return
         entrance = Entrance(world, exchange, after)
         if not self._opened(entrance, cancelled):
             drop(entrance)
+        self._is_over(cancelled)
+
+    def _is_over(self, cancelled: threading.Event) -> None:
+        for planned, (_, event) in list(self._under_way.items()):
+            if event is cancelled:
+                self._under_way.pop(planned, None)

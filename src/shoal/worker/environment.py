@@ -25,6 +25,7 @@ class Environment:
     values: Settings
     run_dir: str
     role: str = "trainer"
+    speed: float = 0.0
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -44,6 +45,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
+        speed=_number(environ.get("SHOAL_SPEED", "")),
     )
 
 
@@ -52,6 +54,15 @@ def _decode(text: str) -> dict[str, Value]:
         return msgspec.json.decode(text, type=dict[str, Value])
     except msgspec.DecodeError as error:
         raise BadSettings("SHOAL_SETTINGS is not a JSON object of plain values", why=str(error)) from error
+
+
+def _number(text: str) -> float:
+    """A guess that cannot be read is no guess."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0.0 < value < float("inf") else 0.0
 
 
 def _need(environ: Mapping[str, str], name: str) -> str:

@@ -20,11 +20,11 @@ from shoal.worker.sockets import disown
 HEADER = struct.Struct("<HBx4sIQ")
 HEADER_BYTES = HEADER.size
 MAGIC = 0x5A0A
-GATHER, REDUCE, BYE = 1, 2, 255
+GATHER, REDUCE, MERGE, BYE = 1, 2, 3, 255
 EAGER_BYTES = 64 << 10
 _CREDIT, _FAREWELL = b"\x01", b"\xff"
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
-_KINDS = {GATHER: "a gather", REDUCE: "a sum", BYE: "a farewell"}
+_KINDS = {GATHER: "a gather", REDUCE: "a sum", MERGE: "a sum over shards", BYE: "a farewell"}
 
 
 def header_of(kind: int, sequence: int, dtype: str, count_bytes: int) -> bytes:

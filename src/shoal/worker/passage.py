@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.worker.exchange import Adder
+from shoal.worker.exchange import Adder, plain_add
 from shoal.worker.neighbours import EAGER_BYTES, HEADER_BYTES, Neighbours
 
 SEGMENT_BYTES = 256 << 10
@@ -72,7 +72,7 @@ class Summing:
         size, item = neighbours.size, flat.itemsize
         self._neighbours, self._header = neighbours, memoryview(header)
         self._flat, self._raw, self._item = flat, flat.view(np.uint8).data, item
-        self._add: Adder = add if add is not None else _add
+        self._add: Adder = add if add is not None else plain_add
         bounds = [flat.size * i // size * item for i in range(size + 1)]
         chunks = [(rank - hop) % size for hop in range(2 * size - 1)]
         self._spans = [(bounds[chunk], bounds[chunk + 1]) for chunk in chunks]
@@ -162,7 +162,3 @@ class Summing:
             self._scratch[:rest] = self._scratch[self._filled - rest : self._filled]
             self._filled = rest
         return moved
-
-
-def _add(target: NDArray[Any], source: NDArray[Any]) -> None:
-    np.add(target, source, target)

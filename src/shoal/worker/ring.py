@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak
-from shoal.worker.neighbours import GATHER, REDUCE, Neighbours, header_of
+from shoal.worker.exact import Merging, settle
+from shoal.worker.exchange import Adder, ExchangeBroken, OnBreak, Part, plain_add
+from shoal.worker.neighbours import GATHER, MERGE, REDUCE, Neighbours, header_of
 from shoal.worker.passage import SEGMENT_BYTES, Summing, gather
 
 SMALL_BYTES = 32 << 10
@@ -96,11 +97,18 @@ class Ring:
         row = np.array(record, np.float64).reshape(-1)
         return self._submit(RingTicket(lambda: self._gather(row)))
 
-    def reduce(self, buffer: NDArray[Any], add: Adder | None = None) -> RingTicket:
-        """Sum a C-contiguous buffer over all ranks in place; bitwise equal on all ranks."""
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: Part | None = None) -> RingTicket:
+        """Sum a C-contiguous buffer over all ranks in place; bitwise equal on all ranks.
+
+        With `part`, which all ranks then pass, the sum is that of the shards that they hold between them: its bits
+        do not depend on who holds which, and what was in the buffer does not count.
+        """
         if not buffer.flags.c_contiguous or not buffer.flags.writeable:
             raise ValueError("only a contiguous, writeable buffer can be summed in place")
         flat = buffer.reshape(-1)
+        if part is not None:
+            part.check(flat)
+            return self._submit(RingTicket(lambda: self._merge(flat, add or plain_add, part)))
         return self._submit(RingTicket(lambda: self._sum(flat, add)))
 
     def barrier(self) -> None:
@@ -205,6 +213,13 @@ class Ring:
         for row in others:
             add(total, row)
         flat[...] = total
+
+    def _merge(self, flat: NDArray[Any], add: Adder, part: Part) -> None:
+        if self._neighbours is None:
+            settle(flat, part, add)
+            return
+        header = header_of(MERGE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
+        Merging(self._neighbours, header, self.rank, flat, add, part).run()
 
     def _rows(self, header: bytes, own: NDArray[Any]) -> list[NDArray[Any]]:
         assert self._neighbours is not None

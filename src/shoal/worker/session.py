@@ -44,11 +44,12 @@ class Session(Worlds):
         """Let gradients travel over something else than our own ring."""
         self._entrances.build = build
 
-    def begin(self, fingerprint: str, keeper: Keeper) -> None:
-        """The model is built: ask to be admitted."""
+    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:
+        """The model is built: ask to be admitted. The agent has an idea of the speed of CPUs only."""
         with self._changed:
             self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
-            self._say(messages.Ready(fingerprint, self.step))
+            self._speed = self.environment.speed if on_cpu else 0.0
+            self._say(self._readiness())
         self.phase("waiting")
 
     @property
@@ -177,7 +178,7 @@ class Session(Worlds):
         self._raise_if_over()
         if restore and self._keeper is not None:
             self.step = self._keeper.restore()
-            self._say(messages.Ready(self._fingerprint, self.step, restored=True))
+            self._say(self._readiness(restored=True))
         elif entrance is not None:
             self._enter(entrance)
 
@@ -261,6 +262,10 @@ class Session(Worlds):
 
     def _take_over(self, entrance: Entrance, rank: int) -> None:
         self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
+        if rank == 0:
+            # Whoever was to tell what was decided may be gone; what is known already is not told twice.
+            for decision in self._decided.values():
+                self._say(decision)
         self._broken, self._agreed, self._stop_agreed, self._finishing = False, None, False, False
         self._announced = None
         if self._prepared is not None and self._prepared.after != entrance.number:

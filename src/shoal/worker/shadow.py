@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.pulse import GHOST, Pulse, decode, encode
-from shoal.worker.exchange import Adder, Exchange, ExchangeBroken, GatherTicket, Ticket
+from shoal.worker.exchange import Adder, Exchange, ExchangeBroken, GatherTicket, Part, Ticket
 
-Blank: TypeAlias = tuple[NDArray[Any], Adder | None]
-"""One buffer of a step's exchange, and how it is added up."""
+Blank: TypeAlias = tuple[NDArray[Any], Adder | None, Part | None]
+"""One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""
 
 KEPT_STEPS = 32
 
@@ -65,9 +65,9 @@ class Shadow:
             self._changed.notify_all()
             return _Played(pulses)
 
-    def reduce(self, buffer: NDArray[Any], add: Adder | None = None) -> Ticket:
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: Part | None = None) -> Ticket:
         if not self._playing:
-            return self._real.reduce(buffer, add)
+            return self._real.reduce(buffer, add, part)
         np.copyto(buffer, self._playing.popleft())
         return _Played(np.empty((0, 0)))
 
@@ -96,15 +96,15 @@ class Shadow:
             self._changed.wait_for(lambda: len(self._kept) < KEPT_STEPS)
             last = self._caught_up
         gathered = self._real.gather(encode(Pulse(step=-1, wishes=0 if last else GHOST)))
-        for buffer, _ in self._blanks:
+        for buffer, _, _ in self._blanks:
             buffer.fill(0)
-        tickets = [self._real.reduce(buffer, add) for buffer, add in self._blanks]
+        tickets = [self._real.reduce(*blank) for blank in self._blanks]
         pulses = gathered.result()
         for ticket in tickets:
             ticket.wait()
         with self._changed:
             self._caught_up = self._awaited and not self._kept
-            self._kept.append((pulses, [buffer.copy() for buffer, _ in self._blanks]))
+            self._kept.append((pulses, [buffer.copy() for buffer, _, _ in self._blanks]))
             self._changed.notify_all()
         return not last and not self._ends(decode(pulses))
 

@@ -33,7 +33,7 @@ class Solo:
         self.step: int | None = 0
         self.status: Callable[[], dict[str, Any]] = dict
 
-    def begin(self, fingerprint: str, keeper: Keeper) -> None:
+    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:
         """Nobody has to agree."""
 
     def phase(self, name: str) -> None:
@@ -71,6 +71,9 @@ class Solo:
 
     def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         """Nobody keeps count."""
+
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+        """Nobody asks why."""
 
     def close(self) -> None:
         """Nothing is open."""

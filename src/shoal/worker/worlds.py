@@ -126,9 +126,8 @@ class Worlds(Correspondence):
     # --- hearing the coordinator, in the link's thread
 
     def _on_form(self, message: messages.Form) -> None:
-        entering = self._entering[0].number if self._entering is not None else 0
         current = self.world.number if self.world is not None else 0
-        if message.world.number <= max(current, entering, self._over_up_to):
+        if message.world.number <= max(current, self._number_of_ours() or 0, self._over_up_to):
             return
         self.reason = message.reason
         self._stop_entering()
@@ -159,9 +158,14 @@ class Worlds(Correspondence):
             self._prepared = Entrance(message.world, None, message.after)
 
     def _number_of_ours(self) -> int | None:
+        """The world that we are in, or that we were told to enter."""
         if self.world is not None and not self._broken:
             return self.world.number
-        return self._entering[0].number if self._entering is not None else None
+        if self._entering is not None:
+            return self._entering[0].number
+        if self._formed is not None and not self._formed.planned:
+            return self._formed.number
+        return self._entrances.at_once
 
     def _stop_entering(self) -> None:
         if self._entering is not None:
@@ -184,7 +188,7 @@ class Worlds(Correspondence):
             self._entering[1].set()
         if self.world is None:
             if self._ready and self._entering is None:
-                self._say(messages.Ready(self._fingerprint, self.step))
+                self._say(self._readiness())
         elif self.world.number <= message.number:
             if not self._broken:
                 self._break_world((), message.reason)

@@ -149,7 +149,11 @@ class Stage:
 
     def order(self) -> Order:
         plan = self.plan
-        return Order(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
+        order = Order(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
+        for entry in self.journal():
+            if entry["kind"] == "Decided" and entry["fields"]["what"] == "batch":
+                order = order.change(entry["fields"]["step"], entry["fields"]["values"]["batch"])
+        return order
 
     def check_steps(self, total: int) -> None:
         order = self.order()
@@ -170,7 +174,7 @@ class Stage:
         seen = [i for c in commits for i in c["ids"]]
         assert len(seen) == len(set(seen)), f"a sample was counted twice in step {step}"
         assert set(seen) <= set(batch), f"step {step} has samples of another batch"
-        if len(commits) == commits[0]["size"] and not self.plan.get("micro"):
+        if len(commits) == commits[0]["size"]:
             assert set(seen) == set(batch), f"step {step} lacks samples"
 
     def check_parameters(self, mine: dict[str, torch.Tensor], steps: int | None = None) -> None:

@@ -152,3 +152,18 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> 
             assert "S5" in run.output
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tmp_path: Path) -> None:
+    settings = ("batch=auto:16:256", "emulate=sample_s=0.0001,fixed_s=0.01,1")
+    with staged(tmp_path, "2:3", settings, samples=2048, batch=32, epochs=6) as run:
+        run.until_size(3)
+        run.until_step(40)
+        run.kill("local/0")
+        run.until(lambda: [e for e in run.journal() if e["kind"] == "Decided"], "a decision")
+        run.kill("local/1")
+        run.finish()
+        run.check_steps(run.order().total_steps)
+        assert run.order().decisions, "the batch never changed"
+        done = [e for e in run.events() if e["event"] == "done"]
+        assert len({e["sum"] for e in done}) == 1, "members end with different states"

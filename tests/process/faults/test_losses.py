@@ -125,3 +125,17 @@ def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) ->
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
         assert len(killed) == len(deaths)
         run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))
+
+
+def test_a_member_that_runs_out_of_memory_repeats_the_step_in_pieces(tmp_path: Path) -> None:
+    with staged(tmp_path, "3:3", fits={"local/1": 9}, pause_s=0.02, epochs=6) as run:
+        run.until_step(8)
+        told = len([e for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"])
+        run.kill("local/1")
+        run.finish()
+        run.check()
+        again = [e for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"][told:]
+        assert not again, "it forgot what fits when it was started again"
+        told = [e["fields"] for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"]
+        assert told
+        assert all(fields["values"]["local/1"] < 22 for fields in told)

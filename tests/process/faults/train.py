@@ -38,6 +38,14 @@ class Numbered(torch.utils.data.Dataset):
         return i, self.x[i], self.y[i]
 
 
+def watch_size(fits: int, _model, _inputs, found: torch.Tensor) -> None:
+    def check(gradient: torch.Tensor) -> None:
+        if len(gradient) > fits:
+            raise torch.OutOfMemoryError(f"a backward pass of {len(gradient)} samples does not fit")
+
+    found.register_hook(check)
+
+
 def build():
     torch.manual_seed(3)
     width = PLAN.get("widths", {}).get(os.environ.get("SHOAL_MEMBER"), PLAN.get("width", 32))
@@ -54,7 +62,8 @@ def batches(run, data: Numbered):
     if "shards" in PLAN:
         parts = torch.arange(len(data)).tensor_split(PLAN["shards"])
         return run.stream([partial(map, data.__getitem__, part.tolist()) for part in parts], size, epochs)
-    return run.batches(data, size, epochs, seed=5, workers=PLAN.get("workers", 0), micro=PLAN.get("micro"))
+    how = {name: PLAN[name] for name in ("workers", "micro", "shares") if name in PLAN}
+    return run.batches(data, size, epochs, seed=5, **how)
 
 
 def main() -> None:
@@ -76,14 +85,20 @@ def main() -> None:
     middle = list(model.parameters())[2]
     middle.register_post_accumulate_grad_hook(lambda _: die("backward"))
     optimizer.register_step_post_hook(lambda *_: die("in the optimizer"))
+    if run.member in PLAN.get("fits", {}):
+        model.register_forward_hook(partial(watch_size, PLAN["fits"][run.member]))
     data = Numbered(PLAN.get("samples", 512))
     record("ready")
+    turn, counted = None, []
     for ids, x, y in batches(run, data):
+        if run._trainer.turn is not turn:
+            turn, counted = run._trainer.turn, []
+        counted += ids.tolist() if run.share else []
         if run.step == PLAN.get("steps"):
             break
         if run.step == PLAN.get("raise_at") and run.member == PLAN.get("raise_in"):
             raise RuntimeError("the script is wrong")
-        step, world, share = run.step, run.world, run.share
+        step, world = run.step, run.world
         die("forward")
         loss = torch.nn.functional.mse_loss(model(x), y)
         run.backward(loss)
@@ -94,8 +109,9 @@ def main() -> None:
         optimizer.zero_grad()
         time.sleep(PLAN.get("pause_s", 0.0))
         if run.committed:
-            counted = ids.tolist() if share else []
-            record("commit", step=step, world=world, size=run.size, ids=counted, sum=checksum({"model": model}))
+            sum_ = checksum({"model": model})
+            took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
+            record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
     run.save(OUT / "final.pt")
     record("done", step=run.step, sum=checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler}))
     print("done", run.step, flush=True)

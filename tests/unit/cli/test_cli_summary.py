@@ -86,3 +86,11 @@ def test_the_sentence_of_a_planned_world_is_understood() -> None:
         state, asked = membership.decide(state, event, float(now))
         said += [one.text for one in asked if isinstance(one, ev.Say)]
     assert [found.groups() for text in said if (found := summary.ENTERED.match(text))] == [("2", "9")]
+
+
+def test_changes_of_shares_are_counted_with_what_they_gained(make: Any) -> None:
+    story = [make.line(n, "SharesDecided", "x") for n in range(3)]
+    text = summary.text(summary.of(make.run(status="done", idle_before=0.38, idle_now=0.017), story))
+    assert "shares      changed 3 times; idle 1.7 % of the time, with equal ones 38 %" in text
+    assert "shares      changed once\n" in summary.text(summary.of(make.run(status="done"), story[:1])) + "\n"
+    assert "shares" not in summary.text(summary.of(make.run(status="done"), []))

@@ -7,7 +7,7 @@ from shoal.coordinator.runs import Runs
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
 from shoal.core.world import Address
-from shoal.wire.messages import Beat
+from shoal.wire.messages import Beat, Spent
 from shoal.wire.views import RunSpec
 
 
@@ -30,6 +30,45 @@ def test_the_rate_of_the_world_is_not_counted_once_for_each_member() -> None:
     view = present.run_view(runs.runs["r"], runs, live, "d", 4.0)
     assert (view.status, view.samples_per_s, view.step, view.loss) == ("training", 400.0, 8, 0.5)
     assert [(m.member, m.rank, m.samples_per_s) for m in view.members] == [("m/0", 0, 300.0), ("m/1", 1, 100.0)]
+
+
+def test_members_are_shown_with_where_their_time_goes_and_the_run_with_what_was_decided() -> None:
+    runs, live = trained_by(2), present.Live()
+    told = {"batch": 64, "noise": 310.0, "idle": (0.38, 0.02)}
+    live.said = {
+        "m/0": Beat(1, 7, "compute", 0.0, share=51, spent=Spent(0.001, 0.05, 0.002, 0.003), **told),
+        "m/1": Beat(1, 7, "compute", 0.0, share=13, spent=Spent(0.001, 0.052, 0.0, 0.003), **told),
+        "m/9": Beat(None, None, "waiting", 0.0, spent=Spent(0.1, 0.1, 0.1, 0.1)),
+    }
+    runs.apply("r", ev.Hello("m/9", "1", Address("h", 1)), 4.0)
+    runs.apply("r", ev.Decided("m/0", 4, "shares", {"m/0": 40, "m/1": 24}, "a first guess"), 4.0)
+    runs.apply("r", ev.Decided("m/0", 9, "shares", {"m/0": 51, "m/1": 13}, "m/1 is slow"), 5.0)
+    view = present.run_view(runs.runs["r"], runs, live, "d", 6.0)
+    assert (view.batch, view.noise, view.idle_before, view.idle_now) == (64, 310.0, 0.38, 0.02)
+    assert [(d.what, d.step, d.values, d.reason) for d in view.decided] == [
+        ("shares", 9, {"m/0": 51, "m/1": 13}, "m/1 is slow")
+    ]
+    assert [(m.share, m.data_s, m.compute_s, m.wait_s, m.exchange_s) for m in view.members] == [
+        (51, 0.001, 0.05, 0.002, 0.003),
+        (13, 0.001, 0.052, 0.0, 0.003),
+        (0, 0.0, 0.0, 0.0, 0.0),
+    ]
+
+
+def test_figures_of_a_run_outlive_it() -> None:
+    runs, live = trained_by(1), present.Live()
+    live.measured = records.Measured(9, 0, 9, 0.5, 10.0, {}, batch=64, noise=310.0, idle=(None, 0.02))
+    view = present.run_view(runs.runs["r"], runs, live, "d", 4.0)
+    assert (view.batch, view.noise, view.idle_before, view.idle_now) == (64, 310.0, None, 0.02)
+
+
+def test_every_member_that_ran_out_of_memory_is_shown() -> None:
+    runs = trained_by(2)
+    for member in ("m/0", "m/1", "m/0"):
+        asked = runs.apply("r", ev.Decided(member, 3, "memory", {member: 16}, f"{member} is full"), 4.0)
+    assert asked == [], "what is said again is no news, whatever others have said meanwhile"
+    view = present.run_view(runs.runs["r"], runs, present.Live(), "d", 5.0)
+    assert [d.reason for d in view.decided] == ["m/0 is full", "m/1 is full"]
 
 
 def test_a_compat_run_is_shown_by_its_processes() -> None:

@@ -24,6 +24,7 @@ SILENT = {
     "MemberLeft": True,
     "Claimed": True,
     "Progressed": True,
+    "Decided": True,
     "StopAsked": True,
     "ScaleAsked": True,
     "TimerFired": True,
@@ -49,6 +50,7 @@ VALUES: dict[str, Any] = {
     "float": 1.0,
     "float | None": 1.0,
     "bool": True,
+    "dict[str, int]": {"x": 3},
     "Address": Address("h", 1),
     "World": World(2, (Seat("x", "1", Address("h", 1)),), 5),
     "Placement": Placement(2, 1, (Seat("x", "1", Address("h", 1)),), (Holding("x"), Holding("x", "y", "z"))),
@@ -82,6 +84,23 @@ def test_a_world_is_told_with_its_members_and_its_reason() -> None:
     (line,) = story.tell(1, 1.0, "r", ev.TimerFired("gather"), [("r", ev.FormWorld(world, (), "two of three"))])
     assert line.text == "world 2 begins at step 17 with a/0, b/0"
     assert (line.reason, line.world, line.step) == ("two of three", 2, 17)
+
+
+SHARES = ev.Decided("a/0", 12, "shares", {"a/0": 51, "b/0": 13}, "b/0 is slow: 51, 13 instead of 32, 32")
+
+
+def test_what_members_decided_is_one_line_of_a_kind_of_its_own() -> None:
+    (line,) = story.tell(1, 1.0, "r", SHARES, [("r", ev.Say("anything"))])
+    assert line.text == "shares from step 12 on: b/0 is slow: 51, 13 instead of 32, 32"
+    assert (line.kind, line.member, line.step, line.reason) == ("SharesDecided", "", 12, SHARES.reason)
+    assert story.tell(1, 1.0, "r", SHARES, []) == [], "said again, it is no news"
+
+
+def test_a_limit_of_memory_is_told_of_its_member() -> None:
+    limited = ev.Decided("b/0", 7, "memory", {"b/0": 16}, "b/0 ran out of memory with 32 samples at once")
+    (line,) = story.tell(1, 1.0, "r", limited, [("r", ev.Say("anything"))])
+    assert (line.kind, line.member) == ("MemoryDecided", "b/0")
+    assert line.text == "from step 7 on: b/0 ran out of memory with 32 samples at once"
 
 
 def test_an_exception_is_told_with_its_place() -> None:

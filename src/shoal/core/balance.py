@@ -1,0 +1,622 @@
+"""The balance of a run: which share every member has, and when that changes.
+
+Every member of a world holds one and advances it with the same measurements at the same commits, so that all find the
+same shares without asking anyone. Shares that change at the commit of step k hold from step k + 1 + `ahead` on, because
+up to there the data has been read ahead; when the members change, they are found anew at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import Any, NamedTuple
+
+from shoal.core import plan
+from shoal.core.plan import Shares
+from shoal.core.rules import Rules, parse
+from shoal.core.speed import Curve, Drift, Speed, common, line, usable, usual
+
+__all__ = ["Balance", "Change", "Figures", "Rules", "Seen", "parse"]
+
+FIRST_WINDOWS = (2, 4, 8)
+SETTLED = len(FIRST_WINDOWS)
+AT_MOST = 2
+SLOWER = 1.03
+DOUBTS = 3.5
+LEAP = 0.1
+QUIET_STEPS = 200
+JUMP = 0.15
+JUMP_ELSEWHERE = 0.5
+FREE = 3
+COST_STEPS = 1.0
+WORTH = 1.5
+HORIZON_STEPS = 100
+TRIAL_STEPS = 200
+TRIAL_COST = 0.01
+STRANGERS = 16
+
+
+class Seen(NamedTuple):
+    """What one member did in one step: its own data and compute seconds for so many samples."""
+
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """New shares, from which step on, and why in one sentence."""
+
+    step: int
+    shares: dict[str, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a display shows: figures by member, and the part of its time that an average member waits."""
+
+    sample_s: dict[str, float]
+    step_s: float
+    idle: float
+    idle_if_equal: float
+
+
+class _Plan(NamedTuple):
+    """Shares of one global batch size for members in rank order, and the step from which they hold."""
+
+    step: int
+    size: int
+    members: tuple[str, ...]
+    shares: Shares
+
+
+@dataclass(slots=True)
+class _Member:
+    """What the balance holds of one member. `expected` caches (samples, seconds) between folds."""
+
+    speed: Speed = field(default_factory=Speed)
+    drift: Drift = field(default_factory=Drift)
+    recent: list[tuple[int, float]] = field(default_factory=list)
+    limit: int | None = None
+    fresh: bool = True
+    parked_at: int | None = None
+    curve: Curve | None = None
+    expected: tuple[int, float] = (0, 0.0)
+    slack: float = 0.0
+
+
+class Balance:
+    """The shares in force, the next ones, and all that is known of the members' speeds."""
+
+    def __init__(self, rules: Rules | None = None, ahead: int = 0) -> None:
+        self.rules = rules or Rules()
+        self.ahead = ahead
+        self.reason = ""
+        self._members: dict[str, _Member] = {}
+        self._plan: _Plan | None = None
+        self._next: _Plan | None = None
+        self._best: Shares | None = None
+        self._window = 0
+        self._matched = 0
+        self._waited = 0
+        self._backoff = 1.0
+        self._epoch = 0
+        self._due = False
+        self._trial: tuple[int, str] | None = None
+        self._alike: float | None = None
+        self._recently: list[int] = []
+        self._found: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
+
+    # --- what members tell about themselves
+
+    def hint(self, member: str, speed: float) -> None:
+        """The relative speed of a member by its agent's probe; used until it has been measured."""
+        if 0 < speed < inf:
+            one = self._member(member)
+            one.speed = replace(one.speed, hint=float(speed))
+            self._found.clear()
+
+    def limit(self, member: str, samples: int | None) -> None:
+        """No share of this member may be above this from now on; None for no limit."""
+        self._member(member).limit = samples
+        self._best = None
+        self._found.clear()
+        self._plan, self._next = self._within_limits(self._plan), self._within_limits(self._next)
+
+    def micro(self, member: str, samples: int | None) -> None:
+        """The member computes its share in pieces of so many samples."""
+        one = self._member(member)
+        if one.speed.micro != samples:
+            one.speed, one.expected = replace(one.speed, micro=samples), (0, 0.0)
+            one.curve = one.speed.curve(self._alike)
+            self._found.clear()
+
+    def micro_of(self, member: str) -> int | None:
+        """The pieces that a member was last known to compute."""
+        known = self._members.get(member)
+        return known.speed.micro if known is not None else None
+
+    # --- shares
+
+    def shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> Shares:
+        """The share of every rank in this step, summing to `size`; ghosts have none."""
+        now = self._plan
+        if self._next is not None and step >= self._next.step:
+            now = self._next
+        if not ghosts and now is not None and now.size == size and now.members == tuple(members):
+            if self._trial is not None and self._trial[0] == step:
+                return self._with_trial(now)
+            return now.shares
+        key = (size, tuple(members), tuple(sorted(ghosts)))
+        if now is not None and now.members == key[1] and size < now.size and not ghosts:
+            return _shrunk(size, now.shares)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._solve(*key)
+        return found
+
+    def _within_limits(self, now: _Plan | None) -> _Plan | None:
+        if now is None:
+            return None
+        limits = [one.limit if (one := self._members.get(name)) else None for name in now.members]
+        if all(limit is None or share <= limit for share, limit in zip(now.shares, limits, strict=True)):
+            return now
+        return now._replace(shares=self._solve(now.size, now.members))
+
+    def _solve(self, size: int, members: tuple[str, ...], ghosts: tuple[int, ...] = ()) -> Shares:
+        """The best shares for these members by what is known now."""
+        lows, highs = self._bounds(size, members, ghosts)
+        if not self.rules.adapts:
+            weights = [0 if rank in ghosts else w for rank, w in enumerate(self.rules.declared(len(members)))]
+            return plan.capped(size, weights, lows, highs)
+        return plan.by_cost(size, self._costs(members), lows, highs)
+
+    def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
+        lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
+        lows, highs = [], []
+        for rank, name in enumerate(members):
+            one = self._members.get(name)
+            limit = one.limit if one is not None else None
+            high = 0 if rank in ghosts else highest if limit is None else min(highest, limit)
+            # What a member can hold goes before what the settings want of it.
+            lows.append(min(lowest, high))
+            highs.append(high)
+        return lows, highs
+
+    def _costs(self, members: Sequence[str]) -> list[Curve]:
+        """A curve for everybody: measured, or by comparison with those who are."""
+        held = [self._members.get(name) for name in members]
+        costs = [one.curve if one is not None else None for one in held]
+        if None in costs:
+            known = [one for one in held if one is not None and one.curve is not None]
+            costs = [cost or self._by_comparison(one, known, held) for one, cost in zip(held, costs, strict=True)]
+        return [cost for cost in costs if cost is not None]
+
+    def _by_comparison(self, one: _Member | None, known: Sequence[_Member], all_: Sequence[_Member | None]) -> Curve:
+        """The curve of a member that was not measured yet: by the probes, or like the usual member."""
+        hint = one.speed.hint if one is not None else None
+        if not known:
+            hints = [other.speed.hint for other in all_ if other is not None and other.speed.hint is not None]
+            return line(0.0, 1.0 / (hint or (usual(hints) if hints else 1.0)))
+        compared = []
+        for other in known:
+            if hint is not None and other.speed.hint is not None:
+                latest = other.speed.latest()
+                compared.append(latest.seconds / latest.samples * other.speed.hint / hint)
+        if compared:
+            return line(0.0, usual(compared))
+        fitted = [other.speed.fitted(self._alike) for other in known]
+        return line(usual([fixed_s for fixed_s, _ in fitted]), usual([slope for _, slope in fitted]))
+
+    def _with_trial(self, now: _Plan) -> Shares:
+        """One sample of the largest share goes to the member that is tried again."""
+        assert self._trial is not None
+        shares = list(now.shares)
+        if self._trial[1] in now.members and max(shares) > 1:
+            shares[shares.index(max(shares))] -= 1
+            shares[now.members.index(self._trial[1])] += 1
+        return tuple(shares)
+
+    # --- what is measured
+
+    def observe(
+        self,
+        step: int,
+        members: Sequence[str],
+        seen: Sequence[Seen],
+        *,
+        epoch: int = 0,
+        left: int | None = None,
+        speeds: Mapping[str, float] | None = None,
+    ) -> Change | None:
+        """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
+        for name, speed in (speeds or {}).items():
+            if self._member(name).speed.hint != speed:
+                self.hint(name, speed)
+        if epoch != self._epoch:
+            self._epoch, self._due = epoch, True
+        if not self._settle(step, tuple(members), sum(one.samples for one in seen)):
+            return None
+        jumped = self._collect(members, seen)
+        if not self.rules.adapts or self._next is not None:
+            return None
+        assert self._plan is not None
+        self._matched += self._plan.shares == tuple(one.samples for one in seen)
+        self._waited += 1
+        change = None
+        if jumped or self._is_time():
+            self._fold(jumped)
+            change = self._decide(step, left)
+        if 0 in self._plan.shares:
+            self._try_parked(step, self._plan)
+        return change
+
+    def _settle(self, step: int, members: tuple[str, ...], size: int) -> bool:
+        """Put the plan in force that this step was done with; whether there is any."""
+        if self._next is not None and step >= self._next.step:
+            self._plan, self._next = self._next, None
+            self._matched = self._waited = 0
+        now = self._plan
+        if size > 0 and (now is None or now.members != members or size > now.size):
+            shares = self.shares(step, size, members)
+            newcomers = now is None or not set(members) <= set(now.members)
+            self._plan, self._next, self._best, self._trial = _Plan(step, size, members, shares), None, None, None
+            self._matched = self._waited = 0
+            self._window = 0 if newcomers or now is None or now.members == members else min(self._window, 1)
+            self._found.clear()
+            for name in members:
+                self._member(name)
+            self._forget_strangers(members)
+        return self._plan is not None
+
+    def _collect(self, members: Sequence[str], seen: Sequence[Seen]) -> list[tuple[_Member, int]]:
+        """Note the step's measurements; returns who is of another speed than before, and for how long.
+
+        With 0 steps it is not the speed: the curve is wrong where nothing had been measured.
+        """
+        jumped = []
+        for name, (samples, seconds) in zip(members, seen, strict=True):
+            if not usable(samples, seconds):
+                continue
+            one = self._members[name]
+            one.recent.append((samples, seconds))
+            curve = one.curve
+            if curve is None:
+                if len(one.recent) > 64:
+                    one.recent = one.recent[-32:]
+                continue
+            if one.expected[0] != samples:
+                point = one.speed.point(samples)
+                one.expected = (samples, point.seconds if point is not None else curve.seconds(samples))
+                # Where nothing was measured yet, the curve may be wrong and the speed the same.
+                one.slack = max(one.speed.noise, JUMP) * (1 + 2 / sqrt(point.count)) if point else JUMP_ELSEWHERE
+            steps = one.drift.see(seconds, one.expected[1], one.slack)
+            if one.parked_at is not None and seconds < 0.8 * one.expected[1]:
+                steps = (
+                    1  # A parked member is measured once in a long while, and nothing makes a step faster by chance.
+                )
+            if steps:
+                known = one.parked_at is not None or one.speed.point(samples) is not None
+                jumped.append((one, steps if known else 0))
+        return jumped
+
+    def _is_time(self) -> bool:
+        if self.rules.mode == "epoch" and self._window >= SETTLED:
+            return self._due
+        steps = FIRST_WINDOWS[self._window] if self._window < SETTLED else self.rules.window
+        return self._matched >= steps or self._waited >= 4 * steps
+
+    def _fold(self, jumped: list[tuple[_Member, int]]) -> None:
+        """Close the window: everybody's measurements become points of their curves."""
+        for one, steps in jumped:
+            one.drift.forget()
+            one.fresh = True
+            if steps:
+                one.speed = one.speed.jumped(one.recent[-steps:], self._alike)
+                one.recent.clear()
+        if any(steps for _, steps in jumped):
+            self._best, self._backoff, self._recently = None, 1.0, []
+            self._window = self._window if self.rules.mode == "epoch" else 0
+        for one in self._members.values():
+            if one.recent:
+                shifts, one.speed = one.speed.shifts, one.speed.fold(one.recent)
+                one.recent.clear()
+                one.drift.forget()
+                if one.speed.shifts != shifts:
+                    self._backoff, self._recently = 1.0, []
+        self._draw()
+        self._matched = self._waited = 0
+        self._window += 1
+        self._found.clear()
+
+    def _draw(self) -> None:
+        """Draw everybody's curve anew; who has been seen with one size only is taken to be shaped like the others."""
+        shapes = [shape for one in self._members.values() if (shape := one.speed.shape()) is not None]
+        self._alike = common(shapes)
+        for one in self._members.values():
+            one.curve, one.expected = one.speed.curve(self._alike), (0, 0.0)
+
+    # --- the decision
+
+    def _decide(self, step: int, left: int | None) -> Change | None:
+        now, due, self._due = self._plan, self._due, False
+        self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
+        assert now is not None
+        if self._window > SETTLED and (self.rules.mode == "once" or (self.rules.mode == "epoch" and not due)):
+            return None
+        if self.rules.policy == "ratio":
+            return self._decide_by_ratio(step, now)
+        costs = self._costs(now.members)
+        times = [cost.seconds(share) for cost, share in zip(costs, now.shares, strict=True)]
+        now_s = max(times)
+        least_gain = self._least_gain(now, times.index(now_s))
+        # Somebody's share will not shrink, so the step cannot become shorter than the shortest time.
+        if now_s <= 0 or 1 - min(times) / now_s < least_gain:
+            self._best = now.shares if self._best is None else self._best
+            return None
+        wanted = self._wanted(now, costs, least_gain)
+        then_s = _slowest(costs, wanted)
+        back = self._slower_than_best(now)
+        if back is not None and then_s > back / SLOWER:
+            assert self._best is not None
+            self._backoff *= 2
+            return self._change(step, now, self._best, costs, "the last change made steps slower")
+        gain = 1 - then_s / now_s
+        steps_left = HORIZON_STEPS if left is None else left
+        least_gain += self._leap(now, wanted)
+        if wanted == now.shares or gain < least_gain or gain * steps_left < WORTH * COST_STEPS:
+            return None
+        return self._change(step, now, wanted, costs, "")
+
+    def _wanted(self, now: _Plan, costs: Sequence[Curve], least_gain: float) -> Shares:
+        """The best shares within one change; a member is parked only if that is plainly better than a single sample."""
+        lows, highs = self._near(now)
+        wanted = plan.by_cost(now.size, costs, lows, highs)
+        lows = [max(low, min(1, had, high)) for low, had, high in zip(lows, now.shares, highs, strict=True)]
+        if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
+            return wanted
+        kept = plan.by_cost(now.size, costs, lows, highs)
+        return kept if _slowest(costs, wanted) > _slowest(costs, kept) * (1 - least_gain) else wanted
+
+    def _leap(self, now: _Plan, wanted: Shares) -> float:
+        """How much of the gain to doubt because shares grow beyond what was measured."""
+        leap = 0.0
+        for name, had, share in zip(now.members, now.shares, wanted, strict=True):
+            points = self._members[name].speed.points
+            if had and points and share > points[-1].samples:
+                leap = max(leap, LEAP * (share / points[-1].samples - 1))
+        return min(leap, LEAP)
+
+    def _decide_by_ratio(self, step: int, now: _Plan) -> Change | None:
+        """The ancestors' law: b' = b·mean(t)/t."""
+        seconds = []
+        for name, share in zip(now.members, now.shares, strict=True):
+            point = self._members[name].speed.point(share)
+            seconds.append(point.seconds if point is not None else 0.0)
+        told = [one for one in seconds if one > 0]
+        if not told:
+            return None
+        mean_s = 0.0
+        for one in told:
+            mean_s += one / len(told)
+        if all(abs(one - mean_s) <= self.rules.threshold * mean_s for one in told):
+            return None
+        weights = [
+            int(share * (mean_s / one if one else 1.0) * 2**20) for share, one in zip(now.shares, seconds, strict=True)
+        ]
+        lows, highs = self._bounds(now.size, now.members)
+        lows = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
+        wanted = plan.capped(now.size, weights, lows, highs)
+        return None if wanted == now.shares else self._change(step, now, wanted, self._costs(now.members), "")
+
+    def _near(self, now: _Plan) -> tuple[list[int], list[int]]:
+        """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
+        lows, highs = self._bounds(now.size, now.members)
+        little = max(1, now.size // (4 * len(now.members)))
+        near_lows, near_highs = [], []
+        for name, share, low, high in zip(now.members, now.shares, lows, highs, strict=True):
+            high = max(low, min(high, little)) if share == 0 else high
+            free = self._window <= FREE or self._members[name].fresh or share == 0
+            near_lows.append(low if free else max(low, min(share // AT_MOST, high)))
+            near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
+        return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
+
+    def _slower_than_best(self, now: _Plan) -> float | None:
+        """Remember the best shares so far; returns their seconds if those in force are measured to be slower."""
+        now_s = self._measured_s(now.members, now.shares)
+        best_s = self._measured_s(now.members, self._best) if self._best is not None else None
+        if now_s is None:
+            return None
+        if best_s is None or now_s <= best_s:
+            self._best = now.shares
+            return None
+        slower = max(SLOWER, 1 + self._doubt(now.members, now.shares))
+        return best_s if now_s > slower * best_s else None
+
+    def _measured_s(self, members: Sequence[str], shares: Shares) -> float | None:
+        """The step with these shares, if all of them have been measured."""
+        slowest = 0.0
+        for name, share in zip(members, shares, strict=True):
+            point = self._members[name].speed.point(share) if share else None
+            if share and point is None:
+                return None
+            slowest = max(slowest, point.seconds if point else 0.0)
+        return slowest
+
+    def _least_gain(self, now: _Plan, rank: int) -> float:
+        doubt = self._doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
+        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently))
+
+    def _doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
+        """How much of a difference noise explains, by the least certain of these measurements."""
+        doubt = 0.0
+        for name, share in zip(members, shares, strict=True):
+            speed = self._members[name].speed
+            point = speed.point(share)
+            if point is not None:
+                doubt = max(doubt, DOUBTS * speed.noise / sqrt(point.count))
+        return doubt
+
+    def _change(self, step: int, now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> Change:
+        then = step + 1 + self.ahead
+        self._next = _Plan(then, now.size, now.members, wanted)
+        self._trial = None
+        if self._window > SETTLED:
+            self._recently = [*self._recently[-3:], step]
+        for name, share in zip(now.members, wanted, strict=True):
+            one = self._members[name]
+            one.fresh = one.fresh and not one.speed.measured
+            one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
+        self.reason = _reason(now, wanted, costs, why)
+        return Change(then, dict(zip(now.members, wanted, strict=True)), self.reason)
+
+    def _try_parked(self, step: int, now: _Plan) -> None:
+        """Now and then a parked member computes one sample of one step, as rarely as that is cheap."""
+        if self._next is not None or self.rules.policy != "model" or (self._trial and step <= self._trial[0]):
+            return
+        for rank, (name, share) in enumerate(zip(now.members, now.shares, strict=True)):
+            one = self._members[name]
+            if share or one.limit == 0:
+                continue
+            if one.parked_at is None:
+                one.parked_at = step
+            if step - one.parked_at < TRIAL_STEPS:
+                continue
+            costs = self._costs(now.members)
+            times = min(costs[rank].seconds(1) / _slowest(costs, now.shares), 1e9)
+            if step - one.parked_at >= times / TRIAL_COST:
+                one.parked_at = step
+                self._trial = (step + 1 + self.ahead, name)
+                return
+
+    # --- other global batches
+
+    def step_seconds(self, size: int, members: Sequence[str]) -> float:
+        """What the slowest of these members would take for a global batch of another size, well shared out."""
+        costs = self._costs(members)
+        return _slowest(costs, plan.by_cost(size, costs, *self._bounds(size, members)))
+
+    def sure(self, members: Sequence[str]) -> bool:
+        """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
+        held = [self._members.get(name) for name in members]
+        return all(one is not None and len(one.speed.points) > 1 for one in held)
+
+    def restart(self) -> None:
+        """The global batch has another size from now on: what is known of the members stays, their shares do not."""
+        self._plan = self._next = self._best = self._trial = None
+        self._found.clear()
+
+    # --- what is shown
+
+    def figures(self) -> Figures:
+        """The figures of the shares in force, by what is known now."""
+        now = self._plan
+        if now is None:
+            return Figures({}, 0.0, 0.0, 0.0)
+        costs = self._costs(now.members)
+        known = any(self._members[name].speed.measured for name in now.members)
+        per_sample = {
+            name: cost.seconds(share) / share if share else cost.seconds(1)
+            for name, share, cost in zip(now.members, now.shares, costs, strict=True)
+        }
+        equal = plan.Equal().shares(now.size, len(now.members))
+        if not known:
+            return Figures({}, 0.0, 0.0, 0.0)
+        return Figures(per_sample, _slowest(costs, now.shares), _idle(costs, now.shares), _idle(costs, equal))
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it in plain values, small enough for every snapshot."""
+        return {
+            "plan": _listed(self._plan),
+            "next": _listed(self._next),
+            "best": list(self._best) if self._best else None,
+            "counts": [self._window, self._matched, self._waited, self._epoch, int(self._due)],
+            "backoff": self._backoff,
+            "alike": self._alike,
+            "recently": self._recently,
+            "trial": list(self._trial) if self._trial else None,
+            "reason": self.reason,
+            "members": {
+                name: {
+                    "speed": one.speed.as_dict(),
+                    "drift": [one.drift.up, one.drift.down, one.drift.steps],
+                    "recent": [list(pair) for pair in one.recent],
+                    "limit": one.limit,
+                    "fresh": one.fresh,
+                    "parked_at": one.parked_at,
+                }
+                for name, one in self._members.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._plan, self._next = _unlisted(state["plan"]), _unlisted(state["next"])
+        best, trial = state["best"], state["trial"]
+        self._best = tuple(best) if best else None
+        self._window, self._matched, self._waited, self._epoch, due = state["counts"]
+        self._due = bool(due)
+        self._backoff, self.reason = state["backoff"], state["reason"]
+        self._trial = (trial[0], trial[1]) if trial else None
+        self._alike, self._recently = state["alike"], list(state["recently"])
+        self._members = {name: _restored(values, self._alike) for name, values in state["members"].items()}
+        self._found.clear()
+
+    def _member(self, name: str) -> _Member:
+        return self._members.setdefault(name, _Member())
+
+    def _forget_strangers(self, members: Sequence[str]) -> None:
+        strangers = [name for name in self._members if name not in members]
+        for name in strangers[: max(0, len(strangers) - STRANGERS)]:
+            del self._members[name]
+
+
+def _restored(values: dict[str, Any], alike: float | None) -> _Member:
+    up, down, steps = values["drift"]
+    speed = Speed.from_dict(values["speed"])
+    recent = [(int(samples), float(seconds)) for samples, seconds in values["recent"]]
+    return _Member(
+        speed, Drift(up, down, steps), recent, values["limit"], values["fresh"], values["parked_at"], speed.curve(alike)
+    )
+
+
+def _listed(one: _Plan | None) -> list[Any] | None:
+    return None if one is None else [one.step, one.size, list(one.members), list(one.shares)]
+
+
+def _unlisted(values: list[Any] | None) -> _Plan | None:
+    return None if values is None else _Plan(values[0], values[1], tuple(values[2]), tuple(values[3]))
+
+
+def _shrunk(size: int, shares: Shares) -> Shares:
+    return plan.split(size, shares)
+
+
+def _slowest(costs: Sequence[Curve], shares: Sequence[int]) -> float:
+    return max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+
+
+def _idle(costs: Sequence[Curve], shares: Sequence[int]) -> float:
+    slowest, busy = _slowest(costs, shares), 0.0
+    for cost, share in zip(costs, shares, strict=True):
+        busy += cost.seconds(share) / len(costs)
+    return 1 - busy / slowest if slowest > 0 else 0.0
+
+
+def _reason(now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> str:
+    """A sentence such as "lab/1 takes 3.9 ms a sample, the others 1.0: 51, 13 instead of 32, 32; step 64 → 41 ms"."""
+    if not why:
+        each = [cost.seconds(max(share, 1)) / max(share, 1) for cost, share in zip(costs, now.shares, strict=True)]
+        odd = max(range(len(each)), key=lambda rank: (abs(each[rank] / usual(each) - 1), -rank))
+        others = usual([one for rank, one in enumerate(each) if rank != odd] or each)
+        why = f"{now.members[odd]} takes {_ms(each[odd])} a sample, the others {_ms(others)}"
+    new, old = ", ".join(map(str, wanted)), ", ".join(map(str, now.shares))
+    step = f"step {_ms(_slowest(costs, now.shares))} → {_ms(_slowest(costs, wanted))}"
+    return f"{why}: {new} instead of {old}; {step}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"

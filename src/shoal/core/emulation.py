@@ -1,0 +1,154 @@
+"""What `--emulate` says: the machine that each member of a run behaves like, and how it changes over the steps.
+
+::
+
+    emulate = part *("," part)
+    part    = speed *(":" speed "@" step)      the machine of one member; the part's place is the member's number
+            / "sample_s=" seconds              what a sample takes on a machine of speed 1
+            / "fixed_s=" seconds               what a step takes on any machine, beside its samples
+
+``1,0.5:0.125@300`` is a member as fast as it really is, and one of half its speed that drops to an eighth when step 300
+begins. With ``sample_s`` a step takes ``fixed_s + sample_s * samples / speed``, whatever the real work is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, field
+
+from shoal.errors import BadEmulation
+
+SLOWEST = 0.001
+EXAMPLE = "for example 1,0.5,0.25, or 1,0.5:0.125@300 for a speed that changes when step 300 begins"
+COSTS = ("sample_s", "fixed_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The relative speed of one member, in (0, 1]: `changes` are pairs of a step and the speed from then on."""
+
+    speed: float
+    changes: tuple[tuple[int, float], ...] = ()
+
+    def speed_at(self, step: int) -> float:
+        """Its speed in a step."""
+        speed = self.speed
+        for begins, later in self.changes:
+            if step >= begins:
+                speed = later
+        return speed
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """The machines of a run by the number of the member; `sample_s` None means that the real work is stretched."""
+
+    machines: tuple[Machine, ...] = field(default=(Machine(1.0),))
+    sample_s: float | None = None
+    fixed_s: float = 0.0
+
+    def machine(self, number: int) -> Machine:
+        """The machine of a member; members beyond the list are like the last."""
+        return self.machines[min(number, len(self.machines) - 1)]
+
+    def cost_s(self, number: int, samples: int, step: int) -> float | None:
+        """How long a member takes for so many samples, None if that is for the real work to say."""
+        if self.sample_s is None:
+            return None
+        return self.fixed_s + self.sample_s * samples / self.machine(number).speed_at(step)
+
+
+def number_of(member: str) -> int:
+    """The number in a member's name, such as 2 in ``local/2``; 0 for a name without one."""
+    last = member.rpartition("/")[2]
+    return int(last) if last.isdecimal() else 0
+
+
+def parse(text: str, where: str = "") -> Emulation | None:
+    """What a setting asks for; None for nothing at all."""
+    if not text.strip():
+        return None
+    machines: list[Machine] = []
+    costs: dict[str, float] = {}
+    for part in (one.strip() for one in text.split(",")):
+        name, equals, value = part.partition("=")
+        if equals:
+            _add_cost(costs, name.strip(), value.strip(), where)
+        else:
+            machines.append(_machine(part, where))
+    if "fixed_s" in costs and "sample_s" not in costs:
+        raise BadEmulation(
+            "fixed_s is given without sample_s", where=where, why="a speed counts for samples only", do="add sample_s=…"
+        )
+    return Emulation(tuple(machines) or (Machine(1.0),), costs.get("sample_s"), costs.get("fixed_s", 0.0))
+
+
+def _add_cost(costs: dict[str, float], name: str, value: str, where: str) -> None:
+    if name not in COSTS:
+        near = difflib.get_close_matches(name, COSTS, n=1)
+        do = f"did you mean {near[0]}={value}?" if near else f"there are {' and '.join(COSTS)}; {EXAMPLE}"
+        raise BadEmulation(f"there is no {name!r} in an emulation", where=where, do=do)
+    if name in costs:
+        raise BadEmulation(f"{name} is given twice", where=where, do="leave one of them out")
+    seconds = _number(value)
+    if seconds is None or seconds < 0 or (name == "sample_s" and seconds == 0):
+        raise BadEmulation(
+            f"{name} cannot be {value!r}", where=where, why="it is a number of seconds", do=f"for example {name}=0.002"
+        )
+    costs[name] = seconds
+
+
+def _machine(part: str, where: str) -> Machine:
+    first, *rest = (one.strip() for one in part.split(":"))
+    if ">" in part:
+        do = f"did you mean {part.replace('>', ':')}? (a shell would take > for a file)"
+        raise BadEmulation(f"{part!r} is no speed", where=where, do=do)
+    if "@" in first:
+        do = f"write the first speed alone: 1:{first}"
+        raise BadEmulation(f"{part!r} has no speed before the first change", where=where, do=do)
+    changes: list[tuple[int, float]] = []
+    for change in rest:
+        speed, at, step = (one.strip() for one in change.partition("@"))
+        if not at or not step.isdecimal():
+            why = "a change is a speed and the step from which on it holds"
+            raise BadEmulation(
+                f"{change!r} in {part!r} is no change of speed",
+                where=where,
+                why=why,
+                do=f"for example {first}:0.25@300",
+            )
+        if int(step) <= (changes[-1][0] if changes else 0):
+            why = "changes come in the order of their steps, and the first speed holds from step 0"
+            raise BadEmulation(f"step {step} in {part!r} comes too early", where=where, why=why, do=EXAMPLE)
+        changes.append((int(step), _speed(speed, where)))
+    return Machine(_speed(first, where), tuple(changes))
+
+
+def _speed(text: str, where: str) -> float:
+    speed = _number(text)
+    if speed is None:
+        raise BadEmulation(f"{text!r} is no speed", where=where, why="a speed is a number", do=_nearest(text))
+    if speed > 1:
+        why = "no machine can be made faster than it is: 1 is its real speed"
+        raise BadEmulation(f"a speed cannot be {text}", where=where, why=why, do=f"did you mean {1 / speed:.3g}?")
+    if speed < SLOWEST:
+        why = f"the least is {SLOWEST}: a machine that stands still is no member"
+        raise BadEmulation(f"a speed cannot be {text}", where=where, why=why, do=EXAMPLE)
+    return speed
+
+
+def _nearest(text: str) -> str:
+    if text.endswith("%") and (percent := _number(text[:-1])) is not None:
+        return f"did you mean {percent / 100:g}?"
+    if text.lower().endswith("x") and _number(text[:-1]) is not None:
+        return f"did you mean {text[:-1]}?"
+    return EXAMPLE
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,104 @@
+"""The global batch is chosen while training, by all members alike; rates and schedules follow it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from shoal.core.batch import wanted
+from shoal.errors import BadSize
+from shoal.testing.speeds import emulated, machines
+from shoal.testing.together import together
+from shoal.torch.run import Run
+
+SAMPLES = 4000
+
+
+def train(session, batch="auto:8:256", size=16, optimizer=torch.optim.SGD, scheduled="step", **how):
+    session.settings = msgspec.structs.replace(session.settings, batch=batch)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    y = x.sum(1) + 8.0 * torch.randn(SAMPLES, generator=generator)
+    model = torch.nn.Linear(8, 1)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    run = Run(session, "auto", "")
+    optimizer = optimizer(model.parameters(), lr=0.001)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**9)
+    model, optimizer, scheduler = run.attach(model, optimizer, scheduler)
+    rates, told, ids_seen = [], [], []
+    session.decided = lambda step, what, values, reason, tell: told.append((step, what, values))
+    optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+    data = torch.utils.data.TensorDataset(x, y, torch.arange(SAMPLES))
+    for a, b, ids in run.batches(data, size=size, epochs=2, seed=3, **how):
+        ids_seen += [(run.epoch, i) for i in ids.tolist()] if run.share else []
+        run.backward(((model(a).squeeze(1) - b) ** 2).mean())
+        optimizer.step()
+        if scheduled == "step" or run.epoch_ended:
+            scheduler.step()
+        optimizer.zero_grad()
+    feed, auto = run._trainer.feed, run._trainer.auto
+    sizes = list(feed._order.decisions)
+    return {
+        "weights": model.weight.detach().clone(),
+        "sizes": sizes,
+        "rates": rates,
+        "told": told,
+        "ids": ids_seen,
+        "steps": run.step,
+        "calls": scheduler.last_epoch,
+        "progress": auto.progress if auto else None,
+    }
+
+
+NOISY = machines(1, 0.5, sample_s=1e-5, fixed_s=0.004)
+
+
+def test_members_choose_a_larger_batch_where_the_noise_allows_it():
+    found = together(2, emulated(train, NOISY))
+    assert found[0]["sizes"], "the batch never changed"
+    assert found[0]["sizes"] == found[1]["sizes"]
+    assert max(size for _, size in found[0]["sizes"]) > 16
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    both = sorted(found[0]["ids"] + found[1]["ids"])
+    assert both == [(epoch, i) for epoch in range(2) for i in range(SAMPLES)]
+    told = [(step, values["batch"]) for step, what, values in found[0]["told"] if what == "batch"]
+    assert told == found[0]["sizes"]
+
+
+def test_rates_and_schedules_follow_the_batch():
+    found = together(2, emulated(train, NOISY))[0]
+    assert max(found["rates"]) > 0.001
+    assert found["calls"] == int(found["progress"])
+    assert found["calls"] > found["steps"]
+    by_epoch = together(2, emulated(lambda session: train(session, scheduled="epoch"), NOISY))[0]
+    assert by_epoch["calls"] == 2
+
+
+def test_adam_follows_the_square_root():
+    found = together(2, emulated(lambda session: train(session, optimizer=torch.optim.Adam), NOISY))[0]
+    first, size = found["sizes"][0]
+    assert found["rates"][first] == pytest.approx(0.001 * (size / 16) ** 0.5)
+
+
+def test_alone_it_works_too():
+    (found,) = together(1, emulated(train, NOISY))
+    assert found["sizes"]
+    assert sorted(found["ids"]) == [(epoch, i) for epoch in range(2) for i in range(SAMPLES)]
+
+
+def test_with_workers_that_read_ahead_no_sample_is_lost():
+    (found,) = together(1, emulated(lambda session: train(session, workers=1), NOISY))
+    assert found["sizes"]
+    assert sorted(found["ids"]) == [(epoch, i) for epoch in range(2) for i in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("text", ["many", "auto:9", "auto:0:9", "auto:20:10", "-3", "auto:a:b"])
+def test_a_batch_that_makes_no_sense_is_refused(text):
+    with pytest.raises(BadSize):
+        wanted(text, 16, 1000)
+
+
+def test_the_setting_may_name_a_number():
+    (found,) = together(1, lambda session: train(session, batch="40"))
+    assert found["steps"] == 2 * SAMPLES // 40

@@ -1,0 +1,127 @@
+"""Sums over shards on real rings: the same bits for any number of members and any split."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shoal.core.tree import NOTHING, Held, deal, merges
+from shoal.worker.exchange import ExchangeBroken, Part
+from shoal.worker.ring import Ring
+
+pytestmark = pytest.mark.process
+
+SHARDS = 13
+SHARES = [(1,), (1, 1), (1, 12), (1, 1, 1), (0, 3, 4), (5, 0, 1), (3, 4, 0), (2, 5, 1, 3, 2), (0, 0, 1, 0), (1,) * 8]
+
+
+@contextmanager
+def rings_of(size: int) -> Iterator[list[Ring]]:
+    names = [f"m{rank}" for rank in range(size)]
+    pairs = [socket.socketpair() for _ in range(size)]
+    rings = [Ring(r, names, pairs[r][0], pairs[r - 1][1]) if size > 1 else Ring(0, names) for r in range(size)]
+    try:
+        yield rings
+    finally:
+        for ring in rings:
+            ring.close()
+
+
+def leaves(count: int, dtype: type) -> list[NDArray[Any]]:
+    random = np.random.default_rng(3)
+    return [(random.standard_normal(count) * 10.0 ** random.integers(-3, 3)).astype(dtype) for _ in range(SHARDS)]
+
+
+def part_of(found: list[NDArray[Any]], held: Held) -> Part:
+    stack: list[NDArray[Any]] = []
+    for shard in range(held.start, held.stop):
+        total = found[shard].copy()
+        for _ in range(merges(held.shards, held.start, shard)):
+            total = stack.pop() + total
+        stack.append(total)
+    return Part(held, stack)
+
+
+def summed(shares: tuple[int, ...], found: list[NDArray[Any]]) -> set[bytes]:
+    parts = [part_of(found, held) for held in deal(shares, SHARDS)]
+    with rings_of(len(shares)) as rings:
+        # what is in the buffer does not count; where we hold something, the sum may stand in the first node
+        flats = [part.nodes[0] if part.nodes else np.full_like(found[0], 7) for part in parts]
+        tickets = [ring.reduce(flat, part=part) for ring, flat, part in zip(rings, flats, parts, strict=True)]
+        for ticket in tickets:
+            assert ticket.done(20.0), "the sum did not come to an end"
+            ticket.wait()
+    return {flat.tobytes() for flat in flats}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 997, 40_001, 700_003])
+def test_every_split_gives_the_same_bits(count: int) -> None:
+    found = leaves(count, np.float32)
+    results = [summed(shares, found) for shares in SHARES]
+    assert all(len(result) == 1 for result in results), "ranks differ"
+    assert len(set.union(*results)) == 1, "splits differ"
+    total = np.frombuffer(results[0].pop(), np.float32)
+    np.testing.assert_allclose(total, np.sum(np.array(found, np.float64), axis=0), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_types_are_summed_as_well(dtype: type) -> None:
+    found = leaves(50_021, dtype)
+    assert len(set.union(*(summed(shares, found) for shares in SHARES[:5]))) == 1
+
+
+def test_without_any_shard_the_sum_is_zero() -> None:
+    with rings_of(3) as rings:
+        flats = [np.full(10, 7.0, np.float32) for _ in rings]
+        for ticket in [ring.reduce(flat, part=Part()) for ring, flat in zip(rings, flats, strict=True)]:
+            ticket.wait()
+    assert not any(flat.any() for flat in flats)
+
+
+def test_shards_that_nobody_holds_break_the_exchange_instead_of_being_left_out() -> None:
+    with rings_of(2) as rings:
+        held = [Held(4, 0, 2), Held(4, 2, 3)]
+        buffers = [np.ones(8, np.float32) for _ in rings]
+        tickets = [r.reduce(b, part=Part(h, [b])) for r, b, h in zip(rings, buffers, held, strict=True)]
+        causes = []
+        for ticket in tickets:
+            with pytest.raises(ExchangeBroken) as caught:
+                ticket.wait()
+            causes.append(caught.value.cause)
+    assert any("all shards" in cause or "follow" in cause for cause in causes), causes
+
+
+def test_nodes_that_are_not_those_of_the_shards_are_refused() -> None:
+    with rings_of(1) as rings, pytest.raises(ValueError, match="nodes"):
+        rings[0].reduce(np.zeros(4, np.float32), part=Part(Held(4, 0, 3), [np.zeros(4, np.float32)]))
+
+
+def test_a_sum_over_shards_can_be_aborted_while_somebody_is_missing() -> None:
+    with rings_of(3) as rings:
+        buffer = np.ones(900_000, np.float32)
+        ticket = rings[0].reduce(buffer, part=Part(Held(1, 0, 1), [buffer]))
+        threading.Timer(0.05, rings[0].abort, ("enough",)).start()
+        with pytest.raises(ExchangeBroken, match="enough"):
+            ticket.wait()
+
+
+def test_many_sums_of_all_kinds_follow_each_other() -> None:
+    with rings_of(3) as rings:
+        tickets = []
+        for rank, ring in enumerate(rings):
+            for number in range(12):
+                big, small = np.full(120_000, 1.0, np.float32), np.full(5, float(rank), np.float32)
+                held = Held(3, rank, rank + 1) if number % 3 else (Held(2, 0, 2) if rank == 1 else NOTHING)
+                tickets.append((ring.reduce(big, part=Part(held, [big] if not held.empty else [])), big))
+                tickets.append((ring.reduce(small), small))
+        for ticket, _ in tickets:
+            assert ticket.done(20.0)
+            ticket.wait()
+        assert {float(buffer[0]) for _, buffer in tickets} == {1.0, 3.0}

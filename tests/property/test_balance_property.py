@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.balance import Balance, Rules, Seen
+from shoal.core.plan import by_cost, capped
+from shoal.core.speed import Curve, line
+
+COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
+BENT = st.builds(
+    lambda first, steps, slope: Curve(
+        tuple(float(10 * k) for k in range(len(steps) + 1)),
+        tuple(first + math.fsum(steps[:k]) for k in range(len(steps) + 1)),
+        slope,
+    ),
+    st.floats(0, 1),
+    st.lists(st.floats(0, 3), min_size=1, max_size=5),
+    st.floats(1e-4, 1),
+)
+
+
+@given(st.lists(COSTS | BENT, min_size=1, max_size=8), st.integers(0, 3000), st.data())
+def test_the_sum_is_exact_and_floors_and_caps_hold(costs: list[Curve], size: int, data: st.DataObject) -> None:
+    highs = data.draw(st.lists(st.integers(0, 2000), min_size=len(costs), max_size=len(costs)))
+    lows = [data.draw(st.integers(0, high)) for high in highs]
+    highs[0] += max(0, size - sum(highs))
+    for shares in (by_cost(size, costs, lows, highs), capped(size, [3] * len(costs), lows, highs)):
+        assert sum(shares) == size
+        assert all(share <= high for share, high in zip(shares, highs, strict=True))
+        if sum(lows) <= size:
+            assert all(share >= low for share, low in zip(shares, lows, strict=True))
+
+
+@given(st.lists(COSTS | BENT, min_size=2, max_size=3), st.integers(1, 12))
+def test_no_other_split_finishes_sooner(costs: list[Curve], size: int) -> None:
+    found = by_cost(size, costs, [0] * len(costs), [size] * len(costs))
+
+    def seconds(shares: tuple[int, ...]) -> float:
+        return max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+
+    best = min(seconds(some) for some in product(range(size + 1), repeat=len(costs)) if sum(some) == size)
+    assert seconds(found) <= best * (1 + 1e-6) + 1e-12
+
+
+ODD = st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-300, 1e300, 1e6])
+RULES = st.builds(
+    Rules,
+    policy=st.sampled_from(["model", "ratio", "equal"]),
+    window=st.integers(1, 12),
+    threshold=st.floats(0, 0.5),
+    floor=st.sampled_from([0.0, 1.0, 0.01, 3.0]),
+    cap=st.sampled_from([1.0, 0.9]),
+    mode=st.sampled_from(["continuous", "once", "epoch"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RULES, st.integers(0, 3), st.data())
+def test_whatever_is_measured_all_members_find_the_same_whole_batch(
+    rules: Rules, ahead: int, data: st.DataObject
+) -> None:
+    one, other = Balance(rules, ahead), Balance(rules, ahead)
+    names = [f"m{rank}" for rank in range(data.draw(st.integers(2, 5)))]
+    for step in range(data.draw(st.integers(1, 60))):
+        if data.draw(st.integers(0, 9)) == 0:
+            names = data.draw(st.permutations([f"m{rank}" for rank in range(7)]))[: data.draw(st.integers(2, 6))]
+        if data.draw(st.integers(0, 14)) == 0:
+            member, limit = data.draw(st.sampled_from(names)), data.draw(st.none() | st.integers(40, 100))
+            one.limit(member, limit)
+            other.limit(member, limit)
+        size = data.draw(st.sampled_from([64, 64, 64, 17, 1]))
+        ghosts = data.draw(st.sets(st.integers(1, len(names) - 1), max_size=len(names) - 2))
+        shares = one.shares(step, size, names, ghosts)
+        assert shares == other.shares(step, size, names, ghosts)
+        assert sum(shares) == size
+        assert all(shares[ghost] == 0 for ghost in ghosts)
+        seen = [
+            Seen(
+                share, data.draw(st.floats(0.5, 2)) * share * (rank + 1) if data.draw(st.booleans()) else data.draw(ODD)
+            )
+            for rank, share in enumerate(shares)
+        ]
+        assert one.observe(step, names, seen, epoch=step // 10) == other.observe(step, names, seen, epoch=step // 10)
+        if data.draw(st.integers(0, 4)) == 0:
+            other = Balance(rules, ahead)
+            other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        assert one.state_dict() == other.state_dict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(15, 64), min_size=3, max_size=5), st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
+def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None:
+    size = min(64, sum(limits))
+    names = [f"m{rank}" for rank in range(len(limits))]
+    balance = Balance()
+    for step in range(40):
+        if step == 5:
+            for name, limit in zip(names, limits, strict=True):
+                balance.limit(name, limit)
+        shares = balance.shares(step, size, names)
+        assert sum(shares) == size
+        if step >= 5:
+            assert all(share <= limit for share, limit in zip(shares, limits, strict=True))
+        balance.observe(step, names, [Seen(b, b / speed) for b, speed in zip(shares, speeds, strict=False)])

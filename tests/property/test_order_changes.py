@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.order import Order
+
+
+@st.composite
+def changed_orders(draw: st.DrawFn) -> Order:
+    samples = draw(st.integers(1, 200))
+    sizes = st.integers(1, samples)
+    order = Order(
+        samples,
+        draw(sizes),
+        epochs=draw(st.integers(1, 4)),
+        seed=draw(st.integers(0, 9)),
+        last=draw(st.sampled_from(["keep", "drop"])),
+        shuffle=draw(st.booleans()),
+    )
+    step = 0
+    for _ in range(draw(st.integers(0, 6))):
+        step += draw(st.integers(0, 12))
+        order = order.change(step, draw(sizes))
+    return order
+
+
+def batches(order: Order) -> list[list[int]]:
+    return [order.ids(step, 0, order.size_of(step)).tolist() for step in range(order.total_steps)]
+
+
+@given(changed_orders())
+def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order: Order) -> None:
+    seen: dict[int, list[int]] = {}
+    for step, batch in enumerate(batches(order)):
+        seen.setdefault(order.cursor(step).epoch, []).extend(batch)
+    for epoch, ids in seen.items():
+        whole = order.ids_at(epoch, 0, order.samples).tolist()
+        assert ids == whole[: len(ids)]
+        dropped = order.samples - len(ids)
+        assert dropped == 0 if order.last == "keep" else dropped < max(order.size, *(s for _, s in order.decisions), 1)
+    if order.last == "keep":
+        assert sorted(seen) == list(range(order.epochs))
+
+
+@given(changed_orders())
+def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: Order) -> None:
+    decided = dict(order.decisions)
+    size = order.size
+    for step in range(order.total_steps):
+        size = decided.get(step, size)
+        place = order.place(step)
+        assert order.size_from(step) == size
+        assert place.size == order.size_of(step) == len(order.ids(step, 0, place.size)) <= size
+        if place.size < size:
+            assert order.last == "keep"
+            assert place.first + place.size == order.samples
+
+
+@given(changed_orders())
+def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: Order) -> None:
+    cursors = [order.cursor(step) for step in range(order.total_steps + 1)]
+    assert (cursors[0].epoch, cursors[0].index) == (0, 0) or order.total_steps == 0 or order.last == "drop"
+    assert (cursors[-1].epoch, cursors[-1].index) == (order.epochs, 0)
+    for one, other in pairwise(cursors):
+        same_epoch = other.epoch == one.epoch and other.index == one.index + 1
+        assert same_epoch or (other.epoch > one.epoch and other.index == 0)
+
+
+@given(changed_orders(), st.integers(0, 40), st.data())
+def test_a_decision_leaves_what_came_before_as_it_was(order: Order, further: int, data: st.DataObject) -> None:
+    step = max([0, *(step for step, _ in order.decisions)]) + further
+    after = order.change(step, data.draw(st.integers(1, order.samples)))
+    assert batches(after)[:step] == batches(order)[:step]
+
+
+@given(changed_orders())
+def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: Order) -> None:
+    fixed = Order(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle)
+    for step in range(fixed.total_steps):
+        epoch, index = divmod(step, fixed.steps_per_epoch)
+        whole = fixed.ids_at(epoch, 0, fixed.samples).tolist()
+        assert fixed.ids(step, 0, fixed.size_of(step)).tolist() == whole[index * fixed.size :][: fixed.size]
+        assert fixed.cursor(step).epoch == epoch
+        assert fixed.place(step).index == index
+
+
+@given(changed_orders())
+def test_decisions_survive_json(order: Order) -> None:
+    loaded = json.loads(json.dumps(order.decisions))
+    again = Order(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle, loaded)
+    assert again == order
+    assert batches(again) == batches(order)

@@ -1,0 +1,35 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+from test_present import trained_by
+
+from shoal.coordinator import metrics, present
+from shoal.wire.messages import Beat, Spent
+
+
+def test_shares_waiting_and_noise_are_figures_too() -> None:
+    runs, live = trained_by(2), present.Live()
+    told = {"batch": 64, "noise": 310.0, "idle": (0.38, 0.02)}
+    live.said = {
+        "m/0": Beat(1, 7, "compute", 0.0, share=51, spent=Spent(0.001, 0.05, 0.002, 0.003), **told),
+        "m/1": Beat(1, 7, "compute", 0.0, share=13, **told),
+    }
+    text = metrics.render([present.run_view(runs.runs["r"], runs, live, "d", 6.0)], []).decode()
+    for line in (
+        'shoal_run_batch{name="t",run="r"} 64.0',
+        'shoal_run_noise_scale{name="t",run="r"} 310.0',
+        'shoal_run_idle_ratio{name="t",run="r",shares="equal"} 0.38',
+        'shoal_run_idle_ratio{name="t",run="r",shares="now"} 0.02',
+        'shoal_member_share{member="m/1",name="t",run="r"} 13.0',
+        'shoal_member_step_seconds{member="m/0",name="t",part="wait",run="r"} 0.002',
+        'shoal_member_step_seconds{member="m/0",name="t",part="exchange",run="r"} 0.003',
+    ):
+        assert line in text
+
+
+def test_what_is_not_known_is_no_figure() -> None:
+    runs = trained_by(1)
+    text = metrics.render([present.run_view(runs.runs["r"], runs, present.Live(), "d", 6.0)], []).decode()
+    assert "shoal_run_noise_scale{" not in text
+    assert "shoal_run_idle_ratio{" not in text

@@ -24,6 +24,7 @@ from shoal.torch.memory import is_out_of_memory
 from shoal.torch.serve import serve
 from shoal.torch.trainer import _seed_everything
 from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, gradients_of, take_over
+from shoal.wire.messages import Spent
 from shoal.worker.pace import pace_of
 from shoal.worker.placed import PlacedSession
 from shoal.worker.pushing import Abandoned, Pusher
@@ -48,6 +49,10 @@ class TicketTurn:
     stepped: set[int] = field(default_factory=set)
     given_at: float = 0.0
     seconds: float = 0.0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    exchange_s: float = 0.0
 
     @property
     def samples(self) -> int:
@@ -82,6 +87,7 @@ class TicketTrainer:
         self._finished = 0
         self._loss: float | None = None
         self._usual_s = 0.0
+        self._spent = dict.fromkeys(("data_s", "compute_s", "wait_s", "exchange_s"), 0.0)
         self._samples_per_s = 0.0
         session.status = self._status
 
@@ -124,9 +130,12 @@ class TicketTrainer:
             try:
                 session.phase("ticket")
                 life = pusher.wait_for_servers().life
+                asked_at = time.perf_counter()
                 answer = pusher.turn(done, seconds)
                 done = None
+                wait_s = time.perf_counter() - asked_at
                 self._pull(life)
+                exchange_s = time.perf_counter() - asked_at - wait_s
             except Abandoned:
                 done = None
                 continue
@@ -135,7 +144,8 @@ class TicketTrainer:
             if answer.granted is None:
                 session.done(session.step)
                 return
-            yield from self._give_out(feed, answer.granted, life, seed)
+            self._open(feed, answer.granted, life, wait_s, exchange_s)
+            yield from self._give_out(seed)
             turn = self.turn
             if turn is not None and turn.committed:
                 done, seconds = turn.granted.ticket, turn.seconds
@@ -167,9 +177,10 @@ class TicketTrainer:
                 take_over(self._layout, part, body)
             self._versions[part] = version
 
-    def _give_out(self, feed: IndexedFeed, granted: Granted, life: int, seed: int) -> Iterator[Any]:
-        session, ticket, order = self._session, granted.ticket, feed.order
-        session.phase("data")
+    def _open(self, feed: IndexedFeed, granted: Granted, life: int, wait_s: float, exchange_s: float) -> None:
+        """Read the data of a ticket."""
+        ticket, order = granted.ticket, feed.order
+        self._session.phase("data")
         began = time.perf_counter()
         if self._slow is not None:
             self._slow.begin(ticket.step)
@@ -177,8 +188,15 @@ class TicketTrainer:
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
         turn = self.turn = TicketTurn(granted, life, cursor.epoch, pieces, last, given_at=began)
+        turn.wait_s, turn.exchange_s, turn.data_s = wait_s, exchange_s, time.perf_counter() - began
+
+    def _give_out(self, seed: int) -> Iterator[Any]:
+        """Give the loop's body the pieces of a ticket."""
+        turn = self.turn
+        assert turn is not None
+        ticket, pieces = turn.granted.ticket, turn.pieces
         _seed_everything(seed, ticket.step, ticket.start)
-        session.phase("compute")
+        self._session.phase("compute")
         for number, piece in enumerate(pieces):
             turn.piece = number
             yield piece.batch
@@ -322,6 +340,7 @@ class TicketTrainer:
         assert self._pusher is not None
         assert self._layout is not None
         turn.seconds = time.perf_counter() - turn.given_at
+        turn.compute_s = turn.seconds - turn.data_s
         self._session.phase("push")
         gradients = {part: gradients_of(self._layout, part, turn.weight, self._pace) for part in self._layout.parts}
         try:
@@ -333,9 +352,13 @@ class TicketTrainer:
         self._measure(turn)
 
     def _measure(self, turn: TicketTurn) -> None:
-        took_s = max(time.perf_counter() - turn.given_at, 1e-9)
+        pushed_s = time.perf_counter() - turn.given_at - turn.seconds
+        turn.exchange_s += pushed_s
+        took_s = max(turn.wait_s + turn.exchange_s + turn.seconds, 1e-9)
         smooth = 0.9 if self._usual_s else 0.0
         self._usual_s = smooth * self._usual_s + (1 - smooth) * took_s
+        for name in self._spent:
+            self._spent[name] = smooth * self._spent[name] + (1 - smooth) * getattr(turn, name)
         self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * turn.samples / took_s
         self._loss = float(turn.loss) / turn.weight if turn.weight else self._loss
 
@@ -350,6 +373,7 @@ class TicketTrainer:
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            "spent": Spent(**self._spent),
             "clock": turn.granted.clock if turn is not None else 0,
             "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,
             "waits_for": pusher.waits_for if pusher is not None else (),

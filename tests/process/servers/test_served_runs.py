@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from served import served
+from stage import staged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -90,6 +92,31 @@ def test_a_server_that_is_told_to_go_hands_over(tmp_path: Path) -> None:
         run.check_bound(2)
 
 
+def test_a_server_that_hangs_is_replaced_and_comes_back(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        pid = run.pids()["local/server-0"]
+        run.kill("local/server-0", signal.SIGSTOP)
+        step = run.step()
+        run.until_step(step + 20)
+        run.kill("local/server-0", signal.SIGCONT)
+        told = len(run.placements())
+        run.until(lambda: len(run.placements()) > told and run.replicated(), "the server to have its copies again")
+        assert run.pids()["local/server-0"] == pid, "the process that woke up was replaced"
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_when_everybody_is_told_to_go_the_state_is_left_in_a_checkpoint(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "async", *CALM, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        for name in (*run.trainers(), *run.servers()):
+            run.kill(name, signal.SIGTERM)
+        run.finish(exit_code=75)
+        assert "wrote the checkpoint" in run.output
+
+
 def test_a_trainer_that_is_told_to_go_finishes_its_ticket(tmp_path: Path) -> None:
     with served(tmp_path, "1:2", "stale:2", *CALM, pause_s=0.03, epochs=12) as run:
         run.until_step(10)
@@ -123,3 +150,11 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
         starts = sorted({e["pid"] for e in run.events() if e["event"] == "ready"})
         assert len(starts) == 8
         assert not [e for e in again if e["at"] > max(c["at"] for c in run.commits() if c["step"] <= reached)]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_trainer_with_servers_trains_as_if_alone(tmp_path: Path, servers: int) -> None:
+    """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""
+    with staged(tmp_path, "1:1", ("sync=stale:0", f"servers={servers}"), epochs=9) as run:
+        run.finish()
+        run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))

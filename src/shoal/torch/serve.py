@@ -125,14 +125,14 @@ class _Service:
             return
         step, now = self._step(), time.monotonic()
         if self._schedule.due(step, now, self._last_step, self._last_time):
-            self._last_step, self._last_time = step, now
             self._writing = threading.Thread(target=self._write, name="shoal-checkpoint", daemon=True)
             self._writing.start()
 
     def _write(self) -> None:
         began, found, placement = time.monotonic(), self._server.gather(), self._session.placement
         if found is None or placement is None:
-            return
+            return  # somebody was just changing places; it is tried again at once
+        self._last_step, self._last_time = self._step(), began
         ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
         header = _Header([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(found.items())])
         buffers = [buffer for _, (_, owned) in sorted(found.items()) for buffer in owned]

@@ -19,6 +19,7 @@ import torch
 
 from shoal.core import shards
 from shoal.core.order import Order
+from shoal.errors import NotForServers
 from shoal.torch import state
 from shoal.worker.frames import Garbled, Raw
 from shoal.worker.snapshot import Bytes
@@ -127,7 +128,7 @@ class Vault:
             if total is not None and lane.weight > 0:
                 parameter.grad = (total / lane.weight).to(parameter.dtype)
         for optimizer in self._optimizers:
-            optimizer.step()
+            _step_with(optimizer)
         for parameter in parameters:
             parameter.grad = None
         lane.sums, lane.weight = [None] * len(parameters), 0.0
@@ -228,6 +229,17 @@ class _Saved:
 
     def load_state_dict(self, saved: Any) -> None:
         """It is read, never loaded."""
+
+
+def _step_with(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise NotForServers(
+            f"{type(optimizer).__name__} cannot step with a part of the model: {type(error).__name__}: {error}",
+            why="servers have the gradients of their own parameters only; those of all others are None",
+            do="use an optimizer that passes over parameters without a gradient, or --sync step",
+        ) from error
 
 
 def gradients_of(layout: Layout, part: int, weight: float, pace: int) -> tuple[bytes, list[Bytes]]:

@@ -44,6 +44,7 @@ class PlacedSession(Correspondence):
         self.adopted: Callable[[Placement | None], None] = lambda _placement: None
         self.gone: Callable[[str, str], None] = lambda _member, _incarnation: None
         self._restore_asked = False
+        self._failure: Exception | None = None
         self.port = Port(
             access.token.encode(),
             environment.run,
@@ -142,9 +143,17 @@ class PlacedSession(Correspondence):
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
         return RunOver(exit_code, reason)
 
+    def fail(self, error: Exception) -> None:
+        """Something went wrong in a thread of ours; the main thread raises it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._failure is not None:
+            raise self._failure
 
     # --- hearing, in the link's thread
 

@@ -33,6 +33,8 @@ class Pusher:
         self._session = session
         self._socks: dict[str, tuple[str, socket.socket]] = {}
         self._guard = threading.Lock()
+        self._dialled: tuple[str, str, threading.Event] | None = None
+        self._reported: set[tuple[str, int]] = set()
         self.placement: Placement | None = None
         self.waits_for: tuple[str, ...] = ()
         session.adopted = self._adopted
@@ -180,7 +182,8 @@ class Pusher:
         if known is not None:
             disown(known[1])
         newest = self._session.placement
-        if newest is not None and newest.number == placement.number:
+        if newest is not None and newest.number == placement.number and (server, newest.number) not in self._reported:
+            self._reported = {(server, newest.number)} | {one for one in self._reported if one[1] == newest.number}
             self._session.say(messages.Unreachable(server, placement.number, cause))
 
     def _sock(self, placement: Placement, server: str) -> socket.socket:
@@ -192,15 +195,23 @@ class Pusher:
         if known is not None and known[0] == seat.incarnation:
             return known[1]
         cancelled = threading.Event()
+        with self._guard:
+            self._dialled = (server, seat.incarnation, cancelled)
         sock = self._session.port.call(CALL, placement.number, seat, self._session.settings.connect_s, cancelled)
         with self._guard:
-            self._socks[server] = (seat.incarnation, sock)
+            self._socks[server], self._dialled = (seat.incarnation, sock), None
         return sock
 
     def _adopted(self, placement: Placement | None) -> None:
         """In the link's thread: nobody waits for the answer of a server that is not one any more."""
+
+        def is_gone(server: str, incarnation: str) -> bool:
+            seat = placement.seat_of(server) if placement is not None else None
+            return seat is None or seat.incarnation != incarnation
+
         with self._guard:
             for server, (incarnation, sock) in self._socks.items():
-                seat = placement.seat_of(server) if placement is not None else None
-                if seat is None or seat.incarnation != incarnation:
+                if is_gone(server, incarnation):
                     shut(sock)
+            if self._dialled is not None and is_gone(*self._dialled[:2]):
+                self._dialled[2].set()

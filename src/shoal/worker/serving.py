@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -55,7 +55,6 @@ class Server:
         self._callers: dict[str, tuple[str, int]] = {}
         self._unseen: dict[str, float] = {}
         self._closed = False
-        self.log: Callable[[dict[str, object]], None] = lambda _record: None
         session.port.serve(CALL, self._serve_trainer)
         session.port.serve(COPY, self._serve_primary)
 
@@ -268,6 +267,8 @@ class Server:
                 frames.send(sock, answer, parts)
         except OSError as error:
             log.debug("%s is not connected any more: %s", member, error)
+        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
+            self._session.fail(error)
         finally:
             disown(sock)
             with self._changed:
@@ -472,6 +473,8 @@ class Server:
                 frames.send(sock, answer)
         except OSError as error:
             log.debug("%s keeps no copy here any more: %s", hello.member, error)
+        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
+            self._session.fail(error)
         finally:
             disown(sock)
 

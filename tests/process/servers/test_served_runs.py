@@ -137,6 +137,23 @@ def test_a_lone_server_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
         assert [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
 
 
+def test_when_both_servers_are_lost_before_a_checkpoint_training_starts_over(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=6) as run:
+        run.until_step(10)
+        for name in run.servers():
+            run.kill(name)
+        run.finish()
+        run.check_counts()
+        assert "there is no checkpoint: training starts over" in run.output
+
+
+def test_workers_and_micro_batches_change_nothing(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:1", workers=2, micro=8, epochs=3) as run:
+        run.finish()
+        run.check_counts()
+        run.check_bound(1)
+
+
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=8) as run:
         run.until_step(20)

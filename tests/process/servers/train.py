@@ -78,7 +78,8 @@ def main() -> None:
     model, optimizer, scheduler = run.attach(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9))
     record("ready", role=os.environ.get("SHOAL_ROLE", "trainer"))
     slow = PLAN.get("slow", {}).get(run.member, 0.0)
-    for ids, x, y in run.batches(Numbered(), BATCH, EPOCHS, seed=5):
+    how = {"workers": PLAN.get("workers", 0), "micro": PLAN.get("micro")}
+    for ids, x, y in run.batches(Numbered(), BATCH, EPOCHS, seed=5, **how):
         granted = getattr(run._trainer.turn, "granted", None)
         told = {"clock": granted.clock, "low": granted.low, "ticket": granted.ticket.key} if granted else {}
         record("begin", samples=len(ids), **told)

@@ -30,8 +30,8 @@ MODES: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--target", type=float, default=0.05)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--target", type=float, default=0.2)
     parser.add_argument("--only", nargs="*", default=list(MODES))
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()

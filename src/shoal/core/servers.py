@@ -209,6 +209,14 @@ class ServerDraft(Draft):
         elif lead not in self.members:
             self.tell_to_stop([m.name for m in serving], checkpoint=False)
 
+    def remind_to_stop(self, member: Member) -> None:
+        """It may not have heard it, because one of us was away."""
+        placement, asked = self.base.placement, self.base.stopping
+        assert asked is not None
+        lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
+        if member.role == TRAINER or member.leaving:
+            self.tell_to_stop([member.name], asked.checkpoint and member.name == lead)
+
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
         asked = self.base.stopping
         assert asked is not None
@@ -235,6 +243,8 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     again = known is not None and known.incarnation == event.incarnation
     mb.handle(draft, replace(event, done=False, broken=False))
     placement = draft.base.placement
+    if again and known is not None and draft.base.stopping is not None:
+        draft.remind_to_stop(known)
     if again and event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step))
     elif again and known is not None and known.status == TRAINING and placement is not None:

@@ -54,7 +54,7 @@ def serve(
     parts = 1 + session.settings.servers
     vault = Vault(model, optimizers, schedulers, order, parts)
     server = Server(session, vault, order, ledger)
-    session.adopted, session.gone = server.adopt, server.gone
+    session.adopted, session.gone, session.outstanding = server.adopt, server.gone, server.outstanding
     service = _Service(session, keeper, server, order)
     session.status = service.status
     session.begin(identity)

@@ -43,6 +43,7 @@ class PlacedSession(Correspondence):
         self.placement: Placement | None = None
         self.adopted: Callable[[Placement | None], None] = lambda _placement: None
         self.gone: Callable[[str, str], None] = lambda _member, _incarnation: None
+        self.outstanding: Callable[[], list[messages.Message]] = list
         self._restore_asked = False
         self._failure: Exception | None = None
         self.port = Port(
@@ -156,6 +157,9 @@ class PlacedSession(Correspondence):
             raise self._failure
 
     # --- hearing, in the link's thread
+
+    def _hello(self) -> list[messages.Message]:
+        return super()._hello() + self.outstanding()
 
     def _on_place(self, message: messages.Place) -> None:
         if message.placement.number <= self._number():

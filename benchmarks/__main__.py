@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environments, machine, processes, rounds, steptime, table
+from benchmarks import environments, machine, processes, rounds, steptime, table, unequal, unequal_table
 from benchmarks.commits import TimedOutError
 from benchmarks.rounds import say, shown
 from benchmarks.sides.ddp import DdpWithBucketView, PlainDdp
@@ -26,15 +26,18 @@ STEP_SIDES = (PlainDdp, DdpWithBucketView, ShoalOnOneMachine)
 
 
 def main() -> None:
+    found: dict[str, Any]
     options = _options()
     if options.table:
-        print(table.render(json.loads(options.table.read_text())))
+        found = json.loads(options.table.read_text())
+        print((unequal_table if "unequal" in found else table).render(found))
         return
-    for peer in environments.REQUIREMENTS:
-        environments.ready(peer)
+    if options.only != ["unequal"]:
+        for peer in environments.REQUIREMENTS:
+            environments.ready(peer)
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    found: dict[str, Any] = {
+    found = {
         "machine": machine.describe(),
         "began": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "quick": options.quick,
@@ -52,12 +55,18 @@ def main() -> None:
                 _faults(found, options, Path(scratch))
             if "blackout" in options.only:
                 found["blackout"] = _blackouts(options, Path(scratch))
+            if "unequal" in options.only:
+                found["unequal"] = {}
+                for name, figures in unequal.measure(options.quick, Path(scratch), options.case):
+                    found["unequal"][name] = figures
+                    _write(options.out, found)
         finally:
             processes.end_all()
     found["took_s"] = round(time.monotonic() - began)
     _write(options.out, found)
-    options.out.with_suffix(".md").write_text(table.page(found))
-    print(table.render(found))
+    shown = unequal_table if "unequal" in found else table
+    options.out.with_suffix(".md").write_text(shown.page(found))
+    print(shown.render(found))
 
 
 def _steps(quick: bool, scratch: Path) -> list[dict[str, Any]]:
@@ -104,11 +113,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--down-s", type=float, default=60.0, help="how long the coordinator is gone")
     parser.add_argument("--only", type=lambda text: text.split(","), default=["steps", "faults", "blackout"])
+    parser.add_argument("--case", default="", help="of `--only unequal`: only cases with this in their names")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes  [default: benchmarks/results/latest.json]")
     parser.add_argument("--table", type=Path, metavar="JSON", help="only print the table of an earlier run")
     options = parser.parse_args()
-    options.out = options.out or RESULTS / ("quick.json" if options.quick else "latest.json")
+    if "unequal" in options.only and options.only != ["unequal"]:
+        parser.error("unequal machines are measured alone: --only unequal")
+    named = "unequal" if options.only == ["unequal"] else "" if options.quick else "latest"
+    quick = "quick" if options.quick else ""
+    options.out = options.out or RESULTS / ("-".join(part for part in (named, quick) if part) + ".json")
     return options
 
 

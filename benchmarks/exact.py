@@ -81,7 +81,7 @@ def _loop(mode: str, session: Seated, model: str, batch: int, shards: int, share
     run, network, data = Run(session, mode, "unused"), job.build_model(model), job.build_dataset()
     optimizer = job.build_optimizer(network)
     run.attach(network, optimizer)
-    how = {"exact": shards} if mode == "exact" else {"micro": batch // shards}
+    how = {"exact": shards} if mode == "exact" else {"micro": -(-batch // shards)}
     for images, labels in run.batches(data, batch, epochs=1000, shares=shares, **how):
         run.backward(torch.nn.functional.cross_entropy(network(images), labels))
         optimizer.step()

@@ -34,6 +34,8 @@ def build_model(name: str) -> nn.Module:
             nn.ReLU(),
             nn.Linear(64, CLASSES),
         )
+    if name == "tiny":  # what it costs is emulated
+        return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS * PIXELS, CLASSES))
     if name == "wide":  # 26 M parameters, 105 MB of gradients: bound by what is exchanged
         return nn.Sequential(
             nn.Flatten(),
@@ -45,7 +47,7 @@ def build_model(name: str) -> nn.Module:
             nn.ReLU(),
             nn.Linear(1536, CLASSES),
         )
-    raise SystemExit(f"no model is called {name!r}: cnn or wide")
+    raise SystemExit(f"no model is called {name!r}: cnn, tiny or wide")
 
 
 def build_dataset() -> TensorDataset:
@@ -83,6 +85,21 @@ class Job:
         if self._log is None:
             self._log = os.open(self.directory / f"{os.getpid()}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(self._log, f"{step} {time.monotonic() if at is None else at:.6f} {world} {size} {samples}\n".encode())
+
+    def is_member(self, number: int) -> None:
+        """Writes which member this process is; puts it into that member's control group, if there is one."""
+        (self.directory / f"{os.getpid()}.member").write_text(str(number))
+        group = os.environ.get("BENCH_GROUPS")
+        if group:
+            Path(f"{group}-{number}", "cgroup.procs").write_text(str(os.getpid()))
+
+    def follow(self, number: int) -> None:
+        """Waits until the member of the number before this one has joined: ranks follow the order of joining."""
+        ends = time.monotonic() + 30
+        while number and time.monotonic() < ends:
+            if any(path.read_text() == str(number - 1) for path in self.directory.glob("*.member")):
+                return
+            time.sleep(0.02)
 
     def wait_for_turn(self, step: int) -> None:
         """Holds a gated job before `step` until the benchmark has opened the gate that far."""

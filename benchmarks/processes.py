@@ -25,7 +25,6 @@ def adopt_orphans() -> None:
 
 def start(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Starts a command in a session of its own; it writes to `log`, and dies with this process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     libc = ctypes.CDLL(None)
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -33,11 +32,16 @@ def start(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) 
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env=environment,
+            env=environment(env),
             cwd=log.parent,
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What processes are started with: one thread each, and this package importable."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:

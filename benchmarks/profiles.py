@@ -26,7 +26,7 @@ from shoal.core.balance import Balance, Seen, parse
 
 POLICIES = ("model", "ratio", "equal")
 AFTER = (1, 2, 3, 12)
-FACTORS = (1.0, 1.0, 1.5, 2.0, 3.0, 4.0)
+FACTORS = (1.0, 1.0, 1.5, 2.0)
 AFFINE = ("bert", "cifar10")
 PATIENCE_STEPS = 120
 

@@ -11,6 +11,7 @@ from benchmarks.sides.side import SCRIPTS, Side
 
 class PlainDdp(Side):
     name = "ddp"
+    script = "train_ddp.py"
     bucket_view = False
 
     def start(self, members: int) -> None:
@@ -24,9 +25,14 @@ class PlainDdp(Side):
                 "WORLD_SIZE": str(members),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "BENCH_BUCKET_VIEW": str(int(self.bucket_view)),
+                **self.environment(),
             }
-            command = [sys.executable, str(SCRIPTS / "train_ddp.py"), *self.load.arguments(self.directory)]
+            command = [sys.executable, str(SCRIPTS / self.script), *self.load.arguments(self.directory)]
             self._members.append(processes.start(command, self.directory / f"member{rank}.log", env))
+
+    def environment(self) -> dict[str, str]:
+        """What the script is told beside its arguments."""
+        return {}
 
     def alive(self) -> bool:
         return all(member.poll() is None for member in self._members)

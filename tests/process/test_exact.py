@@ -187,14 +187,15 @@ def test_sparse_gradients_are_exact() -> None:
     check(3, build=Bag)
 
 
-def test_gradients_of_16_bits_are_exact() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_exact(dtype: torch.dtype) -> None:
     class Low(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = mlp().bfloat16()
+            self.inner = mlp().to(dtype)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x.bfloat16()).float()
+            return self.inner(x.to(dtype)).float()
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {k: v.float() for k, v in super().state_dict(*args, **kwargs).items()}

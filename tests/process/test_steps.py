@@ -299,7 +299,7 @@ def test_a_newcomer_catches_up_behind_its_shadow_while_the_others_go_on(late_s: 
             session.exchange.barrier()
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         run.attach(model, optimizer)
-        for x, y in run.batches(dataset(), size=24, epochs=10):
+        for x, y in run.batches(dataset(), size=24, epochs=10, shares="equal"):
             time.sleep(late_s if run.rank == 2 and run.step == 0 else 0.001 * run.share)
             shares[run.rank].append(run.share)
             run.backward(torch.nn.functional.mse_loss(model(x), y))

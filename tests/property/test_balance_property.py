@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.balance import Balance, Rules, Seen
+from shoal.core.curve import Curve, line
 from shoal.core.plan import by_cost, capped
-from shoal.core.speed import Curve, line
 
 COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
 BENT = st.builds(

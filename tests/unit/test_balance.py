@@ -173,6 +173,14 @@ def test_the_first_correction_comes_after_two_steps_and_says_why() -> None:
     )
 
 
+def test_of_many_members_the_reason_names_those_whose_shares_change_the_most() -> None:
+    run = Simulation([1000.0] * 39 + [250.0], size=40 * 16).run(10)
+    reason = run.changes[0].reason
+    assert reason.startswith("lab/39 takes 4 ms a sample, the others 1 ms: lab/39 4 instead of 16, lab/0 17 instead of")
+    assert "more changes; step 64 ms → 17 ms" in reason
+    assert len(reason) < 200
+
+
 def test_shares_that_were_read_ahead_stay_as_they_are() -> None:
     balance, names = Balance(ahead=AHEAD), ["a", "b"]
     promised: dict[int, tuple[int, ...]] = {}
@@ -451,7 +459,7 @@ def test_the_memory_of_members_that_left_is_bounded() -> None:
     for number in range(200):
         names = ["stays", f"guest/{number}"]
         balance.observe(number, names, [Seen(b, 0.1 * b) for b in balance.shares(number, 8, names)])
-    assert len(balance.state_dict()["members"]) <= 20
+    assert len(balance.state_dict()["speeds"]["members"]) <= 20
 
 
 def test_figures_tell_what_balancing_saves() -> None:

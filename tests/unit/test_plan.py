@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.core.curve import line
 from shoal.core.plan import Equal, Fixed, by_cost, capped, parse, span
-from shoal.core.speed import line
 from shoal.errors import BadPlan
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shoal.core.speed import Curve, Drift, Speed, common, line, usual
+from shoal.core.curve import Curve, line
+from shoal.core.speed import Drift, Speed, common, usual
 
 
 def measured(*pairs: tuple[int, float], times: int = 10) -> Speed:

@@ -75,8 +75,14 @@ def spent(one: MemberView) -> tuple[str, ...]:
 
 
 def decisions(view: RunView) -> list[tuple[str, str]]:
-    """The latest change of each kind that members decided on, and why."""
-    return [(one.what, f"from step {table.count(one.step)} on: {one.reason}") for one in view.decided]
+    """The latest change of each kind that members decided on, and why; of many that lack memory, the last."""
+    latest = {one.what: one for one in sorted(view.decided, key=lambda one: one.step)}
+    more = sum(one.what == "memory" for one in view.decided) - 1
+    others = f" (and {more} more members have a limit)" if more > 0 else ""
+    return [
+        (what, f"from step {table.count(one.step)} on: {one.reason}{others if what == 'memory' else ''}")
+        for what, one in sorted(latest.items())
+    ]
 
 
 def _scale(noise: float) -> str:
@@ -110,7 +116,7 @@ class Plain:
             if line.kind != SHARES:
                 self.note(sentence(line))
             elif self._may_tell():
-                more = f"; {self._untold} changes before it were not told" if self._untold else ""
+                more = f"; changes before it that were not told: {self._untold}" if self._untold else ""
                 self.note(sentence(line) + more)
                 self._untold = 0
             else:

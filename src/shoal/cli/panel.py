@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, SHARES, decisions, efficiency, members, sentence, spent
+from shoal.cli.display import PARTS, decisions, efficiency, members, sentence, spent
 from shoal.wire.views import MemberView, RunView, StoryLine
 
 MARGIN = 5
@@ -55,8 +55,8 @@ class Panel:
         self._console.print(block, soft_wrap=True)
 
     def story(self, lines: Sequence[StoryLine]) -> None:
-        # The last change of shares has a place of its own, and many of them would leave none for the rest.
-        self._events.extend((line.at, sentence(line)) for line in lines if line.kind != SHARES)
+        # The last decision of each kind has a place of its own, and many of them would leave none for the rest.
+        self._events.extend((line.at, sentence(line)) for line in lines if not line.kind.endswith("Decided"))
 
     def view(self, view: RunView) -> None:
         self._view = view

@@ -53,12 +53,11 @@ def story(records: Records, run: str) -> list[StoryLine]:
 
 def about(lines: Sequence[StoryLine], member: str) -> list[StoryLine]:
     """The story of one member, with what all decided while it was there."""
-    own = [line.seq for line in lines if line.member == member]
-    return [
-        line
-        for line in lines
-        if line.member == member or (own and line.kind in EVERYBODYS and own[0] < line.seq < own[-1])
-    ]
+    own = [line for line in lines if line.member == member]
+    if not own:
+        return []
+    first, last = own[0].seq, own[-1].seq if own[-1].kind == "ProcessExited" else lines[-1].seq
+    return [line for line in lines if line.member == member or (line.kind in EVERYBODYS and first < line.seq <= last)]
 
 
 def text(view: RunView, lines: list[StoryLine]) -> str:

@@ -8,14 +8,16 @@ up to there the data has been read ahead; when the members change, they are foun
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from shoal.core import plan
+from shoal.core.curve import Curve
 from shoal.core.plan import Shares
 from shoal.core.rules import Rules, parse
-from shoal.core.speed import Curve, Drift, Speed, common, line, usable, usual
+from shoal.core.speed import usual
+from shoal.core.speeds import Known, Seen, Speeds
 
 __all__ = ["Balance", "Change", "Figures", "Rules", "Seen", "parse"]
 
@@ -23,25 +25,15 @@ FIRST_WINDOWS = (2, 4, 8)
 SETTLED = len(FIRST_WINDOWS)
 AT_MOST = 2
 SLOWER = 1.03
-DOUBTS = 3.5
 LEAP = 0.1
 QUIET_STEPS = 200
-JUMP = 0.15
-JUMP_ELSEWHERE = 0.5
 FREE = 3
 COST_STEPS = 1.0
 WORTH = 1.5
 HORIZON_STEPS = 100
 TRIAL_STEPS = 200
 TRIAL_COST = 0.01
-STRANGERS = 16
-
-
-class Seen(NamedTuple):
-    """What one member did in one step: its own data and compute seconds for so many samples."""
-
-    samples: int
-    seconds: float
+NAMED, SOME = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +64,6 @@ class _Plan(NamedTuple):
     shares: Shares
 
 
-@dataclass(slots=True)
-class _Member:
-    """What the balance holds of one member. `expected` caches (samples, seconds) between folds."""
-
-    speed: Speed = field(default_factory=Speed)
-    drift: Drift = field(default_factory=Drift)
-    recent: list[tuple[int, float]] = field(default_factory=list)
-    limit: int | None = None
-    fresh: bool = True
-    parked_at: int | None = None
-    curve: Curve | None = None
-    expected: tuple[int, float] = (0, 0.0)
-    slack: float = 0.0
-
-
 class Balance:
     """The shares in force, the next ones, and all that is known of the members' speeds."""
 
@@ -94,18 +71,18 @@ class Balance:
         self.rules = rules or Rules()
         self.ahead = ahead
         self.reason = ""
-        self._members: dict[str, _Member] = {}
+        self._speeds = Speeds()
         self._plan: _Plan | None = None
         self._next: _Plan | None = None
         self._best: Shares | None = None
         self._window = 0
         self._matched = 0
         self._waited = 0
+        self._smaller = 0
         self._backoff = 1.0
         self._epoch = 0
         self._due = False
         self._trial: tuple[int, str] | None = None
-        self._alike: float | None = None
         self._recently: list[int] = []
         self._found: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
 
@@ -114,28 +91,25 @@ class Balance:
     def hint(self, member: str, speed: float) -> None:
         """The relative speed of a member by its agent's probe; used until it has been measured."""
         if 0 < speed < inf:
-            one = self._member(member)
-            one.speed = replace(one.speed, hint=float(speed))
+            self._speeds.of(member).hint(float(speed))
             self._found.clear()
 
     def limit(self, member: str, samples: int | None) -> None:
         """No share of this member may be above this from now on; None for no limit."""
-        self._member(member).limit = samples
+        self._speeds.of(member).limit = samples
         self._best = None
         self._found.clear()
         self._plan, self._next = self._within_limits(self._plan), self._within_limits(self._next)
 
     def micro(self, member: str, samples: int | None) -> None:
         """The member computes its share in pieces of so many samples."""
-        one = self._member(member)
-        if one.speed.micro != samples:
-            one.speed, one.expected = replace(one.speed, micro=samples), (0, 0.0)
-            one.curve = one.speed.curve(self._alike)
+        if self._speeds.of(member).speed.micro != samples:
+            self._speeds.micro(member, samples)
             self._found.clear()
 
     def micro_of(self, member: str) -> int | None:
         """The pieces that a member was last known to compute."""
-        known = self._members.get(member)
+        known = self._speeds.get(member)
         return known.speed.micro if known is not None else None
 
     # --- shares
@@ -160,7 +134,7 @@ class Balance:
     def _within_limits(self, now: _Plan | None) -> _Plan | None:
         if now is None:
             return None
-        limits = [one.limit if (one := self._members.get(name)) else None for name in now.members]
+        limits = [one.limit if (one := self._speeds.get(name)) else None for name in now.members]
         if all(limit is None or share <= limit for share, limit in zip(now.shares, limits, strict=True)):
             return now
         return now._replace(shares=self._solve(now.size, now.members))
@@ -171,44 +145,19 @@ class Balance:
         if not self.rules.adapts:
             weights = [0 if rank in ghosts else w for rank, w in enumerate(self.rules.declared(len(members)))]
             return plan.capped(size, weights, lows, highs)
-        return plan.by_cost(size, self._costs(members), lows, highs)
+        return plan.by_cost(size, self._speeds.costs(members), lows, highs)
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
         lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
         lows, highs = [], []
         for rank, name in enumerate(members):
-            one = self._members.get(name)
+            one = self._speeds.get(name)
             limit = one.limit if one is not None else None
             high = 0 if rank in ghosts else highest if limit is None else min(highest, limit)
             # What a member can hold goes before what the settings want of it.
             lows.append(min(lowest, high))
             highs.append(high)
         return lows, highs
-
-    def _costs(self, members: Sequence[str]) -> list[Curve]:
-        """A curve for everybody: measured, or by comparison with those who are."""
-        held = [self._members.get(name) for name in members]
-        costs = [one.curve if one is not None else None for one in held]
-        if None in costs:
-            known = [one for one in held if one is not None and one.curve is not None]
-            costs = [cost or self._by_comparison(one, known, held) for one, cost in zip(held, costs, strict=True)]
-        return [cost for cost in costs if cost is not None]
-
-    def _by_comparison(self, one: _Member | None, known: Sequence[_Member], all_: Sequence[_Member | None]) -> Curve:
-        """The curve of a member that was not measured yet: by the probes, or like the usual member."""
-        hint = one.speed.hint if one is not None else None
-        if not known:
-            hints = [other.speed.hint for other in all_ if other is not None and other.speed.hint is not None]
-            return line(0.0, 1.0 / (hint or (usual(hints) if hints else 1.0)))
-        compared = []
-        for other in known:
-            if hint is not None and other.speed.hint is not None:
-                latest = other.speed.latest()
-                compared.append(latest.seconds / latest.samples * other.speed.hint / hint)
-        if compared:
-            return line(0.0, usual(compared))
-        fitted = [other.speed.fitted(self._alike) for other in known]
-        return line(usual([fixed_s for fixed_s, _ in fitted]), usual([slope for _, slope in fitted]))
 
     def _with_trial(self, now: _Plan) -> Shares:
         """One sample of the largest share goes to the member that is tried again."""
@@ -233,14 +182,14 @@ class Balance:
     ) -> Change | None:
         """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
         for name, speed in (speeds or {}).items():
-            if self._member(name).speed.hint != speed:
+            if self._speeds.of(name).speed.hint != speed:
                 self.hint(name, speed)
         if epoch != self._epoch:
             self._epoch, self._due = epoch, True
         if not self._settle(step, tuple(members), sum(one.samples for one in seen)):
             return None
-        jumped = self._collect(members, seen)
-        if not self.rules.adapts or self._next is not None:
+        jumped = self._speeds.note(members, seen)
+        if self._next is not None:
             return None
         assert self._plan is not None
         self._matched += self._plan.shares == tuple(one.samples for one in seen)
@@ -248,7 +197,7 @@ class Balance:
         change = None
         if jumped or self._is_time():
             self._fold(jumped)
-            change = self._decide(step, left)
+            change = self._decide(step, left) if self.rules.adapts else None
         if 0 in self._plan.shares:
             self._try_parked(step, self._plan)
         return change
@@ -259,48 +208,17 @@ class Balance:
             self._plan, self._next = self._next, None
             self._matched = self._waited = 0
         now = self._plan
-        if size > 0 and (now is None or now.members != members or size > now.size):
+        self._smaller = self._smaller + 1 if now is not None and 0 < size < now.size else 0
+        lasting = self._smaller > self.rules.window
+        if size > 0 and (now is None or now.members != members or size > now.size or lasting):
             shares = self.shares(step, size, members)
             newcomers = now is None or not set(members) <= set(now.members)
             self._plan, self._next, self._best, self._trial = _Plan(step, size, members, shares), None, None, None
             self._matched = self._waited = 0
             self._window = 0 if newcomers or now is None or now.members == members else min(self._window, 1)
             self._found.clear()
-            for name in members:
-                self._member(name)
-            self._forget_strangers(members)
+            self._speeds.expect(members)
         return self._plan is not None
-
-    def _collect(self, members: Sequence[str], seen: Sequence[Seen]) -> list[tuple[_Member, int]]:
-        """Note the step's measurements; returns who is of another speed than before, and for how long.
-
-        With 0 steps it is not the speed: the curve is wrong where nothing had been measured.
-        """
-        jumped = []
-        for name, (samples, seconds) in zip(members, seen, strict=True):
-            if not usable(samples, seconds):
-                continue
-            one = self._members[name]
-            one.recent.append((samples, seconds))
-            curve = one.curve
-            if curve is None:
-                if len(one.recent) > 64:
-                    one.recent = one.recent[-32:]
-                continue
-            if one.expected[0] != samples:
-                point = one.speed.point(samples)
-                one.expected = (samples, point.seconds if point is not None else curve.seconds(samples))
-                # Where nothing was measured yet, the curve may be wrong and the speed the same.
-                one.slack = max(one.speed.noise, JUMP) * (1 + 2 / sqrt(point.count)) if point else JUMP_ELSEWHERE
-            steps = one.drift.see(seconds, one.expected[1], one.slack)
-            if one.parked_at is not None and seconds < 0.8 * one.expected[1]:
-                steps = (
-                    1  # A parked member is measured once in a long while, and nothing makes a step faster by chance.
-                )
-            if steps:
-                known = one.parked_at is not None or one.speed.point(samples) is not None
-                jumped.append((one, steps if known else 0))
-        return jumped
 
     def _is_time(self) -> bool:
         if self.rules.mode == "epoch" and self._window >= SETTLED:
@@ -308,47 +226,28 @@ class Balance:
         steps = FIRST_WINDOWS[self._window] if self._window < SETTLED else self.rules.window
         return self._matched >= steps or self._waited >= 4 * steps
 
-    def _fold(self, jumped: list[tuple[_Member, int]]) -> None:
-        """Close the window: everybody's measurements become points of their curves."""
-        for one, steps in jumped:
-            one.drift.forget()
-            one.fresh = True
-            if steps:
-                one.speed = one.speed.jumped(one.recent[-steps:], self._alike)
-                one.recent.clear()
+    def _fold(self, jumped: Sequence[tuple[Known, int]]) -> None:
+        """Close the window: what was measured in it is taken in."""
         if any(steps for _, steps in jumped):
             self._best, self._backoff, self._recently = None, 1.0, []
             self._window = self._window if self.rules.mode == "epoch" else 0
-        for one in self._members.values():
-            if one.recent:
-                shifts, one.speed = one.speed.shifts, one.speed.fold(one.recent)
-                one.recent.clear()
-                one.drift.forget()
-                if one.speed.shifts != shifts:
-                    self._backoff, self._recently = 1.0, []
-        self._draw()
+        self._speeds.fold(jumped)
         self._matched = self._waited = 0
         self._window += 1
         self._found.clear()
-
-    def _draw(self) -> None:
-        """Draw everybody's curve anew; who has been seen with one size only is taken to be shaped like the others."""
-        shapes = [shape for one in self._members.values() if (shape := one.speed.shape()) is not None]
-        self._alike = common(shapes)
-        for one in self._members.values():
-            one.curve, one.expected = one.speed.curve(self._alike), (0, 0.0)
 
     # --- the decision
 
     def _decide(self, step: int, left: int | None) -> Change | None:
         now, due, self._due = self._plan, self._due, False
         self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
+        self._backoff = self._backoff if self._recently else 1.0
         assert now is not None
         if self._window > SETTLED and (self.rules.mode == "once" or (self.rules.mode == "epoch" and not due)):
             return None
         if self.rules.policy == "ratio":
             return self._decide_by_ratio(step, now)
-        costs = self._costs(now.members)
+        costs = self._speeds.costs(now.members)
         times = [cost.seconds(share) for cost, share in zip(costs, now.shares, strict=True)]
         now_s = max(times)
         least_gain = self._least_gain(now, times.index(now_s))
@@ -384,7 +283,7 @@ class Balance:
         """How much of the gain to doubt because shares grow beyond what was measured."""
         leap = 0.0
         for name, had, share in zip(now.members, now.shares, wanted, strict=True):
-            points = self._members[name].speed.points
+            points = self._speeds.of(name).speed.points
             if had and points and share > points[-1].samples:
                 leap = max(leap, LEAP * (share / points[-1].samples - 1))
         return min(leap, LEAP)
@@ -393,7 +292,7 @@ class Balance:
         """The ancestors' law: b' = b·mean(t)/t."""
         seconds = []
         for name, share in zip(now.members, now.shares, strict=True):
-            point = self._members[name].speed.point(share)
+            point = self._speeds.of(name).speed.point(share)
             seconds.append(point.seconds if point is not None else 0.0)
         told = [one for one in seconds if one > 0]
         if not told:
@@ -409,7 +308,7 @@ class Balance:
         lows, highs = self._bounds(now.size, now.members)
         lows = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
         wanted = plan.capped(now.size, weights, lows, highs)
-        return None if wanted == now.shares else self._change(step, now, wanted, self._costs(now.members), "")
+        return None if wanted == now.shares else self._change(step, now, wanted, self._speeds.costs(now.members), "")
 
     def _near(self, now: _Plan) -> tuple[list[int], list[int]]:
         """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
@@ -418,46 +317,26 @@ class Balance:
         near_lows, near_highs = [], []
         for name, share, low, high in zip(now.members, now.shares, lows, highs, strict=True):
             high = max(low, min(high, little)) if share == 0 else high
-            free = self._window <= FREE or self._members[name].fresh or share == 0
+            free = self._window <= FREE or self._speeds.of(name).fresh or share == 0
             near_lows.append(low if free else max(low, min(share // AT_MOST, high)))
             near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
         return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
 
     def _slower_than_best(self, now: _Plan) -> float | None:
         """Remember the best shares so far; returns their seconds if those in force are measured to be slower."""
-        now_s = self._measured_s(now.members, now.shares)
-        best_s = self._measured_s(now.members, self._best) if self._best is not None else None
+        now_s = self._speeds.measured_s(now.members, now.shares)
+        best_s = self._speeds.measured_s(now.members, self._best) if self._best is not None else None
         if now_s is None:
             return None
         if best_s is None or now_s <= best_s:
             self._best = now.shares
             return None
-        slower = max(SLOWER, 1 + self._doubt(now.members, now.shares))
+        slower = max(SLOWER, 1 + self._speeds.doubt(now.members, now.shares))
         return best_s if now_s > slower * best_s else None
 
-    def _measured_s(self, members: Sequence[str], shares: Shares) -> float | None:
-        """The step with these shares, if all of them have been measured."""
-        slowest = 0.0
-        for name, share in zip(members, shares, strict=True):
-            point = self._members[name].speed.point(share) if share else None
-            if share and point is None:
-                return None
-            slowest = max(slowest, point.seconds if point else 0.0)
-        return slowest
-
     def _least_gain(self, now: _Plan, rank: int) -> float:
-        doubt = self._doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
-        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently))
-
-    def _doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
-        """How much of a difference noise explains, by the least certain of these measurements."""
-        doubt = 0.0
-        for name, share in zip(members, shares, strict=True):
-            speed = self._members[name].speed
-            point = speed.point(share)
-            if point is not None:
-                doubt = max(doubt, DOUBTS * speed.noise / sqrt(point.count))
-        return doubt
+        doubt = self._speeds.doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
+        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently) / 2)
 
     def _change(self, step: int, now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> Change:
         then = step + 1 + self.ahead
@@ -466,7 +345,7 @@ class Balance:
         if self._window > SETTLED:
             self._recently = [*self._recently[-3:], step]
         for name, share in zip(now.members, wanted, strict=True):
-            one = self._members[name]
+            one = self._speeds.of(name)
             one.fresh = one.fresh and not one.speed.measured
             one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
         self.reason = _reason(now, wanted, costs, why)
@@ -477,14 +356,14 @@ class Balance:
         if self._next is not None or self.rules.policy != "model" or (self._trial and step <= self._trial[0]):
             return
         for rank, (name, share) in enumerate(zip(now.members, now.shares, strict=True)):
-            one = self._members[name]
+            one = self._speeds.of(name)
             if share or one.limit == 0:
                 continue
             if one.parked_at is None:
                 one.parked_at = step
             if step - one.parked_at < TRIAL_STEPS:
                 continue
-            costs = self._costs(now.members)
+            costs = self._speeds.costs(now.members)
             times = min(costs[rank].seconds(1) / _slowest(costs, now.shares), 1e9)
             if step - one.parked_at >= times / TRIAL_COST:
                 one.parked_at = step
@@ -495,12 +374,12 @@ class Balance:
 
     def step_seconds(self, size: int, members: Sequence[str]) -> float:
         """What the slowest of these members would take for a global batch of another size, well shared out."""
-        costs = self._costs(members)
+        costs = self._speeds.costs(members)
         return _slowest(costs, plan.by_cost(size, costs, *self._bounds(size, members)))
 
     def sure(self, members: Sequence[str]) -> bool:
         """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
-        held = [self._members.get(name) for name in members]
+        held = [self._speeds.get(name) for name in members]
         return all(one is not None and len(one.speed.points) > 1 for one in held)
 
     def restart(self) -> None:
@@ -515,8 +394,8 @@ class Balance:
         now = self._plan
         if now is None:
             return Figures({}, 0.0, 0.0, 0.0)
-        costs = self._costs(now.members)
-        known = any(self._members[name].speed.measured for name in now.members)
+        costs = self._speeds.costs(now.members)
+        known = any(self._speeds.of(name).speed.measured for name in now.members)
         per_sample = {
             name: cost.seconds(share) / share if share else cost.seconds(1)
             for name, share, cost in zip(now.members, now.shares, costs, strict=True)
@@ -534,53 +413,25 @@ class Balance:
             "plan": _listed(self._plan),
             "next": _listed(self._next),
             "best": list(self._best) if self._best else None,
-            "counts": [self._window, self._matched, self._waited, self._epoch, int(self._due)],
+            "counts": [self._window, self._matched, self._waited, self._smaller, self._epoch, int(self._due)],
             "backoff": self._backoff,
-            "alike": self._alike,
             "recently": self._recently,
             "trial": list(self._trial) if self._trial else None,
             "reason": self.reason,
-            "members": {
-                name: {
-                    "speed": one.speed.as_dict(),
-                    "drift": [one.drift.up, one.drift.down, one.drift.steps],
-                    "recent": [list(pair) for pair in one.recent],
-                    "limit": one.limit,
-                    "fresh": one.fresh,
-                    "parked_at": one.parked_at,
-                }
-                for name, one in self._members.items()
-            },
+            "speeds": self._speeds.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._plan, self._next = _unlisted(state["plan"]), _unlisted(state["next"])
         best, trial = state["best"], state["trial"]
         self._best = tuple(best) if best else None
-        self._window, self._matched, self._waited, self._epoch, due = state["counts"]
+        self._window, self._matched, self._waited, self._smaller, self._epoch, due = state["counts"]
         self._due = bool(due)
         self._backoff, self.reason = state["backoff"], state["reason"]
         self._trial = (trial[0], trial[1]) if trial else None
-        self._alike, self._recently = state["alike"], list(state["recently"])
-        self._members = {name: _restored(values, self._alike) for name, values in state["members"].items()}
+        self._recently = list(state["recently"])
+        self._speeds.load_state_dict(state["speeds"])
         self._found.clear()
-
-    def _member(self, name: str) -> _Member:
-        return self._members.setdefault(name, _Member())
-
-    def _forget_strangers(self, members: Sequence[str]) -> None:
-        strangers = [name for name in self._members if name not in members]
-        for name in strangers[: max(0, len(strangers) - STRANGERS)]:
-            del self._members[name]
-
-
-def _restored(values: dict[str, Any], alike: float | None) -> _Member:
-    up, down, steps = values["drift"]
-    speed = Speed.from_dict(values["speed"])
-    recent = [(int(samples), float(seconds)) for samples, seconds in values["recent"]]
-    return _Member(
-        speed, Drift(up, down, steps), recent, values["limit"], values["fresh"], values["parked_at"], speed.curve(alike)
-    )
 
 
 def _listed(one: _Plan | None) -> list[Any] | None:
@@ -613,9 +464,18 @@ def _reason(now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> str
         odd = max(range(len(each)), key=lambda rank: (abs(each[rank] / usual(each) - 1), -rank))
         others = usual([one for rank, one in enumerate(each) if rank != odd] or each)
         why = f"{now.members[odd]} takes {_ms(each[odd])} a sample, the others {_ms(others)}"
-    new, old = ", ".join(map(str, wanted)), ", ".join(map(str, now.shares))
     step = f"step {_ms(_slowest(costs, now.shares))} → {_ms(_slowest(costs, wanted))}"
-    return f"{why}: {new} instead of {old}; {step}"
+    return f"{why}: {_instead(now, wanted)}; {step}"
+
+
+def _instead(now: _Plan, wanted: Shares) -> str:
+    """New and old shares in the order of ranks; of many members, those that change the most."""
+    if len(wanted) <= NAMED:
+        return f"{', '.join(map(str, wanted))} instead of {', '.join(map(str, now.shares))}"
+    each = list(zip(now.members, wanted, now.shares, strict=True))
+    changed = sorted((one for one in each if one[1] != one[2]), key=lambda one: (-abs(one[1] - one[2]), one[0]))
+    told = ", ".join(f"{name} {new} instead of {old}" for name, new, old in changed[:SOME])
+    return told + (f" and {len(changed) - SOME} more changes" if len(changed) > SOME else "")
 
 
 def _ms(seconds: float) -> str:

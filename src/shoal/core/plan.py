@@ -143,11 +143,13 @@ def _latest_start(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: 
     late = max(cost.seconds(min(size, high)) for cost, high in zip(costs, highs, strict=True))
     for _ in range(40):
         middle = early + (late - early) / 2
-        if sum(_all_done_at(middle, costs, lows, highs)) <= size:
+        rest = size - sum(_all_done_at(middle, costs, lows, highs))
+        if rest >= 0:
             early = middle
         else:
             late = middle
-        if late - early <= 1e-9 * late:
+        # A few samples are sooner handed out one by one than found by halving on.
+        if 0 <= rest <= len(costs) or late - early <= 1e-9 * late:
             break
     return early
 

@@ -6,12 +6,13 @@ defines exactly (no logarithms), and no `sum` of floats, whose rounding differs 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import sqrt
 from typing import Any, Self
+
+from shoal.core.curve import Curve, rising, through
 
 KEPT = 8
 FULL = 100
@@ -43,74 +44,15 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Seconds as a function of samples: straight between knots, rising, the first knot at 0 samples.
-
-    Every micro-batch after the first costs `again_s` more.
-    """
-
-    at: tuple[float, ...]
-    seconds_at: tuple[float, ...]
-    slope: float
-    micro: int | None = None
-    again_s: float = 0.0
-
-    def seconds(self, samples: int) -> float:
-        """What a share of so many samples takes; nothing for none."""
-        if samples <= 0:
-            return 0.0
-        again_s = self.again_s * ((samples - 1) // self.micro) if self.micro else 0.0
-        at, seconds_at = self.at, self.seconds_at
-        place = bisect_left(at, samples)
-        if place == len(at):
-            return seconds_at[-1] + (samples - at[-1]) * self.slope + again_s
-        start, stop = at[place - 1], at[place]
-        low, high = seconds_at[place - 1], seconds_at[place]
-        return low + (high - low) * ((samples - start) / (stop - start)) + again_s
-
-    def reach(self, seconds: float, most: int) -> int:
-        """About as many samples as fit into so many seconds, `most` at most; one less or more is possible."""
-        found = min(self._reach_once(seconds), most)
-        if not self.micro or not self.again_s:
-            return found
-        low, high = 0, found
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.seconds(middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _reach_once(self, seconds: float) -> int:
-        at, seconds_at = self.at, self.seconds_at
-        if seconds < seconds_at[0]:
-            return 0
-        if seconds >= seconds_at[-1]:
-            return int(min(at[-1] + (seconds - seconds_at[-1]) / self.slope, 1e15))
-        place = bisect_right(seconds_at, seconds)
-        start, stop = at[place - 1], at[place]
-        low, high = seconds_at[place - 1], seconds_at[place]
-        return int(start + (stop - start) * ((seconds - low) / (high - low)))
-
-
-def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
-    """The cost a·ceil(b/m) + c·b."""
-    return Curve((0.0,), (fixed_s,), slope, micro, fixed_s if micro else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Speed:
     """What is known of one member's speed. `fold` adds what a window of steps showed.
 
-    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured. `shifts` counts
-    how often its speed has changed.
+    `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured.
     """
 
     points: tuple[Point, ...] = ()
     folds: int = 0
     steps: int = 0
-    shifts: int = 0
     noise: float = USUAL_NOISE
     hint: float | None = None
     micro: int | None = None
@@ -131,7 +73,7 @@ class Speed:
                 by_size.setdefault(samples, []).append(seconds)
         if not by_size:
             return self
-        folds, noise, steps, shifts = self.folds + 1, self.noise, self.steps, self.shifts
+        folds, noise, steps = self.folds + 1, self.noise, self.steps
         points = {point.samples: point for point in self.points}
         for samples, some in sorted(by_size.items(), key=lambda size: (-len(size[1]), size[0])):
             usual_s = usual(some)
@@ -141,11 +83,11 @@ class Speed:
             if old is not None and _differ(old, new, noise):
                 # The same share takes another time: so would all the others.
                 points = {size: point.scaled(new.seconds / old.seconds) for size, point in points.items()}
-                old, shifts = points[samples], shifts + 1
+                old = points[samples]
             points[samples] = _merged(old, new)
         kept = sorted(points.values(), key=lambda point: (-point.fold, -point.count, point.samples))[:KEPT]
         kept.sort(key=lambda point: point.samples)
-        return replace(self, points=tuple(kept), folds=folds, steps=steps, shifts=shifts, noise=noise)
+        return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
 
     def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
         """The member is of another speed since the steps of `recent`: keep the shape, and let the new times count."""
@@ -155,7 +97,7 @@ class Speed:
             return self
         factor = usual([seconds / curve.seconds(samples) for samples, seconds in good])
         points = tuple(point.scaled(factor) for point in self.points)
-        return replace(self, points=points, shifts=self.shifts + 1).fold(good)
+        return replace(self, points=points).fold(good)
 
     def fitted(self, alike: float | None = None) -> tuple[float, float]:
         """The line (a, c) around the latest size, a and c not negative.
@@ -245,8 +187,8 @@ class Speed:
                 counts.append(point.count)
         if not at:
             return Curve((0.0,), (fixed_s,), slope, self.micro, again_s)
-        seconds_at = _rising(seconds_at, counts)
-        return _drawn(at, seconds_at, slope, self.micro, again_s)
+        seconds_at = rising(seconds_at, counts)
+        return through(at, seconds_at, slope, self.micro, again_s)
 
     def _times(self, samples: int) -> int:
         return (samples - 1) // self.micro + 1 if self.micro else 1
@@ -257,7 +199,6 @@ class Speed:
             "points": [[p.samples, p.seconds, p.count, p.fold] for p in self.points],
             "folds": self.folds,
             "steps": self.steps,
-            "shifts": self.shifts,
             "noise": self.noise,
             "hint": self.hint,
             "micro": self.micro,
@@ -266,8 +207,8 @@ class Speed:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
-        folds, steps, shifts = int(values["folds"]), int(values["steps"]), int(values["shifts"])
-        return cls(points, folds, steps, shifts, float(values["noise"]), values["hint"], values["micro"])
+        folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
+        return cls(points, folds, steps, noise, values["hint"], values["micro"])
 
 
 @dataclass(slots=True)
@@ -340,25 +281,6 @@ def _merged(old: Point | None, new: Point) -> Point:
     before = min(old.count, max(FULL - new.count, new.count))
     seconds = (old.seconds * before + new.seconds * new.count) / (before + new.count)
     return Point(new.samples, seconds, min(before + new.count, FULL), new.fold)
-
-
-def _rising(values: list[float], weights: Sequence[float]) -> list[float]:
-    """The nearest values that never fall (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        mean, mass, size = value, float(weight), 1
-        while pools and pools[-1][0] > mean:
-            other, other_mass, other_size = pools.pop()
-            mean = (other * other_mass + mean * mass) / (other_mass + mass)
-            mass, size = mass + other_mass, size + other_size
-        pools.append((mean, mass, size))
-    return [mean for mean, _, size in pools for _ in range(size)]
-
-
-def _drawn(at: list[float], seconds_at: list[float], slope: float, micro: int | None, again_s: float) -> Curve:
-    """Add the knot at 0 and the slope after the last."""
-    fixed_s = min(max(seconds_at[0] - slope * at[0], 0.0), seconds_at[0])
-    return Curve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)
 
 
 def common(shapes: Sequence[tuple[float, float]]) -> float | None:

@@ -33,7 +33,7 @@ class Seated(Solo):
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
         blanks = keeper.blanks() if self.rank in self.world.ghosts else None
-        if blanks is not None and self.exchange is not None:
+        if blanks is not None and isinstance(self.exchange, Ring):
             self.exchange = Shadow(self.exchange, blanks, keeper.ends)
 
 

@@ -13,8 +13,9 @@ import torch
 
 # Where optimizers keep the mean or the sum of squared gradients.
 ADAPTIVE = ("exp_avg_sq", "square_avg", "sum")
-# The newest gradient counts in the mean too: without it, one that was hardly ever seen would be infinite.
-NEWEST = 1e-3
+# A parameter is expected to have at least this part of its tensor's usual gradient: of one that was hardly ever used
+# the optimizer expects next to nothing, and a quotient would drown all others.
+DAMPING = 0.1
 
 
 class Squares:
@@ -76,8 +77,9 @@ class Squares:
         if expected is None:
             flat = gradient.reshape(-1)
             return torch.dot(flat, flat)
-        squared = gradient * gradient
-        return (squared / (expected + NEWEST * squared).clamp_min_(torch.finfo(squared.dtype).tiny)).sum()
+        usual = expected.sqrt()
+        usual = usual + (DAMPING * usual.mean()).clamp_min(torch.finfo(usual.dtype).tiny)
+        return (gradient / usual).square_().sum()
 
     def _expected(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """What the optimizer expects of the square of each gradient, without the bias of its start."""

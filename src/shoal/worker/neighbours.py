@@ -82,6 +82,12 @@ class Neighbours:
             os.eventfd_write(self._wakeup, 1)
             self._shut()
 
+    def stirs(self, timeout_s: float) -> bool:
+        """Whether the previous rank sends anything, or goes, within so many seconds; for use between operations."""
+        poll = select.poll()
+        poll.register(self._prev_fd, select.POLLIN | select.POLLRDHUP)
+        return bool(poll.poll(timeout_s * 1000.0))
+
     def close(self) -> None:
         """Let go of both connections; only when the serving thread has ended."""
         with self._lock:

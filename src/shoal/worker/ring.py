@@ -111,6 +111,10 @@ class Ring:
             return self._submit(RingTicket(lambda: self._merge(flat, add or plain_add, part)))
         return self._submit(RingTicket(lambda: self._sum(flat, add)))
 
+    def stirs(self, timeout_s: float) -> bool:
+        """Whether another rank begins an operation within so many seconds; for a rank that has none under way."""
+        return self._neighbours is None or self._neighbours.stirs(timeout_s)
+
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self.gather(np.zeros(1)).wait()

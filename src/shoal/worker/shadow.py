@@ -2,8 +2,8 @@
 
 A shadow adds zeros to every exchange of its world and keeps what comes out. Meanwhile the state of the world's first
 step arrives, and the newcomer does those steps over again by itself, with the results that the shadow kept: each costs
-it hardly more than an optimizer step. When it waits for a step to come out, it has caught up; the shadow says so in its
-last pulse, and from the next step on the newcomer has a share of its own.
+it hardly more than an optimizer step. As soon as it waits for a step that the others have not begun to exchange, it has
+caught up: it does that one itself, still without a share, and from the next one on it has its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.pulse import GHOST, Pulse, decode, encode
-from shoal.worker.exchange import Adder, Exchange, ExchangeBroken, GatherTicket, Part, Ticket
+from shoal.worker.exchange import Adder, ExchangeBroken, GatherTicket, Part, Ticket
+from shoal.worker.ring import Ring
 
 Blank: TypeAlias = tuple[NDArray[Any], Adder | None, Part | None]
 """One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""
 
 KEPT_STEPS = 32
+LOOK_AGAIN_S = 0.002
 
 
 class Shadow:
@@ -31,13 +33,12 @@ class Shadow:
     `blanks` are the buffers of one step, in order. `ends(pulses)` says whether no step follows the one of these pulses.
     """
 
-    def __init__(self, real: Exchange, blanks: Sequence[Blank], ends: Callable[[tuple[Pulse, ...]], bool]) -> None:
+    def __init__(self, real: Ring, blanks: Sequence[Blank], ends: Callable[[tuple[Pulse, ...]], bool]) -> None:
         self.rank, self.size = real.rank, real.size
         self._real, self._blanks, self._ends = real, list(blanks), ends
         self._kept: deque[tuple[NDArray[np.float64], list[NDArray[Any]]]] = deque()
         self._playing: deque[NDArray[Any]] = deque()
         self._awaited = False
-        self._caught_up = False
         self._over = False
         self._changed = threading.Condition()
         threading.Thread(target=self._follow, name="shoal-shadow", daemon=True).start()
@@ -91,22 +92,31 @@ class Shadow:
             self._changed.notify_all()
 
     def _one_step(self) -> bool:
-        """Take part in one step with zeros; False if it was the last one to do so."""
+        """Take part in one step with zeros; False if the owner does it, or if it was the last."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._kept) < KEPT_STEPS)
-            last = self._caught_up
-        gathered = self._real.gather(encode(Pulse(step=-1, wishes=0 if last else GHOST)))
-        for buffer, _, _ in self._blanks:
-            buffer.fill(0)
-        tickets = [self._real.reduce(*blank) for blank in self._blanks]
+        if self._owner_is_first():
+            return False
+        gathered = self._real.gather(encode(Pulse(step=-1, wishes=GHOST)))
+        # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
+        buffers = [np.zeros_like(blank) for blank, _, _ in self._blanks]
+        tickets = [self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._blanks, strict=True)]
         pulses = gathered.result()
         for ticket in tickets:
             ticket.wait()
         with self._changed:
-            self._caught_up = self._awaited and not self._kept
-            self._kept.append((pulses, [buffer.copy() for buffer, _, _ in self._blanks]))
+            self._kept.append((pulses, buffers))
             self._changed.notify_all()
-        return not last and not self._ends(decode(pulses))
+        return not self._ends(decode(pulses))
+
+    def _owner_is_first(self) -> bool:
+        """Wait until the owner has caught up, or the others begin to exchange the next step: who was first."""
+        while True:
+            with self._changed:
+                if self._awaited and not self._kept:
+                    return True
+            if self._real.stirs(LOOK_AGAIN_S):
+                return False
 
 
 class _Played:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli import panel, status, table, why
-from shoal.cli.display import Forgiving, JsonLines, Plain, progress, sentence
+from shoal.cli.display import Forgiving, JsonLines, Plain, decisions, progress, sentence
 from shoal.wire.views import Decision
 
 
@@ -172,6 +172,13 @@ def test_changes_of_shares_leave_room_for_what_else_happens(make: Any) -> None:
     assert "shares 49" not in text
 
 
+def test_many_limits_of_memory_are_one_line(make: Any) -> None:
+    limits = tuple(Decision("memory", 10 - n, {f"m/{n}": 8}, f"m/{n} is full") for n in range(3))
+    assert decisions(make.run(decided=limits)) == [
+        ("memory", "from step 10 on: m/0 is full (and 2 more members have a limit)")
+    ]
+
+
 def test_plain_lines_tell_few_of_many_changes_of_shares(make: Any) -> None:
     said: list[str] = []
     now = [0.0]
@@ -184,7 +191,7 @@ def test_plain_lines_tell_few_of_many_changes_of_shares(make: Any) -> None:
         "shoal: shares 0",
         "shoal: shares 1",
         "shoal: shares 2",
-        "shoal: shares 102; 99 changes before it were not told",
+        "shoal: shares 102; changes before it that were not told: 99",
         "shoal: batch 128",
     ]
 
@@ -225,6 +232,7 @@ def test_the_story_of_a_member_has_the_shares_of_its_time(make: Any) -> None:
         make.line(6, "BatchDecided", "after its time"),
     ]
     assert [line.seq for line in why.about(lines, "local/1")] == [2, 4, 5]
+    assert [line.seq for line in why.about(lines, "local/0")] == [3, 4, 6], "it is still there"
     assert why.about(lines, "local/7") == []
 
 

@@ -81,6 +81,19 @@ def test_idle_time_of_learned_shares_is_compared_with_equal_ones() -> None:
     assert now < 0.05
 
 
+def test_the_noise_scale_is_told_once_it_is_known() -> None:
+    noise = Noise()
+    meter = Meter(noise)
+    meter.commit(uneven(0), 0, Balance(), 1.0)
+    assert meter.status()["noise"] is None
+    for _ in range(20):
+        noise.observe(shares=[2, 2], squares=[3.0, 3.0], total_sq=2.0)
+    meter.commit(uneven(1), 0, Balance(), 1.1)
+    assert meter.status()["noise"] is None, "it is not looked at in every step"
+    meter.commit(uneven(2), 0, Balance(), 1.0 + LOOK_S)
+    assert meter.status()["noise"] == pytest.approx(4.0)
+
+
 def test_alone_nobody_waits() -> None:
     status = metered([a_turn(Pulse(step, 64, compute_s=0.01, wait_s=0.001)) for step in range(9)])
     assert status["idle"] is None

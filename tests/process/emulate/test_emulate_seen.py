@@ -1,0 +1,81 @@
+"""What a user sees of unequal machines: shares, where the time goes, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import Stage
+
+from shoal.testing.speeds import machines
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+SPEEDS = machines(1, 0.25, sample_s=0.002)
+
+
+class Seen(Stage):
+    """A run on two machines, one of which has a quarter of the other's speed."""
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return self.start("run", "--emulate", SPEEDS, *arguments)
+
+    def view(self, ready: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """What `shoal status --json` says once it says that."""
+        seen: list[dict[str, Any]] = []
+
+        def found() -> bool:
+            seen.append(self.shoal("status"))
+            return ready(seen[-1])
+
+        self.until_step(3)
+        self.until(found, what)
+        return seen[-1]
+
+
+@contextlib.contextmanager
+def seen(path: Path, shares: str) -> Iterator[Seen]:
+    stage = Seen(path, "2:2", batch=32, epochs=1000, shares=shares)
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+def members(view: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    fast, slow = sorted(view["members"], key=lambda one: one["member"])
+    return fast, slow
+
+
+def test_with_equal_shares_the_fast_member_is_seen_to_wait(tmp_path: Path) -> None:
+    with seen(tmp_path, "equal") as run:
+        view = run.view(lambda view: bool(view["idle_now"]) and view["step"] > 10, "the idle time")
+        fast, slow = members(view)
+        assert (fast["share"], slow["share"], view["batch"]) == (16, 16, 32)
+        # Of the 128 ms of the slow member the fast one works 32.
+        assert fast["wait_s"] > 1.5 * fast["compute_s"]
+        assert slow["wait_s"] < 0.5 * slow["compute_s"]
+        assert view["idle_now"] == view["idle_before"] > 0.2
+        assert view["decided"] == []
+
+
+def test_with_learned_shares_it_has_more_to_do_and_one_can_see_why(tmp_path: Path) -> None:
+    with seen(tmp_path, "model") as run:
+        view = run.view(lambda view: bool(view["decided"]) and view["step"] > 40, "shares to settle")
+        fast, slow = members(view)
+        assert fast["share"] > 2 * slow["share"] > 0
+        assert fast["wait_s"] < 0.5 * fast["compute_s"]
+        assert fast["compute_s"] > fast["data_s"] > 0 < fast["exchange_s"]
+        assert view["idle_now"] < 0.15 < 0.25 < view["idle_before"]
+        (shares,) = view["decided"]
+        assert shares["what"] == "shares"
+        assert sum(shares["values"].values()) == view["batch"] == 32
+        for who in ((), ("local/1",)):
+            told = [line for line in run.shoal("why", *who) if line["kind"] == "SharesDecided"]
+            assert told[0]["text"].startswith("shares from step")
+            assert told[0]["reason"].startswith("local/1 takes")
+            assert shares["reason"] in [line["reason"] for line in told]

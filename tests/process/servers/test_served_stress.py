@@ -25,7 +25,7 @@ CALM = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_
 
 def hurt(run: Served, dice: random.Random, stopped: list[tuple[float, int]]) -> bool:
     """One fault, if the run can bear it."""
-    kind = dice.choices(["trainer", "server", "notice", "stop", "coordinator"], [8, 5, 2, 2, 1])[0]
+    kind = dice.choices(["trainer", "server", "notice", "stop", "hang", "coordinator"], [8, 5, 2, 2, 2, 1])[0]
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):
             helper = run.helper("coordinator")
@@ -33,8 +33,9 @@ def hurt(run: Served, dice: random.Random, stopped: list[tuple[float, int]]) -> 
                 helper.kill()
                 return True
         return False
-    if kind == "server":
-        names = run.servers() if run.replicated() else []
+    if kind in ("server", "hang"):
+        hanging = {pid for _, pid in stopped} & {run.pids()[name] for name in run.servers()}
+        names = run.servers() if run.replicated() and not hanging else []
     else:
         names = run.trainers()
         if len(names) < 2:
@@ -43,8 +44,9 @@ def hurt(run: Served, dice: random.Random, stopped: list[tuple[float, int]]) -> 
         return False
     pid = run.pids()[dice.choice(names)]
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, {"notice": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind, signal.SIGKILL))
-        if kind == "stop":
+        signals = {"notice": signal.SIGTERM, "stop": signal.SIGSTOP, "hang": signal.SIGSTOP}
+        os.kill(pid, signals.get(kind, signal.SIGKILL))
+        if kind in ("stop", "hang"):
             stopped.append((time.monotonic() + dice.uniform(0.5, 4.0), pid))
         return True
     return False

@@ -102,6 +102,10 @@ def placed(number: int, holding: Holding, *servers: Peer, life: int = 1) -> Plac
     return Placement(number, life, tuple(peer.seat for peer in servers), (holding, holding, holding), fresh=True)
 
 
+def not_fresh(server: Peer) -> Placement:
+    return Placement(1, 1, (server.seat,), (Holding(server.me),) * 3, fresh=False)
+
+
 def until(ready: Any, within_s: float = 10.0) -> None:
     deadline = time.monotonic() + within_s
     while not ready():
@@ -199,6 +203,27 @@ def test_a_server_that_rests_answers_reads_only(peers: list[Peer]) -> None:
         peer.server.adopt(swapped)
     assert t.ask(b, push(1)).kind == "done"
     assert (a.vault.sums[1], b.vault.sums[1]) == (16, 16)
+
+
+def test_what_a_coordinator_that_was_away_has_missed_is_said_again(peers: list[Peer]) -> None:
+    a, b, _, _ = peers
+    first = placed(1, Holding("a", learner="b", since=1), a, b)
+    for peer in (b, a):
+        peer.server.adopt(first)
+    until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
+    assert a.server.outstanding() == [messages.Copied(part, "b", 1) for part in range(3)]
+    a.server.adopt(placed(2, Holding("a", "b", since=1), a, b))
+    assert a.server.outstanding() == []
+    a.server.adopt(placed(3, Holding("a", "b", since=1, handing=True), a, b))
+    until(lambda: len(a.server.outstanding()) == 3)
+    assert a.server.outstanding() == [messages.Yielded(part, 3) for part in range(3)]
+
+
+def test_a_server_makes_nothing_up(peers: list[Peer]) -> None:
+    a, *_ = peers
+    a.server.adopt(not_fresh(a))
+    assert len(a.failed) == 3
+    a.failed.clear()
 
 
 def test_a_trainer_whose_connection_ends_is_dropped_and_its_ticket_comes_again(peers: list[Peer]) -> None:

@@ -67,6 +67,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
     outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
     outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
+    servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
+    tickets: Annotated[
+        Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
+    ] = "time"
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 
@@ -148,6 +152,7 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
         name = path.strip("`$.").strip("[]'\"") or "a setting"
         shown = f"{name} cannot be {values[name]!r}" if name in values else f"{name} has a value that it cannot take"
         raise BadSettings(shown, where=where, why=why, do="shoal config prints all settings") from error
+    sync.parse(getattr(converted, "sync", "step"))
     ports = getattr(converted, "ports", "")
     span = port_range(ports)
     if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):

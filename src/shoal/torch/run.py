@@ -30,7 +30,9 @@ from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
 from shoal.torch.rounds import BatchLoader, RoundFeed
 from shoal.torch.stream import LaneReader
+from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
+from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
@@ -40,12 +42,16 @@ NOTICE_S = 30.0
 class Run:
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
-    def __init__(self, session: Session | Solo, name: str, directory: str) -> None:
+    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
-        mode = sync.parse(session.settings.sync)
-        self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
-        self._keeper.parts["noise"] = self._trainer.noise
+        self._trainer: Trainer | TicketTrainer
+        if isinstance(session, PlacedSession):
+            self._trainer = TicketTrainer(session, self._keeper)
+        else:
+            mode = sync.parse(session.settings.sync)
+            self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
+            self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
 
@@ -66,6 +72,8 @@ class Run:
         turn, feed = self._trainer.turn, self._trainer.feed
         if turn is None or feed is None or not turn.committed:
             return False
+        if isinstance(turn, TicketTurn):
+            return turn.last_of_epoch
         return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
     @property
@@ -116,6 +124,7 @@ class Run:
                 trainer.optimizers.append(part)
                 self._keeper.parts[f"optimizer{len(trainer.optimizers)}"] = part
             elif isinstance(part, torch.amp.GradScaler):
+                trainer.refuse_scaler()
                 guard_scaler(trainer, part)
                 self._keeper.parts["scaler"] = part
             elif part is not None:
@@ -132,6 +141,8 @@ class Run:
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
         self._refuse_in_local_mode("run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
+        if not isinstance(self._trainer, Trainer):
+            raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -178,6 +189,8 @@ class Run:
                 self._refuse_in_local_mode("batch=auto", "pass a number, or train with --sync step")
             rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
             feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
+        elif wished.bounds is not None and isinstance(self._trainer, TicketTrainer):
+            raise self._trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
         elif wished.bounds is not None:
             feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
         elif exact is None:
@@ -254,6 +267,8 @@ class Run:
         self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
     ) -> AutoFeed:
         trainer, settings = self._trainer, self._session.settings
+        if not isinstance(trainer, Trainer):
+            raise trainer.unusable("a global batch that is chosen", "pass a number as batch")
         if exact is not None:
             raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
         if not trainer.optimizers:
@@ -302,7 +317,7 @@ class Run:
         return ";".join(f"{key}={value}" for key, value in parts.items())
 
 
-def handle_sigterm(session: Session) -> None:
+def handle_sigterm(session: Session | PlacedSession) -> None:
     """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return

@@ -468,6 +468,9 @@ class Trainer:
             **self.meter.status(),
         }
 
+    def refuse_scaler(self) -> None:
+        """A scaler is welcome here."""
+
     # --- what synchronised BatchNorm asks (see shoal.torch.batchnorm)
 
     def exchange_now(self) -> tuple[Exchange | None, float]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.clock import Granted, Ticket
 from shoal.core.shards import LEDGER, Placement
+from shoal.core.world import Seat
 from shoal.wire import messages
 from shoal.worker import frames
 from shoal.worker.exchange import ExchangeBroken
@@ -35,6 +36,8 @@ class Pusher:
         self._guard = threading.Lock()
         self._dialled: tuple[str, str, threading.Event] | None = None
         self._reported: set[tuple[str, int]] = set()
+        self._presence: tuple[Seat, socket.socket] | None = None
+        self._closed = False
         self.placement: Placement | None = None
         self.waits_for: tuple[str, ...] = ()
         session.adopted = self._adopted
@@ -98,9 +101,12 @@ class Pusher:
 
     def close(self) -> None:
         with self._guard:
+            self._closed = True
             for _, sock in self._socks.values():
                 disown(sock)
             self._socks.clear()
+            if self._presence is not None:
+                disown(self._presence[1])
 
     # --- asking until it is answered
 
@@ -215,3 +221,21 @@ class Pusher:
                     shut(sock)
             if self._dialled is not None and is_gone(*self._dialled[:2]):
                 self._dialled[2].set()
+        if placement is not None:
+            threading.Thread(target=self._show, args=(placement,), name="shoal-presence", daemon=True).start()
+
+    def _show(self, placement: Placement) -> None:
+        """Be connected to whoever keeps the ledger, even while we compute for long: so it knows that we are there."""
+        seat = placement.seat_of(placement.holdings[LEDGER].primary)
+        if seat is None or (self._presence is not None and self._presence[0] == seat):
+            return
+        try:
+            sock = self._session.port.call(CALL, 0, seat, self._session.settings.connect_s, threading.Event())
+        except ExchangeBroken:
+            return  # it is tried again with the next placement, and whenever we have something to ask
+        with self._guard:
+            old, self._presence = self._presence, (seat, sock)
+            if self._closed:
+                disown(sock)
+        if old is not None:
+            disown(old[1])

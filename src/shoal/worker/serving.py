@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,7 +42,7 @@ class Server(Shelf):
 
     def __init__(self, session: PlacedSession, vault: Vault, sizes: Sizes, ledger: Ledger) -> None:
         super().__init__(session, vault, sizes, ledger)
-        self._callers: dict[str, tuple[str, int]] = {}
+        self._callers: Counter[tuple[str, str]] = Counter()
         self._unseen: dict[str, float] = {}
         session.port.serve(CALL, self._serve_trainer)
         session.port.serve(COPY, self._serve_primary)
@@ -60,7 +61,7 @@ class Server(Shelf):
             return
         now = time.monotonic()
         for name, trainer in list(part.ledger.trainers.items()):
-            if self._callers.get(name, ("", 0))[0] == trainer.session:
+            if self._callers[name, trainer.session]:
                 self._unseen.pop(name, None)
             elif now - self._unseen.setdefault(name, now) > self._session.settings.lease_s:
                 del self._unseen[name]
@@ -113,8 +114,7 @@ class Server(Shelf):
     def _serve_trainer(self, hello: Hello, sock: socket.socket) -> None:
         member, session = hello.member, hello.incarnation
         with self._changed:
-            number = self._callers.get(member, ("", 0))[1] + 1
-            self._callers[member] = (session, number)
+            self._callers[member, session] += 1
         try:
             while True:
                 call, body = frames.receive_call(sock)
@@ -127,10 +127,9 @@ class Server(Shelf):
         finally:
             disown(sock)
             with self._changed:
-                latest = self._callers.get(member) == (session, number)
-                if latest:
-                    del self._callers[member]
-            if latest:
+                self._callers[member, session] -= 1
+                left = self._callers[member, session]
+            if not left:
                 self._drop(member, session)
 
     def _answer(self, hello: Hello, call: AnyCall, body: memoryview) -> Reply:

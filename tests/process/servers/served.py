@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,15 @@ class Served(Stage):
     def check_bound(self, bound: int) -> int:
         """Nobody began a ticket while somebody who finished its own was more than `bound` behind; the most there was.
 
-        A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead.
+        A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead. Nor
+        does one whose holder was given up before it came to life again and finished: nobody waited for it either.
         """
-        held = self._held()
+        lost = self._losses()
+        held = [
+            (member, clock, began, ended)
+            for member, clock, began, ended in self._held()
+            if not any(who == member and began <= at <= ended for who, at in lost)
+        ]
         most = 0
         for event in [e for e in self.events() if e["event"] == "begin"]:
             for other, clock, began, ended in held:
@@ -59,6 +66,11 @@ class Served(Stage):
                     assert event["clock"] - clock <= bound, f"{event} began while {other} was at {clock}"
             assert event["clock"] - event["low"] <= bound
         return most
+
+    def _losses(self) -> list[tuple[str, float]]:
+        """Whom the coordinator gave up, and when, on the clock of the records."""
+        monotonic = time.monotonic() - time.time()
+        return [(e["fields"]["member"], e["at"] + monotonic) for e in self.journal() if e["kind"] == "Lost"]
 
     def _held(self) -> list[tuple[str, int, float, float]]:
         """Tickets that were finished, as (trainer, clock, from, to)."""

@@ -54,6 +54,18 @@ def test_a_killed_server_costs_nothing(tmp_path: Path) -> None:
         assert not [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
 
 
+def test_a_trainer_that_computes_for_long_is_waited_for_though_the_ledger_moves(tmp_path: Path) -> None:
+    slow = {"local/1": 4.0}
+    with served(tmp_path, "2:2", "stale:1", *CALM, "tickets=equal", slow=slow, epochs=1) as run:
+        run.until(run.replicated, "every part to have a backup")
+        lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
+        run.until(lambda: run.commits() and run.commits()[-1]["at"] < time.monotonic() - 0.5, "all to wait")
+        run.kill(lead)
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(1)
+
+
 def test_each_server_can_be_killed_in_turn(tmp_path: Path) -> None:
     with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=40) as run:
         for _ in range(2):

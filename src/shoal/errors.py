@@ -183,6 +183,17 @@ class BadSync(UsageError):
     exit_code = 3
 
 
+class NotForServers(TrainingError):
+    """The script uses something that cannot be done when servers hold the parameters (``stale:K`` and ``async``).
+
+    Servers apply gradients tensor by tensor, as they arrive: there is no moment at which one process has the whole
+    gradient of a step. So there is no GradScaler, no schedule that needs a metric, no BatchNorm over the whole batch,
+    and no ``run.stream``. All of that works with ``--sync step``.
+    """
+
+    code = "S316"
+
+
 class BadSize(TrainingError):
     """A size that must be a positive whole number is not, or an option of the data has an unknown value."""
 

@@ -160,3 +160,12 @@ def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
 def test_decisions_that_do_not_follow_one_another_are_refused(decisions: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="do not follow"):
         Order(100, 5, decisions=decisions)
+
+
+@pytest.mark.parametrize("last", ["keep", "drop"])
+@pytest.mark.parametrize(("samples", "size"), [(10, 3), (9, 3), (5, 5), (7, 6)])
+def test_whole_batches_within_so_many_samples_are_counted(samples: int, size: int, last: str) -> None:
+    order = Order(samples, size, epochs=3, last=last)  # type: ignore[arg-type]
+    ends = np.cumsum([order.size_of(step) for step in range(order.total_steps)])
+    for count in range(int(ends[-1]) + 3):
+        assert order.steps_within(count) == int((ends <= count).sum())

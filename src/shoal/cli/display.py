@@ -47,6 +47,10 @@ def progress(view: RunView) -> str:
 
 def members(view: RunView) -> str:
     """The world in words, and how many members were asked for."""
+    servers = sum(member.status == "serving" for member in view.members)
+    if servers:
+        bounds = f"{view.members_min}:{view.members_max}"
+        return f"{view.world_size} trainers ({bounds}) and {servers} servers"
     if view.world is None:
         return "no world"
     bounds = f"{view.members_min}:{view.members_max}" if view.members_min != view.members_max else str(view.members_max)

@@ -21,7 +21,8 @@ from shoal.errors import BadEmulation, BadSync
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
-@click.option("--sync", metavar="MODE", help="How members keep together: step, local:H, …  [default: step]")
+@click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
+@click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
@@ -47,6 +48,7 @@ def command(
     members: str | None,
     name: str | None,
     sync: str | None,
+    servers: str | None,
     module: bool,
     compat: str | None,
     batch: str | None,
@@ -64,6 +66,7 @@ def command(
         members=("-n", members),
         name=("--name", name),
         sync=("--sync", sync),
+        servers=("--servers", servers),
         batch=("--batch", batch),
         emulate=("--emulate", emulate),
     )

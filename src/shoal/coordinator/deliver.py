@@ -22,6 +22,10 @@ def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
             yield from ((name, ms.Prepare(after, world, reason)) for name in to)
         case ev.DissolveWorld(number, to, reason):
             yield from ((name, ms.Dissolve(number, reason)) for name in to)
+        case ev.PlaceParts(placement, to, reason):
+            yield from ((name, ms.Place(placement, reason)) for name in to)
+        case ev.TellGone(to, member, incarnation, reason):
+            yield from ((name, ms.Gone(member, incarnation, reason)) for name in to)
         case ev.AskRestore(member, reason):
             yield member, ms.Restore(reason)
         case ev.Expel(member, reason):
@@ -71,6 +75,12 @@ def event_of(member: str, message: ms.Message) -> ev.Event | None:
             return ev.EnteredWorld(member, world, step)
         case ms.CannotPrepare(world, suspects, cause):
             return ev.PreparationFailed(member, world, suspects, cause)
+        case ms.Copied(part, to, since):
+            return ev.PartCopied(member, part, to, since)
+        case ms.Yielded(part, number):
+            return ev.PartYielded(member, part, number)
+        case ms.Unreachable(server, number, cause):
+            return ev.ServerUnreachable(member, server, number, cause)
         case ms.Leaving(within_s, cause):
             return ev.NoticeGiven(member, within_s, cause)
         case ms.Left(step, world):

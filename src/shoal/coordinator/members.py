@@ -41,7 +41,14 @@ class Members:
         live = self._service.live(hello.run)
         link.run, link.member, link.incarnation, link.pid = hello.run, hello.member, hello.incarnation, hello.pid
         event = ev.Hello(
-            hello.member, hello.incarnation, hello.address, hello.world, hello.step, hello.broken, hello.done
+            hello.member,
+            hello.incarnation,
+            hello.address,
+            hello.world,
+            hello.step,
+            hello.broken,
+            hello.done,
+            hello.role,
         )
         asked = self._service.record(hello.run, event)
         refusal = next((i for _, i in asked if isinstance(i, ev.Refuse) and i.incarnation == hello.incarnation), None)

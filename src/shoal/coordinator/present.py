@@ -9,6 +9,7 @@ from shoal.coordinator.links import AgentLink, MemberLink
 from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
+from shoal.core.roster import SERVER, TRAINER
 from shoal.wire.messages import Beat, Spent
 from shoal.wire.views import AgentView, Decision, MemberView, RunView
 
@@ -28,8 +29,12 @@ class Live:
 
 def measure(run: Run, live: Live) -> records.Measured | None:
     """How the training goes, from the latest beats of the world's members."""
-    world = run.membership.world
-    said = [live.said[s.member] for s in world.seats if s.member in live.said] if world is not None else []
+    world, members = run.membership.world, run.membership.members
+    names = [seat.member for seat in world.seats] if world is not None else []
+    served = run.membership.placement is not None
+    if served:
+        names = [m.name for m in members.values() if m.role == TRAINER and m.status == mb.TRAINING]
+    said = [live.said[name] for name in names if name in live.said]
     said = [beat for beat in said if beat.step is not None]
     if not said:
         return None
@@ -40,8 +45,8 @@ def measure(run: Run, live: Live) -> records.Measured | None:
         epoch=first.epoch,
         total_steps=first.total_steps,
         loss=loss,
-        # Every member measures the rate of the whole world, because it knows everybody's share from the pulse.
-        samples_per_s=max(beat.samples_per_s for beat in said),
+        # Members of a world measure the rate of the whole of it, because they know everybody's share from the pulse.
+        samples_per_s=(sum if served else max)(beat.samples_per_s for beat in said),
         metrics=next((beat.metrics for beat in said if beat.metrics), {}),
         batch=first.batch,
         noise=first.noise,
@@ -93,13 +98,20 @@ def _now(run: Run, runs: Runs) -> tuple[str, str, int]:
     """Status, reason and size; a compat run has processes instead of worlds."""
     world, wanted = run.membership.world, runs.fleet.runs.get(run.name)
     if run.over or not run.spec.compat or wanted is None or wanted.status == fl.STOPPING:
-        return run.state_name, run.reason, world.size if world is not None else 0
+        return run.state_name, run.reason, world.size if world is not None else _trainers(run)
     running = [p for p in runs.fleet.of_run(run.name) if p.status in (fl.RUNNING, fl.DONE)]
     if wanted.regroup:
         return "waiting", f"all members are started anew: {wanted.regroup}", 0
     if running:
         return "training", f"{len(running)} members of an unmodified script, start {wanted.generation}", len(running)
     return "starting", f"waiting for at least {wanted.min_members} places", 0
+
+
+def _trainers(run: Run) -> int:
+    """How many train in a run that has servers instead of worlds."""
+    if run.membership.placement is None:
+        return 0
+    return sum(m.role == TRAINER and m.status == mb.TRAINING for m in run.membership.members.values())
 
 
 def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, ...]:
@@ -136,12 +148,18 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         compute_s=spent.compute_s,
         wait_s=spent.wait_s,
         exchange_s=spent.exchange_s,
+        role=member.role if member else SERVER if process and process.serves else TRAINER,
+        clock=said.clock if said else 0,
+        ahead=said.ahead if said else 0,
+        waits_for=said.waits_for if said else (),
     )
 
 
 def _own_rate(name: str, run: Run, live: Live) -> float:
     """A member's part of the samples that its world trains on a second."""
     world, mine = run.membership.world, live.said.get(name)
+    if run.membership.placement is not None:
+        return mine.samples_per_s if mine is not None else 0.0
     if world is None or mine is None or world.rank_of(name) is None:
         return 0.0
     shares = sum(live.said[s.member].share for s in world.seats if s.member in live.said)
@@ -156,7 +174,9 @@ def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> s
         return "leaving"
     if member.status == mb.OUT:
         return "recovering"
-    if member.status == mb.WAITING and run.membership.world is not None:
+    if member.role == SERVER and member.status == mb.TRAINING:
+        return "serving"
+    if member.status == mb.WAITING and (run.membership.world or run.membership.placement) is not None:
         return "spare"
     return member.status
 

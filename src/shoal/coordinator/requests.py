@@ -14,7 +14,8 @@ from shoal.coordinator import records
 from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
 from shoal.core import events as ev
-from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadScript, NotOver, RunOver, UnknownRun
+from shoal.core import sync
+from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadScript, BadSync, NotOver, RunOver, UnknownRun
 from shoal.wire import messages as ms
 from shoal.wire.views import RunSpec, RunView, ScaleAsk, StopAsk
 
@@ -58,6 +59,9 @@ class Requests:
         if spec.compat not in ("", "torchrun", "tf"):
             raise BadRequest(f"{spec.compat!r} is no kind of script", do="use torchrun or tf")
         settings = msgspec.to_builtins(parse_settings(spec.settings))
+        if spec.compat and sync.parse(settings["sync"]).served:
+            what = f"an unmodified script cannot be run with --sync {settings['sync']}"
+            raise BadSync(what, why="it exchanges its gradients itself", do="leave --sync or --compat out")
         self._writable()
         name = self._new_id(spec.name)
         Path(self._service.run_dir(name)).mkdir(parents=True, exist_ok=True)

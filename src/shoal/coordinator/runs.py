@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from shoal.config import Settings
 from shoal.coordinator import records
-from shoal.core import budget, events, membership
+from shoal.core import budget, events, membership, servers, sync
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.wire.views import RunSpec
@@ -22,6 +22,7 @@ Asked = list[tuple[str, Instruction]]
 
 ENDED = ("done", "failed", "stopped", "resumable")
 _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
+_CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -56,7 +57,8 @@ class Run:
             return self.status
         if self.membership.stopping is not None:
             return "stopping"
-        if self.membership.world is not None or self.membership.finished:
+        state = self.membership
+        if state.world is not None or state.placement is not None or state.finished:
             return "training"
         return "waiting" if self.membership.started else "starting"
 
@@ -90,7 +92,7 @@ class Runs:
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
         self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        wanted = fe.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings))
+        wanted = fe.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings), rules.servers)
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
@@ -99,6 +101,7 @@ class Runs:
         run.membership = membership.State(
             rules=rules_of(run.settings, event.min_members, event.max_members),
             number=old.number,
+            life=old.life,
             order=old.order,
             started=old.started or old.checkpoint_step is not None,
             step=old.step,
@@ -110,9 +113,8 @@ class Runs:
         )
         run.ended, run.status, run.exit_code, run.failure = None, "", None, None
         run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
-        wanted = fe.RunWanted(
-            run.name, event.min_members, event.max_members, run.spec.compat, restarts_of(run.settings)
-        )
+        low, high, count = event.min_members, event.max_members, run.membership.rules.servers
+        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts_of(run.settings), count)
         self._fleet(wanted, now, asked)
 
     def _end(self, run: Run, status: str, reason: str, exit_code: int, now: float) -> None:
@@ -144,13 +146,14 @@ class Runs:
 
     def _membership(self, run: Run, event: events.Event, now: float, asked: Asked, grace_s: float = 30.0) -> None:
         before = run.membership
-        after, instructions = membership.decide(before, event, now)
+        decide = servers.decide if before.rules.servers else membership.decide
+        after, instructions = decide(before, event, now)
         run.membership = after
         if after.reason != before.reason:
             run.reason, run.since = after.reason, now
         for instruction in instructions:
             asked.append((run.name, instruction))
-            if isinstance(instruction, (events.FormWorld, events.ProposeWorld, events.DissolveWorld)):
+            if isinstance(instruction, _CHANGES):
                 run.last_change = instruction.reason
         if isinstance(event, events.Lost) and event.member in before.members:
             self._fleet(fe.MemberSilent(run.name, event.member), now, asked)
@@ -233,7 +236,15 @@ def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:
 
 def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> membership.Rules:
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
-    return replace(membership.Rules(min_members=low, max_members=high), **given)  # type: ignore[arg-type]
+    servers = servers_of(settings)
+    return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+
+
+def servers_of(settings: Mapping[str, records.Value]) -> int:
+    """How many servers a run has: none if its members wait for each other at every step."""
+    if not sync.parse(str(settings.get("sync", "step"))).served:
+        return 0
+    return int(settings.get("servers", Settings().servers))
 
 
 def restarts_of(settings: Mapping[str, records.Value]) -> budget.BudgetSettings:

@@ -109,6 +109,19 @@ def _proposed(i: ev.ProposeWorld) -> Sentence:
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
 
+def _placed(i: ev.PlaceParts) -> Sentence:
+    if len(i.to) == 1:
+        return f"{i.to[0]} is told of placement {i.placement.number}", i.reason
+    held = "; ".join(
+        ("the ledger" if part == 0 else f"shard {part}")
+        + f" on {h.primary}"
+        + (f", backup {h.backup}" if h.backup else "")
+        + (f", copied to {h.learner}" if h.learner else "")
+        for part, h in enumerate(i.placement.holdings)
+    )
+    return f"placement {i.placement.number}: {held}", i.reason
+
+
 def _start(i: fe.StartProcess) -> Sentence:
     return f"{i.member} is started {'again ' if i.restart else ''}on agent {i.agent}", i.reason
 
@@ -125,6 +138,11 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.FormWorld: _formed,
     ev.ProposeWorld: _proposed,
     ev.DissolveWorld: lambda i: (f"world {i.number} is over", i.reason),
+    ev.PartCopied: lambda e: (f"{e.member} has given part {e.part} to {e.to}", ""),
+    ev.PartYielded: lambda e: (f"{e.member} rests with part {e.part}, so that another can take over", ""),
+    ev.ServerUnreachable: lambda e: (f"{e.member} cannot reach {e.server}", e.cause),
+    ev.PlaceParts: _placed,
+    ev.TellGone: lambda i: (f"the servers no longer wait for {i.member}", i.reason),
     ev.AskRestore: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
     ev.Refuse: lambda i: (f"{i.member} is refused: {i.what}", i.why),
     ev.Expel: lambda i: (f"{i.member} is told that it is out", i.reason),

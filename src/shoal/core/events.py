@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
+from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 # --- events
@@ -24,6 +25,7 @@ class Hello:
     step: int | None = None
     broken: bool = False
     done: bool = False
+    role: str = "trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,35 @@ class PreparationFailed:
     member: str
     world: int
     suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopied:
+    """A primary has given its learner all that it has; `since` says which learner."""
+
+    member: str
+    part: int
+    to: str
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartYielded:
+    """A primary has come to rest, so that its backup can take over; `number` is the placement that asked for it."""
+
+    member: str
+    part: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUnreachable:
+    """A member cannot reach a server of this placement."""
+
+    member: str
+    server: str
+    number: int
     cause: str = ""
 
 
@@ -173,6 +204,9 @@ Event = Union[
     WorldBroke,
     EnteredWorld,
     PreparationFailed,
+    PartCopied,
+    PartYielded,
+    ServerUnreachable,
     Disconnected,
     Lost,
     NoticeGiven,
@@ -216,6 +250,25 @@ class ProposeWorld:
 class DissolveWorld:
     number: int
     to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceParts:
+    """Tell these members who holds the parts of the state from now on."""
+
+    placement: Placement
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellGone:
+    """Tell these servers that a trainer is gone, so that nobody waits for it."""
+
+    to: tuple[str, ...]
+    member: str
+    incarnation: str
     reason: str
 
 
@@ -283,6 +336,8 @@ Instruction = Union[
     FormWorld,
     ProposeWorld,
     DissolveWorld,
+    PlaceParts,
+    TellGone,
     AskRestore,
     Refuse,
     Expel,

@@ -23,6 +23,7 @@ from shoal.core.compat import Place, rendezvous
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
 ALIVE = (STARTING, RUNNING, ENDING)
+SERVER_MARK = "server-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class Process:
     def alive(self) -> bool:
         return self.status in ALIVE
 
+    @property
+    def serves(self) -> bool:
+        """Whether it is a server; names are given here, and tell."""
+        return self.member.rpartition("/")[2].startswith(SERVER_MARK)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -84,6 +90,7 @@ class Wanted:
     max_members: int
     compat: str
     restarts: budget.BudgetSettings
+    servers: int = 0
     status: str = GOING
     exit_code: int = 0
     reason: str = ""
@@ -195,7 +202,23 @@ class _Draft:
             if run.status == GOING and run.compat:
                 self.align(run)
             elif run.status == GOING:
+                self.fill_servers(run)
                 self.fill(run)
+
+    def fill_servers(self, run: Wanted) -> None:
+        """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
+        while self.count(run, serving=True) < run.servers:
+            usable = [a for a in self.agents.values() if a.usable and (a.slots is None or self.room(a, run) > 0)]
+            if not usable:
+                return
+            here = [p.agent for p in self.of_run(run.run) if p.serves]
+            agent = min(usable, key=lambda a: (here.count(a.name), a.order))
+            self.start_new(agent, self.runs[run.run], "the run needs servers", serving=True)
+
+    def count(self, run: Wanted, *, serving: bool) -> int:
+        """How many processes of a kind there are that stay."""
+        staying = [p for p in self.of_run(run.run) if p.serves == serving and (p.status != ENDING or p.again)]
+        return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: Wanted) -> None:
         for agent in sorted(self.agents.values(), key=lambda a: a.order):
@@ -205,18 +228,21 @@ class _Draft:
     def room(self, agent: Agent, run: Wanted) -> int:
         if agent.slots is not None:
             return agent.slots - sum(1 for p in self.processes.values() if p.agent == agent.name)
-        staying = [p for p in self.of_run(run.run) if p.status != ENDING or p.again]
-        return run.max_members - sum(1 for p in staying if self.is_usable(p.agent))
+        return run.max_members - self.count(run, serving=False)
 
     def is_usable(self, agent: str) -> bool:
         """Whether processes there count; those of an agent that is away may still be back."""
         return agent in self.agents and not self.agents[agent].notice
 
-    def start_new(self, agent: Agent, run: Wanted, reason: str, env: tuple[tuple[str, str], ...] = ()) -> None:
+    def start_new(
+        self, agent: Agent, run: Wanted, reason: str, env: tuple[tuple[str, str], ...] = (), *, serving: bool = False
+    ) -> None:
         taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
-        index = next(i for i in range(len(taken) + 1) if f"{agent.name}/{i}" not in taken)
+        stem = f"{agent.name}/{SERVER_MARK if serving else ''}"
+        index = next(i for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
         order, incarnation = self.next_incarnation()
-        p = Process(run.run, f"{agent.name}/{index}", incarnation, agent.name, STARTING, order)
+        p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
+        env = env or _role(p)
         self.processes[p.run, p.member] = p
         self.set_run(run.run, seen=True, preempted=False, alone_since=None)
         self.asked.append(fe.StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
@@ -224,7 +250,7 @@ class _Draft:
     def start_again(self, p: Process, reason: str) -> None:
         order, incarnation = self.next_incarnation()
         self.processes[p.run, p.member] = Process(p.run, p.member, incarnation, p.agent, STARTING, order)
-        self.asked.append(fe.StartProcess(p.agent, p.run, p.member, incarnation, True, reason))
+        self.asked.append(fe.StartProcess(p.agent, p.run, p.member, incarnation, True, reason, _role(p)))
 
     def end(self, p: Process, reason: str, grace_s: float, again: str = "") -> None:
         if p.status in (STARTING, RUNNING):
@@ -310,11 +336,11 @@ class _Draft:
             return
         self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
         run = self.runs[p.run]
-        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE)]
-        if len(left) + len(run.guests) < run.min_members:
-            self.fail(
-                p.run, f"{what} ({why}); fewer than {run.min_members} members are left", 1 if cause == "refused" else 5
-            )
+        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.serves == p.serves]
+        needed = 1 if p.serves else run.min_members
+        if len(left) + (0 if p.serves else len(run.guests)) < needed:
+            kind = "servers" if p.serves else "members"
+            self.fail(p.run, f"{what} ({why}); fewer than {needed} {kind} are left", 1 if cause == "refused" else 5)
         else:
             self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
 
@@ -366,6 +392,10 @@ class _Draft:
             self.fail(run.run, f"{p.member}: {detail or cause} ({decision.reason})", 1 if cause == "user" else 5)
         else:
             self.regroup(self.runs[run.run], f"{p.member} ended: {detail or cause}", decision.after_s)
+
+
+def _role(p: Process) -> tuple[tuple[str, str], ...]:
+    return (("SHOAL_ROLE", "server"),) if p.serves else ()
 
 
 def _on_opened(draft: _Draft, event: fe.Opened) -> None:
@@ -434,7 +464,8 @@ def _on_agent_notice(draft: _Draft, event: fe.AgentNotice) -> None:
 
 
 def _on_run_wanted(draft: _Draft, event: fe.RunWanted) -> None:
-    draft.runs[event.run] = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts)
+    wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
+    draft.runs[event.run] = wanted
 
 
 def _on_started(draft: _Draft, event: fe.ProcessStarted) -> None:
@@ -481,7 +512,7 @@ def _on_scaled(draft: _Draft, event: fe.Scaled) -> None:
     run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
     if run.compat or run.status != GOING:
         return
-    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
+    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent) and not p.serves]
     elastic = [p for p in staying if draft.agents[p.agent].slots is None]
     extra = max(0, len(staying) - event.max_members)
     elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))

@@ -52,6 +52,7 @@ class RunWanted:
     max_members: int
     compat: str = ""
     restarts: budget.BudgetSettings = DEFAULT_RESTARTS
+    servers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

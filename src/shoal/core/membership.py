@@ -32,10 +32,14 @@ __all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "
 def decide(state: State, event: ev.Event, now: float) -> tuple[State, tuple[ev.Instruction, ...]]:
     """The next state, and what to tell whom."""
     draft = Draft(state, now)
-    handler = _HANDLERS[type(event)]
-    handler(draft, event)
+    handle(draft, event)
     draft.advance()
     return draft.freeze(), tuple(draft.asked)
+
+
+def handle(draft: Draft, event: ev.Event) -> None:
+    """Note what an event says; whoever made the draft decides what follows from it."""
+    _HANDLERS[type(event)](draft, event)
 
 
 def _on_hello(draft: Draft, event: ev.Hello) -> None:
@@ -66,6 +70,7 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
             since=draft.now,
             step=event.step,
             stale=event.step is not None,
+            role=event.role,
         )
         if event.world is not None:
             draft.ask(ev.Expel(event.member, "it is not in the run any more"))
@@ -318,12 +323,19 @@ def _on_restart(draft: Draft, _event: ev.CoordinatorRestarted) -> None:
     draft.ask(ev.Say("the coordinator is back and has read its journal"))
 
 
+def _ignore(_draft: Draft, _event: ev.Event) -> None:
+    """The state of this run is held by its trainers, not by servers."""
+
+
 _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     ev.Hello: _on_hello,
     ev.BecameReady: _on_ready,
     ev.WorldBroke: _on_broke,
     ev.EnteredWorld: _on_entered,
     ev.PreparationFailed: _on_preparation_failed,
+    ev.PartCopied: _ignore,
+    ev.PartYielded: _ignore,
+    ev.ServerUnreachable: _ignore,
     ev.Disconnected: _on_disconnected,
     ev.Lost: _on_lost,
     ev.NoticeGiven: _on_notice,

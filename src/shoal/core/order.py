@@ -147,6 +147,12 @@ class Order:
         number = bisect_right(self.decisions, step, key=itemgetter(0))
         return self.decisions[number - 1][1] if number else self.size
 
+    def steps_within(self, samples: int) -> int:
+        """How many whole global batches are made of the first so many samples of the run."""
+        in_epoch = self.samples if self.last == "keep" else self.size * self.steps_per_epoch
+        epochs, rest = divmod(samples, in_epoch)
+        return min(self.total_steps, epochs * self.steps_per_epoch + rest // self.size)
+
     def ids(self, step: int, start: int, stop: int) -> NDArray[np.int64]:
         """Samples start…stop of global batch `step`, in O(stop - start)."""
         if step >= self.total_steps or not 0 <= start <= stop <= self.size_of(step):

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.core import events as ev
+from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 STARTING, WAITING, TRAINING, OUT, DONE = "starting", "waiting", "training", "out", "done"
+TRAINER, SERVER = "trainer", "server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Rules:
     gather_s: float = 0.5
     stall_s: float = 300.0
     bench_s: float = 1.0
+    servers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Member:
     strikes: int = 0
     benched_until: float = 0.0
     rank: int = 1 << 30
+    role: str = TRAINER
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class State:
     rules: Rules
     members: Mapping[str, Member] = field(default_factory=dict)
     world: World | None = None
+    placement: Placement | None = None
+    life: int = 0
     proposal: World | None = None
     repeat_at: float | None = None
     number: int = 0

@@ -20,8 +20,10 @@ import sys
 import traceback
 from types import TracebackType
 
+from shoal.core import sync
 from shoal.torch.run import Run, handle_sigterm
 from shoal.worker import environment
+from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
@@ -33,7 +35,8 @@ def join() -> Run:
     told = environment.read(os.environ)
     if told is None:
         return Run(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
-    session = Session(told)
+    served = sync.parse(told.values.sync).served
+    session = PlacedSession(told) if served else Session(told)
     handle_sigterm(session)
     elsewhere = told.values.checkpoint_to
     where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
@@ -43,7 +46,7 @@ def join() -> Run:
     return run
 
 
-def _tell_of_errors(session: Session) -> None:
+def _tell_of_errors(session: Session | PlacedSession) -> None:
     """Let the coordinator know of an uncaught exception before the process is gone and the others see only that."""
     usual = sys.excepthook
 

@@ -121,6 +121,15 @@ class IndexedFeed:
             return ghost
         return [Piece(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
 
+    @property
+    def order(self) -> Order:
+        return self._order
+
+    def cut(self, step: int, start: int, stop: int) -> list[Piece]:
+        """The pieces of any span of a global batch; nobody knows which one comes next, so nothing is read ahead."""
+        batches = self._loader.take(step, (start, stop), lambda _later: None)
+        return [Piece(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
+
     def more(self) -> bool:
         return True
 

@@ -72,9 +72,11 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
     kind = type(scheduler)
 
     @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = None
         for _ in range(gate.schedules(self, *args, **kwargs)):
-            kind.step(self, *args, **kwargs)
+            result = kind.step(self, *args, **kwargs)
+        return result
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 

@@ -14,6 +14,7 @@ from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
 from shoal.store.writer import AsyncWriter
 from shoal.torch import state
+from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.shadow import Blank
 from shoal.worker.snapshot import Bytes, Snapshot
@@ -36,14 +37,14 @@ class UserState:
 class StateKeeper:
     """All parts of the state, by name, and where their checkpoints go."""
 
-    def __init__(self, session: Session | Solo, run: str, directory: str) -> None:
+    def __init__(self, session: Session | PlacedSession | Solo, run: str, directory: str) -> None:
         self.parts: dict[str, Any] = {}
         self.loaded: list[Callable[[], None]] = []
         self.blanks: Callable[[], list[Blank] | None] = lambda: None
         self.ends: Callable[[tuple[Pulse, ...]], bool] = lambda _everybody: False
         self._session = session
         self._run = run
-        self._where = directory
+        self._where = self.where = directory
         settings = session.settings
         self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()

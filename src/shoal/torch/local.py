@@ -147,7 +147,7 @@ class LocalTrainer(Trainer):
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
-        result = self._step_alone(turn, real)
+        result = self._step_locally(turn, real)
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._stepped(turn)
@@ -159,7 +159,7 @@ class LocalTrainer(Trainer):
             return None
         self._nested = True
         try:
-            result = self._step_alone(turn, real)
+            result = self._step_locally(turn, real)
         finally:
             self._nested = False
         self._stepped(turn)
@@ -175,7 +175,7 @@ class LocalTrainer(Trainer):
             raise UnusableBackward("optimizer.step was called twice for one batch", do="call it once for each batch")
         return not batch.whole
 
-    def _step_alone(self, turn: Turn, real: Callable[[], Any]) -> Any:
+    def _step_locally(self, turn: Turn, real: Callable[[], Any]) -> Any:
         self._keep(turn)
         return None if turn.empty else real()
 

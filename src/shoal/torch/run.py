@@ -17,7 +17,7 @@ from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import BadSync, NotAttached, NotExact, NotForLocal, SecondLoop
+from shoal.errors import NotAttached, NotExact, NotForLocal, SecondLoop
 from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
@@ -30,7 +30,9 @@ from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
 from shoal.torch.rounds import BatchLoader, RoundFeed
 from shoal.torch.stream import LaneReader
+from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
+from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
@@ -40,14 +42,16 @@ NOTICE_S = 30.0
 class Run:
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
-    def __init__(self, session: Session | Solo, name: str, directory: str) -> None:
+    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
-        mode = sync.parse(session.settings.sync)
-        if mode.served:
-            raise BadSync(f"--sync {mode.text} is not there yet", do="train with --sync step or --sync local:H")
-        self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
-        self._keeper.parts["noise"] = self._trainer.noise
+        self._trainer: Trainer | TicketTrainer
+        if isinstance(session, PlacedSession):
+            self._trainer = TicketTrainer(session, self._keeper)
+        else:
+            mode = sync.parse(session.settings.sync)
+            self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
+            self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
 
@@ -68,6 +72,8 @@ class Run:
         turn, feed = self._trainer.turn, self._trainer.feed
         if turn is None or feed is None or not turn.committed:
             return False
+        if isinstance(turn, TicketTurn):
+            return turn.last_of_epoch
         return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
     @property
@@ -118,6 +124,7 @@ class Run:
                 trainer.optimizers.append(part)
                 self._keeper.parts[f"optimizer{len(trainer.optimizers)}"] = part
             elif isinstance(part, torch.amp.GradScaler):
+                trainer.refuse_scaler()
                 guard_scaler(trainer, part)
                 self._keeper.parts["scaler"] = part
             elif part is not None:
@@ -134,6 +141,8 @@ class Run:
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
         self._refuse_in_local_mode("run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
+        if not isinstance(self._trainer, Trainer):
+            raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -174,11 +183,14 @@ class Run:
         balance = self._balance(shares, 0, (1, 2, 4)) if local else self._balance(shares, ahead=workers * prefetch)
         feed: Feed
         if local:
-            if exact is not None or wished.bounds is not None:
-                what = "exact=" if exact is not None else "a global batch that changes"
-                self._refuse_in_local_mode(what, "leave it out")
+            if exact is not None:
+                self._refuse_in_local_mode("exact=", "leave it out: members compute different things on purpose")
+            if wished.bounds is not None:
+                self._refuse_in_local_mode("batch=auto", "pass a number, or train with --sync step")
             rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
             feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
+        elif wished.bounds is not None and isinstance(self._trainer, TicketTrainer):
+            raise self._trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
         elif wished.bounds is not None:
             feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
         elif exact is None:
@@ -207,11 +219,11 @@ class Run:
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
-        self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
         if self._session.settings.exact:
             raise NotExact(
                 "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
             )
+        self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
         feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
@@ -251,14 +263,12 @@ class Run:
         self._keeper.close()
         self._session.close()
 
-    def _refuse_in_local_mode(self, what: str, do: str) -> None:
-        if isinstance(self._trainer, LocalTrainer):
-            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
-
     def _auto_feed(
         self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
     ) -> AutoFeed:
         trainer, settings = self._trainer, self._session.settings
+        if not isinstance(trainer, Trainer):
+            raise trainer.unusable("a global batch that is chosen", "pass a number as batch")
         if exact is not None:
             raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
         if not trainer.optimizers:
@@ -269,6 +279,10 @@ class Run:
         feed = AutoFeed(order, loader, balance, auto, trainer.noise)
         self._keeper.parts["batch"] = feed
         return feed
+
+    def _refuse_in_local_mode(self, what: str, do: str) -> None:
+        if isinstance(self._trainer, LocalTrainer):
+            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
 
     def _balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
         settings = self._session.settings
@@ -303,7 +317,7 @@ class Run:
         return ";".join(f"{key}={value}" for key, value in parts.items())
 
 
-def handle_sigterm(session: Session) -> None:
+def handle_sigterm(session: Session | PlacedSession) -> None:
     """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return

@@ -63,7 +63,7 @@ class Trainer:
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
 
-    def advance(self, calls: int) -> int:
+    def _progress(self, calls: int) -> int:
         """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
 
         Only state that all members share may decide it: they must agree.
@@ -383,7 +383,7 @@ class Trainer:
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """How many steps a scheduler is to make for the one that it was asked for."""
-        return self.advance(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
+        return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
 
     @property
     def has_gradient(self) -> bool:
@@ -467,6 +467,9 @@ class Trainer:
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
             **self.meter.status(),
         }
+
+    def refuse_scaler(self) -> None:
+        """A scaler is welcome here."""
 
     # --- what synchronised BatchNorm asks (see shoal.torch.batchnorm)
 

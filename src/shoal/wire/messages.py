@@ -10,6 +10,7 @@ from typing import Union
 
 import msgspec
 
+from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 PROTOCOL = 1
@@ -39,6 +40,7 @@ class MemberHello(Message, frozen=True):
     step: int | None = None
     broken: bool = False
     done: bool = False
+    role: str = "trainer"
 
 
 class Ready(Message, frozen=True):
@@ -74,6 +76,29 @@ class CannotPrepare(Message, frozen=True):
     cause: str = ""
 
 
+class Copied(Message, frozen=True):
+    """This server has given a part of the state to its learner; `since` is the placement that asked for it."""
+
+    part: int
+    to: str
+    since: int
+
+
+class Yielded(Message, frozen=True):
+    """This server has come to rest with a part of the state: its backup can take over."""
+
+    part: int
+    number: int
+
+
+class Unreachable(Message, frozen=True):
+    """A server of this placement cannot be reached from here."""
+
+    server: str
+    number: int
+    cause: str = ""
+
+
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a usual step: reading data, computing, waiting for the slowest, exchanging."""
 
@@ -88,6 +113,8 @@ class Beat(Message, frozen=True):
 
     `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
     shares, if that is known, and with those in force.
+    With servers, `clock` is how many tickets it has finished, `ahead` how many more than the slowest had when it began
+    the present one, and `waits_for` are the members without which it may not begin another.
     """
 
     world: int | None
@@ -101,6 +128,9 @@ class Beat(Message, frozen=True):
     loss: float | None = None
     samples_per_s: float = 0.0
     metrics: dict[str, float] = {}
+    clock: int = 0
+    ahead: int = 0
+    waits_for: tuple[str, ...] = ()
     spent: Spent = Spent()
     batch: int = 0
     noise: float | None = None
@@ -210,6 +240,21 @@ class Dissolve(Message, frozen=True):
     """World `number` and all before it are over; abort, and say Broken."""
 
     number: int
+    reason: str
+
+
+class Place(Message, frozen=True):
+    """Who holds the parts of the state from now on."""
+
+    placement: Placement
+    reason: str
+
+
+class Gone(Message, frozen=True):
+    """A trainer is gone: servers drop it, and nobody waits for it."""
+
+    member: str
+    incarnation: str
     reason: str
 
 
@@ -355,6 +400,9 @@ FromMember = Union[
     Broken,
     Switched,
     CannotPrepare,
+    Copied,
+    Yielded,
+    Unreachable,
     Beat,
     Leaving,
     Left,
@@ -366,7 +414,20 @@ FromMember = Union[
     Raised,
 ]
 ToMember = Union[
-    Welcome, Refused, Form, Restore, Prepare, Dissolve, Expelled, Stop, Finished, Granted, AlreadyDone, Leaving
+    Welcome,
+    Refused,
+    Form,
+    Restore,
+    Prepare,
+    Dissolve,
+    Place,
+    Gone,
+    Expelled,
+    Stop,
+    Finished,
+    Granted,
+    AlreadyDone,
+    Leaving,
 ]
 FromAgent = Union[AgentHello, AgentBeat, MemberStarted, MemberExited, MachineNotice, LogLines]
 ToAgent = Union[AgentWelcome, Refused, StartMember, EndMember, ShutDown]

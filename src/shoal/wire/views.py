@@ -22,8 +22,9 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemberView(msgspec.Struct, frozen=True):
     """One member as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, recovering, leaving or done. The seconds are those of a usual step:
-    reading data, computing, waiting for the slowest member, exchanging.
+    `status` is starting, waiting, spare, training, serving, recovering, leaving or done. The seconds are those of a
+    usual step: reading data, computing, waiting for the slowest member, exchanging. With servers, `clock` is how many
+    tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits for.
     """
 
     member: str
@@ -40,6 +41,10 @@ class MemberView(msgspec.Struct, frozen=True):
     beat_age_s: float
     samples_per_s: float
     connected: bool
+    role: str = "trainer"
+    clock: int = 0
+    ahead: int = 0
+    waits_for: tuple[str, ...] = ()
     data_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0

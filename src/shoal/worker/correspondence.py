@@ -125,6 +125,7 @@ class Correspondence:
             step=self.step,
             broken=self._broken and not self._applying,
             done=self._done,
+            role=self.environment.role,
         )
         said: list[messages.Message] = [hello]
         if self._ready and world is None:

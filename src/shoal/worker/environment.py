@@ -24,6 +24,7 @@ class Environment:
     settings: dict[str, Value]
     values: Settings
     run_dir: str
+    role: str = "trainer"
     speed: float = 0.0
 
 
@@ -43,6 +44,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         settings=settings,
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
+        role=environ.get("SHOAL_ROLE") or "trainer",
         speed=_number(environ.get("SHOAL_SPEED", "")),
     )
 

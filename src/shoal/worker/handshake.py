@@ -28,6 +28,8 @@ CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
 
 RING = "ring"
 STATE = "state"
+CALL = "call"
+COPY = "copy"
 
 
 class Refused(Exception):  # noqa: N818 - the peer's fault, not ours
@@ -76,7 +78,7 @@ def unpack(body: bytes) -> Hello:
         hello = msgspec.msgpack.decode(body, type=Hello)
     except msgspec.MsgspecError as error:
         raise Refused(f"malformed hello: {error}") from error
-    if hello.kind not in (RING, STATE) or len(hello.nonce) != NONCE_BYTES:
+    if hello.kind not in (RING, STATE, CALL, COPY) or len(hello.nonce) != NONCE_BYTES:
         raise Refused("malformed hello")
     return hello
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.core.world import Address, World
+from shoal.core.world import Address, Seat, World
 from shoal.worker import handover
 from shoal.worker.dial import GLANCE_S, Patience, dial
 from shoal.worker.door import Door, Identity, listen
@@ -50,6 +50,7 @@ class Port:
         self._offers: dict[int, _Offer] = {}
         self._deliveries: dict[socket.socket, tuple[int, threading.Thread]] = {}
         self._closed = False
+        self._served: dict[str, Callable[[Hello, socket.socket], object]] = {}
         listener = listen(host, ports)
         self.address = Address(host, listener.getsockname()[1])
         self._door = Door(listener, self._identity, user_timeout_ms, self._on_arrival)
@@ -101,6 +102,17 @@ class Port:
         finally:
             disown(sock)
 
+    def serve(self, kind: str, serve: Callable[[Hello, socket.socket], object]) -> None:
+        """From now on hand every connection of this kind to `serve`, in a thread of its own; it then owns it."""
+        self._served[kind] = serve
+
+    def call(self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event) -> socket.socket:
+        """Open a connection of this kind to a member; the caller then owns it."""
+        patience = Patience(timeout_s, cancelled)
+        sock = dial(self._identity, kind, number, seat, patience, self._user_timeout_ms)
+        sock.setblocking(True)
+        return sock
+
     def close(self) -> None:
         """Stop listening; end every hand-over. Rings live on: each is closed by its owner."""
         with self._lock:
@@ -146,6 +158,11 @@ class Port:
     def _on_arrival(self, hello: Hello) -> None:
         if hello.kind == STATE:
             self._deliver(hello.world, hello.member)
+        elif (serve := self._served.get(hello.kind)) is not None:
+            sock = self._door.take(hello.kind, hello.world, hello.member)
+            if sock is not None:
+                sock.setblocking(True)
+                threading.Thread(target=serve, args=(hello, sock), name=f"shoal-{hello.kind}", daemon=True).start()
 
     def _deliver(self, world: int, reader: str) -> None:
         with self._lock:

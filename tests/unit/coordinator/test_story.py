@@ -10,6 +10,7 @@ import pytest
 from shoal.coordinator import records, story
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
+from shoal.core.shards import Holding, Placement
 from shoal.core.world import Address, Seat, World
 from shoal.wire.messages import Machine
 from shoal.wire.views import RunSpec
@@ -52,6 +53,7 @@ VALUES: dict[str, Any] = {
     "dict[str, int]": {"x": 3},
     "Address": Address("h", 1),
     "World": World(2, (Seat("x", "1", Address("h", 1)),), 5),
+    "Placement": Placement(2, 1, (Seat("x", "1", Address("h", 1)),), (Holding("x"), Holding("x", "y", "z"))),
     "RunSpec": RunSpec("t", ("t.py",), "/", (1, 2)),
     "Machine": Machine("m", 1, 1),
     "budget.BudgetSettings": fe.DEFAULT_RESTARTS,

@@ -1,0 +1,277 @@
+"""Who may compute what, when members do not wait for each other at every step: tickets and clocks.
+
+A *ticket* is a span of one global batch. Each is issued once, and again only if whoever held it is gone, with the same
+span: so the servers, which take in each ticket once, count each sample once. A trainer's *clock* is how many tickets it
+has finished. With a bound K a trainer begins a ticket only if its clock is at most K ahead of the slowest; without one
+nobody ever waits. Newcomers start at the clock of the slowest.
+
+The ledger is a value; `turn`, `join` and `drop` are the only doors, and none knows of time or sockets. A server that
+replays the same calls in the same order has the same ledger, which is how its backup keeps up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, Union
+
+Policy = Literal["time", "staleness", "equal"]
+
+SMOOTH = 0.7
+LEAST_PART = 16
+RATE_JUMP = 4.0
+WEIGHT_STEP = 0.1
+WEIGHT_LIMITS = (0.05, 20.0)
+
+
+class Sizes(Protocol):
+    """How many global batches there are, and how many samples each has: an `Order`."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    def size_of(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ticket:
+    """Samples start…stop of global batch `step`."""
+
+    step: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.step, self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """One trainer as the ledger knows it. `rate` is its samples a second, 0 if not measured yet."""
+
+    session: str
+    clock: int
+    ticket: Ticket | None = None
+    rate: float = 0.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What was issued, to whom, and how far everybody is. The next new ticket begins at sample `at` of batch `step`.
+
+    `again` are tickets whose holder is gone. `low` is the slowest clock that was ever waited for; it only grows.
+    `marked` are the tickets that were not finished when a checkpoint began, and those issued since.
+    """
+
+    bound: int | None
+    policy: Policy = "time"
+    step: int = 0
+    at: int = 0
+    finished_samples: int = 0
+    low: int = 0
+    trainers: Mapping[str, Trainer] = field(default_factory=dict)
+    again: tuple[Ticket, ...] = ()
+    marked: tuple[Ticket, ...] | None = None
+
+    @property
+    def settled(self) -> int:
+        """All tickets of the batches before this one are finished."""
+        open_steps = [t.ticket.step for t in self.trainers.values() if t.ticket is not None]
+        return min([self.step, *open_steps, *(t.step for t in self.again)])
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Begin this ticket. `clock` is the trainer's, `low` the slowest of all, `behind` who that is."""
+
+    ticket: Ticket
+    clock: int
+    low: int
+    settled: int
+    finished_samples: int
+    behind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet: `whom` must come on first."""
+
+    reason: str
+    whom: tuple[str, ...]
+    clock: int
+    low: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Every ticket is finished."""
+
+    finished_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """This trainer is not, or no longer, in the ledger: it may join again."""
+
+
+Outcome = Union[Granted, Wait, Over, Unknown]
+
+
+def join(ledger: Ledger, name: str, session: str) -> Ledger:
+    """A trainer comes; one of the same name that was there before is gone."""
+    known = ledger.trainers.get(name)
+    if known is not None and known.session == session:
+        return ledger
+    if known is not None:
+        ledger = drop(ledger, name, known.session)
+    clock = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
+    return replace(ledger, trainers={**ledger.trainers, name: Trainer(session, clock)})
+
+
+def drop(ledger: Ledger, name: str, session: str) -> Ledger:
+    """A trainer is gone: nobody waits for it any more, and its ticket is issued again."""
+    known = ledger.trainers.get(name)
+    if known is None or known.session != session:
+        return ledger
+    again = ledger.again if known.ticket is None else tuple(sorted((*ledger.again, known.ticket)))
+    trainers = {other: t for other, t in ledger.trainers.items() if other != name}
+    return _raised(replace(ledger, trainers=trainers, again=again))
+
+
+def turn(
+    ledger: Ledger, sizes: Sizes, name: str, session: str, done: Ticket | None, seconds: float, wants: bool
+) -> tuple[Ledger, Outcome]:
+    """A trainer has finished a ticket, or not, and wants another, or not.
+
+    Saying the same again gives the same answer, so a trainer that did not hear it may ask anew.
+    """
+    if done is not None:
+        ledger = _finish(ledger, name, session, done, seconds)
+    me = ledger.trainers.get(name)
+    if me is None or me.session != session:
+        return ledger, Unknown()
+    if me.ticket is not None:
+        return ledger, _granted(ledger, me, me.ticket)
+    if not wants:
+        return ledger, Wait("it does not ask for a ticket", (), me.clock, ledger.low)
+    return _issue(ledger, sizes, name, me)
+
+
+def mark(ledger: Ledger) -> Ledger:
+    """A checkpoint begins: what is finished now is in whatever the servers hold from now on."""
+    held = [t.ticket for t in ledger.trainers.values() if t.ticket is not None]
+    return replace(ledger, marked=tuple(sorted((*ledger.again, *held))))
+
+
+def as_marked(ledger: Ledger) -> Ledger:
+    """The ledger that belongs to a checkpoint: whatever was not finished when it began is issued again.
+
+    Some of it the servers had taken in already when they were copied. They know, and do not count it twice.
+    """
+    marked = ledger.marked or ()
+    unfinished = sum(t.samples for t in marked)
+    issued = ledger.finished_samples + sum(t.ticket.samples for t in ledger.trainers.values() if t.ticket is not None)
+    issued += sum(t.samples for t in ledger.again)
+    return replace(ledger, trainers={}, again=marked, marked=None, finished_samples=issued - unfinished)
+
+
+def behind(ledger: Ledger) -> tuple[str, ...]:
+    """The slowest trainers."""
+    low = min((t.clock for t in ledger.trainers.values()), default=0)
+    return tuple(sorted(name for name, t in ledger.trainers.items() if t.clock == low))
+
+
+def _finish(ledger: Ledger, name: str, session: str, done: Ticket, seconds: float) -> Ledger:
+    me = ledger.trainers.get(name)
+    if me is not None and me.session == session and me.ticket == done:
+        mine = _measured(ledger, name, replace(me, clock=me.clock + 1, ticket=None), done, seconds)
+        ledger = replace(ledger, trainers={**ledger.trainers, name: mine})
+    elif done in ledger.again:
+        # The servers have taken it in, whatever we thought of whoever brought it.
+        ledger = replace(ledger, again=tuple(t for t in ledger.again if t != done))
+    else:
+        return ledger
+    return _raised(replace(ledger, finished_samples=ledger.finished_samples + done.samples))
+
+
+def _raised(ledger: Ledger) -> Ledger:
+    low = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
+    return replace(ledger, low=max(low, ledger.low))
+
+
+def _measured(ledger: Ledger, name: str, me: Trainer, done: Ticket, seconds: float) -> Trainer:
+    """Learn from a finished ticket how large the next one should be."""
+    rate = done.samples / seconds if seconds > 0 else me.rate
+    if me.rate:
+        # One ticket that took far too long, or was over far too soon, says little.
+        rate = SMOOTH * me.rate + (1 - SMOOTH) * min(RATE_JUMP * me.rate, max(me.rate / RATE_JUMP, rate))
+    others = [t.clock for other, t in ledger.trainers.items() if other != name]
+    weight = me.weight
+    if others and me.clock < min(others):
+        weight *= 1 - WEIGHT_STEP
+    elif others and me.clock > max(others):
+        weight *= 1 + WEIGHT_STEP
+    return replace(me, rate=rate, weight=min(WEIGHT_LIMITS[1], max(WEIGHT_LIMITS[0], weight)))
+
+
+def _issue(ledger: Ledger, sizes: Sizes, name: str, me: Trainer) -> tuple[Ledger, Outcome]:
+    if ledger.bound is not None and me.clock - min(t.clock for t in ledger.trainers.values()) > ledger.bound:
+        whom = behind(ledger)
+        reason = f"{me.clock - ledger.low} tickets ahead of {', '.join(whom)}, and {ledger.bound} are allowed"
+        return ledger, Wait(reason, whom, me.clock, ledger.low)
+    if ledger.again:
+        ticket, rest = ledger.again[0], ledger.again[1:]
+        ledger = replace(ledger, again=rest)
+    elif ledger.step < sizes.total_steps:
+        ledger, ticket = _cut(ledger, sizes, name)
+    else:
+        whom = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
+        if not whom:
+            return ledger, Over(ledger.finished_samples)
+        return ledger, Wait(f"the last tickets are with {', '.join(whom)}", whom, me.clock, ledger.low)
+    me = replace(me, ticket=ticket)
+    ledger = replace(ledger, trainers={**ledger.trainers, name: me})
+    return ledger, _granted(ledger, me, ticket)
+
+
+def _granted(ledger: Ledger, me: Trainer, ticket: Ticket) -> Granted:
+    whom = behind(ledger)
+    return Granted(ticket, me.clock, ledger.low, ledger.settled, ledger.finished_samples, whom[0] if whom else "")
+
+
+def _cut(ledger: Ledger, sizes: Sizes, name: str) -> tuple[Ledger, Ticket]:
+    """The next new ticket; a rest that would be less than half a ticket goes along with it."""
+    size = sizes.size_of(ledger.step)
+    wish = share(ledger, name, size)
+    stop = ledger.at + wish
+    if size - stop < max(2, (wish + 1) // 2):
+        stop = size
+    ticket = Ticket(ledger.step, ledger.at, stop)
+    step, at = (ledger.step + 1, 0) if stop == size else (ledger.step, stop)
+    marked = None if ledger.marked is None else (*ledger.marked, ticket)
+    return replace(ledger, step=step, at=at, marked=marked), ticket
+
+
+def share(ledger: Ledger, name: str, size: int) -> int:
+    """How many samples of a global batch of `size` this trainer should have, so that all take equally long."""
+    weights = _weights(ledger)
+    # Never a lone sample, on which BatchNorm cannot train, nor so few that a slow trainer cannot show that it is fast.
+    least = max(2, size // (LEAST_PART * len(weights)))
+    return min(size, max(least, round(size * weights[name] / sum(weights.values()))))
+
+
+def _weights(ledger: Ledger) -> dict[str, float]:
+    trainers = ledger.trainers
+    if ledger.policy == "staleness":
+        return {name: t.weight for name, t in trainers.items()}
+    known = [t.rate for t in trainers.values() if t.rate > 0]
+    if ledger.policy == "equal" or not known:
+        return dict.fromkeys(trainers, 1.0)
+    usual = sum(known) / len(known)
+    return {name: t.rate or usual for name, t in trainers.items()}

@@ -1,0 +1,173 @@
+"""A server's main thread: it waits for the end, watches over the ledger, and writes checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from shoal.core.clock import Ledger
+from shoal.core.order import Order
+from shoal.core.shards import LEDGER
+from shoal.errors import NoCheckpoint, ShoalError
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+from shoal.store.schedule import Schedule
+from shoal.torch.keeper import StateKeeper
+from shoal.torch.vault import Vault
+from shoal.wire import messages
+from shoal.worker.placed import PlacedSession
+from shoal.worker.serving import Server
+from shoal.worker.session import PREEMPTED, RunOver
+from shoal.worker.snapshot import Bytes, Snapshot
+
+TICK_S = 0.2
+LEAD_MARGIN_S = 5.0
+MARGIN_S = 1.0
+
+Parts = dict[int, tuple[bytes, list[Bytes]]]
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """The header of a checkpoint: for each part its own, and how many of the buffers are its."""
+
+    parts: list[tuple[int, bytes, int]]
+
+
+def serve(
+    session: PlacedSession,
+    keeper: StateKeeper,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    order: Order,
+    ledger: Ledger,
+    identity: str,
+) -> RunOver:
+    """Serve until the run ends, or until we are told to go; what the process then ends with."""
+    parts = 1 + session.settings.servers
+    vault = Vault(model, optimizers, schedulers, order, parts)
+    server = Server(session, vault, order, ledger)
+    session.adopted, session.gone, session.outstanding = server.adopt, server.gone, server.outstanding
+    service = _Service(session, keeper, server, order)
+    session.status = service.status
+    session.begin(identity)
+    try:
+        return service.run()
+    finally:
+        server.close()
+
+
+class _Service:
+    """What a server does besides answering."""
+
+    def __init__(self, session: PlacedSession, keeper: StateKeeper, server: Server, order: Order) -> None:
+        self._session, self._keeper, self._server, self._order = session, keeper, server, order
+        settings = session.settings
+        self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
+        self._last_step, self._last_time = 0, time.monotonic()
+        self._writing: threading.Thread | None = None
+
+    def run(self) -> RunOver:
+        session, server = self._session, self._server
+        while True:
+            session.pause(TICK_S)
+            session.phase("serving" if server.holds else "waiting")
+            server.watch()
+            if session.restore_asked:
+                self._restore()
+            if session.finished:
+                return session.goodbye(0, "served until the run had finished")
+            if session.stop is not None:
+                return self._stop(session.stop)
+            if session.leaving and self._may_go():
+                session.say(messages.Left(None))
+                return session.goodbye(PREEMPTED, f"left the run: {session.leaving}")
+            self._checkpoint_if_due()
+
+    def _may_go(self) -> bool:
+        """Whether somebody else holds all that we held, or our time is up; then a checkpoint is what we leave."""
+        placement, leads = self._session.placement, self._server.leads
+        if placement is None or placement.seat_of(self._session.me) is None:
+            return True
+        alone = len(placement.servers) == 1
+        # Whoever keeps the ledger goes first, because it needs the others for the checkpoint.
+        if not alone and not self._session.overdue(LEAD_MARGIN_S if leads else MARGIN_S):
+            return False
+        if leads:
+            self._write()
+        return True
+
+    def _stop(self, stop: messages.Stop) -> RunOver:
+        session = self._session
+        if stop.checkpoint and self._server.leads:
+            session.phase("checkpoint")
+            if self._writing is not None:
+                self._writing.join(60.0)
+            self._write()
+        session.say(messages.Left(None))
+        return session.goodbye(stop.exit_code, f"stopped: {stop.reason}")
+
+    # --- checkpoints
+
+    def _step(self) -> int:
+        ledger = self._server.ledger
+        return self._order.steps_within(ledger.finished_samples) if ledger is not None else 0
+
+    def _checkpoint_if_due(self) -> None:
+        if not self._server.leads or (self._writing is not None and self._writing.is_alive()):
+            return
+        step, now = self._step(), time.monotonic()
+        if self._schedule.due(step, now, self._last_step, self._last_time):
+            self._writing = threading.Thread(target=self._write, name="shoal-checkpoint", daemon=True)
+            self._writing.start()
+
+    def _write(self) -> None:
+        began, found, placement = time.monotonic(), self._server.gather(), self._session.placement
+        if found is None or placement is None:
+            return  # somebody was just changing places; it is tried again at once
+        self._last_step, self._last_time = self._step(), began
+        ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
+        header = _Header([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(found.items())])
+        buffers = [buffer for _, (_, owned) in sorted(found.items()) for buffer in owned]
+        step = self._order.steps_within(ledger.finished_samples)
+        snapshot = Snapshot(step, msgspec.msgpack.encode(header), buffers, readers=1)
+        store = open_store(self._keeper.where)
+        run, me, number = self._session.environment.run, self._session.me, placement.number
+        try:
+            entry = checkpoint.write(
+                store, snapshot, "checkpoint", run=run, world=number, meta={"member": me}, fence=lambda: self._leads()
+            )
+            self._session.checkpointed(
+                entry.step, f"{store.where}/{entry.name}", snapshot.total_bytes, time.monotonic() - began
+            )
+            checkpoint.prune(store, self._session.settings.checkpoint_keep)
+        except ShoalError as error:
+            sys.stderr.write(f"{error}\n")
+
+    def _leads(self) -> bool:
+        return self._server.leads
+
+    def _restore(self) -> None:
+        self._session.phase("restoring")
+        try:
+            found = checkpoint.read(open_store(self._keeper.where))
+        except NoCheckpoint:
+            self._session.restored(None)
+            return
+        parts: Parts = {}
+        buffers = iter(found.buffers)
+        for part, meta, count in msgspec.msgpack.decode(found.header, type=_Header).parts:
+            parts[part] = (meta, [np.asarray(next(buffers)) for _ in range(count)])
+        self._server.restore(parts)
+        self._last_step, self._last_time = found.entry.step, time.monotonic()
+        self._session.restored(found.entry.step)
+
+    def status(self) -> dict[str, Any]:
+        return {"total_steps": self._order.total_steps}

@@ -1,0 +1,99 @@
+"""A run with servers under test: what its trainers recorded, and what must hold of it whoever died."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from stage import Stage
+
+SCRIPT = Path(__file__).with_name("train.py")
+
+
+class Served(Stage):
+    """One run with `--sync`."""
+
+    script = SCRIPT
+
+    def trainers(self) -> list[str]:
+        return sorted(name for name in self.pids() if "server" not in name)
+
+    def servers(self) -> list[str]:
+        return sorted(name for name in self.pids() if "server" in name)
+
+    def placements(self) -> list[str]:
+        """All that was said of placements, oldest first."""
+        return [line for line in self.output.splitlines() if line.startswith("shoal: placement ")]
+
+    def replicated(self) -> bool:
+        """Whether every part has a backup on another server that lives."""
+        told = self.placements()
+        last = told[-1].rpartition(" (")[0] if told else ""
+        return "copied to" not in last and 0 < last.count("backup") == last.count(";") + 1 and len(self.servers()) == 2
+
+    # --- promises
+
+    def check_counts(self) -> None:
+        """Every shard has taken in every sample exactly once an epoch."""
+        final = torch.load(self.records / "final.pt", weights_only=True)
+        epochs = self.plan.get("epochs", 4)
+        for name in ("counters.0", "counters.1"):
+            assert final[name].unique().tolist() == [epochs], f"{name}: {final[name].unique(return_counts=True)}"
+        order = self.order()
+        assert {e["step"] for e in self.events() if e["event"] == "done"} == {order.total_steps}
+
+    def check_bound(self, bound: int) -> int:
+        """Nobody began a ticket while somebody who finished its own was more than `bound` behind; the most there was.
+
+        A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead. Nor
+        does one whose holder was given up before it came to life again and finished: nobody waited for it either.
+        """
+        lost = self._losses()
+        held = [
+            (member, clock, began, ended)
+            for member, clock, began, ended in self._held()
+            if not any(who == member and began <= at <= ended for who, at in lost)
+        ]
+        most = 0
+        for event in [e for e in self.events() if e["event"] == "begin"]:
+            for other, clock, began, ended in held:
+                if other != event["member"] and began <= event["at"] < ended:
+                    most = max(most, event["clock"] - clock)
+                    assert event["clock"] - clock <= bound, f"{event} began while {other} was at {clock}"
+            assert event["clock"] - event["low"] <= bound
+        return most
+
+    def _losses(self) -> list[tuple[str, float]]:
+        """Whom the coordinator gave up, and when, on the clock of the records."""
+        monotonic = time.monotonic() - time.time()
+        return [(e["fields"]["member"], e["at"] + monotonic) for e in self.journal() if e["kind"] == "Lost"]
+
+    def _held(self) -> list[tuple[str, int, float, float]]:
+        """Tickets that were finished, as (trainer, clock, from, to)."""
+        begun: dict[int, dict[str, Any]] = {}
+        found = []
+        for event in self.events():
+            if event["event"] == "begin":
+                begun[event["pid"]] = event
+            elif event["event"] == "commit" and begun.get(event["pid"], {}).get("ticket") == event["ticket"]:
+                began = begun[event["pid"]]
+                found.append((event["member"], began["clock"], began["at"], event["at"]))
+        return found
+
+    def loss(self) -> float:
+        """The mean loss of the last tickets."""
+        last = [e["loss"] for e in self.commits()[-8:]]
+        return sum(last) / len(last)
+
+
+@contextlib.contextmanager
+def served(path: Path, members: str, sync: str, *settings: str, servers: int = 2, **plan: Any) -> Iterator[Served]:
+    run = Served(path, members, (f"sync={sync}", f"servers={servers}", *settings), **plan)
+    try:
+        yield run
+    finally:
+        run.close()

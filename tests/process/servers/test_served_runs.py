@@ -1,0 +1,189 @@
+"""Runs whose parameters are held by servers: nobody is ever too far ahead, and whoever dies costs no sample."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from served import served
+from stage import staged
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+CALM = ("lease_s=2", "budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+
+
+def test_a_fast_trainer_waits_for_a_slow_one_at_the_bound(tmp_path: Path) -> None:
+    slow = {"local/1": 0.08}
+    with served(tmp_path, "2:2", "stale:2", "tickets=equal", slow=slow, epochs=3) as run:
+        run.finish()
+        run.check_counts()
+        assert run.check_bound(2) == 2, "the bound was never reached, so nothing was tested"
+
+
+def test_without_a_bound_nobody_waits(tmp_path: Path) -> None:
+    slow = {"local/1": 0.15}
+    with served(tmp_path, "2:2", "async", "tickets=equal", slow=slow, epochs=6) as run:
+        run.finish()
+        run.check_counts()
+        assert max(e["clock"] - e["low"] for e in run.events() if e["event"] == "begin") > 8
+
+
+def test_a_killed_trainer_costs_no_sample_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    with served(tmp_path, "2:3", "stale:1", *CALM, pause_s=0.03, epochs=12) as run:
+        run.until_step(10)
+        run.kill("local/1")
+        run.until_step(40)
+        run.finish()
+        run.check_counts()
+        run.check_bound(1)
+
+
+def test_a_killed_server_costs_nothing(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=12) as run:
+        run.until(run.replicated, "every part to have a backup")
+        run.kill(run.servers()[0])
+        step = run.step()
+        run.until_step(step + 15)
+        run.finish()
+        run.check_counts()
+        run.check_bound(2)
+        assert not [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
+
+
+def test_a_trainer_that_computes_for_long_is_waited_for_though_the_ledger_moves(tmp_path: Path) -> None:
+    slow = {"local/1": 4.0}
+    with served(tmp_path, "2:2", "stale:1", *CALM, "tickets=equal", slow=slow, epochs=1) as run:
+        run.until(run.replicated, "every part to have a backup")
+        lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
+        run.until(lambda: run.commits() and run.commits()[-1]["at"] < time.monotonic() - 0.5, "all to wait")
+        run.kill(lead)
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(1)
+
+
+def test_each_server_can_be_killed_in_turn(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=40) as run:
+        for _ in range(2):
+            for number in range(2):
+                run.until(run.replicated, "every part to have a backup")
+                before = run.pids()[f"local/server-{number}"]
+                run.kill(f"local/server-{number}")
+                name = f"local/server-{number}"
+                run.until(lambda n=name, b=before: run.pids().get(n, b) != b, "the server to be back")
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_training_goes_on_while_the_coordinator_is_away(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=30) as run:
+        run.until(run.replicated, "every part to have a backup")
+        run.helper("coordinator").kill()
+        step = run.step()
+        run.until_step(step + 20)
+        run.finish()
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_a_server_that_is_told_to_go_hands_over(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=20) as run:
+        run.until(run.replicated, "every part to have a backup")
+        began = time.monotonic()
+        before = run.pids()["local/server-0"]
+        run.kill("local/server-0", signal.SIGTERM)
+        run.until(lambda: run.pids().get("local/server-0", before) != before, "another server")
+        assert time.monotonic() - began < 20, "it waited for its deadline instead of handing over"
+        run.finish()
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_a_server_that_hangs_is_replaced_and_comes_back(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        pid = run.pids()["local/server-0"]
+        run.kill("local/server-0", signal.SIGSTOP)
+        step = run.step()
+        run.until_step(step + 20)
+        run.kill("local/server-0", signal.SIGCONT)
+        told = len(run.placements())
+        run.until(lambda: len(run.placements()) > told and run.replicated(), "the server to have its copies again")
+        assert run.pids()["local/server-0"] == pid, "the process that woke up was replaced"
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_when_everybody_is_told_to_go_the_state_is_left_in_a_checkpoint(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "async", *CALM, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        for name in (*run.trainers(), *run.servers()):
+            run.kill(name, signal.SIGTERM)
+        run.finish(exit_code=75)
+        assert "wrote the checkpoint" in run.output
+
+
+def test_a_trainer_that_is_told_to_go_finishes_its_ticket(tmp_path: Path) -> None:
+    with served(tmp_path, "1:2", "stale:2", *CALM, pause_s=0.03, epochs=12) as run:
+        run.until_step(10)
+        run.kill("local/1", signal.SIGTERM)
+        run.finish()
+        run.check_counts()
+        run.check_bound(2)
+
+
+def test_a_lone_server_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
+    with served(
+        tmp_path, "2:2", "stale:2", *CALM, "checkpoint.every_steps=5", servers=1, pause_s=0.03, epochs=12
+    ) as run:
+        run.until(lambda: "wrote the checkpoint" in run.output, "a checkpoint")
+        run.kill("local/server-0")
+        run.finish()
+        run.check_counts()
+        assert [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
+
+
+def test_when_both_servers_are_lost_before_a_checkpoint_training_starts_over(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=6) as run:
+        run.until_step(10)
+        for name in run.servers():
+            run.kill(name)
+        run.finish()
+        run.check_counts()
+        assert "there is no checkpoint: training starts over" in run.output
+
+
+def test_workers_and_micro_batches_change_nothing(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:1", workers=2, micro=8, epochs=3) as run:
+        run.finish()
+        run.check_counts()
+        run.check_bound(1)
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=8) as run:
+        run.until_step(20)
+        run.shoal("stop", run.shoal("ps")[0]["run"])
+        run.finish(exit_code=75)
+        reached = run.step()
+        run.process = run.start("resume", run.shoal("ps", "--all")[0]["run"])
+        run.finish()
+        run.check_counts()
+        again = [e for e in run.events() if e["event"] == "begin" and e["ticket"][0] < reached - 4]
+        starts = sorted({e["pid"] for e in run.events() if e["event"] == "ready"})
+        assert len(starts) == 8
+        assert not [e for e in again if e["at"] > max(c["at"] for c in run.commits() if c["step"] <= reached)]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_trainer_with_servers_trains_as_if_alone(tmp_path: Path, servers: int) -> None:
+    """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""
+    with staged(tmp_path, "1:1", ("sync=stale:0", f"servers={servers}"), epochs=9) as run:
+        run.finish()
+        run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))

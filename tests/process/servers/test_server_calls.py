@@ -1,0 +1,279 @@
+"""Servers in one process, over real sockets: what is acknowledged is on the backup, and counts once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.core.clock import Ledger, Ticket
+from shoal.core.order import Order
+from shoal.core.shards import Holding, Placement
+from shoal.core.world import Seat
+from shoal.wire import messages
+from shoal.worker import frames
+from shoal.worker.frames import Answer, Call, Pull, Push, Turn
+from shoal.worker.handshake import CALL
+from shoal.worker.port import Port
+from shoal.worker.serving import Server
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+ORDER = Order(samples=64, size=8)
+
+
+class Counting:
+    """A vault that only counts."""
+
+    def __init__(self) -> None:
+        self.sums = {1: np.zeros(1), 2: np.zeros(1)}
+
+    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
+        self.sums[part] = self.sums[part] + samples
+
+    def version(self, part: int) -> int:
+        return int(self.sums[part][0])
+
+    def parameters(self, part: int) -> list[Any]:
+        return [self.sums[part].view(np.uint8)]
+
+    def capture(self, part: int) -> tuple[bytes, list[Any]]:
+        return b"", [self.sums[part].copy().view(np.uint8)]
+
+    def install(self, part: int, header: bytes, buffers: Sequence[Any]) -> None:
+        self.sums[part] = np.frombuffer(buffers[0], np.float64).copy()
+
+    def renew(self, part: int) -> None:
+        self.sums[part] = np.zeros(1)
+
+
+class Peer:
+    """One member: a port, and what it told the coordinator."""
+
+    def __init__(self, name: str, bound: int | None = 1) -> None:
+        self.me, self.said = name, list[messages.Message]()
+        self.settings = SimpleNamespace(connect_s=2.0, lease_s=1.0)
+        self.port = Port(b"token", "run", name, "1", "127.0.0.1")
+        self.failed: list[Exception] = []
+        self.fail = self.failed.append
+        self.vault = Counting()
+        self.server = Server(self, self.vault, ORDER, Ledger(bound))  # type: ignore[arg-type]
+        self._socks: dict[str, socket.socket] = {}
+
+    def say(self, message: messages.Message) -> None:
+        self.said.append(message)
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.me, "1", self.port.address)
+
+    def ask(self, other: Peer, call: Call, body: bytes = b"", within_s: float = 10.0) -> Answer:
+        sock = self._socks.get(other.me)
+        if sock is None:
+            sock = self._socks[other.me] = self.port.call(CALL, 1, other.seat, 2.0, threading.Event())
+        sock.settimeout(within_s)
+        frames.send(sock, call, [body])
+        return frames.receive_answer(sock)[0]
+
+    def close(self) -> None:
+        for sock in self._socks.values():
+            sock.close()
+        self.server.close()
+        self.port.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    found = [Peer("a"), Peer("b"), Peer("t"), Peer("u")]
+    yield found
+    for peer in found:
+        peer.close()
+    assert not [error for peer in found for error in peer.failed]
+
+
+def placed(number: int, holding: Holding, *servers: Peer, life: int = 1) -> Placement:
+    return Placement(number, life, tuple(peer.seat for peer in servers), (holding, holding, holding), fresh=True)
+
+
+def not_fresh(server: Peer) -> Placement:
+    return Placement(1, 1, (server.seat,), (Holding(server.me),) * 3, fresh=False)
+
+
+def until(ready: Any, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def replicated(a: Peer, b: Peer) -> Placement:
+    """Part by part on a, with a complete copy on b."""
+    first = placed(1, Holding("a", learner="b", since=1), a, b)
+    for peer in (b, a):
+        peer.server.adopt(first)
+    until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
+    second = placed(2, Holding("a", "b", since=1), a, b)
+    for peer in (b, a):
+        peer.server.adopt(second)
+    return second
+
+
+def push(step: int, clock: int = 0, low: int = 0, part: int = 1, settled: int = 0) -> Push:
+    return Push(1, part, Ticket(step, 0, 8), clock, low, settled, b"")
+
+
+def test_a_push_that_comes_twice_counts_once(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    for _ in range(3):
+        assert t.ask(a, push(0)).kind == "done"
+    assert (a.vault.sums[1], b.vault.sums[1]) == (8, 8)
+
+
+def test_a_push_of_a_settled_batch_is_known_even_when_it_is_forgotten(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    t.ask(a, push(0))
+    t.ask(a, push(1, settled=1))
+    assert t.ask(a, push(0)).kind == "done"
+    assert a.vault.sums[1] == 16
+
+
+def test_what_is_acknowledged_is_known_to_the_backup_that_takes_over(peers: list[Peer]) -> None:
+    a, b, t, u = peers
+    replicated(a, b)
+    t.ask(a, push(0))
+    b.server.adopt(placed(3, Holding("b"), b))
+    assert u.ask(b, push(0)).kind == "done"
+    assert b.vault.sums[1] == 8
+    assert u.ask(b, push(1)).kind == "done"
+    assert b.vault.sums[1] == 16
+
+
+def test_a_primary_that_was_replaced_can_acknowledge_nothing(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    b.server.adopt(placed(3, Holding("b"), b))
+    with pytest.raises(TimeoutError):
+        t.ask(a, push(0), within_s=1.0)
+    assert any(isinstance(m, messages.Unreachable) for m in a.said)
+    assert b.vault.sums[1] == 0
+
+
+def test_a_primary_goes_on_alone_when_the_coordinator_says_so(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    b.close()
+    asked = threading.Thread(target=t.ask, args=(a, push(0)))
+    asked.start()
+    until(lambda: any(isinstance(m, messages.Unreachable) for m in a.said))
+    assert asked.is_alive(), "it was acknowledged before the coordinator knew that there is no backup"
+    a.server.adopt(placed(3, Holding("a"), a))
+    asked.join(5)
+    assert not asked.is_alive()
+    assert a.vault.sums[1] == 8
+
+
+def test_a_gradient_that_is_older_than_the_bound_allows_is_refused(peers: list[Peer]) -> None:
+    a, b, t, u = peers
+    replicated(a, b)
+    assert t.ask(a, push(0, clock=5, low=4)).kind == "done"
+    assert u.ask(a, push(1, clock=3)).kind == "stale"
+    assert u.ask(a, push(2, clock=4)).kind == "done"
+
+
+def test_a_server_that_rests_answers_reads_only(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    t.ask(a, push(0))
+    handing = placed(3, Holding("a", "b", since=1, handing=True), a, b)
+    a.server.adopt(handing)
+    until(lambda: sum(isinstance(m, messages.Yielded) for m in a.said) == 3)
+    assert t.ask(a, push(1)).kind == "moved"
+    assert t.ask(a, Pull(1, 1, -1)).version == 8
+    swapped = placed(4, Holding("b", "a", since=1), a, b)
+    for peer in (a, b):
+        peer.server.adopt(swapped)
+    assert t.ask(b, push(1)).kind == "done"
+    assert (a.vault.sums[1], b.vault.sums[1]) == (16, 16)
+
+
+def test_what_a_coordinator_that_was_away_has_missed_is_said_again(peers: list[Peer]) -> None:
+    a, b, _, _ = peers
+    first = placed(1, Holding("a", learner="b", since=1), a, b)
+    for peer in (b, a):
+        peer.server.adopt(first)
+    until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
+    assert a.server.outstanding() == [messages.Copied(part, "b", 1) for part in range(3)]
+    a.server.adopt(placed(2, Holding("a", "b", since=1), a, b))
+    assert a.server.outstanding() == []
+    a.server.adopt(placed(3, Holding("a", "b", since=1, handing=True), a, b))
+    until(lambda: len(a.server.outstanding()) == 3)
+    assert a.server.outstanding() == [messages.Yielded(part, 3) for part in range(3)]
+
+
+def test_a_server_makes_nothing_up(peers: list[Peer]) -> None:
+    a, *_ = peers
+    a.server.adopt(not_fresh(a))
+    assert len(a.failed) == 3
+    a.failed.clear()
+
+
+def test_a_trainer_whose_connection_ends_is_dropped_and_its_ticket_comes_again(peers: list[Peer]) -> None:
+    a, b, t, u = peers
+    replicated(a, b)
+    held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    assert held is not None
+    t.close()
+    until(lambda: a.server.ledger is not None and not a.server.ledger.trainers)
+    found = u.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    assert found is not None
+    assert found.ticket == held.ticket
+    assert b.server.ledger == a.server.ledger
+
+
+def test_whoever_waits_hears_for_whom(peers: list[Peer]) -> None:
+    a, b, t, u = peers
+    replicated(a, b)
+    for peer in (t, u):
+        assert peer.ask(a, Turn(1, 2, None, 0.0, True)).kind == "granted"
+    answer = Answer("")
+    while answer.kind != "wait":
+        granted = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+        assert granted is not None
+        answer = t.ask(a, Turn(1, 2, granted.ticket, 1.0, True))
+    assert answer.whom == ("u",)
+    assert "ahead of u" in answer.reason
+
+
+def test_an_earlier_life_is_void(peers: list[Peer]) -> None:
+    a, _, t, _ = peers
+    a.server.adopt(placed(1, Holding("a"), a))
+    t.ask(a, push(0))
+    a.server.adopt(placed(2, Holding("a"), a, life=2))
+    assert t.ask(a, push(1)).kind == "void"
+    assert a.vault.sums[1] == 0
+
+
+def test_a_copy_for_a_checkpoint_can_be_gone_on_from(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    replicated(a, b)
+    granted = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    assert granted is not None
+    t.ask(a, push(granted.ticket.step))
+    found = a.server.gather()
+    assert found is not None
+    saved = msgspec.msgpack.decode(found[0][0], type=Ledger)
+    assert saved.again == (granted.ticket,), "it was not finished, so it comes again"
+    b.server.restore(found)
+    b.server.adopt(placed(9, Holding("b"), b, life=2))
+    again = msgspec.structs.replace(push(granted.ticket.step), life=2)
+    assert t.ask(b, again).kind == "done"
+    assert b.vault.sums[1] == 8, "the shard knew that it has it"

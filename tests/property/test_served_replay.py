@@ -1,0 +1,117 @@
+"""Whatever happens to a run with servers, the coordinator that reads its journal knows what the one before it knew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.coordinator import records
+from shoal.coordinator.runs import Runs
+from shoal.core import events as ev
+from shoal.core import fleet_events as fe
+from shoal.core.world import Address
+from shoal.store import journal
+from shoal.wire.views import RunSpec
+
+HERE = Address("h", 1)
+
+
+class Served(RuleBasedStateMachine):
+    """Two agents, one of which offers three places, and processes that do as they are told."""
+
+    @initialize(servers=st.integers(1, 3), trainers=st.integers(1, 3))
+    def begin(self, servers: int, trainers: int) -> None:
+        self.runs = Runs()
+        self.entries: list[journal.Entry] = []
+        self.now = 1000.0
+        self.alive: dict[str, str] = {}
+        self.wanted = servers
+        self.on("", fe.Opened("s0"))
+        spec = RunSpec("r", ("t.py",), "/", (1, trainers))
+        told = {"sync": "stale:2", "servers": servers, "budget.user": 1, "budget.infrastructure": 5, "lease_s": 3.0}
+        self.on("r", records.RunCreated(spec, told))
+        self.on("", fe.AgentJoined("a", None, "h"))
+
+    def on(self, run: str, event: Any) -> None:
+        self.entries.append(journal.entry_of(len(self.entries) + 1, self.now, run, event))
+        for _, asked in self.runs.apply(run, event, self.now):
+            if isinstance(asked, fe.StartProcess):
+                self.alive[asked.member] = asked.incarnation
+                assert (dict(asked.env).get("SHOAL_ROLE") == "server") == ("server" in asked.member)
+            elif isinstance(asked, fe.EndProcess):
+                self.alive.pop(asked.member, None)
+
+    @property
+    def run(self) -> Any:
+        return self.runs.runs["r"]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), ready=st.booleans())
+    def come(self, data: st.DataObject, ready: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        role = "server" if "server" in name else "trainer"
+        self.on("r", ev.Hello(name, self.alive[name], HERE, role=role))
+        if ready:
+            self.on("r", ev.BecameReady(name, "model", None))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), cause=st.sampled_from(["infrastructure", "preempted", "user"]))
+    def die(self, data: st.DataObject, cause: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.on("r", fe.ProcessExited("r", name, self.alive.pop(name), cause))
+
+    @precondition(lambda self: self.run.membership.placement is not None)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        holdings = self.run.membership.placement.holdings
+        part = data.draw(st.integers(0, len(holdings) - 1))
+        if holdings[part].learner:
+            self.on("r", ev.PartCopied(holdings[part].primary, part, holdings[part].learner, holdings[part].since))
+        elif holdings[part].handing:
+            self.on("r", ev.PartYielded(holdings[part].primary, part, self.run.membership.placement.number))
+
+    @precondition(lambda self: self.run.membership.members)
+    @rule(data=st.data(), what=st.sampled_from(["notice", "silent", "cut", "done", "unreachable", "restored"]))
+    def happen(self, data: st.DataObject, what: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.run.membership.members)))
+        kinds = {
+            "notice": ev.NoticeGiven(name, 30.0, "spot"),
+            "silent": ev.Lost(name, "silent"),
+            "cut": ev.Disconnected(name),
+            "done": ev.MemberDone(name, 5),
+            "unreachable": ev.ServerUnreachable("a/0", name, self.run.membership.number, "reset"),
+            "restored": ev.BecameReady(name, "model", 3, restored=True),
+        }
+        if what != "done" or "server" not in name:
+            self.on("r", kinds[what])
+
+    @rule(after_s=st.sampled_from([0.1, 5.0, 700.0]))
+    def wait(self, after_s: float) -> None:
+        self.now += after_s
+        self.on("r", ev.TimerFired("gather"))
+
+    @rule()
+    def stop_and_resume(self) -> None:
+        if self.run.over:
+            self.on("r", records.RunResumed(1, 2))
+        else:
+            self.on("r", records.StopRequested("enough", True, 5.0))
+
+    @rule()
+    def restart(self) -> None:
+        again = Runs()
+        for entry in self.entries:
+            again.apply(entry.run, journal.event_of(entry, records.KINDS), entry.at)
+        assert again == self.runs
+
+    @invariant()
+    def as_many_servers_as_asked_for(self) -> None:
+        serving = [p for p in getattr(self, "runs", Runs()).fleet.processes.values() if p.serves]
+        assert len(serving) <= getattr(self, "wanted", 0)
+
+
+TestServed = Served.TestCase
+TestServed.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -1,0 +1,179 @@
+"""Who holds the state of a run with servers, decided without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.core import events as ev
+from shoal.core import servers as sv
+from shoal.core import sync
+from shoal.core.roster import Rules, State
+from shoal.core.shards import Placement
+from shoal.core.world import Address
+from shoal.errors import BadSync
+
+HERE = Address("h", 1)
+
+
+class Run:
+    """A state, and what was asked last."""
+
+    def __init__(self, servers: int = 2, trainers: tuple[int, int] = (1, 4)) -> None:
+        self.state = State(Rules(*trainers, servers=servers, gather_s=0.0))
+        self.asked: tuple[ev.Instruction, ...] = ()
+        self.now = 1000.0
+
+    def on(self, *events: ev.Event) -> Run:
+        for event in events:
+            self.state, self.asked = sv.decide(self.state, event, self.now)
+        return self
+
+    def come(self, name: str, incarnation: str = "1") -> Run:
+        role = "server" if name.startswith("s") else "trainer"
+        return self.on(ev.Hello(name, incarnation, HERE, role=role), ev.BecameReady(name, "model", None))
+
+    def copy_all(self) -> Run:
+        for part, holding in enumerate(self.placement.holdings):
+            if holding.learner:
+                self.on(ev.PartCopied(holding.primary, part, holding.learner, holding.since))
+        return self
+
+    @property
+    def placement(self) -> Placement:
+        assert self.state.placement is not None
+        return self.state.placement
+
+    def told(self, kind: type) -> list[Any]:
+        return [one for one in self.asked if isinstance(one, kind)]
+
+
+def started() -> Run:
+    return Run().come("s0").come("s1").come("t0").come("t1").copy_all()
+
+
+def test_nothing_is_placed_before_there_is_a_server_and_a_trainer() -> None:
+    run = Run().come("t0")
+    assert run.state.placement is None
+    assert run.state.reason == "waiting for a server to become ready"
+    assert Run().come("s0").come("s1").state.reason == "0 of at least 1 trainers are present"
+
+
+def test_the_first_placement_is_fresh_and_everybody_hears_of_it() -> None:
+    run = Run().come("s0").come("s1").come("t0")
+    assert run.placement.fresh
+    assert {name for one in run.told(ev.PlaceParts) for name in one.to} == {"s0", "s1", "t0"}
+
+
+def test_a_trainer_that_comes_later_is_told_and_nobody_else_is_bothered() -> None:
+    run = started().come("t2")
+    (one,) = run.told(ev.PlaceParts)
+    assert one.to == ("t2",)
+    assert one.placement == run.placement
+
+
+def test_a_lost_trainer_changes_no_placement_and_the_servers_forget_it() -> None:
+    run = started()
+    number = run.placement.number
+    run.on(ev.Lost("t1", "killed"))
+    assert run.placement.number == number
+    (gone,) = run.told(ev.TellGone)
+    assert (gone.member, gone.to) == ("t1", ("s0", "s1"))
+
+
+def test_a_lost_server_is_replaced_by_its_backups() -> None:
+    run = started().on(ev.Lost("s0", "killed"))
+    assert {h.primary for h in run.placement.holdings} == {"s1"}
+    assert "s0 is gone" in run.state.reason
+
+
+def test_news_of_a_learner_that_has_died_since_makes_nobody_a_backup() -> None:
+    run = Run().come("s0").come("s1").come("t0")
+    late = ev.PartCopied("s0", 0, "s1", run.placement.holdings[0].since)
+    run.on(ev.Lost("s1", "killed"))
+    assert run.state.placement is None, "a part whose only holder is lost is lost"
+    run = Run(servers=1).come("s0").come("t0").come("s1")
+    late = ev.PartCopied("s0", 0, "s1", run.placement.holdings[0].since)
+    run.on(ev.Lost("s1", "killed")).come("s1", "2").on(late)
+    assert run.placement.holdings[0].backup == ""
+
+
+def test_a_lost_part_takes_the_run_back_to_its_checkpoint() -> None:
+    run = started().on(ev.Lost("s0", "killed"), ev.Lost("s1", "killed")).come("s0", "2")
+    (asked,) = run.told(ev.AskRestore)
+    life = run.state.life
+    run.on(ev.BecameReady("s0", "model", 40, restored=True))
+    assert run.placement.life == life + 1
+    assert not run.placement.fresh
+    assert run.state.step == 40
+    assert asked.member == "s0"
+
+
+def test_a_server_that_comes_back_under_its_name_gets_everything_anew() -> None:
+    run = started().on(ev.Lost("s0", "silent")).come("s0")
+    assert all(h.learner == "s0" and not h.backup for h in run.placement.holdings)
+
+
+def test_a_backup_that_its_primary_cannot_reach_is_dropped() -> None:
+    run = started()
+    holding = run.placement.holdings[0]
+    run.on(ev.ServerUnreachable(holding.primary, holding.backup, run.placement.number, "no route"))
+    after = run.placement.holdings[0]
+    assert (after.backup, after.learner) == ("", holding.backup)
+    assert after.since > holding.since
+
+
+def test_a_server_that_nobody_reaches_is_lost_without_waiting_for_its_lease() -> None:
+    run = started().on(ev.Disconnected("s0"), ev.ServerUnreachable("t0", "s0", 1, "reset"))
+    assert "s0" not in run.state.members
+
+
+def test_a_leaving_server_hands_over_and_is_then_let_go() -> None:
+    run = started().on(ev.NoticeGiven("s0", 30.0, "spot"))
+    for part, holding in enumerate(run.placement.holdings):
+        if holding.handing:
+            run.on(ev.PartYielded("s0", part, run.placement.number))
+    assert run.placement.seat_of("s0") is None
+    assert "s0" in run.told(ev.PlaceParts)[-1].to, "it must hear that it may go"
+
+
+def test_trainers_stop_first_then_the_ledgers_server_then_the_others() -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    other = "s1" if lead == "s0" else "s0"
+    run.on(ev.StopAsked("enough", True, 75))
+    assert [one.to for one in run.told(ev.StopMembers)] == [("t0", "t1")]
+    run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((lead,), True)]
+    run.on(ev.MemberLeft(lead, None))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), False)]
+
+
+def test_the_run_is_finished_when_the_last_trainer_is_done() -> None:
+    run = started().on(ev.MemberDone("t0", 10))
+    assert not run.state.finished
+    run.on(ev.MemberDone("t1", 10))
+    assert run.state.finished
+    assert set(run.told(ev.TellFinished)[0].to) == {"s0", "s1"}
+
+
+def test_a_trainer_that_dies_at_the_very_end_is_not_waited_for() -> None:
+    assert started().on(ev.MemberDone("t0", 10), ev.Lost("t1", "killed")).state.finished
+
+
+def test_a_member_that_finds_the_coordinator_again_hears_of_the_placement() -> None:
+    run = started().on(ev.CoordinatorRestarted(), ev.Hello("t0", "1", HERE))
+    assert run.told(ev.PlaceParts)[0].to == ("t0",)
+
+
+@pytest.mark.parametrize("text", ["stale", "stale:-1", "stale:x", "bulk", "", "async:3", "step:1"])
+def test_a_mode_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(BadSync):
+        sync.parse(text)
+
+
+def test_modes_are_read() -> None:
+    assert sync.parse("stale:0") == sync.Sync("stale:0", True, 0)
+    assert sync.parse("async").bound is None
+    assert not sync.parse("step").served

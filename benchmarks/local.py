@@ -41,7 +41,7 @@ class Link:
     bytes_per_s: float
 
 
-LINKS = (Link("none", 0.0, float("inf")), Link("1 Gbit/s", 0.0005, 125e6), Link("10 Mbit/s", 0.02, 1.25e6))
+LINKS = (Link("none", 0.0, float("inf")), Link("10 Mbit/s", 0.02, 1.25e6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,8 @@ SIDES = (
     Side("local:16", 0.7, 0.5),
     Side("local:16", inner="averaged"),
     Side("local:16", inner="reset"),
+    Side("local:64"),
+    Side("local:64", 0.7, 0.5),
 )
 QUICK = (Side("step", shares="equal"), Side("step"), Side("local:8"))
 

@@ -139,6 +139,17 @@ def test_rounds_of_one_batch_with_plain_averaging_are_steps(count: int) -> None:
         same(one, other, within=1e-13)
 
 
+def by_number(ids: torch.Tensor) -> float:
+    return 1.0 + (ids % 7).sum().item()
+
+
+@pytest.mark.parametrize("weigh", [None, by_number])
+def test_members_count_by_their_samples_or_by_their_weights(weigh: Callable[[torch.Tensor], float] | None) -> None:
+    # Shares of 16 and 8 are one batch each.
+    stepped, local = (together(2, train(sync, shares="fixed:2,1", weigh=weigh))[0] for sync in ("step", "local:1"))
+    same(stepped.end, local.end, within=1e-13)
+
+
 def test_one_member_alone_does_all_its_steps_one_after_the_other() -> None:
     adam = lambda p: torch.optim.Adam(p, 0.01)  # noqa: E731
     same(together(1, train("step", adam))[0].end, together(1, train("local:4", adam))[0].end, within=1e-12)
@@ -204,7 +215,7 @@ def test_micro_batches_make_the_same_local_steps() -> None:
 def test_weights_other_than_samples_count_within_a_batch_and_between_members() -> None:
     by_samples = together(2, train("local:2", shares="fixed:2,1"))
     in_tokens = together(2, train("local:2", shares="fixed:2,1", micro=5, weigh=lambda ids: 3.0 * len(ids)))
-    unequal = together(2, train("local:2", shares="fixed:2,1", micro=5, weigh=lambda ids: 1.0 + (ids % 7).sum().item()))
+    unequal = together(2, train("local:2", shares="fixed:2,1", micro=5, weigh=by_number))
     same(by_samples[0].end, in_tokens[0].end, within=1e-12)
     assert differ(by_samples[0].end, unequal[0].end)
 

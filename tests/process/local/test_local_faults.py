@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,3 +113,11 @@ def test_a_stopped_run_is_resumed_at_the_exact_round_with_another_number_of_memb
         resumed = [c["step"] for c in run.commits() if c["size"] == 2]
         assert min(resumed) == stopped + 1
         run.check()
+
+
+def test_a_script_of_another_framework_has_no_rounds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--sync", "local:2", __file__]
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 3
+    assert "S103" in refused.stderr

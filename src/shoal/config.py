@@ -20,7 +20,7 @@ from shoal.core import batch, emulation, rules, sync
 from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice", "shares", "noise")
+TABLES = ("checkpoint", "budget", "notice", "shares", "noise", "outer")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -64,11 +64,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exact: Annotated[int, Meta(ge=0, description="shards of a batch, if no bit may depend on members, 0 for off")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
-    sync: Annotated[str, Meta(description="how members keep together: step, stale:K or async")] = "step"
+    sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
     servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
     tickets: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"
+    outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 
@@ -162,6 +164,7 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
 def _check_meaning(converted: Any, where: str) -> None:
     """Settings that have a grammar of their own, and those that must fit together."""
     emulation.parse(getattr(converted, "emulate", ""), where)
+    sync.parse(getattr(converted, "sync", "step"))
     bounds = {
         name: getattr(converted, f"shares_{name}") for name in ("floor", "cap") if hasattr(converted, "shares_cap")
     }

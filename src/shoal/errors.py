@@ -175,7 +175,8 @@ class BadSync(UsageError):
     """The way in which members keep together is not understood.
 
     ``step``: all commit every step together. ``stale:K``: servers hold the parameters, and nobody is ever more than K
-    batches of its own ahead of the slowest; K is 0 or more. ``async``: the same without a bound.
+    batches of its own ahead of the slowest; K is 0 or more. ``async``: the same without a bound. ``local:H``: members
+    train for themselves for H global batches, then average what they have learned; H is 1 or more.
     """
 
     code = "S103"
@@ -541,3 +542,14 @@ class NotExact(TrainingError):
     """
 
     code = "S315"
+
+
+class NotForLocal(TrainingError):
+    """The script uses something that cannot be done when members train for themselves (``local:H``).
+
+    Between two exchanges members do different numbers of steps, on batches of their own: nothing may have to be
+    exchanged within a batch (``run.sync_batchnorm``), the data must be one that can be indexed (no ``run.stream``, no
+    ``exact=``), and a scheduler is stepped after every batch, or once a round or an epoch.
+    """
+
+    code = "S317"

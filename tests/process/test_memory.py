@@ -20,8 +20,9 @@ class Hungry(torch.nn.Module):
 
     def __init__(self, fits: int, where: str) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.layer = torch.nn.Linear(4, 3)
+        # Members are threads here, which share the global generator.
+        torch.nn.init.eye_(self.layer.weight), torch.nn.init.zeros_(self.layer.bias)
         self.fits, self.where, self.seen = fits, where, []
 
     def forward(self, x):

@@ -42,7 +42,7 @@ def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piec
         index, start, stop = step
         assert snapshot.piece(name, index, start, stop) == truth[index][start:stop].tobytes()
 
-    for turn, number in enumerate([*moves, *[0, 1, 2, 3] * 80]):
+    for turn, number in enumerate([*moves, *[0, 1, 2, 3] * 201]):
         if turn == freeze_at:
             snapshot.freeze()
             for buffer in live:
@@ -50,7 +50,7 @@ def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piec
         move(number)
     assert snapshot.finished
 
-    if freeze_at < len(moves) + 320:
+    if freeze_at < len(moves) + 804:
         for index, size in enumerate(sizes):
             if size:
                 try:

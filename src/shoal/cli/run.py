@@ -21,7 +21,9 @@ from shoal.errors import BadEmulation
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
-@click.option("--sync", metavar="MODE", help="How members keep together: step, stale:K or async.  [default: step]")
+@click.option(
+    "--sync", metavar="MODE", help="How members keep together: step, stale:K, async or local:H.  [default: step]"
+)
 @click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(

@@ -67,9 +67,12 @@ class _Plan(NamedTuple):
 class Balance:
     """The shares in force, the next ones, and all that is known of the members' speeds."""
 
-    def __init__(self, rules: Rules | None = None, ahead: int = 0) -> None:
+    def __init__(
+        self, rules: Rules | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
+    ) -> None:
         self.rules = rules or Rules()
         self.ahead = ahead
+        self._first_windows = first_windows
         self.reason = ""
         self._speeds = Speeds()
         self._plan: _Plan | None = None
@@ -223,7 +226,7 @@ class Balance:
     def _is_time(self) -> bool:
         if self.rules.mode == "epoch" and self._window >= SETTLED:
             return self._due
-        steps = FIRST_WINDOWS[self._window] if self._window < SETTLED else self.rules.window
+        steps = self._first_windows[self._window] if self._window < SETTLED else self.rules.window
         return self._matched >= steps or self._waited >= 4 * steps
 
     def _fold(self, jumped: Sequence[tuple[Known, int]]) -> None:
@@ -254,6 +257,7 @@ class Balance:
         # Somebody's share will not shrink, so the step cannot become shorter than the shortest time.
         if now_s <= 0 or 1 - min(times) / now_s < least_gain:
             self._best = now.shares if self._best is None else self._best
+            self._speeds.familiar(now.members)
             return None
         wanted = self._wanted(now, costs, least_gain)
         then_s = _slowest(costs, wanted)
@@ -266,6 +270,7 @@ class Balance:
         steps_left = HORIZON_STEPS if left is None else left
         least_gain += self._leap(now, wanted)
         if wanted == now.shares or gain < least_gain or gain * steps_left < WORTH * COST_STEPS:
+            self._speeds.familiar(now.members)
             return None
         return self._change(step, now, wanted, costs, "")
 
@@ -344,9 +349,9 @@ class Balance:
         self._trial = None
         if self._window > SETTLED:
             self._recently = [*self._recently[-3:], step]
+        self._speeds.familiar(now.members)
         for name, share in zip(now.members, wanted, strict=True):
             one = self._speeds.of(name)
-            one.fresh = one.fresh and not one.speed.measured
             one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
         self.reason = _reason(now, wanted, costs, why)
         return Change(then, dict(zip(now.members, wanted, strict=True)), self.reason)

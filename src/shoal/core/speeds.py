@@ -119,6 +119,12 @@ class Speeds:
         one.speed = replace(one.speed, micro=samples)
         one.draw(self.alike)
 
+    def familiar(self, members: Sequence[str]) -> None:
+        """A decision was made with what is known of these members: who was measured is no longer fresh."""
+        for name in members:
+            one = self._known[name]
+            one.fresh = one.fresh and not one.speed.measured
+
     def note(self, members: Sequence[str], seen: Sequence[Seen]) -> list[tuple[Known, int]]:
         """Take in a step; returns who is of another speed than before and for how long (see `Known.note`)."""
         surprising = []
@@ -133,8 +139,8 @@ class Speeds:
     def fold(self, surprising: Sequence[tuple[Known, int]]) -> None:
         """Close the window: everybody's measurements become points of their curves."""
         for one, steps in surprising:
-            one.drift.forget()
             one.fresh = True
+            one.drift.forget()
             if steps:
                 one.speed = one.speed.jumped(one.recent[-steps:], self.alike)
                 one.recent.clear()

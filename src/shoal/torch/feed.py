@@ -34,6 +34,10 @@ class Piece:
     batch: Any
     samples: int
 
+    def take(self) -> Any:
+        """The batch, at the moment it is given out."""
+        return self.batch
+
 
 class Feed(Protocol):
     """Gives every member its part of every step.
@@ -100,7 +104,7 @@ class IndexedFeed:
         return self._order.size_of(step)
 
     def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
-        members = _told(self.balance, world)
+        members = told(self.balance, world)
 
         def ahead(later: int) -> tuple[int, int] | None:
             return None if self.over(later) else self._span(later, members, rank, ())
@@ -174,7 +178,7 @@ class StreamFeed:
     def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:  # noqa: ARG002
         # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
         # dealing a lane out anew for a single step would make two members seek in it.
-        shares = self.balance.shares(step, self._layout.lanes, _told(self.balance, world), ())
+        shares = self.balance.shares(step, self._layout.lanes, told(self.balance, world), ())
         lanes = self._layout.range_of(shares, rank)
         self.units = shares[rank]
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
@@ -204,7 +208,7 @@ class StreamFeed:
         self._reader.load_state_dict(state["shards"])
 
 
-def _told(balance: Balance, world: World) -> tuple[str, ...]:
+def told(balance: Balance, world: World) -> tuple[str, ...]:
     """The members of a world, of whose speed the balance knows what their agents guessed, if all of them did."""
     if all(seat.speed for seat in world.seats):
         for seat in world.seats:

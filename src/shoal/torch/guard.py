@@ -24,11 +24,9 @@ class Gate(Protocol):
     def apply_all(self, real: Callable[[], Any]) -> Any: ...
 
     @property
-    def committed(self) -> bool: ...
+    def applied(self) -> bool: ...
 
-    def schedules(self, *args: Any, **kwargs: Any) -> bool: ...
-
-    def advance(self, calls: int) -> int: ...
+    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int: ...
 
     @property
     def has_gradient(self) -> bool: ...
@@ -74,9 +72,11 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
     kind = type(scheduler)
 
     @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        for _ in range(gate.advance(getattr(self, "last_epoch", 0)) if gate.schedules(*args, **kwargs) else 0):
-            kind.step(self, *args, **kwargs)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        for _ in range(gate.schedules(self, *args, **kwargs)):
+            result = kind.step(self, *args, **kwargs)
+        return result
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
@@ -91,7 +91,12 @@ def guard_scaler(gate: Gate, scaler: Any) -> None:
 
     _replace(scaler, "step", step)
     _only_if(scaler, "unscale_", lambda: gate.has_gradient)
-    _only_if(scaler, "update", lambda: gate.committed)
+    _only_if(scaler, "update", lambda: gate.applied)
+
+
+def forget_gradients(scaler: Any) -> None:
+    """Let a scaler forget that it has unscaled gradients that are gone: it would refuse to unscale the next ones."""
+    scaler._per_optimizer_states.clear()
 
 
 def _only_if(target: Any, name: str, allowed: Callable[[], bool]) -> None:

@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.core.balance import Balance, parse
+from shoal.core import sync
+from shoal.core.balance import FIRST_WINDOWS, Balance, parse
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch, law_for
 from shoal.core.order import Order
+from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, NotExact, SecondLoop
+from shoal.errors import NotAttached, NotExact, NotForLocal, SecondLoop
 from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
@@ -24,7 +26,9 @@ from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.loader import ShareLoader
+from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
+from shoal.torch.rounds import BatchLoader, RoundFeed
 from shoal.torch.stream import LaneReader
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
@@ -41,11 +45,12 @@ class Run:
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
         self._session = session
         self._keeper = StateKeeper(session, name, directory)
+        mode = sync.parse(session.settings.sync)
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)
         else:
-            self._trainer = Trainer(session, self._keeper)
+            self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
             self._keeper.parts["noise"] = self._trainer.noise
 
     # --- where the run is
@@ -137,6 +142,7 @@ class Run:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
         if not isinstance(self._trainer, Trainer):
             raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
+        self._refuse_in_local_mode("run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -172,9 +178,18 @@ class Run:
         order = Order(len(dataset), size, epochs, seed, last, shuffle)
         how = (workers, prefetch, collate, micro, pin_memory)
         described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
-        balance = self._balance(shares, ahead=workers * prefetch)
+        local = self._trainer.length if isinstance(self._trainer, LocalTrainer) else 0
+        # What is read ahead of a round is little; and it is many steps long, so that one of them tells enough.
+        balance = self._balance(shares, 0, (1, 2, 4)) if local else self._balance(shares, ahead=workers * prefetch)
         feed: Feed
-        if wished.bounds is not None:
+        if local:
+            if exact is not None:
+                self._refuse_in_local_mode("exact=", "leave it out: members compute different things on purpose")
+            if wished.bounds is not None:
+                self._refuse_in_local_mode("batch=auto", "pass a number, or train with --sync step")
+            rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
+            feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
+        elif wished.bounds is not None:
             feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
         elif exact is None:
             feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
@@ -206,6 +221,7 @@ class Run:
             raise NotExact(
                 "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
             )
+        self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
         feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
@@ -262,7 +278,11 @@ class Run:
         self._keeper.parts["batch"] = feed
         return feed
 
-    def _balance(self, shares: str | None, ahead: int) -> Balance:
+    def _refuse_in_local_mode(self, what: str, do: str) -> None:
+        if isinstance(self._trainer, LocalTrainer):
+            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
+
+    def _balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
         settings = self._session.settings
         rules = parse(
             shares or settings.shares_policy,
@@ -272,7 +292,7 @@ class Run:
             cap=settings.shares_cap,
             mode=settings.shares_mode,
         )
-        balance = Balance(rules, ahead)
+        balance = Balance(rules, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
 

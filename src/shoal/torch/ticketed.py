@@ -286,17 +286,18 @@ class TicketTrainer:
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
 
-    def schedules(self, *args: Any, **kwargs: Any) -> bool:
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizers' last step was a real one."""
+        return self.committed
+
+    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """Schedulers step on the servers; that the script wanted its to is noted here."""
         if args or kwargs:
             raise self.unusable("a schedule that needs a metric", "use one that counts steps or epochs")
         if not self._serving and self.turn is not None and self.turn.committed:
             self.turn.scheduled = True
-        return self._serving
-
-    def advance(self, calls: int) -> int:  # noqa: ARG002
-        """How often a scheduler steps when it is asked to."""
-        return 1
+        return int(self._serving)
 
     @property
     def has_gradient(self) -> bool:

@@ -20,6 +20,7 @@ from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.feed import Feed, IndexedFeed
+from shoal.torch.guard import forget_gradients
 from shoal.torch.keeper import StateKeeper
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.meter import Meter
@@ -62,7 +63,7 @@ class Trainer:
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
 
-    def advance(self, calls: int) -> int:
+    def _progress(self, calls: int) -> int:
         """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
 
         Only state that all members share may decide it: they must agree.
@@ -87,8 +88,9 @@ class Trainer:
         over = False
         try:
             while not over:
-                step = session.turn()
+                # First, because others may be given our state when the next world is entered.
                 self._undo_uncommitted()
+                step = session.turn()
                 self._keeper.at_boundary(step)
                 if feed.over(step):
                     over = session.finish()
@@ -146,15 +148,19 @@ class Trainer:
             turn.piece = number
             if turn.shard is not None:
                 _seed_everything(seed, step, turn.shard)
-            yield piece.batch
+            yield piece.take()
             if session.broken or turn.spoiled:
                 return
             if turn.backwards <= number:
                 raise UnusableBackward(
                     f"step {step} ended without run.backward", do="call run.backward(loss) for every batch"
                 )
-        if not turn.committed and not session.broken and turn.reduced:
+        if not turn.committed and not session.broken and self._lacks_step(turn):
             raise UnusableBackward(f"step {step} ended without optimizer.step", do="call optimizer.step() every time")
+
+    def _lacks_step(self, turn: Turn) -> bool:
+        """Whether a turn that came to its end uncommitted did so because of the script."""
+        return turn.reduced
 
     def _ghosts(self, world: World, step: int) -> tuple[int, ...]:
         """The ranks without a share: newcomers in their first step here, and as long as they are catching up."""
@@ -185,6 +191,9 @@ class Trainer:
             self._statistics.put_back()
             for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
+            scaler = self._keeper.parts.get("scaler")
+            if scaler is not None:
+                forget_gradients(scaler)
 
     def _bucket_up(self) -> None:
         assert self.model is not None
@@ -229,7 +238,7 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             self.too_large(error)
-            if turn.last_piece and turn.world.size > 1:
+            if turn.sending and turn.world.size > 1:
                 # Some of our gradients may be on their way: all of them repeat the step, in another world.
                 self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
 
@@ -265,6 +274,7 @@ class Trainer:
         assert self._buckets is not None
         assert self._statistics is not None
         session, exchange = self._session, turn.exchange
+        turn.sending = True
         if self._pace is not None:
             self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
         try:
@@ -367,6 +377,15 @@ class Trainer:
     # --- what guards ask (see shoal.torch.guard)
 
     @property
+    def applied(self) -> bool:
+        """Whether the optimizers' last step was a real one."""
+        return self.committed
+
+    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
+        """How many steps a scheduler is to make for the one that it was asked for."""
+        return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
+
+    @property
     def has_gradient(self) -> bool:
         return self.turn is not None and self.turn.reduced and not self._session.broken
 
@@ -448,10 +467,6 @@ class Trainer:
             "metrics": {name: float(value) for name, value in list(self.metrics.items())},
             **self.meter.status(),
         }
-
-    def schedules(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Whether a scheduler's step counts."""
-        return self.committed
 
     def refuse_scaler(self) -> None:
         """A scaler is welcome here."""

@@ -33,6 +33,7 @@ class Turn:
     weight: float = 0.0
     own: float = 0.0
     loss: torch.Tensor | float = 0.0
+    sending: bool = False
     reduced: bool = False
     committed: bool = False
     spoiled: bool = False

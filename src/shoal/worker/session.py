@@ -109,10 +109,14 @@ class Session(Worlds):
             if self._broken or self.world is None:
                 return False
             self._applying = True
+        self.before_change()
+        return True
+
+    def before_change(self) -> None:
+        """The state is about to change: what others have yet to read of it is copied."""
         if self._offered is not None:
             self._offered.freeze()
             self._offered = None
-        return True
 
     def commit(self) -> None:
         """The gradient was applied: the step counts."""

@@ -48,6 +48,9 @@ class Solo:
     def agree(self, everybody: tuple[Pulse, ...]) -> None:
         """There is nothing to agree on."""
 
+    def before_change(self) -> None:
+        """Nobody reads the state."""
+
     def may_apply(self) -> bool:
         return True
 

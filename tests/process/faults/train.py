@@ -71,14 +71,17 @@ def main() -> None:
     me = run.member.replace("/", "-")
     log = (OUT / f"{me}.{os.environ.get('SHOAL_INCARNATION', 'alone')}.jsonl").open("a", buffering=1)
     first_life = len(list(OUT.glob(f"{me}.*.jsonl"))) == 1
-    deaths = {(d["step"], d["point"]) for d in PLAN.get("die", []) if d["member"] == run.member and first_life}
+    deaths = {
+        (d["step"], d["point"], d.get("piece")) for d in PLAN.get("die", []) if d["member"] == run.member and first_life
+    }
 
     def record(event: str, **fields) -> None:
         base = {"event": event, "member": run.member, "pid": os.getpid(), "at": time.time()}
         log.write(json.dumps(base | fields) + "\n")
 
     def die(point: str) -> None:
-        if (run.step, point) in deaths:
+        turn = run._trainer.turn
+        if {(run.step, point, None), (run.step, point, turn.piece if turn is not None else 0)} & deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 
     model, optimizer, scheduler = run.attach(*build())
@@ -113,7 +116,9 @@ def main() -> None:
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
     run.save(OUT / "final.pt")
-    record("done", step=run.step, sum=checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler}))
+    alike = checksum({"model": model, "scheduler": scheduler})
+    sum_ = checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    record("done", step=run.step, sum=sum_, alike=alike)
     print("done", run.step, flush=True)
 
 

@@ -1,0 +1,112 @@
+"""Members of a local run are killed in the middle of a round, come and go; no sample is lost or repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import Stage
+
+from shoal.core.rounds import Rounds
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+LENGTH = 4
+POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
+
+
+class LocalStage(Stage):
+    """A run in local mode, whose steps are rounds."""
+
+    def __init__(self, path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> None:
+        super().__init__(path, members, (f"sync=local:{LENGTH}", *settings), **plan)
+
+    def order(self) -> Rounds:
+        plan = self.plan
+        return Rounds.of(plan.get("samples", 512), plan.get("batch", 64), LENGTH, plan.get("epochs", 4), 5)
+
+    def check(self) -> None:
+        """Each sample once an epoch, and after every round all members have the same parameters and schedule."""
+        total = self.order().total_steps
+        self.check_steps(total)
+        done = [e for e in self.events() if e["event"] == "done"]
+        assert done
+        assert len({e["alike"] for e in done}) == 1, "members end with different parameters or schedules"
+        finished = [e["fields"]["step"] for e in self.journal() if e["kind"] == "MemberDone"]
+        assert set(finished) == {total}
+
+
+@contextlib.contextmanager
+def staged(path: Path, members: str, **how: Any) -> Iterator[LocalStage]:
+    stage = LocalStage(path, members, **how)
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
+    # Of eight rounds or more, in a batch in the middle of the round and, in every other one, in its first.
+    deaths = [
+        {"member": f"local/{i}", "step": 2 + 2 * i, "point": point, "piece": i % 3} for i, point in enumerate(POINTS)
+    ]
+    with staged(tmp_path, "2:5", die=deaths, pause_s=0.02, epochs=8) as run:
+        run.finish()
+        run.check()
+        killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
+        assert len(killed) == len(POINTS)
+
+
+def test_a_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
+    # With equal shares everybody has as many batches as a round has: the last one is number LENGTH - 1.
+    deaths = [
+        {"member": f"local/{i}", "step": 2 + 3 * i, "point": point, "piece": LENGTH - 1}
+        for i, point in enumerate(("before the optimizer", "in the optimizer", "after"))
+    ]
+    with staged(tmp_path, "2:3", die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
+        run.finish()
+        run.check()
+        killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
+        # After the last batch of a round, the step that a member dies at is the next one's.
+        assert len(killed) >= 2
+
+
+def test_joiners_take_the_state_and_the_outer_momentum_over(tmp_path: Path) -> None:
+    settings = ("outer.lr=0.7", "outer.momentum=0.5")
+    with staged(tmp_path, "1:4", settings=settings, pause_s=0.03, epochs=16) as run:
+        run.until_size(4)
+        for name in ("local/0", "local/2", "local/3"):
+            run.kill(name)
+        run.until(lambda: any(c["size"] == 1 for c in run.commits()), "a world of one")
+        run.finish()
+        assert max(c["size"] for c in run.commits()[-8:]) > 1, "nobody came back"
+        run.check()
+
+
+def test_a_notice_in_the_middle_of_a_round_is_heeded_at_its_end(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+        run.until_size(3)
+        run.kill("local/1", signal.SIGTERM)
+        run.finish()
+        run.check()
+        broken = [e for e in run.journal() if e["kind"] == "WorldBroke"]
+        assert not broken, "a planned change broke a round"
+
+
+def test_a_stopped_run_is_resumed_at_the_exact_round_with_another_number_of_members(tmp_path: Path) -> None:
+    with staged(tmp_path, "3:3", settings=("outer.momentum=0.5",), pause_s=0.05, epochs=12) as run:
+        run.until_step(3)
+        name = run.shoal("ps")[0]["run"]
+        run.shoal("stop", name)
+        run.process.wait(60)
+        stopped = run.step()
+        assert 3 <= stopped < 23
+        run.process = run.start("resume", name, "-n", "2:2")
+        run.finish()
+        resumed = [c["step"] for c in run.commits() if c["size"] == 2]
+        assert min(resumed) == stopped + 1
+        run.check()

@@ -1,0 +1,83 @@
+"""Rounds of local training: the samples of each, and how a share is cut into batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config import parse_settings
+from shoal.core.order import Order
+from shoal.core.rounds import Rounds, local_batches
+from shoal.core.sync import parse
+from shoal.errors import BadSettings, BadSync, DatasetTooSmall
+
+
+def in_order(order: Order) -> list[int]:
+    total = order.total_steps
+    return [i for step in range(total) for i in order.ids(step, 0, order.size_of(step)).tolist()]
+
+
+@given(
+    samples=st.integers(1, 300),
+    size=st.integers(1, 300),
+    length=st.integers(1, 20),
+    last=st.sampled_from(["keep", "drop"]),
+    seed=st.integers(0, 5),
+)
+def test_rounds_have_the_samples_of_steps_in_their_order(
+    samples: int, size: int, length: int, last: str, seed: int
+) -> None:
+    size = min(size, samples)
+    steps = Order(samples, size, 2, seed, last)  # type: ignore[arg-type]
+    rounds = Rounds.of(samples, size, length, 2, seed, last)  # type: ignore[arg-type]
+    assert in_order(rounds) == in_order(steps)
+    assert sum(rounds.batches_in(step) for step in range(rounds.total_steps)) == steps.total_steps
+    assert all(rounds.batches_in(step) <= length for step in range(rounds.total_steps))
+
+
+def test_a_round_ends_with_its_epoch_and_is_no_longer_than_one() -> None:
+    rounds = Rounds.of(100, 10, 4, epochs=2)
+    assert [rounds.size_of(step) for step in range(rounds.total_steps)] == [40, 40, 20] * 2
+    assert Rounds.of(100, 10, 10**6, epochs=3).total_steps == 3
+
+
+def test_a_global_batch_larger_than_the_dataset_is_refused_as_ever() -> None:
+    with pytest.raises(DatasetTooSmall):
+        Rounds.of(10, 11, 2)
+
+
+@given(share=st.integers(0, 5000), batch=st.integers(1, 600), members=st.integers(1, 9))
+def test_a_share_is_cut_into_nearly_equal_batches_of_about_a_members_part(share: int, batch: int, members: int) -> None:
+    sizes = local_batches(share, batch, members)
+    assert sum(sizes) == share
+    assert all(sizes)
+    if share:
+        assert max(sizes) - min(sizes) <= 1
+        usual = batch / members
+        assert max(sizes) <= max(1, -(-3 * usual // 2))
+        if share >= 3 * usual >= 3:
+            assert min(sizes) >= usual * 2 // 3
+
+
+def test_equal_shares_of_one_batch_are_one_step_even_if_they_are_not_quite_equal() -> None:
+    assert [local_batches(share, 64, 3) for share in (22, 21, 21)] == [(22,), (21,), (21,)]
+
+
+@pytest.mark.parametrize(("text", "length"), [("step", 0), ("local:1", 1), ("local:500", 500)])
+def test_the_length_of_a_round_is_read_from_the_setting(text: str, length: int) -> None:
+    found = parse(text)
+    assert (found.local, found.served) == (length, False)
+
+
+@pytest.mark.parametrize("text", ["", "local", "local:", "local:0", "local:-1", "local:1.5", "local:x", "Local:2"])
+def test_what_is_no_mode_is_refused_with_the_modes_that_there_are(text: str) -> None:
+    with pytest.raises(BadSync, match="no way to keep members together") as refused:
+        parse_settings({"sync": text})
+    assert "local:H" in str(refused.value)
+
+
+@pytest.mark.parametrize("values", [{"outer.lr": 0}, {"outer.momentum": 1}, {"outer.momentum": -0.1}])
+def test_an_outer_step_that_cannot_be_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(BadSettings, match="outer"):
+        parse_settings(values)

@@ -65,12 +65,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     exact: Annotated[int, Meta(ge=0, description="shards of a batch, if no bit may depend on members, 0 for off")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
     sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
+    outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
     servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
     tickets: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"
-    outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
-    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 

@@ -75,12 +75,14 @@ def train(
     when: Callable[[Run], bool] = lambda _run: True,
     weigh: Callable[[torch.Tensor], float] | None = None,
     scaler: bool = False,
+    prepare: Callable[[torch.nn.Module], None] = lambda _model: None,
     **how: Any,
 ) -> Callable[[Seated], Seen]:
     def body(session: Seated) -> Seen:
         settings = {"sync": sync, "outer_lr": outer[0], "outer_momentum": outer[1]}
         session.settings = msgspec.structs.replace(session.settings, **settings)
         run, seen, model = Run(session, "test", "unused"), Seen(), mlp(batchnorm)
+        prepare(model)
         session.exchange.barrier()  # a step seeds the generator that others may still be building with
         optimizer = make(model.parameters())
         scheduler = schedule(optimizer) if schedule else None
@@ -221,6 +223,35 @@ def test_a_ghost_takes_over_what_the_others_learned() -> None:
     for number in range(len(members[2].rounds)):
         same(members[0].rounds[number], members[2].rounds[number], within=0.0)
     each_sample_once_an_epoch(members)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step(where: str) -> None:
+    def check(size: int) -> None:
+        if size > 7:
+            raise torch.OutOfMemoryError(f"{size} samples do not fit")
+
+    def forward(_model: Any, inputs: Any) -> None:
+        if where == "forward" and torch.is_grad_enabled():
+            check(len(inputs[0]))
+
+    def backward(_model: Any, _inputs: Any, found: torch.Tensor) -> None:
+        if where == "backward" and found.requires_grad:
+            found.register_hook(lambda gradient: check(len(gradient)))
+
+    def small(session: Seated) -> Seen:
+        def hook(model: torch.nn.Module) -> None:
+            if session.rank == 1:
+                layer: Any = model[0]  # type: ignore[index]
+                layer.register_forward_pre_hook(forward)
+                layer.register_forward_hook(backward)
+
+        return train("local:2", lambda p: torch.optim.Adam(p, 0.01), shares="equal", prepare=hook)(session)
+
+    roomy = together(2, train("local:2", lambda p: torch.optim.Adam(p, 0.01), shares="equal"))
+    tight = together(2, small)
+    assert max(tight[1].sizes[-1]) <= 7 < max(roomy[1].sizes[-1])
+    same(roomy[0].end, tight[1].end, within=1e-12)
 
 
 # --- schedules

@@ -13,7 +13,7 @@ from shoal.cli import sources
 from shoal.cli.frame import Frame, Place, with_frame, with_place
 from shoal.cli.launch import Launch
 from shoal.cli.sources import Choices, Option
-from shoal.errors import BadEmulation
+from shoal.errors import BadEmulation, BadSync
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -21,9 +21,7 @@ from shoal.errors import BadEmulation
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
-@click.option(
-    "--sync", metavar="MODE", help="How members keep together: step, stale:K, async or local:H.  [default: step]"
-)
+@click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
 @click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
@@ -78,6 +76,12 @@ def command(
             f"--compat {compat} cannot emulate other machines",
             where=choices.source("emulate"),
             why="a script that does not use shoal.torch does not say when a step begins",
+        )
+    if compat and choices.text("sync") != "step":
+        raise BadSync(
+            f"--compat {compat} keeps members together in its own way",
+            where=choices.source("sync"),
+            why="a script that does not use shoal.torch exchanges its gradients by itself",
         )
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
     directory = launching.new_directory(place.home)

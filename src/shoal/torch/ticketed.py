@@ -288,7 +288,6 @@ class TicketTrainer:
 
     @property
     def applied(self) -> bool:
-        """Whether the optimizers' last step was a real one."""
         return self.committed
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002

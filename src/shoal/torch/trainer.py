@@ -322,6 +322,15 @@ class Trainer:
         reason = pulse.desync(turn.everybody)
         if reason:
             raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
+        dealt = sum(p.samples for p in turn.everybody)
+        if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
+            shares = ", ".join(str(p.samples) for p in turn.everybody)
+            raise OutOfStep(
+                f"the members do not agree on their shares of step {turn.step}",
+                where=f"world {self._world_seen}",
+                why=f"shares of {shares} make {dealt} of {self.feed.nominal(turn.step)} samples",
+                do="this is an error of Shoal: please report it with the output of shoal why",
+            )
         if self._last is not None and self._last.committed:
             self._loss = sum(p.loss for p in turn.everybody)
 
@@ -416,7 +425,10 @@ class Trainer:
         assert self._statistics is not None
         assert self._buckets is not None
         assert self.feed is not None
-        self._statistics.receive(self._buckets)
+        if any(p.weight for p in turn.everybody):
+            self._statistics.receive(self._buckets)
+        else:
+            self._statistics.put_back()
         self._statistics.keep()
         self.soundings.learn(turn.everybody)
         before = self.auto.progress if self.auto is not None else 0.0

@@ -400,3 +400,23 @@ def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
 
     for found in together(2, body):
         assert (found == 1).all()
+
+
+def test_with_batchnorm_nobody_has_a_single_sample() -> None:
+    shares: dict[int, list[int]] = {0: [], 1: []}
+
+    def body(session: Seated) -> None:
+        run = Run(session, "test", "unused")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        session.exchange.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        run.attach(model, optimizer)
+        data = torch.utils.data.TensorDataset(torch.arange(220.0).reshape(55, 4))
+        for (x,) in run.batches(data, size=26, shares="fixed:25,1"):
+            shares[run.rank].append(run.share)
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    together(2, body)
+    assert [*zip(*shares.values(), strict=True)] == [(26, 0), (26, 0), (3, 0)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from shoal.core.balance import FIRST_WINDOWS, Balance, parse
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch, Bounds, law_for
@@ -12,6 +14,7 @@ from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
 from shoal.errors import NotAttached, NotExact, NotForLocal
 from shoal.torch.auto import LOOK_EVERY, AutoFeed
+from shoal.torch.batchnorm import GlobalBatchNorm
 from shoal.torch.exact import ShardFeed, ShardLoader
 from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
 from shoal.torch.keeper import StateKeeper
@@ -52,6 +55,7 @@ class Feeds:
             return self._of_rounds(dataset, order, loading, shares, self._trainer.length), described
         batches, balance = Order(**order), self.balance(shares, ahead)
         balance.rules.check(wished.size)
+        balance.alone = exact is not None or not self._needs_pairs()
         if exact is not None and wished.bounds is not None:
             raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
         if exact is not None:
@@ -78,6 +82,7 @@ class Feeds:
         rounds = Rounds.of(order["samples"], order["size"], length, *(order[name] for name in names))
         # What is read ahead of a round is little.
         balance = self.balance(shares, 0, FIRST_ROUNDS)
+        balance.alone = not self._needs_pairs()
         return RoundFeed(rounds, BatchLoader(dataset, rounds, *loading), balance)
 
     def _chosen(self, order: Order, loader: ShareLoader, balance: Balance, bounds: Bounds) -> AutoFeed:
@@ -107,6 +112,11 @@ class Feeds:
         balance = Balance(rules, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
+
+    def _needs_pairs(self) -> bool:
+        """Whether the model refuses to train on a single sample: BatchNorm over a member's own share does."""
+        modules = self._trainer.model.modules() if self._trainer.model is not None else ()
+        return any(isinstance(m, _BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in modules)
 
     def refuse_locally(self, asked: bool, what: str, do: str) -> None:
         """Raise if the script asks for what local training cannot do."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CONTROLLER = Path("/sys/fs/cgroup/cpu")
-PERIOD_US = 20_000
+PERIOD_US = 10_000
 # Much more than others have: a quota means nothing if the machine is busy with something else.
 WEIGHT = 200_000
 

@@ -25,6 +25,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "stale:4, balanced by time": ("--sync", "stale:4"),
     "stale:4, balanced by staleness": ("--sync", "stale:4", "--set", "tickets=staleness"),
     "async": ("--sync", "async"),
+    "local:4": ("--sync", "local:4"),
 }
 
 

@@ -84,13 +84,21 @@ def planned(quick: bool) -> list[Case]:
     alike = {"ddp": 10, "equal": 40, "model": 40}
     flip, dip = ("0.25:1@50", "1:0.25@50"), ("1:0.25@50:1@100", 1)
     changing = Case(
-        "flip 1:4 → 4:1", flip, 0, {}, 64, learning=110, schedule=True, sides=("ddp", "equal", "ratio", "model")
+        "flip 1:4 → 4:1",
+        flip,
+        0,
+        {},
+        64,
+        sample_s=0.001,
+        learning=110,
+        schedule=True,
+        sides=("ddp", "equal", "ratio", "model"),
     )
     if quick:
         return [
             Case("4:1", (1, 0.25), 2, {**few, "model": 20}, sample_s=0.001),
             Case("1:1", (1, 1), 2, alike, sample_s=0.001, learning=20, sides=("ddp", "equal", "model")),
-            replace(changing, sample_s=0.001, sides=("equal", "model")),
+            replace(changing, sides=("equal", "model")),
         ]
     return [
         Case("8:1", (1, 0.125), 5, few),
@@ -102,7 +110,7 @@ def planned(quick: bool) -> list[Case]:
         Case("8:8:4:1", (1, 1, 0.5, 0.125), 5, few, sample_s=0.0025),
         changing,
         replace(changing, name="1 → 1/4 → 1 beside 1", speeds=dip, learning=150),
-        Case("4:1 by quota", (1, 0.25), 4, {**few, "model": 30}, 192, quotas=(0.8, 0.2)),
+        Case("4:1 by quota", (1, 0.25), 4, {**few, "model": 30}, 320, quotas=(0.8, 0.2)),
     ]
 
 
@@ -222,6 +230,7 @@ def _changes(case: Case, given: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         ends = [*flips[1:], len(given)]
         found["over_best"] = sum(over[LEARNING_STEPS:]) / len(over[LEARNING_STEPS:])
         found["learning_steps"] = sum(over) - len(over)
+        found["over_best_at_end"] = [over[end - 1] for end in ends]
         found["followed_after"] = [_followed(over[begin:end]) for begin, end in zip(flips, ends, strict=True)]
     return found
 

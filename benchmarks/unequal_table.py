@@ -56,7 +56,7 @@ def _cells(case: Found) -> list[str]:
     over_ddp = _gain(case, "model", "ddp")
     changes = [_number(case, side, "changed_at") for side in ("model", "ratio")]
     cost = [case["sides"].get(side, {}).get("learning_steps") for side in ("model", "ratio")]
-    shown = [case["theory"]["gain"], *gains, over_ddp]
+    shown = [None if case["quotas"] else case["theory"]["gain"], *gains, over_ddp]
     return [*(_shown(one) for one in shown), *changes, *("-" if one is None else f"{one:.1f}" for one in cost)]
 
 
@@ -70,9 +70,15 @@ def _goals(cases: dict[str, Found]) -> Iterator[Goal]:
         else:
             yield from _gains(name, case)
         yield from _stationary(name, case)
-    for key, figure in (("drift", "global batch drift"), ("caps_broken", "caps broken"), ("floors_broken", "floors")):
-        worst = max((side[key] for case in good.values() for side in case["sides"].values()), default=0)
-        steps = sum(len(side["took_s"]) for case in good.values() for side in case["sides"].values())
+    # Not DDP's: what its equal shares cannot divide, it leaves out.
+    ours = [side for case in good.values() for name, side in case["sides"].items() if name != "ddp"]
+    steps = sum(len(side["took_s"]) for side in ours)
+    for key, figure in (
+        ("drift", "global batch drift"),
+        ("caps_broken", "caps broken"),
+        ("floors_broken", "floors broken"),
+    ):
+        worst = max((side[key] for side in ours), default=0)
         yield Goal(f"{figure}, all cases", f"{worst} in {steps} steps", "0", worst == 0)
     for name, case in cases.items():
         if "failed" in case:
@@ -81,14 +87,16 @@ def _goals(cases: dict[str, Found]) -> Iterator[Goal]:
 
 def _gains(name: str, case: Found) -> Iterator[Goal]:
     theory = case["theory"]["gain"]
-    judged = not case["quotas"]
     for when, gain in (("", _gain(case, "model")), (", learning included", whole_gain(case, "model"))):
         if gain is None:
             continue
+        if case["quotas"]:
+            yield Goal(f"gain at {name}{when}", f"{gain:.3f}", "no theory: costs are real", None)
+            continue
         found = f"{gain:.3f} of {theory:.3f}: {gain / theory:.1%} (of what is gained: {(gain - 1) / (theory - 1):.1%})"
-        yield Goal(f"gain at {name}{when}", found, f"≥ {OF_THEORY:.0%}", gain >= OF_THEORY * theory if judged else None)
+        yield Goal(f"gain at {name}{when}", found, f"≥ {OF_THEORY:.0%}", gain >= OF_THEORY * theory)
     fixed = _gain(case, "model", "oracle")
-    if fixed is not None:
+    if fixed is not None and not case["quotas"]:
         yield Goal(f"gain at {name}, over that of the best shares, fixed", f"{fixed:.1%}", "-", None)
 
 
@@ -98,7 +106,12 @@ def _schedule(name: str, case: Found) -> Iterator[Goal]:
         yield Goal(f"gain, {name}, whole run", f"{gain:.3f} of {theory:.3f}: {gain / theory:.1%}", "-", None)
     for side in ("model", "ratio"):
         if side in case["sides"]:
-            steps = ", ".join("never" if one is None else str(one) for one in case["sides"][side]["followed_after"])
+            after, ends = case["sides"][side]["followed_after"], case["sides"][side]["over_best_at_end"]
+            told = [
+                f"never (stays at {end:.3f} x the best)" if one is None else str(one)
+                for one, end in zip(after, ends, strict=True)
+            ]
+            steps = ", ".join(told)
             yield Goal(f"steps until the speeds are followed, {name}, {side}", steps, "-", None)
 
 

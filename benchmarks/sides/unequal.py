@@ -55,7 +55,7 @@ class UnequalShoal(Side):
             check=False,
         )
         lines = json.loads(answer.stdout) if answer.returncode == 0 else []
-        return [line for line in lines if line["text"].startswith("from step")]
+        return [line for line in lines if line["kind"] == "SharesDecided"]
 
     def alive(self) -> bool:
         return self._run.poll() is None

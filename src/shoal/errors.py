@@ -529,7 +529,7 @@ class SecondLoop(TrainingError):
 
 
 class OutOfStep(TrainingError):
-    """The members of a world are not at the same step; nothing of it was applied."""
+    """The members of a world are not at the same step, or do not agree on their shares; nothing of it was applied."""
 
     code = "S314"
 

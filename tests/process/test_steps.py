@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import UnusableBackward
+from shoal.errors import OutOfStep, UnusableBackward
 from shoal.testing.together import Seated, together
 from shoal.torch.run import Run
 
@@ -366,3 +366,57 @@ def test_unfreezing_in_the_middle_trains_as_one_member_does() -> None:
         return copy.deepcopy(model.state_dict())
 
     same(together(2, body)[0], together(1, body)[0])
+
+
+def test_members_that_disagree_on_their_shares_are_told_before_anything_is_applied() -> None:
+    def body(session: Seated) -> None:
+        run = Run(session, "test", "unused")
+        model = mlp()
+        session.exchange.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.attach(model, optimizer)
+        shares = "fixed:1,1" if session.rank == 0 else "fixed:1,2"
+        for x, y in run.batches(dataset(), size=24, shares=shares):
+            run.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+
+    with pytest.raises(OutOfStep, match="do not agree on their shares"):
+        together(2, body)
+
+
+def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
+    def body(session: Seated) -> torch.Tensor:
+        run = Run(session, "test", "unused")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        if session.exchange.size > 1:
+            session.exchange.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        run.attach(model, optimizer)
+        data = torch.utils.data.TensorDataset(torch.ones(24, 4))
+        for (x,) in run.batches(data, size=24, shares="equal"):
+            run.backward(model(x).sum(), weight=0.0)
+            optimizer.step()
+        return model[1].running_var.clone()
+
+    for found in together(2, body):
+        assert (found == 1).all()
+
+
+def test_with_batchnorm_nobody_has_a_single_sample() -> None:
+    shares: dict[int, list[int]] = {0: [], 1: []}
+
+    def body(session: Seated) -> None:
+        run = Run(session, "test", "unused")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        session.exchange.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        run.attach(model, optimizer)
+        data = torch.utils.data.TensorDataset(torch.arange(220.0).reshape(55, 4))
+        for (x,) in run.batches(data, size=26, shares="fixed:25,1"):
+            shares[run.rank].append(run.share)
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    together(2, body)
+    assert [*zip(*shares.values(), strict=True)] == [(26, 0), (26, 0), (3, 0)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.core.balance import Balance, Rules, Seen
 from shoal.core.curve import Curve, line
-from shoal.core.plan import by_cost, capped
+from shoal.core.plan import by_cost, capped, paired
 
 COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
 BENT = st.builds(
@@ -107,3 +107,16 @@ def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None
         if step >= 5:
             assert all(share <= limit for share, limit in zip(shares, limits, strict=True))
         balance.observe(step, names, [Seen(b, b / speed) for b, speed in zip(shares, speeds, strict=False)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_without_single_samples_the_sum_and_the_caps_are_the_same(dealt: list[tuple[int, int]]) -> None:
+    shares, highs = [share for share, _ in dealt], [share + room for share, room in dealt]
+    found = paired(shares, highs)
+    assert sum(found) == sum(shares)
+    assert all(share <= high for share, high in zip(found, highs, strict=True))
+    if 1 in found:
+        # Only where the caps leave nothing else: nobody has room for one more, or enough to give one away.
+        lone = found.index(1)
+        others = [(s, h) for rank, (s, h) in enumerate(zip(found, highs, strict=True)) if s and rank != lone]
+        assert not any(s < h for s, h in others)

@@ -472,3 +472,15 @@ def test_figures_tell_what_balancing_saves() -> None:
 
 def test_before_anything_is_known_there_are_no_figures() -> None:
     assert Balance().figures().sample_s == {}
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.02])
+def test_a_member_that_was_slow_for_a_while_gets_all_of_its_share_back(noise: float) -> None:
+    balance, chance, names, size = Balance(), random.Random(5), ("a", "b"), 64
+    for step in range(600):
+        speeds = (1.0, 0.25 if 100 <= step < 300 else 1.0)
+        shares = balance.shares(step, size, names)
+        took = [(0.005 + 0.001 * n / s) * (1 + chance.gauss(0, noise)) for n, s in zip(shares, speeds, strict=True)]
+        balance.observe(step, names, [Seen(n, t) for n, t in zip(shares, took, strict=True)])
+    best_s = 0.005 + 0.001 * 32
+    assert 0.005 + 0.001 * max(balance.shares(600, size, names)) <= 1.03 * best_s

@@ -65,13 +65,17 @@ class _Plan(NamedTuple):
 
 
 class Balance:
-    """The shares in force, the next ones, and all that is known of the members' speeds."""
+    """The shares in force, the next ones, and all that is known of the members' speeds.
+
+    `alone` says whether a share may be a single sample.
+    """
 
     def __init__(
         self, rules: Rules | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
     ) -> None:
         self.rules = rules or Rules()
         self.ahead = ahead
+        self.alone = True
         self._first_windows = first_windows
         self.reason = ""
         self._speeds = Speeds()
@@ -119,6 +123,12 @@ class Balance:
 
     def shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> Shares:
         """The share of every rank in this step, summing to `size`; ghosts have none."""
+        found = self._shares(step, size, members, ghosts)
+        if self.alone or 1 not in found:
+            return found
+        return plan.paired(found, self._bounds(size, members, ghosts)[1])
+
+    def _shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int]) -> Shares:
         now = self._plan
         if self._next is not None and step >= self._next.step:
             now = self._next

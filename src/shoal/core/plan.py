@@ -117,6 +117,27 @@ def capped(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequen
                 held[rank] = lows[rank]
 
 
+def paired(shares: Sequence[int], highs: Sequence[int]) -> Shares:
+    """The same shares without a single sample anywhere, as far as the caps allow: it goes along with the largest share.
+
+    >>> paired((1, 5, 1), (8, 6, 8)), paired((1, 5), (8, 5))
+    ((0, 5, 2), (2, 4))
+    """
+    found = list(shares)
+    for rank in [rank for rank, share in enumerate(shares) if share == 1]:
+        if found[rank] != 1:
+            continue
+        others = sorted((-share, other) for other, share in enumerate(found) if share and other != rank)
+        room = next((other for negative, other in others if -negative < highs[other]), None)
+        if room is not None:
+            found[rank] = 0
+            found[room] += 1
+        elif others and -others[0][0] > 3 and highs[rank] > 1:
+            found[rank] = 2
+            found[others[0][1]] -= 1
+    return tuple(found)
+
+
 def _feasible(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
     for rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
         if low > high:

@@ -180,7 +180,8 @@ class Speed:
             first_s = point.seconds - again_s * (self._times(point.samples) - 1)
             expected_s = fixed_s + slope * point.samples
             off = first_s / expected_s - 1
-            doubt = 3 * self.noise / sqrt(point.count)
+            # A single step, or a guess from before a jump, is no measurement to bend the line for.
+            doubt = 3 * self.noise / sqrt(point.count) if point.count > 1 else GUESS
             if abs(off) > doubt:
                 at.append(float(point.samples))
                 seconds_at.append(expected_s * (1 + off * (1 - doubt * doubt / (off * off))))

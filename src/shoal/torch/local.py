@@ -46,6 +46,8 @@ class LocalTrainer(Trainer):
 
     def __init__(self, session: Session | Solo, keeper: StateKeeper, sync: Sync) -> None:
         super().__init__(session, keeper)
+        # Gradients are never summed over members, so there is nothing to compare.
+        self.soundings.every = 0
         self.length = sync.local
         self._outer = Outer(session.settings.outer_lr, session.settings.outer_momentum)
         self._start = Start()
@@ -107,9 +109,6 @@ class LocalTrainer(Trainer):
             pace.before_exchange(batch.lot.samples, turn.pieces[turn.piece].samples)
             pace.after_backward()
             pace.begin(turn.step)
-
-    def _squares_of(self, turn: Turn) -> None:
-        """Gradients are never summed over members, so there is nothing to compare."""
 
     def _bucket_up(self) -> None:
         assert self.model is not None

@@ -11,24 +11,17 @@ from typing import Any, Literal
 import torch
 
 from shoal.core import sync
-from shoal.core.balance import FIRST_WINDOWS, Balance, parse
-from shoal.core.batch import wanted
-from shoal.core.goodput import AutoBatch, law_for
-from shoal.core.order import Order
-from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, NotExact, NotForLocal, SecondLoop
-from shoal.torch.auto import LOOK_EVERY, AutoFeed
+from shoal.errors import NotAttached, SecondLoop
 from shoal.torch.batchnorm import synchronise
-from shoal.torch.exact import ShardFeed, ShardLoader, make_alike
-from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
+from shoal.torch.exact import make_alike
+from shoal.torch.feed import Feed
+from shoal.torch.feeds import Feeds
 from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.keeper import StateKeeper, UserState
-from shoal.torch.loader import ShareLoader
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
-from shoal.torch.rounds import BatchLoader, RoundFeed
 from shoal.torch.stream import LaneReader
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
@@ -51,7 +44,8 @@ class Run:
         else:
             mode = sync.parse(session.settings.sync)
             self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
-            self._keeper.parts["noise"] = self._trainer.noise
+            self._keeper.parts["noise"] = self._trainer.soundings.noise
+        self._feeds = Feeds(self._trainer, self._keeper, session.settings)
 
     # --- where the run is
 
@@ -140,7 +134,7 @@ class Run:
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
-        self._refuse_in_local_mode("run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
+        self._feeds.refuse_locally(True, "run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
         if not isinstance(self._trainer, Trainer):
             raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
@@ -172,33 +166,10 @@ class Run:
         then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
         ahead.
         """
-        exact = (self._session.settings.exact if exact is None else exact) or None
-        wished = wanted(self._session.settings.batch, size, len(dataset))
-        size = wished.size
-        order = Order(len(dataset), size, epochs, seed, last, shuffle)
-        how = (workers, prefetch, collate, micro, pin_memory)
-        described = {"samples": len(dataset), "size": size, "epochs": epochs, "seed": seed, "last": last}
-        local = self._trainer.length if isinstance(self._trainer, LocalTrainer) else 0
-        # What is read ahead of a round is little; and it is many steps long, so that one of them tells enough.
-        balance = self._balance(shares, 0, (1, 2, 4)) if local else self._balance(shares, ahead=workers * prefetch)
-        feed: Feed
-        if local:
-            if exact is not None:
-                self._refuse_in_local_mode("exact=", "leave it out: members compute different things on purpose")
-            if wished.bounds is not None:
-                self._refuse_in_local_mode("batch=auto", "pass a number, or train with --sync step")
-            rounds = Rounds.of(len(dataset), size, local, epochs, seed, last, shuffle)
-            feed = RoundFeed(rounds, BatchLoader(dataset, rounds, *how), balance)
-        elif wished.bounds is not None and isinstance(self._trainer, TicketTrainer):
-            raise self._trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
-        elif wished.bounds is not None:
-            feed = self._auto_feed(order, ShareLoader(dataset, order, *how), balance, wished.bounds, exact)
-        elif exact is None:
-            feed = IndexedFeed(order, ShareLoader(dataset, order, *how), balance)
-        else:
-            feed = ShardFeed(order, ShardLoader(exact, dataset, order, *how), balance)
-            described["exact"] = exact
-        return self._loop(feed, described | {"shuffle": shuffle}, seed)
+        order = {"size": size, "epochs": epochs, "seed": seed, "last": last, "shuffle": shuffle}
+        loading = (workers, prefetch, collate, micro, pin_memory)
+        feed, described = self._feeds.of_dataset(dataset, order, loading, shares, exact, ahead=workers * prefetch)
+        return self._loop(feed, described, seed)
 
     def stream(
         self,
@@ -219,15 +190,9 @@ class Run:
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
-        if self._session.settings.exact:
-            raise NotExact(
-                "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
-            )
-        self._refuse_in_local_mode("run.stream", "use run.batches, or train with --sync step")
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = LaneReader(shards, layout, collate, open, workers)
-        feed = StreamFeed(layout, reader, self._balance(shares, ahead=0))
-        self._keeper.parts["stream"] = feed
+        feed = self._feeds.of_stream(layout, reader, shares)
         described = {"shards": len(shards), "size": size, "epochs": epochs, "lanes": layout.lanes, "seed": seed}
         return self._loop(feed, described | {"shuffle": shuffle}, seed)
 
@@ -262,41 +227,6 @@ class Run:
         """Let go of connections; called by itself at the end of the process."""
         self._keeper.close()
         self._session.close()
-
-    def _auto_feed(
-        self, order: Order, loader: ShareLoader, balance: Balance, bounds: tuple[int, int], exact: int | None
-    ) -> AutoFeed:
-        trainer, settings = self._trainer, self._session.settings
-        if not isinstance(trainer, Trainer):
-            raise trainer.unusable("a global batch that is chosen", "pass a number as batch")
-        if exact is not None:
-            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
-        if not trainer.optimizers:
-            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
-        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
-        auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
-        trainer.auto, trainer.noise_every = auto, min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
-        feed = AutoFeed(order, loader, balance, auto, trainer.noise)
-        self._keeper.parts["batch"] = feed
-        return feed
-
-    def _refuse_in_local_mode(self, what: str, do: str) -> None:
-        if isinstance(self._trainer, LocalTrainer):
-            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
-
-    def _balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
-        settings = self._session.settings
-        rules = parse(
-            shares or settings.shares_policy,
-            threshold=settings.shares_threshold,
-            window=settings.shares_window,
-            floor=settings.shares_floor,
-            cap=settings.shares_cap,
-            mode=settings.shares_mode,
-        )
-        balance = Balance(rules, ahead, first_windows)
-        self._keeper.parts["shares"] = balance
-        return balance
 
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer

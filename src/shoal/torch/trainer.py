@@ -13,7 +13,6 @@ import torch
 
 from shoal.core import pulse
 from shoal.core.goodput import AutoBatch
-from shoal.core.noise import Noise
 from shoal.core.world import World
 from shoal.errors import OutOfStep, UnusableBackward
 from shoal.torch.auto import Gained
@@ -24,7 +23,7 @@ from shoal.torch.guard import forget_gradients
 from shoal.torch.keeper import StateKeeper
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.meter import Meter
-from shoal.torch.squares import Squares
+from shoal.torch.soundings import Soundings
 from shoal.torch.statistics import Statistics
 from shoal.torch.turn import Turn
 from shoal.worker.exchange import Exchange, ExchangeBroken
@@ -52,9 +51,8 @@ class Trainer:
         self._nested = False
         self._world_seen = 0
         self._loss: float | None = None
-        self.noise = Noise()
-        self.meter = Meter(self.noise)
-        self.noise_every = session.settings.noise_every
+        self.soundings = Soundings(session.settings.noise_every)
+        self.meter = Meter(self.soundings.noise)
         self.auto: AutoBatch | None = None
         self._pace = pace_of(session.me, session.settings.emulate)
         session.status = self._status
@@ -229,7 +227,7 @@ class Trainer:
             return
         if turn.backwards == 1:
             self._bucket_up()
-            turn.squares = self._squares_of(turn)
+            turn.squares = self.soundings.begin(turn, self.optimizers)
             if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
                 self._buckets.begin(turn.held)
         try:
@@ -249,16 +247,7 @@ class Trainer:
             self._sum_shard(self._buckets, turn, scaled)
         elif turn.own:
             scaled.backward()  # type: ignore[no-untyped-call]
-            if turn.squares is not None and turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2:
-                turn.squares.halve(self._buckets.parameters if self._buckets is not None else (), turn.weight)
-
-    def _squares_of(self, turn: Turn) -> Squares | None:
-        """Now and then norms are taken, where there are at least two groups of samples to compare."""
-        every = self.noise_every
-        if not every or turn.step % every or turn.first or turn.held is not None:
-            return None
-        squares = Squares(self.optimizers)
-        return squares if squares.ready and (turn.world.size > 1 or len(turn.pieces) > 1) else None
+            self.soundings.halfway(turn, self._buckets.parameters if self._buckets is not None else ())
 
     def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
         assert self._statistics is not None
@@ -317,29 +306,11 @@ class Trainer:
             wait_s=last.wait_s if last else 0.0,
             measured=last.measured if last else 0,
             micro=self.feed.micro or 0,
-            **self._norms(turn),
+            **self.soundings.told(last, turn),
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
         )
-
-    def _norms(self, turn: Turn) -> dict[str, Any]:
-        """What was found of the gradients of the step before, if the same members took part in it."""
-        last = self._last
-        if last is None or last.squares is None or not last.committed or last.world != turn.world:
-            return {}
-        grad_sq, groups = last.squares.weighted(last.weight, last.nominal)
-        return {"grad_sq": grad_sq, "grad_weight": last.weight, "groups": groups, "total_sq": last.squares.total}
-
-    def _learn_noise(self, everybody: tuple[pulse.Pulse, ...]) -> None:
-        told = [p for p in everybody if p.groups]
-        if told:
-            size = sum(p.grad_weight for p in told)
-            # Weights may be tokens; the noise scale is in samples.
-            samples, weight = sum(p.samples for p in everybody), sum(p.weight for p in everybody)
-            in_samples = None if samples == weight or not weight else size * samples / weight
-            groups = sum(p.groups for p in told)
-            self.noise.observe_sums(sum(p.grad_sq for p in told), size, groups, told[0].total_sq, in_samples)
 
     def _last_loss(self) -> float:
         """Our part of the mean loss of the step before; reading it now does not wait for a device."""
@@ -351,6 +322,15 @@ class Trainer:
         reason = pulse.desync(turn.everybody)
         if reason:
             raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
+        dealt = sum(p.samples for p in turn.everybody)
+        if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
+            shares = ", ".join(str(p.samples) for p in turn.everybody)
+            raise OutOfStep(
+                f"the members do not agree on their shares of step {turn.step}",
+                where=f"world {self._world_seen}",
+                why=f"shares of {shares} make {dealt} of {self.feed.nominal(turn.step)} samples",
+                do="this is an error of Shoal: please report it with the output of shoal why",
+            )
         if self._last is not None and self._last.committed:
             self._loss = sum(p.loss for p in turn.everybody)
 
@@ -445,9 +425,12 @@ class Trainer:
         assert self._statistics is not None
         assert self._buckets is not None
         assert self.feed is not None
-        self._statistics.receive(self._buckets)
+        if any(p.weight for p in turn.everybody):
+            self._statistics.receive(self._buckets)
+        else:
+            self._statistics.put_back()
         self._statistics.keep()
-        self._learn_noise(turn.everybody)
+        self.soundings.learn(turn.everybody)
         before = self.auto.progress if self.auto is not None else 0.0
         decisions = self.feed.committed(turn.step, turn.world, turn.everybody)
         turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1

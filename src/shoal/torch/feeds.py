@@ -1,0 +1,124 @@
+"""Which feed a training loop has: what the script asks for, as far as the settings and the way of training allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+from shoal.core.batch import wanted
+from shoal.core.goodput import AutoBatch, Bounds, law_for
+from shoal.core.order import Order
+from shoal.core.rounds import Rounds
+from shoal.core.stream import LaneLayout
+from shoal.errors import NotAttached, NotExact, NotForLocal
+from shoal.torch.auto import LOOK_EVERY, AutoFeed
+from shoal.torch.batchnorm import GlobalBatchNorm
+from shoal.torch.exact import ShardFeed, ShardLoader
+from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
+from shoal.torch.keeper import StateKeeper
+from shoal.torch.loader import ShareLoader
+from shoal.torch.local import LocalTrainer
+from shoal.torch.rounds import BatchLoader, RoundFeed
+from shoal.torch.stream import LaneReader
+from shoal.torch.ticketed import TicketTrainer
+from shoal.torch.trainer import Trainer
+
+# A round is many steps long: one of them tells as much as several steps do.
+FIRST_ROUNDS = (1, 2, 4)
+
+
+class Feeds:
+    """Makes the feed of a run's loop; what of it is state of the run is given to the keeper."""
+
+    def __init__(self, trainer: Trainer | TicketTrainer, keeper: StateKeeper, settings: Any) -> None:
+        self._trainer, self._keeper, self._settings = trainer, keeper, settings
+
+    def of_dataset(
+        self,
+        dataset: Any,
+        order: dict[str, Any],
+        loading: tuple[Any, ...],
+        shares: str | None,
+        exact: int | None,
+        ahead: int,
+    ) -> tuple[Feed, dict[str, Any]]:
+        """A feed from a map-style dataset, and what members must agree on to share it."""
+        exact = (self._settings.exact if exact is None else exact) or None
+        wished = wanted(self._settings.batch, order["size"], len(dataset))
+        order = {"samples": len(dataset)} | order | {"size": wished.size}
+        described = order | ({"exact": exact} if exact is not None else {})
+        if isinstance(self._trainer, LocalTrainer):
+            self.refuse_locally(exact is not None, "exact=", "leave it out: members are to compute different things")
+            self.refuse_locally(wished.bounds is not None, "batch=auto", "pass a number, or train with --sync step")
+            return self._of_rounds(dataset, order, loading, shares, self._trainer.length), described
+        batches, balance = Order(**order), self.balance(shares, ahead)
+        balance.rules.check(wished.size)
+        balance.alone = exact is not None or not self._needs_pairs()
+        if exact is not None and wished.bounds is not None:
+            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
+        if exact is not None:
+            return ShardFeed(batches, ShardLoader(exact, dataset, batches, *loading), balance), described
+        loader = ShareLoader(dataset, batches, *loading)
+        if wished.bounds is not None:
+            return self._chosen(batches, loader, balance, wished.bounds), described
+        return IndexedFeed(batches, loader, balance), described
+
+    def of_stream(self, layout: LaneLayout, reader: LaneReader, shares: str) -> StreamFeed:
+        self.refuse_locally(True, "run.stream", "use run.batches, or train with --sync step")
+        if self._settings.exact:
+            raise NotExact(
+                "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
+            )
+        feed = StreamFeed(layout, reader, self.balance(shares, ahead=0))
+        self._keeper.parts["stream"] = feed
+        return feed
+
+    def _of_rounds(
+        self, dataset: Any, order: dict[str, Any], loading: tuple[Any, ...], shares: str | None, length: int
+    ) -> RoundFeed:
+        names = ("epochs", "seed", "last", "shuffle")
+        rounds = Rounds.of(order["samples"], order["size"], length, *(order[name] for name in names))
+        # What is read ahead of a round is little.
+        balance = self.balance(shares, 0, FIRST_ROUNDS)
+        balance.alone = not self._needs_pairs()
+        return RoundFeed(rounds, BatchLoader(dataset, rounds, *loading), balance)
+
+    def _chosen(self, order: Order, loader: ShareLoader, balance: Balance, bounds: Bounds) -> AutoFeed:
+        trainer, settings = self._trainer, self._settings
+        if not isinstance(trainer, Trainer):
+            raise trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
+        if not trainer.optimizers:
+            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
+        trainer.auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
+        trainer.soundings.every = min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        feed = AutoFeed(order, loader, balance, trainer.auto, trainer.soundings.noise)
+        self._keeper.parts["batch"] = feed
+        return feed
+
+    def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
+        """What deals out the shares, by the settings."""
+        settings = self._settings
+        rules = parse(
+            shares or settings.shares_policy,
+            threshold=settings.shares_threshold,
+            window=settings.shares_window,
+            floor=settings.shares_floor,
+            cap=settings.shares_cap,
+            mode=settings.shares_mode,
+        )
+        balance = Balance(rules, ahead, first_windows)
+        self._keeper.parts["shares"] = balance
+        return balance
+
+    def _needs_pairs(self) -> bool:
+        """Whether the model refuses to train on a single sample: BatchNorm over a member's own share does."""
+        modules = self._trainer.model.modules() if self._trainer.model is not None else ()
+        return any(isinstance(m, _BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in modules)
+
+    def refuse_locally(self, asked: bool, what: str, do: str) -> None:
+        """Raise if the script asks for what local training cannot do."""
+        if asked and isinstance(self._trainer, LocalTrainer):
+            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)

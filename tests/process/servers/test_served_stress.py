@@ -17,7 +17,7 @@ import psutil
 import pytest
 from served import Served, served
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 FAULTS = int(os.environ.get("SHOAL_SERVED_FAULTS", "12"))
 CALM = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2", "reconnect_s=2")

@@ -484,3 +484,17 @@ def test_a_member_that_was_slow_for_a_while_gets_all_of_its_share_back(noise: fl
         balance.observe(step, names, [Seen(n, t) for n, t in zip(shares, took, strict=True)])
     best_s = 0.005 + 0.001 * 32
     assert 0.005 + 0.001 * max(balance.shares(600, size, names)) <= 1.03 * best_s
+
+
+def test_a_member_that_comes_back_to_a_run_of_fixed_costs_is_not_left_out_for_a_small_gain() -> None:
+    for seed in range(10):
+        balance, chance = Balance(), random.Random(seed)
+        for step in range(200):
+            names = ("a", "b") if 100 <= step < 150 else ("a", "b", "c")
+            shares = balance.shares(step, 24, names, (2,) if step == 150 else ())
+            fixed_s = {"a": 0.5, "b": 0.5, "c": 0.53}
+            took = [
+                (fixed_s[m] + 0.002 * n) * (1 + abs(chance.gauss(0, 0.05))) for m, n in zip(names, shares, strict=True)
+            ]
+            balance.observe(step, names, [Seen(n, t) for n, t in zip(shares, took, strict=True)])
+            assert step == 150 or 0 not in shares, (seed, step, shares)

@@ -25,6 +25,7 @@ FIRST_WINDOWS = (2, 4, 8)
 SETTLED = len(FIRST_WINDOWS)
 AT_MOST = 2
 SLOWER = 1.03
+PARKING = 0.1
 LEAP = 0.1
 QUIET_STEPS = 200
 FREE = 3
@@ -158,7 +159,14 @@ class Balance:
         if not self.rules.adapts:
             weights = [0 if rank in ghosts else w for rank, w in enumerate(self.rules.declared(len(members)))]
             return plan.capped(size, weights, lows, highs)
-        return plan.by_cost(size, self._speeds.costs(members), lows, highs)
+        costs = self._speeds.costs(members)
+        found = plan.by_cost(size, costs, lows, highs)
+        # What was measured in another world tells too little to leave anybody out for a small gain.
+        ones = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
+        if found == tuple(max(share, one) for share, one in zip(found, ones, strict=True)) or sum(ones) >= size:
+            return found
+        kept = plan.by_cost(size, costs, ones, highs)
+        return kept if _slowest(costs, found) > _slowest(costs, kept) * (1 - PARKING) else found
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
         lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
@@ -292,7 +300,7 @@ class Balance:
         if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
             return wanted
         kept = plan.by_cost(now.size, costs, lows, highs)
-        return kept if _slowest(costs, wanted) > _slowest(costs, kept) * (1 - least_gain) else wanted
+        return kept if _slowest(costs, wanted) > _slowest(costs, kept) * (1 - max(least_gain, PARKING)) else wanted
 
     def _leap(self, now: _Plan, wanted: Shares) -> float:
         """How much of the gain to doubt because shares grow beyond what was measured."""

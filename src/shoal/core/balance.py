@@ -14,27 +14,31 @@ from typing import Any, NamedTuple
 
 from shoal.core import plan
 from shoal.core.curve import Curve
+from shoal.core.figures import Figures, idle, reason, slowest
 from shoal.core.plan import Shares
 from shoal.core.rules import Rules, parse
-from shoal.core.speed import usual
 from shoal.core.speeds import Known, Seen, Speeds
 
 __all__ = ["Balance", "Change", "Figures", "Rules", "Seen", "parse"]
 
+# Steps of the first windows: early corrections gain the most, later ones need certainty.
 FIRST_WINDOWS = (2, 4, 8)
 SETTLED = len(FIRST_WINDOWS)
-AT_MOST = 2
-SLOWER = 1.03
-PARKING = 0.1
-LEAP = 0.1
-QUIET_STEPS = 200
+# After the first windows a share at most doubles or halves in one change, because curves are sure near what was seen.
 FREE = 3
+AT_MOST = 2
+LEAP = 0.1
+# Shares that turn out this much slower are taken back.
+SLOWER = 1.03
+# Nobody is left out for less: whoever has no share is hardly measured, and stays out for long if that was an error.
+PARKING = 0.1
+TRIAL_STEPS = 200
+TRIAL_COST = 0.01
+# A change costs about a step of data read in vain, and must gain more than that in the steps that it can count on.
 COST_STEPS = 1.0
 WORTH = 1.5
 HORIZON_STEPS = 100
-TRIAL_STEPS = 200
-TRIAL_COST = 0.01
-NAMED, SOME = 8, 3
+QUIET_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,6 @@ class Change:
     step: int
     shares: dict[str, int]
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a display shows: figures by member, and the part of its time that an average member waits."""
-
-    sample_s: dict[str, float]
-    step_s: float
-    idle: float
-    idle_if_equal: float
 
 
 class _Plan(NamedTuple):
@@ -98,7 +92,7 @@ class Balance:
 
     def hint(self, member: str, speed: float) -> None:
         """The relative speed of a member by its agent's probe; used until it has been measured."""
-        if 0 < speed < inf:
+        if 0 < speed < inf and self._speeds.of(member).speed.hint != speed:
             self._speeds.of(member).hint(float(speed))
             self._found.clear()
 
@@ -166,7 +160,7 @@ class Balance:
         if found == tuple(max(share, one) for share, one in zip(found, ones, strict=True)) or sum(ones) >= size:
             return found
         kept = plan.by_cost(size, costs, ones, highs)
-        return kept if _slowest(costs, found) > _slowest(costs, kept) * (1 - PARKING) else found
+        return kept if slowest(costs, found) > slowest(costs, kept) * (1 - PARKING) else found
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
         lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
@@ -181,12 +175,12 @@ class Balance:
         return lows, highs
 
     def _with_trial(self, now: _Plan) -> Shares:
-        """One sample of the largest share goes to the member that is tried again."""
+        """A sample or two of the largest share go to the member that is tried again."""
         assert self._trial is not None
-        shares = list(now.shares)
-        if self._trial[1] in now.members and max(shares) > 1:
-            shares[shares.index(max(shares))] -= 1
-            shares[now.members.index(self._trial[1])] += 1
+        shares, few = list(now.shares), 1 if self.alone else 2
+        if self._trial[1] in now.members and max(shares) > few:
+            shares[shares.index(max(shares))] -= few
+            shares[now.members.index(self._trial[1])] += few
         return tuple(shares)
 
     # --- what is measured
@@ -203,8 +197,7 @@ class Balance:
     ) -> Change | None:
         """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
         for name, speed in (speeds or {}).items():
-            if self._speeds.of(name).speed.hint != speed:
-                self.hint(name, speed)
+            self.hint(name, speed)
         if epoch != self._epoch:
             self._epoch, self._due = epoch, True
         if not self._settle(step, tuple(members), sum(one.samples for one in seen)):
@@ -251,7 +244,7 @@ class Balance:
         """Close the window: what was measured in it is taken in."""
         if any(steps for _, steps in jumped):
             self._best, self._backoff, self._recently = None, 1.0, []
-            self._window = self._window if self.rules.mode == "epoch" else 0
+            self._window = 0 if self.rules.mode == "continuous" else self._window
         self._speeds.fold(jumped)
         self._matched = self._waited = 0
         self._window += 1
@@ -278,7 +271,7 @@ class Balance:
             self._speeds.familiar(now.members)
             return None
         wanted = self._wanted(now, costs, least_gain)
-        then_s = _slowest(costs, wanted)
+        then_s = slowest(costs, wanted)
         back = self._slower_than_best(now)
         if back is not None and then_s > back / SLOWER:
             assert self._best is not None
@@ -300,7 +293,7 @@ class Balance:
         if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
             return wanted
         kept = plan.by_cost(now.size, costs, lows, highs)
-        return kept if _slowest(costs, wanted) > _slowest(costs, kept) * (1 - max(least_gain, PARKING)) else wanted
+        return kept if slowest(costs, wanted) > slowest(costs, kept) * (1 - max(least_gain, PARKING)) else wanted
 
     def _leap(self, now: _Plan, wanted: Shares) -> float:
         """How much of the gain to doubt because shares grow beyond what was measured."""
@@ -371,11 +364,11 @@ class Balance:
         for name, share in zip(now.members, wanted, strict=True):
             one = self._speeds.of(name)
             one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
-        self.reason = _reason(now, wanted, costs, why)
+        self.reason = reason(now.members, now.shares, wanted, costs, why)
         return Change(then, dict(zip(now.members, wanted, strict=True)), self.reason)
 
     def _try_parked(self, step: int, now: _Plan) -> None:
-        """Now and then a parked member computes one sample of one step, as rarely as that is cheap."""
+        """Now and then a parked member computes a little of one step, as rarely as that is cheap."""
         if self._next is not None or self.rules.policy != "model" or (self._trial and step <= self._trial[0]):
             return
         for rank, (name, share) in enumerate(zip(now.members, now.shares, strict=True)):
@@ -387,7 +380,7 @@ class Balance:
             if step - one.parked_at < TRIAL_STEPS:
                 continue
             costs = self._speeds.costs(now.members)
-            times = min(costs[rank].seconds(1) / _slowest(costs, now.shares), 1e9)
+            times = min(costs[rank].seconds(1) / slowest(costs, now.shares), 1e9)
             if step - one.parked_at >= times / TRIAL_COST:
                 one.parked_at = step
                 self._trial = (step + 1 + self.ahead, name)
@@ -398,7 +391,7 @@ class Balance:
     def step_seconds(self, size: int, members: Sequence[str]) -> float:
         """What the slowest of these members would take for a global batch of another size, well shared out."""
         costs = self._speeds.costs(members)
-        return _slowest(costs, plan.by_cost(size, costs, *self._bounds(size, members)))
+        return slowest(costs, plan.by_cost(size, costs, *self._bounds(size, members)))
 
     def sure(self, members: Sequence[str]) -> bool:
         """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
@@ -426,7 +419,7 @@ class Balance:
         equal = plan.Equal().shares(now.size, len(now.members))
         if not known:
             return Figures({}, 0.0, 0.0, 0.0)
-        return Figures(per_sample, _slowest(costs, now.shares), _idle(costs, now.shares), _idle(costs, equal))
+        return Figures(per_sample, slowest(costs, now.shares), idle(costs, now.shares), idle(costs, equal))
 
     # --- state
 
@@ -467,39 +460,3 @@ def _unlisted(values: list[Any] | None) -> _Plan | None:
 
 def _shrunk(size: int, shares: Shares) -> Shares:
     return plan.split(size, shares)
-
-
-def _slowest(costs: Sequence[Curve], shares: Sequence[int]) -> float:
-    return max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
-
-
-def _idle(costs: Sequence[Curve], shares: Sequence[int]) -> float:
-    slowest, busy = _slowest(costs, shares), 0.0
-    for cost, share in zip(costs, shares, strict=True):
-        busy += cost.seconds(share) / len(costs)
-    return 1 - busy / slowest if slowest > 0 else 0.0
-
-
-def _reason(now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> str:
-    """A sentence such as "lab/1 takes 3.9 ms a sample, the others 1.0: 51, 13 instead of 32, 32; step 64 → 41 ms"."""
-    if not why:
-        each = [cost.seconds(max(share, 1)) / max(share, 1) for cost, share in zip(costs, now.shares, strict=True)]
-        odd = max(range(len(each)), key=lambda rank: (abs(each[rank] / usual(each) - 1), -rank))
-        others = usual([one for rank, one in enumerate(each) if rank != odd] or each)
-        why = f"{now.members[odd]} takes {_ms(each[odd])} a sample, the others {_ms(others)}"
-    step = f"step {_ms(_slowest(costs, now.shares))} → {_ms(_slowest(costs, wanted))}"
-    return f"{why}: {_instead(now, wanted)}; {step}"
-
-
-def _instead(now: _Plan, wanted: Shares) -> str:
-    """New and old shares in the order of ranks; of many members, those that change the most."""
-    if len(wanted) <= NAMED:
-        return f"{', '.join(map(str, wanted))} instead of {', '.join(map(str, now.shares))}"
-    each = list(zip(now.members, wanted, now.shares, strict=True))
-    changed = sorted((one for one in each if one[1] != one[2]), key=lambda one: (-abs(one[1] - one[2]), one[0]))
-    told = ", ".join(f"{name} {new} instead of {old}" for name, new, old in changed[:SOME])
-    return told + (f" and {len(changed) - SOME} more changes" if len(changed) > SOME else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"

@@ -110,6 +110,15 @@ class Buckets:
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if self._exchange is None:
             return
+        self._check_arrival(parameter)
+        bucket, index = self._place[parameter]
+        self._take(bucket, index, parameter)
+        bucket.missing -= 1
+        while self._next < len(self._buckets) - 1 and self._buckets[self._next].missing == 0:
+            self._launch()
+
+    def _check_arrival(self, parameter: torch.nn.Parameter) -> None:
+        """Raise if this gradient cannot count: it was here before, or the world has fallen apart."""
         if parameter in self._seen:
             raise UnusableBackward(
                 "a parameter's gradient was completed twice in one backward pass",
@@ -119,11 +128,6 @@ class Buckets:
         broken = getattr(self._exchange, "broken", None)
         if broken is not None:
             raise StepAborted from broken
-        bucket, index = self._place[parameter]
-        self._take(bucket, index, parameter)
-        bucket.missing -= 1
-        while self._next < len(self._buckets) - 1 and self._buckets[self._next].missing == 0:
-            self._launch()
 
     def _take(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad

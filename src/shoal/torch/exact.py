@@ -18,8 +18,8 @@ from shoal.core.balance import Balance
 from shoal.core.order import Order
 from shoal.core.tree import NOTHING, Held
 from shoal.core.world import World
-from shoal.errors import NotExact, UnusableBackward
-from shoal.torch.buckets import Bucket, Buckets, StepAborted, operand
+from shoal.errors import NotExact
+from shoal.torch.buckets import Bucket, Buckets, operand
 from shoal.torch.feed import IndexedFeed, Piece
 from shoal.torch.fetch import Key
 from shoal.torch.loader import ShareLoader, Span
@@ -196,15 +196,7 @@ class TreeBuckets(Buckets):
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if not self._is_open:
             return
-        if parameter in self._seen:
-            raise UnusableBackward(
-                "a parameter's gradient was completed twice in one backward pass",
-                why="reentrant activation checkpointing, or a second backward in the same step",
-                do="use torch.utils.checkpoint with use_reentrant=False, and call run.backward once a step",
-            )
-        broken = getattr(self._exchange, "broken", None)
-        if broken is not None:
-            raise StepAborted from broken
+        self._check_arrival(parameter)
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None

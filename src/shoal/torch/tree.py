@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
@@ -28,18 +29,20 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-class Walker:
+class Walker(ABC):
     """Turns a value into msgpack values; what becomes of a tensor or an array is the subclass's affair."""
 
     def __init__(self, name: str = "") -> None:
         self._path = [name]
         self._open: set[int] = set()
 
+    @abstractmethod
     def tensor(self, value: torch.Tensor) -> list[Any]:
-        raise NotImplementedError
+        """What stands for a tensor."""
 
+    @abstractmethod
     def array(self, value: NDArray[Any]) -> list[Any]:
-        raise NotImplementedError
+        """What stands for an array."""
 
     def pairs(self, value: dict[Any, Any]) -> list[Any]:
         return [[self.visit(key), self._inside(key, item)] for key, item in value.items()]

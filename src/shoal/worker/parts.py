@@ -8,6 +8,7 @@ for what the primary waits for.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,7 +45,7 @@ class Vault(Protocol):
         """Be as the script built it."""
 
 
-class Part:
+class Part(ABC):
     """One part of the state, and the copies that others are given of it."""
 
     def __init__(self, number: int, life: int) -> None:
@@ -56,15 +57,17 @@ class Part:
         self.memory = threading.RLock()
         self.replicas: dict[str, Replica] = {}
 
+    @abstractmethod
     def apply(self, what: bytes, body: memoryview) -> None:
         """Take in one entry."""
-        raise NotImplementedError
 
+    @abstractmethod
     def capture(self) -> tuple[bytes, list[Bytes]]:
-        raise NotImplementedError
+        """All of it, as copies."""
 
+    @abstractmethod
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:
-        raise NotImplementedError
+        """Take over all of it."""
 
 
 class _Tally(msgspec.Struct):

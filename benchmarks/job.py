@@ -70,14 +70,15 @@ class Job:
         self.directory: Path = options.directory
         self.model: str = options.model
         self.batch: int = options.batch
+        self.usual_share: int = options.usual_share or self.batch
         self.pace_s: float = options.pace_s
         self.gated: bool = options.gated
         self._log: int | None = None
 
     def forward(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of one step, no sooner than the pace allows."""
+        """The loss of one step, no sooner than the pace allows; fewer samples than the usual share take their part."""
         if self.pace_s:
-            time.sleep(self.pace_s)
+            time.sleep(self.pace_s * min(1.0, len(images) / self.usual_share))
         return nn.functional.cross_entropy(model(images), labels)
 
     def committed(self, step: int, world: object, size: int, samples: int, at: float | None = None) -> None:
@@ -116,6 +117,7 @@ def from_arguments() -> Job:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--batch", type=int, default=48, help="samples of one step, over all members")
+    parser.add_argument("--usual-share", type=int, default=0, help="samples of one step of one member, usually")
     parser.add_argument("--pace-s", type=float, default=0.0, help="least seconds that a forward pass takes")
     parser.add_argument("--gated", action="store_true")
     return Job(parser.parse_args())

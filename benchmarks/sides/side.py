@@ -26,6 +26,7 @@ class Load:
 
     def arguments(self, directory: Path) -> list[str]:
         given = ["--directory", str(directory), "--model", self.model, "--batch", str(self.batch)]
+        given += ["--usual-share", str(self.batch // MOST_MEMBERS)]
         return [*given, "--pace-s", str(self.pace_s), *(["--gated"] if self.gated else [])]
 
 

@@ -3,12 +3,15 @@
 A shadow adds zeros to every exchange of its world and keeps what comes out. Meanwhile the state of the world's first
 step arrives, and the newcomer does those steps over again by itself, with the results that the shadow kept: each costs
 it hardly more than an optimizer step. As soon as it waits for a step that the others have not begun to exchange, it has
-caught up: it does that one itself, still without a share, and from the next one on it has its own.
+caught up: it does that one itself, still without a share, and from the next one on it has its own. Where a step without
+a share takes as long as one with it, the newcomer would stay a moment behind for ever: if it is known to be about to
+finish the step that the others exchange, its shadow says so, and the next step waits for that moment.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -25,6 +28,8 @@ Blank: TypeAlias = tuple[NDArray[Any], Adder | None, Part | None]
 
 KEPT_STEPS = 32
 LOOK_AGAIN_S = 0.002
+# The part of a step that the others may be made to wait once, for a newcomer that is nearly there.
+LATE = 0.25
 
 
 class Shadow:
@@ -40,6 +45,8 @@ class Shadow:
         self._playing: deque[NDArray[Any]] = deque()
         self._awaited = False
         self._over = False
+        self._exchanged_at = self._worked_from = time.monotonic()
+        self._own_s: float | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._follow, name="shoal-shadow", daemon=True).start()
 
@@ -55,13 +62,14 @@ class Shadow:
 
     def gather(self, record: NDArray[np.float64]) -> GatherTicket:
         with self._changed:
-            self._awaited = True
+            self._awaited, self._own_s = True, time.monotonic() - self._worked_from
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._kept or self._over)
             self._awaited = False
             if not self._kept:
                 return self._real.gather(record)
             pulses, buffers = self._kept.popleft()
+            self._worked_from = time.monotonic()
             self._playing.extend(buffers)
             self._changed.notify_all()
             return _Played(pulses)
@@ -92,12 +100,13 @@ class Shadow:
             self._changed.notify_all()
 
     def _one_step(self) -> bool:
-        """Take part in one step with zeros; False if the owner does it, or if it was the last."""
+        """Take part in one step with zeros; False if the owner does it or the next one, or if it was the last."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._kept) < KEPT_STEPS)
         if self._owner_is_first():
             return False
-        gathered = self._real.gather(encode(Pulse(step=-1, wishes=GHOST)))
+        follows = self._owner_follows()
+        gathered = self._real.gather(encode(Pulse(step=-1, wishes=0 if follows else GHOST)))
         # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
         buffers = [np.zeros_like(blank) for blank, _, _ in self._blanks]
         tickets = [self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._blanks, strict=True)]
@@ -106,8 +115,9 @@ class Shadow:
             ticket.wait()
         with self._changed:
             self._kept.append((pulses, buffers))
+            self._exchanged_at = time.monotonic()
             self._changed.notify_all()
-        return not self._ends(decode(pulses))
+        return not follows and not self._ends(decode(pulses))
 
     def _owner_is_first(self) -> bool:
         """Wait until the owner has caught up, or the others begin to exchange the next step: who was first."""
@@ -117,6 +127,19 @@ class Shadow:
                     return True
             if self._real.stirs(LOOK_AGAIN_S):
                 return False
+
+    def _owner_follows(self) -> bool:
+        """Whether the owner is at the step that the others begin to exchange, and about to finish it."""
+        with self._changed:
+            now = time.monotonic()
+            if self._kept or self._own_s is None:
+                return False
+            return is_nearly_there(now - self._worked_from, self._own_s, now - self._exchanged_at)
+
+
+def is_nearly_there(worked_s: float, own_s: float, step_s: float) -> bool:
+    """Whether who needs `own_s` for a step, and has worked at it so long, holds up steps of `step_s` only a little."""
+    return own_s - worked_s <= LATE * step_s
 
 
 class _Played:

@@ -404,6 +404,20 @@ def test_when_a_member_leaves_the_others_split_at_once_by_what_is_known() -> Non
     assert run.balance.shares(40, 70, ["lab/0", "lab/2"]) == pytest.approx((56, 14), abs=1)
 
 
+def test_where_shares_hardly_matter_noise_does_not_make_them_uneven_when_members_change() -> None:
+    for seed in range(5):
+        run = Simulation([500.0] * 3, size=48, fixed_s=0.4, noise=0.05, seed=seed).run(20)
+        everybody = run.names
+        for lost in range(8):
+            left = [name for rank, name in enumerate(everybody) if rank != lost % 3]
+            for step in range(run.step, run.step + 4):
+                shares = run.balance.shares(step, 48, left)
+                seen = [Seen(b, (0.35 + b / 500) * math.exp(run.chance.gauss(0, 0.05))) for b in shares]
+                run.balance.observe(step, left, seen)
+            run.step += 4
+            assert min(run.run(20).shares) >= 8
+
+
 def test_ranks_may_change_without_the_shares_of_members() -> None:
     run = Simulation([4, 2, 1], size=70).run(40)
     before = names_of(run.balance.shares(40, 70, run.names), run.names)

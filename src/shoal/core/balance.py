@@ -154,13 +154,15 @@ class Balance:
             weights = [0 if rank in ghosts else w for rank, w in enumerate(self.rules.declared(len(members)))]
             return plan.capped(size, weights, lows, highs)
         costs = self._speeds.costs(members)
-        found = plan.by_cost(size, costs, lows, highs)
+        noise = self._speeds.noise(members)
+        even = max(self.rules.threshold, noise)
+        found = plan.evened(size, costs, lows, highs, even)
         # What was measured in another world tells too little to leave anybody out for a small gain.
         ones = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
         if found == tuple(max(share, one) for share, one in zip(found, ones, strict=True)) or sum(ones) >= size:
             return found
-        kept = plan.by_cost(size, costs, ones, highs)
-        return kept if slowest(costs, found) > slowest(costs, kept) * (1 - PARKING) else found
+        kept = plan.evened(size, costs, ones, highs, even)
+        return kept if slowest(costs, found) > slowest(costs, kept) * (1 - max(PARKING, 2 * noise)) else found
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
         lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
@@ -293,7 +295,8 @@ class Balance:
         if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
             return wanted
         kept = plan.by_cost(now.size, costs, lows, highs)
-        return kept if slowest(costs, wanted) > slowest(costs, kept) * (1 - max(least_gain, PARKING)) else wanted
+        gain = max(least_gain, PARKING, 2 * self._speeds.noise(now.members))
+        return kept if slowest(costs, wanted) > slowest(costs, kept) * (1 - gain) else wanted
 
     def _leap(self, now: _Plan, wanted: Shares) -> float:
         """How much of the gain to doubt because shares grow beyond what was measured."""

@@ -69,6 +69,10 @@ def split(size: int, weights: Sequence[int]) -> Shares:
     return tuple(parts)
 
 
+# Shares are quite different if one of them differs by more than this part of an equal share.
+FAR = 4
+
+
 class Cost(Protocol):
     """How long a member takes, never falling with its share."""
 
@@ -91,6 +95,21 @@ def by_cost(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequen
         return split(size, lows) if size else (0,) * len(lows)
     shares = _all_done_at(_latest_start(size, costs, lows, highs), costs, lows, highs)
     return _handed_out(size - sum(shares), shares, costs, highs)
+
+
+def evened(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int], slower: float) -> Shares:
+    """The fastest shares, or the most even ones if they are quite different and take at most this part longer.
+
+    Where a step costs much the same whoever gets how much of it, noise would otherwise decide.
+    """
+    found = by_cost(size, costs, lows, highs)
+    if sum(lows) >= size:
+        return found
+    within_s = max(cost.seconds(share) for cost, share in zip(costs, found, strict=True)) * (1 + slower)
+    reached = [max(had, cost.reach(within_s, high)) for had, cost, high in zip(found, costs, highs, strict=True)]
+    even = capped(size, [1] * len(costs), lows, reached)
+    far = max(abs(had - share) for had, share in zip(found, even, strict=True))
+    return even if far * FAR * len(costs) > size else found
 
 
 def capped(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:

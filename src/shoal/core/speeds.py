@@ -189,6 +189,10 @@ class Speeds:
             slowest = max(slowest, point.seconds if point else 0.0)
         return slowest
 
+    def noise(self, members: Sequence[str]) -> float:
+        """The part by which equal steps of the noisiest of these members differ."""
+        return max((one.speed.noise for name in members if (one := self.get(name)) is not None), default=0.0)
+
     def doubt(self, members: Sequence[str], shares: Sequence[int]) -> float:
         """How much of a difference noise explains, by the least certain of these measurements."""
         doubt = 0.0

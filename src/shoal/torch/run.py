@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -29,8 +27,6 @@ from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
-
-NOTICE_S = 30.0
 
 
 class Run:
@@ -246,16 +242,3 @@ class Run:
         parameters, buffers, optimizer, _ = fingerprint(trainer.model, trainer.optimizers[0], {}).split("-")
         parts = {"parameters": parameters, "buffers": buffers, "optimizer": optimizer} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
-
-
-def handle_sigterm(session: Session | PlacedSession) -> None:
-    """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def leave(_signal: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # In a thread of its own: the main thread may hold the very lock that leaving needs.
-        threading.Thread(target=session.leave, args=(NOTICE_S, "SIGTERM"), daemon=True).start()
-
-    signal.signal(signal.SIGTERM, leave)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+from shoal.core.balance import FIRST_WINDOWS, Balance
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch, Bounds, law_for
 from shoal.core.order import Order
@@ -20,6 +20,7 @@ from shoal.torch.reading import reading, share_loader
 from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
 from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
+from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
 from shoal.worker.data.loader import ShareLoader
 from shoal.worker.data.rounds import BatchLoader, RoundFeed
@@ -100,17 +101,8 @@ class Feeds:
         return feed
 
     def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
-        """What deals out the shares, by the settings."""
-        settings = self._settings
-        rules = parse(
-            shares or settings.shares_policy,
-            threshold=settings.shares_threshold,
-            window=settings.shares_window,
-            floor=settings.shares_floor,
-            cap=settings.shares_cap,
-            mode=settings.shares_mode,
-        )
-        balance = Balance(rules, ahead, first_windows)
+        """What deals out the shares, by the settings; it is state of the run."""
+        balance = balance_of(self._settings, shares, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
 

@@ -122,7 +122,7 @@ class IndexedBatches(Batches):
     ) -> None:
         super().__init__(size, seed, shares)
         self._source, self._micro, self._classes = source, micro, class_weight
-        self._how = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
+        self._how: dict[str, Any] = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
 
     def few(self) -> Any:
         order = Order(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)

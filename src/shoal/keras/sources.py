@@ -141,7 +141,7 @@ class SourceFetcher(Fetcher):
         labels = np.asarray(y)
         if labels.ndim > 1:
             labels = labels.argmax(-1) if labels.shape[-1] != 1 else labels.reshape(len(labels))
-        of_class = np.array([self._classes.get(int(round(float(one))), 1.0) for one in labels], keras.config.floatx())
+        of_class = np.array([self._classes.get(round(float(one)), 1.0) for one in labels], keras.config.floatx())
         return x, y, of_class if weight is None else of_class * np.asarray(weight)
 
 

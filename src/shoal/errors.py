@@ -553,3 +553,20 @@ class NotForLocal(TrainingError):
     """
 
     code = "S317"
+
+
+class UnusableModel(TrainingError):
+    """A Keras model cannot be trained by a run as it is compiled.
+
+    Shoal takes the gradients that ``train_step`` hands to ``self.optimizer``, once a step, and sums them over all
+    members. So there is one optimizer, which is applied once a step, no ``tf.distribute`` strategy beside it, and the
+    TensorFlow or PyTorch backend.
+    """
+
+    code = "S318"
+
+
+class UnusableData(TrainingError):
+    """Data for a Keras model cannot be shared out: it has no length, no end, or its parts do not fit together."""
+
+    code = "S319"

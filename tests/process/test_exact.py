@@ -53,11 +53,10 @@ class Dropout(torch.nn.Module):
 def seeds_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every member its own generator, as every process has; the seeds are those of the trainer."""
 
-    def seed_thread(seed: int, step: int, part: int) -> None:
-        value = hash((seed, step, part)) & 0x7FFF_FFFF_FFFF_FFFF
-        SEEDED.generator = torch.Generator().manual_seed(value)
+    def seed_thread(seed: int) -> None:
+        SEEDED.generator = torch.Generator().manual_seed(seed)
 
-    monkeypatch.setattr("shoal.torch.trainer._seed_everything", seed_thread)
+    monkeypatch.setattr("shoal.torch.trainer.seed_everything", seed_thread)
 
 
 def mlp() -> torch.nn.Module:

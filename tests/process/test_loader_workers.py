@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
 from shoal.errors import LoaderDied, SampleFailed
-from shoal.torch.loader import ShareLoader
-from shoal.torch.stream import LaneReader
+from shoal.torch.reading import lane_reader, share_loader
 
 pytestmark = pytest.mark.process
 
@@ -96,8 +95,8 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 
 
 def test_world_changes_keep_the_workers_and_the_data(closing: Callable[[Any], Any]) -> None:
-    plain = ShareLoader(Counted(), ORDER)
-    ahead = closing(ShareLoader(Counted(), ORDER, workers=2, micro=5))
+    plain = share_loader(Counted(), ORDER)
+    ahead = closing(share_loader(Counted(), ORDER, workers=2, micro=5))
     pids = set()
     spans = [(0, 8), (0, 8), (4, 16), (4, 16), (0, 16), (0, 0), (3, 4), (0, 8)]
     steps = [0, 1, 2, 2, 3, 4, 4, 5, 6, 20, 21, 5, 6]
@@ -114,7 +113,7 @@ def test_world_changes_keep_the_workers_and_the_data(closing: Callable[[Any], An
 
 def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable[[Any], Any]) -> None:
     data = Counted()
-    loader = closing(ShareLoader(data, ORDER, workers=1, prefetch=3))
+    loader = closing(share_loader(data, ORDER, workers=1, prefetch=3))
     for step in range(9):
         loader.take(step, (0, 16), lambda step: (0, 16) if step < 9 else None)
     loader.take(9, (0, 1), lambda _: None)
@@ -124,7 +123,7 @@ def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable
 
 def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], Any]) -> None:
     data = Gated()
-    loader = closing(ShareLoader(data, Order(200, 16, shuffle=False), workers=1, prefetch=3))
+    loader = closing(share_loader(data, Order(200, 16, shuffle=False), workers=1, prefetch=3))
     loader.take(0, (0, 16), always_ahead((0, 16)))
 
     def ahead(step: int) -> tuple[int, int]:
@@ -137,7 +136,7 @@ def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], A
 
 
 def test_the_last_step_does_not_hang_for_want_of_more(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Counted(), ORDER, workers=2, prefetch=4))
+    loader = closing(share_loader(Counted(), ORDER, workers=2, prefetch=4))
     for step in range(ORDER.total_steps):
         span = (0, ORDER.size_of(step))
         loader.take(step, span, lambda later: (0, ORDER.size_of(later)) if later < ORDER.total_steps else None)
@@ -145,21 +144,21 @@ def test_the_last_step_does_not_hang_for_want_of_more(closing: Callable[[Any], A
 
 def test_reading_ahead_leaves_the_own_random_numbers_alone(closing: Callable[[Any], Any]) -> None:
     before = torch.get_rng_state(), random.getstate()
-    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    loader = closing(share_loader(Counted(), ORDER, workers=1))
     loader.take(0, (0, 8), always_ahead((0, 8)))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
 
 def test_a_ghost_is_fed_by_the_workers_too(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    loader = closing(share_loader(Counted(), ORDER, workers=1))
     assert loader.ghost(0).shape == (2, 4)
     assert loader.take(0, (0, 4), always_ahead((0, 4)))[0].shape == (4, 4)
 
 
 def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], Any]) -> None:
     data = Counted()
-    loader = closing(ShareLoader(data, ORDER, workers=1))
+    loader = closing(share_loader(data, ORDER, workers=1))
     loader.start()
     loader.ghost(4)
     assert loader.take(4, (0, 0), lambda step: (0, 8) if step == 5 else None) == []
@@ -173,7 +172,7 @@ def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], An
 
 
 def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Hostile(), Order(20, 4, shuffle=False), workers=1))
+    loader = closing(share_loader(Hostile(), Order(20, 4, shuffle=False), workers=1))
     assert loader.take(0, (0, 4), lambda step: (0, 4) if step < 2 else None)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
         loader.take(1, (0, 4), lambda _: None)
@@ -181,14 +180,14 @@ def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) ->
 
 
 def test_a_worker_that_dies_names_the_sample_that_it_read(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Hostile(), Order(20, 4, shuffle=False), workers=2))
+    loader = closing(share_loader(Hostile(), Order(20, 4, shuffle=False), workers=2))
     with pytest.raises(LoaderDied, match="while it read sample 9") as caught:
         loader.take(2, (0, 4), lambda _: None)
     assert caught.value.why == "killed by SIGKILL"
 
 
 def test_a_worker_that_died_meanwhile_is_found_at_the_next_step(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Counted(), ORDER, workers=2))
+    loader = closing(share_loader(Counted(), ORDER, workers=2))
     loader.take(0, (0, 4), lambda _: None)
     os.kill(loader.pids[0], signal.SIGKILL)
     assert gone(loader.pids[0])
@@ -197,7 +196,7 @@ def test_a_worker_that_died_meanwhile_is_found_at_the_next_step(closing: Callabl
 
 
 def test_a_notice_to_the_whole_process_tree_does_not_end_the_workers(closing: Callable[[Any], Any]) -> None:
-    loader = closing(ShareLoader(Counted(), ORDER, workers=1))
+    loader = closing(share_loader(Counted(), ORDER, workers=1))
     loader.take(0, (0, 4), always_ahead((0, 4)))
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(loader.pids[0], number)
@@ -207,7 +206,7 @@ def test_a_notice_to_the_whole_process_tree_does_not_end_the_workers(closing: Ca
 
 
 def test_closing_ends_the_workers() -> None:
-    loader = ShareLoader(Counted(), ORDER, workers=2)
+    loader = share_loader(Counted(), ORDER, workers=2)
     loader.start()
     pids = loader.pids
     loader.close()
@@ -218,7 +217,7 @@ SCRIPT = """
 import sys, time, torch
 from torch.utils.data import Dataset
 from shoal.core.order import Order
-from shoal.torch.loader import ShareLoader
+from shoal.torch.reading import share_loader
 
 class Slow(Dataset):
     def __getitem__(self, index):
@@ -226,7 +225,7 @@ class Slow(Dataset):
             time.sleep(600)
         return index
 
-loader = ShareLoader(Slow(), Order(100, 4, shuffle=False), workers=2)
+loader = share_loader(Slow(), Order(100, 4, shuffle=False), workers=2)
 loader.take(0, (0, 4), lambda step: (0, 4))
 print(*loader.pids, flush=True)
 if sys.argv[1] == "stay":
@@ -265,8 +264,8 @@ def shard(number: int) -> Callable[[], Iterator[Any]]:
 def test_a_stream_read_ahead_is_the_same_stream(closing: Callable[[Any], Any]) -> None:
     shards = [shard(number) for number in range(5)]
     layout = LaneLayout.of(5, 6, lanes=3, epochs=2)
-    plain = LaneReader(shards, layout, collate=list)
-    ahead = closing(LaneReader(shards, layout, collate=list, workers=1))
+    plain = lane_reader(shards, layout, collate=list)
+    ahead = closing(lane_reader(shards, layout, collate=list, workers=1))
     assert len(ahead.ghost()) == len(plain.ghost()) == 2
     for step, epoch, lanes in [
         (0, 0, (0, 3)),

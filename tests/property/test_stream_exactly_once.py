@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.core.order import Cursor
 from shoal.core.stream import LaneLayout, advance
-from shoal.torch.stream import LaneReader
+from shoal.torch.reading import lane_reader
+from shoal.worker.data.stream import LaneReader
 
 Sample = tuple[int, int]
 
@@ -48,7 +49,7 @@ def shards_of(lengths: list[int], kinds: list[int]) -> list[Any]:
 
 
 def one_member_run(shards: list[Any], layout: LaneLayout) -> list[tuple[Cursor, list[Sample]]]:
-    reader = LaneReader(shards, layout, collate=list)
+    reader = lane_reader(shards, layout, collate=list)
     cursor = Cursor(0, 0)
     steps = []
     while cursor.epoch < layout.epochs:
@@ -111,7 +112,7 @@ def test_no_world_change_or_resume_changes_a_step(
 def changed(members: list[LaneReader], shards: list[Any], layout: LaneLayout, data: st.DataObject) -> list[LaneReader]:
     """Some members are lost, some join, with or without what the others know of the lengths."""
     kept = [reader for reader in members if data.draw(st.integers(0, 4))]
-    joined = [LaneReader(shards, layout, collate=list) for _ in range(data.draw(st.integers(0 if kept else 1, 1)))]
+    joined = [lane_reader(shards, layout, collate=list) for _ in range(data.draw(st.integers(0 if kept else 1, 1)))]
     for reader in joined:
         if kept and data.draw(st.booleans()):
             reader.load_state_dict(kept[0].state_dict())

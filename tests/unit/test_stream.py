@@ -10,7 +10,8 @@ import pytest
 from shoal.core.order import Cursor
 from shoal.core.stream import LaneLayout, advance
 from shoal.errors import BadSize, EmptyDataset, SampleFailed, ShardChanged, UnusableShard
-from shoal.torch.stream import LaneReader
+from shoal.torch.reading import lane_reader
+from shoal.worker.data.stream import LaneReader
 
 
 class Opened:
@@ -31,7 +32,7 @@ class Opened:
         return read
 
     def reader(self) -> LaneReader:
-        return LaneReader(self.shards, self.layout, collate=list)
+        return lane_reader(self.shards, self.layout, collate=list)
 
 
 def test_lanes_are_as_many_as_are_useful() -> None:
@@ -106,7 +107,7 @@ def test_sequences_are_entered_without_reading() -> None:
             raise AssertionError("read from the start")
 
     shard = Watched(range(100))
-    reader = LaneReader([shard], LaneLayout.of(1, 2), collate=list)
+    reader = lane_reader([shard], LaneLayout.of(1, 2), collate=list)
     assert reader.take(30, 0, (0, 1)).batch == [60, 61]
     assert min(shard.read) >= 58
 
@@ -124,7 +125,7 @@ def test_memory_is_bounded_while_a_lane_is_sought() -> None:
         def __del__(self) -> None:
             alive.discard(id(self))
 
-    reader = LaneReader([lambda: (Sample() for _ in range(10_000))], LaneLayout.of(1, 4), collate=list)
+    reader = lane_reader([lambda: (Sample() for _ in range(10_000))], LaneLayout.of(1, 4), collate=list)
     assert reader.take(2000, 0, (0, 1)).samples == 4
     assert most <= 4 * 2 + 2
 
@@ -136,9 +137,9 @@ def test_random_numbers_of_a_shard_do_not_depend_on_who_reads_it() -> None:
 
     layout = LaneLayout.of(2, 4)
     before = random.getstate()
-    straight = LaneReader([shard, shard], layout, collate=list)
+    straight = lane_reader([shard, shard], layout, collate=list)
     whole = [straight.take(step, 0, (0, 2)).batch for step in range(3)]
-    assert LaneReader([shard, shard], layout, collate=list).take(2, 0, (1, 2)).batch == whole[2][2:]
+    assert lane_reader([shard, shard], layout, collate=list).take(2, 0, (1, 2)).batch == whole[2][2:]
     assert len({number for batch in whole for number in batch}) == 12
     assert random.getstate() == before
 
@@ -157,15 +158,15 @@ def test_paths_are_opened_by_the_function_given(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.write_text(f"{path.name}1\n{path.name}2\n")
-    reader = LaneReader([str(path) for path in paths], LaneLayout.of(2, 2), collate=list, open=open)
+    reader = lane_reader([str(path) for path in paths], LaneLayout.of(2, 2), collate=list, open=open)
     assert reader.take(1, 0, (0, 2)) == (["a2\n", "b2\n"], 2, False)
     with pytest.raises(UnusableShard, match="open="):
-        LaneReader([str(path) for path in paths], LaneLayout.of(2, 2))
+        lane_reader([str(path) for path in paths], LaneLayout.of(2, 2))
 
 
 def test_an_iterator_that_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(UnusableShard, match="only once"):
-        LaneReader([iter([1])], LaneLayout.of(1, 1))
+        lane_reader([iter([1])], LaneLayout.of(1, 1))
 
 
 def test_an_error_in_a_shard_names_the_sample() -> None:
@@ -174,7 +175,7 @@ def test_an_error_in_a_shard_names_the_sample() -> None:
         raise OSError("disk gone")
 
     with pytest.raises(SampleFailed, match="sample 1 of shard 0 cannot be read: OSError: disk gone"):
-        LaneReader([shard], LaneLayout.of(1, 2)).take(0, 0, (0, 1))
+        lane_reader([shard], LaneLayout.of(1, 2)).take(0, 0, (0, 1))
 
 
 def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> None:
@@ -186,7 +187,7 @@ def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> No
                 raise OSError(trouble.pop())
             yield index
 
-    reader = LaneReader([shard], LaneLayout.of(1, 2), collate=list)
+    reader = lane_reader([shard], LaneLayout.of(1, 2), collate=list)
     reader.take(0, 0, (0, 1))
     with pytest.raises(SampleFailed, match="network down"):
         reader.take(1, 0, (0, 1))
@@ -203,7 +204,7 @@ def test_a_sequence_that_failed_once_is_entered_again_at_the_same_place() -> Non
                 raise OSError(self.trouble.pop())
             return super().__getitem__(index)
 
-    reader = LaneReader([Flaky(range(9))], LaneLayout.of(1, 2), collate=list)
+    reader = lane_reader([Flaky(range(9))], LaneLayout.of(1, 2), collate=list)
     with pytest.raises(SampleFailed, match="network down"):
         reader.take(2, 0, (0, 1))
     assert reader.take(2, 0, (0, 1)).batch == [4, 5]

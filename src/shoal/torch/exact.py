@@ -20,9 +20,9 @@ from shoal.core.tree import NOTHING, Held
 from shoal.core.world import World
 from shoal.errors import NotExact
 from shoal.torch.buckets import Bucket, Buckets, operand
-from shoal.torch.feed import IndexedFeed, Piece
-from shoal.torch.fetch import Key
-from shoal.torch.loader import ShareLoader, Span
+from shoal.worker.data.feed import IndexedFeed, Piece
+from shoal.worker.data.fetch import Key
+from shoal.worker.data.loader import ShareLoader, Span
 from shoal.worker.exchange import Exchange, Part
 from shoal.worker.shadow import Blank
 
@@ -53,8 +53,8 @@ def make_alike(model: torch.nn.Module, synchronised: bool, threads: int) -> dict
 class ShardLoader(ShareLoader):
     """Reads slices of global batches that begin and end with shards, in pieces of one shard each."""
 
-    def __init__(self, shards: int, dataset: Any, order: Order, *how: Any) -> None:
-        super().__init__(dataset, order, *how)
+    def __init__(self, shards: int, order: Order, *how: Any) -> None:
+        super().__init__(order, *how)
         self._shards = shards
         if not 1 <= shards <= order.size:
             raise NotExact(

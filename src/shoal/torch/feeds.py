@@ -6,24 +6,26 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+from shoal.core.balance import FIRST_WINDOWS, Balance
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch, Bounds, law_for
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
 from shoal.errors import NotAttached, NotExact, NotForLocal
-from shoal.torch.auto import LOOK_EVERY, AutoFeed
 from shoal.torch.batchnorm import GlobalBatchNorm
 from shoal.torch.exact import ShardFeed, ShardLoader
-from shoal.torch.feed import Feed, IndexedFeed, StreamFeed
-from shoal.torch.keeper import StateKeeper
-from shoal.torch.loader import ShareLoader
 from shoal.torch.local import LocalTrainer
-from shoal.torch.rounds import BatchLoader, RoundFeed
-from shoal.torch.stream import LaneReader
+from shoal.torch.reading import reading, share_loader
 from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
+from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
+from shoal.worker.data.dealing import balance_of
+from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
+from shoal.worker.data.loader import ShareLoader
+from shoal.worker.data.rounds import BatchLoader, RoundFeed
+from shoal.worker.data.stream import LaneReader
+from shoal.worker.keeper import StateKeeper
 
 # A round is many steps long: one of them tells as much as several steps do.
 FIRST_ROUNDS = (1, 2, 4)
@@ -59,8 +61,8 @@ class Feeds:
         if exact is not None and wished.bounds is not None:
             raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
         if exact is not None:
-            return ShardFeed(batches, ShardLoader(exact, dataset, batches, *loading), balance), described
-        loader = ShareLoader(dataset, batches, *loading)
+            return ShardFeed(batches, ShardLoader(exact, *reading(dataset, batches, *loading)), balance), described
+        loader = share_loader(dataset, batches, *loading)
         if wished.bounds is not None:
             return self._chosen(batches, loader, balance, wished.bounds), described
         return IndexedFeed(batches, loader, balance), described
@@ -83,7 +85,7 @@ class Feeds:
         # What is read ahead of a round is little.
         balance = self.balance(shares, 0, FIRST_ROUNDS)
         balance.alone = not self._needs_pairs()
-        return RoundFeed(rounds, BatchLoader(dataset, rounds, *loading), balance)
+        return RoundFeed(rounds, BatchLoader(*reading(dataset, rounds, *loading)), balance)
 
     def _chosen(self, order: Order, loader: ShareLoader, balance: Balance, bounds: Bounds) -> AutoFeed:
         trainer, settings = self._trainer, self._settings
@@ -99,17 +101,8 @@ class Feeds:
         return feed
 
     def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
-        """What deals out the shares, by the settings."""
-        settings = self._settings
-        rules = parse(
-            shares or settings.shares_policy,
-            threshold=settings.shares_threshold,
-            window=settings.shares_window,
-            floor=settings.shares_floor,
-            cap=settings.shares_cap,
-            mode=settings.shares_mode,
-        )
-        balance = Balance(rules, ahead, first_windows)
+        """What deals out the shares, by the settings; it is state of the run."""
+        balance = balance_of(self._settings, shares, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
 

@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from shoal.core import pulse
 from shoal.core.sync import Sync
 from shoal.errors import NotForLocal, UnusableBackward
-from shoal.torch.keeper import StateKeeper
 from shoal.torch.outer import Changes, Outer, Start
-from shoal.torch.rounds import Lot, RoundFeed
 from shoal.torch.trainer import Trainer
-from shoal.torch.turn import Turn
+from shoal.worker.data.rounds import Lot, RoundFeed
 from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.keeper import StateKeeper
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
+from shoal.worker.turn import Turn
 
 
 @dataclass(slots=True)
@@ -224,10 +223,7 @@ class LocalTrainer(Trainer):
     def _average(self, turn: Turn, changes: Changes) -> None:
         assert self._statistics is not None
         began = time.perf_counter()
-        turn.everybody = pulse.decode(turn.exchange.gather(pulse.encode(self._pulse(turn))).result())
-        self._check(turn)
-        self._session.agree(turn.everybody)
-        total = sum(p.weight for p in turn.everybody)
+        total = self._receive_pulses(turn, self._send_pulse(turn))
         part = turn.weight / total if total else 0.0
         self._statistics.send(changes, part)
         before_last = [0, *[0] * len(self._calls)] if turn.empty else [self._number(turn), *self._calls]

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from shoal.errors import LoaderDied, SampleFailed
-from shoal.torch.fetch import Key, Source
+from shoal.worker.data.fetch import Key, Source
+from shoal.worker.data.loader import Foresight
 
-Foresight = Callable[[int], Key | None]
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 PR_SET_PDEATHSIG = 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,21 +13,20 @@ from shoal.core.stream import LaneLayout
 from shoal.errors import NotAttached, SecondLoop
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
-from shoal.torch.feed import Feed
 from shoal.torch.feeds import Feeds
 from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
-from shoal.torch.keeper import StateKeeper, UserState
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
-from shoal.torch.stream import LaneReader
+from shoal.torch.reading import lane_reader
+from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
+from shoal.worker.data.feed import Feed
+from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
-
-NOTICE_S = 30.0
 
 
 class Run:
@@ -37,7 +34,7 @@ class Run:
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
         self._session = session
-        self._keeper = StateKeeper(session, name, directory)
+        self._keeper = StateKeeper(session, name, directory, Codec(capture_bytes, restore))
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)
@@ -191,7 +188,7 @@ class Run:
         equal unless you ask for more.
         """
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
-        reader = LaneReader(shards, layout, collate, open, workers)
+        reader = lane_reader(shards, layout, collate, open, workers)
         feed = self._feeds.of_stream(layout, reader, shares)
         described = {"shards": len(shards), "size": size, "epochs": epochs, "lanes": layout.lanes, "seed": seed}
         return self._loop(feed, described | {"shuffle": shuffle}, seed)
@@ -245,16 +242,3 @@ class Run:
         parameters, buffers, optimizer, _ = fingerprint(trainer.model, trainer.optimizers[0], {}).split("-")
         parts = {"parameters": parameters, "buffers": buffers, "optimizer": optimizer} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
-
-
-def handle_sigterm(session: Session | PlacedSession) -> None:
-    """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def leave(_signal: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # In a thread of its own: the main thread may hold the very lock that leaving needs.
-        threading.Thread(target=session.leave, args=(NOTICE_S, "SIGTERM"), daemon=True).start()
-
-    signal.signal(signal.SIGTERM, leave)

@@ -19,9 +19,9 @@ from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
 from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
-from shoal.torch.keeper import StateKeeper
 from shoal.torch.vault import Vault
 from shoal.wire import messages
+from shoal.worker.keeper import StateKeeper
 from shoal.worker.placed import PlacedSession
 from shoal.worker.serving import Server
 from shoal.worker.session import PREEMPTED, RunOver

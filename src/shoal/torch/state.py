@@ -59,6 +59,12 @@ def as_bytes(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
     return [_bytes_of(tensor) for tensor in tensors]
 
 
+def capture_bytes(parts: Mapping[str, Part]) -> tuple[bytes, list[Bytes]]:
+    """Return the state of all parts as a header and bytes, for whoever sends or stores it."""
+    header, tensors = capture(parts)
+    return header, as_bytes(tensors)
+
+
 def restore(parts: Mapping[str, Part], header: bytes, buffers: Sequence[Bytes]) -> None:
     """Load a captured state into the parts, after checking that all of it fits them.
 

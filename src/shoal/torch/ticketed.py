@@ -18,13 +18,14 @@ import torch
 from shoal.core import sync
 from shoal.core.clock import Granted, Ledger, Ticket
 from shoal.errors import NotForServers, UnusableBackward
-from shoal.torch.feed import Feed, IndexedFeed, Piece
-from shoal.torch.keeper import StateKeeper
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.serve import serve
-from shoal.torch.trainer import _seed_everything
+from shoal.torch.trainer import seed_everything
 from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, gradients_of, take_over
 from shoal.wire.messages import Spent
+from shoal.worker.data.feed import Feed, IndexedFeed, Piece
+from shoal.worker.keeper import StateKeeper
+from shoal.worker.loop import seed_of
 from shoal.worker.pace import pace_of
 from shoal.worker.placed import PlacedSession
 from shoal.worker.pushing import Abandoned, Pusher
@@ -195,7 +196,7 @@ class TicketTrainer:
         turn = self.turn
         assert turn is not None
         ticket, pieces = turn.granted.ticket, turn.pieces
-        _seed_everything(seed, ticket.step, ticket.start)
+        seed_everything(seed_of(seed, ticket.step, ticket.start))
         self._session.phase("compute")
         for number, piece in enumerate(pieces):
             turn.piece = number

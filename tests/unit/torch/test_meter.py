@@ -10,7 +10,7 @@ import pytest
 from shoal.core.balance import Balance, Seen, parse
 from shoal.core.noise import Noise
 from shoal.core.pulse import Pulse
-from shoal.torch.meter import LOOK_S, Meter
+from shoal.worker.meter import LOOK_S, Meter
 
 MEMBERS = ("m/0", "m/1")
 

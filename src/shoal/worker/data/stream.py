@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import default_collate
-
 from shoal.core.stream import LaneLayout
-from shoal.errors import BadSize, EmptyDataset
-from shoal.torch.fetch import Batch, Collate, Key, Watch, always, combine, preserved
-from shoal.torch.lane import Lane, Lengths, Open, Shards
-from shoal.torch.prefetch import Prefetch
+from shoal.errors import EmptyDataset
+from shoal.worker.data.fetch import Batch, Collate, Key, Watch, always, combine
+from shoal.worker.data.generators import Generators
+from shoal.worker.data.lane import Lane, Lengths, Shards
+from shoal.worker.data.loader import Ahead
 
 GHOST_SAMPLES = 2
 # More steps than an epoch can have: how many there are is known only at its end.
@@ -34,8 +32,11 @@ class LaneSource:
 
     noun = "lane"
 
-    def __init__(self, shards: Shards, layout: LaneLayout, collate: Collate, kept_steps: int) -> None:
+    def __init__(
+        self, shards: Shards, layout: LaneLayout, collate: Collate, generators: Generators, kept_steps: int
+    ) -> None:
         self.lengths: Lengths = shards.known_lengths()
+        self.generators = generators
         self._told = len(self.lengths)
         self._shards = shards
         self._layout = layout
@@ -63,6 +64,10 @@ class LaneSource:
         batch = combine(self._collate, samples, where) if samples else None
         return Taken(batch, len(samples), more), self._news()
 
+    def collate(self, samples: list[Any]) -> Batch:
+        """One batch of these samples."""
+        return combine(self._collate, samples, "a ghost's batch")
+
     def close(self) -> None:
         """Let go of every open shard."""
         for lane in self._lanes.values():
@@ -79,7 +84,7 @@ class LaneSource:
         if lane is None or lane.epoch != epoch:
             if lane is not None:
                 lane.close()
-            lane = self._lanes[number] = Lane(self._shards, self._layout, number, epoch, self.lengths)
+            lane = self._lanes[number] = Lane(self._shards, self._layout, number, epoch, self.lengths, self.generators)
         return lane
 
     def _first(self) -> list[Any]:
@@ -91,40 +96,26 @@ class LaneSource:
 
 
 class LaneReader:
-    """This member's part of a stream; with `workers=1` it is read ahead in a process of its own.
+    """This member's part of a stream; `ahead` reads it in a process of its own.
 
     What it learns of the shards' lengths is its state: with it, a resumed stream finds its place without reading.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Any],
-        layout: LaneLayout,
-        collate: Collate | None = None,
-        open: Open | None = None,
-        workers: int = 0,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-    ) -> None:
-        if workers not in (0, 1):
-            raise BadSize(f"workers={workers}", why="a stream is read by one process", do="pass workers=0 or workers=1")
-        self._collate: Collate = collate or default_collate
-        self._source = LaneSource(Shards(shards, open), layout, self._collate, kept_steps=prefetch * workers + 1)
-        pin = pin_memory and torch.cuda.is_available()
-        self._prefetch = Prefetch(self._source, 1, prefetch, pin) if workers else None
+    def __init__(self, source: LaneSource, ahead: Ahead | None = None) -> None:
+        self._source, self._ahead = source, ahead
         self._ghost_samples: list[Any] = []
-        if self._prefetch:
-            weakref.finalize(self, self._prefetch.close)
+        if ahead:
+            weakref.finalize(self, ahead.close)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The worker process, if there is one."""
-        return self._prefetch.pids if self._prefetch else ()
+        return self._ahead.pids if self._ahead else ()
 
     def start(self) -> None:
         """Start the worker process before the first batch is asked for; call it from the main thread."""
-        if self._prefetch:
-            self._prefetch.start()
+        if self._ahead:
+            self._ahead.start()
 
     def take(self, step_in_epoch: int, epoch: int, lane_range: tuple[int, int]) -> Taken:
         """What these lanes give to this step, wherever the reader was before."""
@@ -136,7 +127,7 @@ class LaneReader:
         """A tiny batch for a member without samples: it computes along, and counts for nothing."""
         if not self._ghost_samples:
             self._ghost_samples = self._get(Key(0, 0, 0, None, bare=True))
-        return combine(self._collate, self._ghost_samples, "a ghost's batch")
+        return self._source.collate(self._ghost_samples)
 
     def state_dict(self) -> dict[str, list[int]]:
         """The lengths of the shards as far as they are known."""
@@ -150,12 +141,12 @@ class LaneReader:
 
     def close(self) -> None:
         """Let go of every shard, and end the worker process."""
-        if self._prefetch:
-            self._prefetch.close()
+        if self._ahead:
+            self._ahead.close()
         self._source.close()
 
     def _get(self, key: Key) -> Any:
-        if self._prefetch:
-            return self._prefetch.get(key, lambda step: key._replace(step=step) if not key.bare else None)
-        with preserved():
+        if self._ahead:
+            return self._ahead.get(key, lambda step: key._replace(step=step) if not key.bare else None)
+        with self._source.generators.preserved():
             return self._source.read(key, always)

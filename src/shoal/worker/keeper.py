@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from shoal.core.pulse import Pulse
 from shoal.errors import NoCheckpoint, ShoalError
@@ -13,7 +13,6 @@ from shoal.store import checkpoint
 from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
 from shoal.store.writer import AsyncWriter
-from shoal.torch import state
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.shadow import Blank
@@ -34,10 +33,18 @@ class UserState:
         self._load(saved)
 
 
+class Codec(NamedTuple):
+    """How the parts of a framework's state become a header and raw buffers, and are loaded from them again."""
+
+    capture: Callable[[Mapping[str, Any]], tuple[bytes, list[Bytes]]]
+    restore: Callable[[Mapping[str, Any], bytes, list[Bytes]], None]
+
+
 class StateKeeper:
     """All parts of the state, by name, and where their checkpoints go."""
 
-    def __init__(self, session: Session | PlacedSession | Solo, run: str, directory: str) -> None:
+    def __init__(self, session: Session | PlacedSession | Solo, run: str, directory: str, codec: Codec) -> None:
+        self._codec = codec
         self.parts: dict[str, Any] = {}
         self.loaded: list[Callable[[], None]] = []
         self.blanks: Callable[[], list[Blank] | None] = lambda: None
@@ -52,11 +59,10 @@ class StateKeeper:
         self._pending: Snapshot | None = None
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
-        header, tensors = state.capture(self.parts)
-        return header, state.as_bytes(tensors)
+        return self._codec.capture(self.parts)
 
     def load(self, header: bytes, buffers: list[Bytes]) -> None:
-        state.restore(self.parts, header, buffers)
+        self._codec.restore(self.parts, header, buffers)
         for after in self.loaded:
             after()
 

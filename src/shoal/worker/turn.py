@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any, Protocol
 
 from shoal.core.pulse import Pulse
 from shoal.core.tree import Held
 from shoal.core.world import World
-from shoal.torch.feed import Piece
-from shoal.torch.squares import Squares
+from shoal.worker.data.feed import Piece
 from shoal.worker.exchange import Exchange
+
+
+class Squares(Protocol):
+    """The squared norms of one step's gradients: those of groups of samples here, and that of the whole batch."""
+
+    @property
+    def total(self) -> float: ...
+
+    def weighted(self, weight: float, nominal: float) -> tuple[float, int]:
+        """The sum over groups of weight times squared mean gradient, and the number of groups."""
+        ...
 
 
 @dataclass(slots=True)
@@ -32,7 +41,7 @@ class Turn:
     backwards: int = 0
     weight: float = 0.0
     own: float = 0.0
-    loss: torch.Tensor | float = 0.0
+    loss: Any = 0.0
     sending: bool = False
     reduced: bool = False
     committed: bool = False

@@ -1,16 +1,13 @@
-"""Looks at the gradients now and then, and learns their noise from what the pulses say of it."""
+"""When to look at the gradients, and what the pulses say of their noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from shoal.core.noise import Noise
 from shoal.core.pulse import Pulse
-from shoal.torch.squares import Squares
-from shoal.torch.turn import Turn
+from shoal.worker.turn import Turn
 
 
 class Soundings:
@@ -20,17 +17,11 @@ class Soundings:
         self.noise = Noise()
         self.every = every
 
-    def begin(self, turn: Turn, optimizers: Sequence[torch.optim.Optimizer]) -> Squares | None:
-        """What takes the norms of this step, if it is time and there are at least two groups of samples to compare."""
+    def due(self, turn: Turn) -> bool:
+        """Whether to take the norms of this step: it is time, and there are two groups of samples to compare."""
         if not self.every or turn.step % self.every or turn.first or turn.held is not None:
-            return None
-        squares = Squares(optimizers)
-        return squares if squares.ready and (turn.world.size > 1 or len(turn.pieces) > 1) else None
-
-    def halfway(self, turn: Turn, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """A piece was accumulated: if this member has the whole batch, its halves are the groups to compare."""
-        if turn.squares is not None and turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2:
-            turn.squares.halve(parameters, turn.weight)
+            return False
+        return turn.world.size > 1 or len(turn.pieces) > 1
 
     def told(self, last: Turn | None, turn: Turn) -> dict[str, Any]:
         """For the pulse: what was found in the step before, if the same members took part in it."""
@@ -49,3 +40,8 @@ class Soundings:
             in_samples = None if samples == weight or not weight else size * samples / weight
             groups = sum(p.groups for p in told)
             self.noise.observe_sums(sum(p.grad_sq for p in told), size, groups, told[0].total_sq, in_samples)
+
+
+def is_halfway(turn: Turn) -> bool:
+    """Whether half of the pieces of the whole batch are computed, here: alone, its halves are the groups to compare."""
+    return turn.samples == turn.nominal and turn.backwards == len(turn.pieces) // 2

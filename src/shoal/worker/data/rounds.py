@@ -10,11 +10,9 @@ from typing import Any
 from shoal.core.balance import Balance
 from shoal.core.rounds import Rounds, local_batches
 from shoal.core.world import World
-from shoal.torch.feed import IndexedFeed, Piece, told
-from shoal.torch.fetch import Batch, Key, cut
-from shoal.torch.loader import ShareLoader, Span
-
-Foresight = Callable[[int], Key | None]
+from shoal.worker.data.feed import IndexedFeed, Piece, told
+from shoal.worker.data.fetch import Batch, Key, cut
+from shoal.worker.data.loader import Foresight, ShareLoader, Span
 
 
 class BatchLoader(ShareLoader):
@@ -22,15 +20,15 @@ class BatchLoader(ShareLoader):
 
     def batch(self, key: Key, foresee: Foresight) -> list[Batch]:
         """The pieces of one batch; `foresee` names those that follow, by their number."""
-        if self._prefetch:
-            pieces: list[Batch] = self._prefetch.get(key, foresee)
+        if self._ahead:
+            pieces: list[Batch] = self._ahead.get(key, foresee)
             return pieces
         return self._get(key, lambda _: None)
 
     def look_ahead(self, number: int, foresee: Foresight) -> None:
         """Read what follows batch `number`, without waiting for anything."""
-        if self._prefetch:
-            self._prefetch.look_ahead(number, foresee)
+        if self._ahead:
+            self._ahead.look_ahead(number, foresee)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 from shoal.core.balance import Balance
 from shoal.core.noise import Noise
 from shoal.core.pulse import Pulse
-from shoal.torch.turn import Turn
 from shoal.wire.messages import Spent
+from shoal.worker.turn import Turn
 
 KEPT = 0.9
 LOOK_S = 0.5

@@ -9,7 +9,8 @@ from typing import Any
 
 from shoal.core.stream import LaneLayout, locate
 from shoal.errors import SampleFailed, ShardChanged, UnusableShard
-from shoal.torch.fetch import failed, sample_seed, seed_all
+from shoal.worker.data.fetch import failed, sample_seed
+from shoal.worker.data.generators import Generators
 
 Open = Callable[[Any], Iterable[Any]]
 Lengths = dict[int, int]
@@ -64,9 +65,17 @@ class Shards:
 class Lane:
     """One lane, read forward; the last few steps are kept, because a step that did not commit is taken again."""
 
-    def __init__(self, shards: Shards, layout: LaneLayout, number: int, epoch: int, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        layout: LaneLayout,
+        number: int,
+        epoch: int,
+        lengths: Lengths,
+        generators: Generators,
+    ) -> None:
         self.epoch = epoch
-        self._shards = shards
+        self._shards, self._generators = shards, generators
         self._number = number
         self._seed_of_run = layout.seed
         self._numbers = layout.lane(number, epoch)
@@ -154,7 +163,7 @@ class Lane:
         return self._numbers[self._place]
 
     def _seed(self, index: int) -> None:
-        seed_all(sample_seed(self._seed_of_run, self.epoch, self._shard * SHARD + index))
+        self._generators.seed(sample_seed(self._seed_of_run, self.epoch, self._shard * SHARD + index))
 
     def _unreadable(self, which: str, error: Exception) -> SampleFailed:
         # A generator that raised is at its end; whoever tries again must open the shard anew, or samples would be lost.

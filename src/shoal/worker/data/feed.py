@@ -13,8 +13,8 @@ from shoal.core.pulse import Pulse
 from shoal.core.stream import LaneLayout, advance
 from shoal.core.tree import Held
 from shoal.core.world import World
-from shoal.torch.loader import ShareLoader
-from shoal.torch.stream import LaneReader
+from shoal.worker.data.loader import ShareLoader
+from shoal.worker.data.stream import LaneReader
 
 
 @dataclass(frozen=True, slots=True)

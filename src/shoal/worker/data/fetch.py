@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shoal.core.order import Order
 from shoal.core.plan import split
 from shoal.errors import SampleFailed
+from shoal.worker.data.generators import Generators
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -53,24 +50,30 @@ class Source(Protocol):
 class Fetcher:
     """Turns a slice of a global batch into batches.
 
-    Before a sample is read, the global generators of Python, NumPy and torch are seeded from (seed, epoch, sample), so
-    that augmentation is the same whoever reads it, and in which order.
+    Before a sample is read, the global generators are seeded from (seed, epoch, sample), so that augmentation is the
+    same whoever reads it, and in which order. `indices` are the samples of the source that make up the dataset, if not
+    all of them do.
     """
 
     noun = "sample"
 
-    def __init__(self, dataset: Any, order: Order, collate: Collate | None = None) -> None:
-        self._order = order
-        self._collate: Collate = collate or default_collate
-        self._source, self._indices = _unwrap(dataset)
-        plain = type(self._source) is TensorDataset and collate is None
-        self._tensors: tuple[torch.Tensor, ...] | None = self._source.tensors if plain else None
-        self._batched = hasattr(self._source, "__getitems__")
+    def __init__(
+        self,
+        source: Any,
+        order: Order,
+        collate: Collate,
+        generators: Generators,
+        indices: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.generators = generators
+        self._order, self._collate = order, collate
+        self._source, self._indices = source, indices
+        self._batched = hasattr(source, "__getitems__")
 
     @property
     def quiet(self) -> bool:
         """Whether reading never touches a global random generator."""
-        return self._tensors is not None
+        return False
 
     def read(self, key: Key, watch: Watch) -> list[Any] | None:
         """The pieces of the slice that `key` names, or its samples if they are to be bare."""
@@ -82,7 +85,7 @@ class Fetcher:
         for size in cut(key.stop - key.start, key.micro):
             ids = self._order.ids_at(epoch, start, start + size)
             start += size
-            batch = self._tensor_batch(ids) if self.quiet else self._batch(ids, epoch, watch)
+            batch = self._batch(ids, epoch, watch)
             if batch is None:
                 return None
             found.append(batch)
@@ -91,11 +94,6 @@ class Fetcher:
     def collate(self, samples: list[Any]) -> Batch:
         """One batch of these samples."""
         return combine(self._collate, samples, "a ghost's batch")
-
-    def _tensor_batch(self, ids: NDArray[np.int64]) -> Batch:
-        assert self._tensors is not None
-        rows = torch.from_numpy(self._inner(ids))
-        return [tensor[rows] for tensor in self._tensors]
 
     def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
         samples = self._at_once(ids, epoch, watch) if self._batched else self._one_by_one(ids, epoch, watch)
@@ -108,7 +106,7 @@ class Fetcher:
         for sample, inner in zip(ids.tolist(), self._inner(ids).tolist(), strict=True):
             if not watch(sample):
                 return None
-            seed_all(sample_seed(self._order.seed, epoch, sample))
+            self.generators.seed(sample_seed(self._order.seed, epoch, sample))
             try:
                 found.append(self._source[inner])
             except Exception as error:
@@ -119,13 +117,13 @@ class Fetcher:
         """All samples in one call, unless that draws random numbers: then the result would depend on the slice."""
         if not watch(int(ids[0])):
             return None
-        seed_all(sample_seed(self._order.seed, epoch, int(ids[0])))
-        before = _state()
+        self.generators.seed(sample_seed(self._order.seed, epoch, int(ids[0])))
+        before = self.generators.state()
         try:
             found = list(self._source.__getitems__(self._inner(ids).tolist()))
         except Exception as error:
             raise _unreadable(f"one of samples {', '.join(map(str, ids[:8]))}…", int(ids[0]), error) from error
-        if _same(before, _state()):
+        if self.generators.same(before, self.generators.state()):
             return found
         self._batched = False
         return self._one_by_one(ids, epoch, watch)
@@ -165,25 +163,6 @@ def sample_seed(seed: int, epoch: int, sample: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators (the CPU's: that of a device is the model's business)."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Leave the global generators as they were."""
-    python, numpy, torch_state = _state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(torch_state)
-
-
 def failed(what: str, where: str, do: str, error: BaseException) -> SampleFailed:
     """An error of the user's dataset, with its traceback as a note: the traceback itself does not travel."""
     failure = SampleFailed(what, where=where, why=_text(error), do=do)
@@ -204,22 +183,3 @@ def _text(error: BaseException) -> str:
 @lru_cache(maxsize=64)
 def _epoch_key(seed: int, epoch: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"shoal sample {seed} {epoch}".encode(), digest_size=8).digest(), "little")
-
-
-def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
-    """See through torch's own Subset, whose __getitems__ would hide the samples from seeding."""
-    indices: NDArray[np.int64] | None = None
-    while type(dataset) is Subset:
-        inner = np.asarray(dataset.indices, dtype=np.int64)
-        indices = inner if indices is None else inner[indices]
-        dataset = dataset.dataset
-    return dataset, indices
-
-
-def _state() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-
-
-def _same(one: tuple[Any, Any, torch.Tensor], other: tuple[Any, Any, torch.Tensor]) -> bool:
-    numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-    return bool(one[0] == other[0] and numpy_same and torch.equal(one[2], other[2]))

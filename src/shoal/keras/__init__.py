@@ -1,0 +1,14 @@
+"""Shoal for Keras 3: ``import shoal.keras as shoal``.
+
+Example::
+
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(shoal.batches(x, y, size=512), epochs=10, callbacks=[shoal.Elastic()])
+"""
+
+from __future__ import annotations
+
+from shoal.keras.batches import Batches, batches
+from shoal.keras.run import Elastic, Run, join
+
+__all__ = ["Batches", "Elastic", "Run", "batches", "join"]

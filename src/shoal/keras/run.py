@@ -1,0 +1,205 @@
+"""This process's part in a run, as Keras sees it."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import warnings
+from typing import Any
+
+import keras
+
+from shoal.core import sync
+from shoal.errors import NotAttached, UnusableModel
+from shoal.keras.backend import backend_of
+from shoal.keras.batches import UNLIMITED, Batches
+from shoal.keras.guard import Guard
+from shoal.keras.state import capture, restore
+from shoal.keras.trainer import Trainer
+from shoal.worker import joining
+from shoal.worker.keeper import Codec, StateKeeper, UserState
+from shoal.worker.placed import PlacedSession
+from shoal.worker.session import Session
+from shoal.worker.solo import Solo
+
+
+class Run:
+    """One run a process; alone, if it was not started by `shoal run`."""
+
+    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
+        if isinstance(session, PlacedSession) or sync.parse(session.settings.sync).local:
+            raise UnusableModel(
+                f"Keras cannot train with --sync {session.settings.sync} yet", do="train with --sync step"
+            )
+        self._session = session
+        self._keeper = StateKeeper(session, name, directory, Codec(capture, restore))
+        self._trainer: Trainer | None = None
+
+    @property
+    def step(self) -> int:
+        """How many steps have been committed."""
+        return self._session.step or 0
+
+    @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
+    def size(self) -> int:
+        """How many members the world has."""
+        return self._session.size
+
+    @property
+    def world(self) -> int:
+        """The number of the world that this member is in."""
+        world = self._session.world
+        return world.number if world is not None else 0
+
+    @property
+    def share(self) -> int:
+        """How many samples of the global batch this member has in this step."""
+        turn = self._trainer.turn if self._trainer is not None else None
+        return turn.samples if turn is not None else 0
+
+    @property
+    def member(self) -> str:
+        return self._session.me
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this member is the one that writes files; another one may be, later."""
+        return self._session.is_writer
+
+    def state(self, name: str, save: Any, load: Any) -> None:
+        """Make something of the script's own part of the state that joiners and checkpoints carry: plain values."""
+        self._keeper.parts[f"user:{name}"] = UserState(save, load)
+
+    def log(self, **metrics: Any) -> None:
+        """Show these numbers with the run."""
+        if self._trainer is not None:
+            self._trainer.metrics.update({name: float(value) for name, value in metrics.items()})
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Write the model once, atomically, whichever member gets to do it."""
+        path = os.fspath(path)
+        if self._session.claim(path):
+            model = model or (self._trainer.model if self._trainer is not None else None)
+            if model is None:
+                raise NotAttached("there is no model to save", do="pass one, or call model.fit first")
+            stem, suffix = os.path.splitext(path)
+            part = f"{stem}.{os.getpid()}.part{suffix or '.keras'}"
+            model.save(part)
+            os.replace(part, path)
+            self._session.fulfil(path)
+
+    def close(self) -> None:
+        """Let go of connections; called by itself at the end of the process."""
+        self._keeper.close()
+        self._session.close()
+
+    # --- what the callback asks
+
+    def begin(self, model: Any, batches: Batches, epochs: int) -> Trainer:
+        """Join the run with this model; returns when the first step of this member can be done."""
+        few = batches.few()
+        model._symbolic_build(data_batch=few)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer)))
+        feed, described = batches.feed(self._keeper, self._session.settings, epochs)
+        self._trainer = trainer
+        step = trainer.begin(feed, self._identity(model, described), batches.seed)
+        batches.begin(trainer.coming, feed, step)
+        return trainer
+
+    @property
+    def _session_of_steps(self) -> Session | Solo:
+        assert not isinstance(self._session, PlacedSession)
+        return self._session
+
+    def _identity(self, model: Any, described: dict[str, Any]) -> str:
+        variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]
+        kind = type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__
+        parts = {"variables": _hashed(variables), "optimizer": kind, "keras": keras.backend.backend()} | described
+        return ";".join(f"{key}={value}" for key, value in parts.items())
+
+
+class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
+    """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data."""
+
+    def __init__(self, data: Batches | None = None) -> None:
+        super().__init__()
+        self._data = data
+        self._trainer: Trainer | None = None
+        self._in_the_middle = False
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        batches = self._batches()
+        if params["steps"] != UNLIMITED:
+            batches.length, batches.ends_at_epochs = params["steps"], False
+        else:
+            # The same dictionary is shown to the progress bar.
+            params["steps"] = batches.length
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
+        batches, model = self._batches(), self.model
+        self._trainer = join().begin(model, batches, self.params["epochs"])
+        found = self._trainer.coming()
+        if found is not None:
+            self._in_the_middle = found[0] > 0
+            model._initial_epoch = batches.epoch_of(found[0])
+        else:
+            model._initial_epoch = self.params["epochs"]
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        if self._in_the_middle and self._trainer is not None:
+            # Keras has just reset the metrics that the others gave us.
+            self._in_the_middle = False
+            self._trainer.put_meters_back()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        if self._trainer is not None:
+            self._trainer.end()
+        del self.model.make_train_function
+
+    def _make_train_function(self, model: Any) -> None:
+        backend = keras.backend.backend()
+
+        def train(source: Any) -> dict[str, Any]:
+            if backend == "tensorflow":
+                next(source)  # whether the epoch is over
+            assert self._trainer is not None
+            return self._trainer.step()
+
+        model.train_function = train
+
+    def _batches(self) -> Batches:
+        found = self._data or Batches.newest
+        if found is None:
+            raise NotAttached(
+                "shoal.keras.Elastic has no data", do="call model.fit(shoal.batches(x, y, size=…), …) with it"
+            )
+        return found
+
+
+_joined: Run | None = None
+
+
+def join() -> Run:
+    """This process's run: taken part in when it is first asked for; alone, if the process was started by hand."""
+    global _joined
+    if _joined is None:
+        _joined = Run(*joining.join())
+        atexit.register(_joined.close)
+    return _joined
+
+
+def _hashed(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

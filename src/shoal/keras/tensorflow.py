@@ -1,0 +1,101 @@
+"""Keras on TensorFlow: one function computes gradients, another applies them; what is between them is NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from shoal.errors import UnusableModel
+from shoal.keras.backend import Backend, Logs
+from shoal.keras.guard import Guard
+
+
+class TensorFlow(Backend):
+    """Traced once: the number of samples of a batch is left open."""
+
+    def __init__(self, model: Any, guard: Guard) -> None:
+        super().__init__(model, guard)
+        if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
+            raise UnusableModel(
+                "a tf.distribute strategy is active",
+                why="it would sum gradients a second time",
+                do="build and compile the model outside strategy.scope()",
+            )
+        self._gradients: Callable[[Any], tuple[Logs, list[Any]]] | None = None
+        self._apply: Callable[[list[Any]], None] | None = None
+        self._results: Callable[[], Logs] = model.get_metrics_result
+        self._places: list[int] = []
+        self._variables: list[Any] | None = None
+        self.traces = 0
+        # Left to itself, Keras compiles with XLA, which does so anew for every share.
+        self._jit = bool(getattr(model, "_jit_compile", None))
+        if not model.run_eagerly:
+            self._results = tf.function(model.get_metrics_result)
+
+    def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
+        batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
+        if self._gradients is None:
+            self._gradients = self._compute if self.model.run_eagerly else self._traced(batch)
+        logs, found = self._gradients(batch)
+        return logs, [np.asarray(one) for one in found]
+
+    def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
+        if self._apply is None:
+            self._apply = self._change if self.model.run_eagerly else tf.function(self._change, jit_compile=self._jit)
+        self._apply([_tensor(one) for one in gradients])
+
+    def read(self, variable: Any) -> NDArray[Any]:
+        return np.asarray(variable.value.read_value() if hasattr(variable.value, "read_value") else variable.value)
+
+    def results(self) -> Logs:
+        return dict(self._results())
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
+
+    def _traced(self, batch: Any) -> Callable[[Any], tuple[Logs, list[Any]]]:
+        spec = keras.tree.map_structure(_open_spec, batch)
+        traced: Any = tf.function(self._compute, input_signature=[spec], jit_compile=self._jit)
+        return traced  # type: ignore[no-any-return]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _compute(self, batch: Any) -> tuple[Logs, list[Any]]:
+        self.traces += 1
+        with self._guard.keeping() as kept:
+            logs = self.model.train_step(batch)
+        asked = _only(kept)
+        self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
+        self._variables = asked.variables
+        # Those of embeddings are sparse.
+        return logs, [tf.convert_to_tensor(asked.gradients[place]) for place in self._places]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _change(self, gradients: list[Any]) -> None:
+        whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
+        for place, one in zip(self._places, gradients, strict=True):
+            whole[place] = one
+        self._guard.apply(whole, self._variables)
+
+
+def _only(kept: list[Any]) -> Any:
+    if not kept:
+        raise UnusableModel(
+            "train_step does not apply its optimizer",
+            why="without gradients there is nothing to sum",
+            do="call self.optimizer.apply_gradients in train_step",
+        )
+    return kept[0]
+
+
+def _open_spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+
+
+def _tensor(array: NDArray[Any]) -> Any:
+    """A tensor over the same memory: it is used up before that changes."""
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

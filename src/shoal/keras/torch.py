@@ -1,0 +1,63 @@
+"""Keras on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+from numpy.typing import NDArray
+
+from shoal.errors import UnusableModel
+from shoal.keras.backend import Backend, Logs
+from shoal.keras.guard import Guard
+
+SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+class Torch(Backend):
+    """Runs the model's train_step as it is."""
+
+    def __init__(self, model: Any, guard: Guard) -> None:
+        super().__init__(model, guard)
+        self._places: list[int] = []
+        self._variables: list[Any] | None = None
+
+    def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
+        batch = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
+        )
+        with self._guard.keeping() as kept:
+            logs = self.model.train_step(batch)
+        if not kept:
+            raise UnusableModel(
+                "train_step does not apply its optimizer",
+                why="without gradients there is nothing to sum",
+                do="call self.optimizer.apply in train_step",
+            )
+        asked = kept[0]
+        self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
+        self._variables = asked.variables
+        return logs, [asked.gradients[place].detach().cpu().numpy() for place in self._places]
+
+    def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
+        whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
+        variables = self._variables or self.model.trainable_variables
+        for place, one in zip(self._places, gradients, strict=True):
+            value = variables[place].value
+            whole[place] = torch.from_numpy(one).to(device=value.device, dtype=value.dtype)
+        with torch.no_grad():
+            self._guard.apply(whole, self._variables)
+
+    def read(self, variable: Any) -> NDArray[Any]:
+        found: NDArray[Any] = variable.value.detach().cpu().numpy()
+        return found
+
+    def results(self) -> Logs:
+        return dict(self.model.get_metrics_result())
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)

@@ -1,0 +1,263 @@
+"""The training loop for Keras: each call of the model's train function does one step of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import SecondLoop
+from shoal.keras.backend import Backend, Logs
+from shoal.keras.squares import Squares, expected
+from shoal.keras.state import Variables
+from shoal.worker.data.feed import Feed, IndexedFeed
+from shoal.worker.data.generators import Generators
+from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.flat import FlatSums, Like
+from shoal.worker.keeper import StateKeeper
+from shoal.worker.loop import Loop
+from shoal.worker.session import Session
+from shoal.worker.shadow import Blank
+from shoal.worker.solo import Solo
+from shoal.worker.soundings import is_halfway
+from shoal.worker.turn import Turn
+
+Arrays = list[NDArray[Any]]
+
+
+class Trainer(Loop):
+    """Computes, sums and applies the gradients of one model.
+
+    The model's metrics are summed over the members along with the gradients, and so are, as means, the statistics that
+    its layers keep: all members hold the same numbers, and their callbacks decide the same.
+    """
+
+    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+        super().__init__(session, keeper)
+        self._backend = backend
+        model = backend.model
+        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
+        self._statistics = [v for v in model.non_trainable_variables if not _is_seed(v) and _is_float(v)]
+        self._meters: list[Any] = []
+        self._sums: FlatSums | None = None
+        self._likes = [Like(v.shape, str(v.dtype)) for v in model.trainable_variables]
+        self._kept_statistics: Arrays = []
+        self._kept_meters: Arrays = []
+        self._batches: Iterator[Any] | None = None
+        self._squares: Squares | None = None
+        self._held: Any = None
+        keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
+        keeper.parts["optimizer"] = Variables(lambda: model.optimizer.variables, backend.read)
+        keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
+        keeper.parts["noise"] = self.soundings.noise
+
+    # --- what the train function asks
+
+    def begin(self, feed: Feed, identity: str, seed: int) -> int:
+        """Join the run; returns the step that comes first here."""
+        if self.feed is not None:
+            raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
+        self.feed = feed
+        self._batches = self.train(feed, identity, seed)
+        self._held = next(self._batches, None)
+        return self.turn.step if self.turn is not None and self._held is not None else self._session.step or 0
+
+    def coming(self) -> tuple[int, Any] | None:
+        """The number of the next step and our first piece of it; None after the last one."""
+        if self._held is None and self._batches is not None:
+            self._held = next(self._batches, None)
+        if self._held is None or self.turn is None:
+            return None
+        return self.turn.step, self._held
+
+    def step(self) -> Logs:
+        """Do one step, however often it has to be done; what the metrics say after it."""
+        logs: Logs = {}
+        found = self.coming()
+        while found is not None:
+            self._held = None
+            logs = self._piece(found[1])
+            if self.committed:
+                break
+            found = self.coming()
+        results = self._backend.results() if self.committed else {}
+        return results if results.keys() == logs.keys() else logs
+
+    def put_meters_back(self) -> None:
+        """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
+        for variable, value in zip(self._meters, self._kept_meters, strict=True):
+            variable.assign(value)
+
+    def end(self) -> None:
+        """The script is done with the loop, wherever that is; its optimizer is its own again."""
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]
+        self._backend.release()
+
+    @property
+    def model(self) -> Any:
+        return self._backend.model
+
+    # --- the loop
+
+    def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
+        model = self._backend.model
+        self._meters = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
+        self._keep()
+        self._keeper.loaded.append(self._keep)
+        self._set_up()
+        return True
+
+    def _set_up(self) -> None:
+        if self._sums is None:
+            tail = sum(int(np.prod(v.shape)) for v in (*self._statistics, *self._meters))
+            self._sums = FlatSums(self._likes, tail)
+
+    def _keep(self) -> None:
+        read = self._backend.read
+        self._kept_statistics = [read(v).copy() for v in self._statistics]
+        self._kept_meters = [read(v).copy() for v in self._meters]
+
+    def _undo_uncommitted(self) -> None:
+        turn = self.turn
+        if turn is not None and not turn.committed:
+            for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
+                variable.assign(value)
+            self.put_meters_back()
+
+    def _blanks(self) -> list[Blank] | None:
+        return self._sums.blanks() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
+
+    def _seed(self, seed: int) -> None:
+        Generators().seed(seed)
+        for number, variable in enumerate(self._seeds):
+            halves = np.array([seed & 0xFFFF_FFFF, (seed >> 32) + number], np.uint32)
+            variable.assign(halves.astype(str(variable.dtype)))
+
+    def _check_piece(self, turn: Turn, number: int) -> None:
+        """The loop's body is ours."""
+
+    # --- one step
+
+    def _piece(self, batch: Any) -> Logs:
+        turn, backend = self.turn, self._backend
+        assert turn is not None
+        if turn.backwards == 0:
+            self._kept_meters = [backend.read(v).copy() for v in self._meters]
+            self._squares = self._sounding(turn)
+        try:
+            logs, gradients = backend.gradients(batch)
+        except Exception as error:
+            if not backend.is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            return {}
+        turn.backwards += 1
+        turn.own = float(turn.pieces[turn.piece].samples)
+        turn.weight += turn.own
+        if self._session.broken:
+            return logs
+        self._take(turn, gradients)
+        if turn.last_piece and self._exchange(turn) and self._may_apply():
+            self._apply(turn)
+        return logs
+
+    def _take(self, turn: Turn, gradients: Arrays) -> None:
+        if len(gradients) != len(self._likes):
+            # Some variables have no gradient, in any member alike.
+            self._likes = [Like(one.shape, one.dtype) for one in gradients]
+            self._sums = None
+        self._set_up()
+        assert self._sums is not None
+        self._sums.load(gradients, turn.own / turn.nominal, add=turn.backwards > 1)
+        if self._squares is not None and is_halfway(turn):
+            self._squares.halve(self._sums.views, turn.weight)
+
+    def _sounding(self, turn: Turn) -> Squares | None:
+        if not self.soundings.due(turn):
+            return None
+        usual = expected(self._backend.model.optimizer, self._backend.read, range(len(self._likes)))
+        return Squares(usual) if usual is not None else None
+
+    def _exchange(self, turn: Turn) -> bool:
+        """Sum what all have; False if the world broke over it."""
+        sums, exchange = self._sums, turn.exchange
+        assert sums is not None
+        turn.sending = True
+        if self._pace is not None:
+            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
+            self._pace.after_backward()
+        if turn.empty:
+            sums.blank()
+        if self._squares is not None:
+            self._squares.own(sums.views)
+        turn.squares = self._squares
+        try:
+            gathered = self._send_pulse(turn)
+            sums.send(exchange)
+            turn.compute_s = time.perf_counter() - turn.given_at
+            self._session.phase("exchange")
+            total = self._receive_pulses(turn, gathered)
+            self._fill_tail(turn, total)
+            sums.finish(exchange, total / turn.nominal if total else 1.0)
+        except ExchangeBroken as broken:
+            self._session.fail(broken)
+            return False
+        turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
+        turn.reduced = True
+        if self._squares is not None:
+            self._squares.everybody(sums.views)
+        return True
+
+    def _fill_tail(self, turn: Turn, total: float) -> None:
+        """Our part of the mean of the layers' statistics, and what this step added to our metrics."""
+        assert self._sums is not None
+        read, part = self._backend.read, turn.weight / total if total else 0.0
+        changes = [read(v).astype(np.float64) - kept for v, kept in zip(self._meters, self._kept_meters, strict=True)]
+        if not turn.empty:
+            turn.loss = self._own_loss(changes)
+        numbers = [part * read(v).astype(np.float64) for v in self._statistics]
+        numbers += [np.zeros_like(one) if turn.empty else one for one in changes]
+        if numbers:
+            np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
+
+    def _own_loss(self, changes: Arrays) -> float:
+        """The sum of the losses of our samples, if the model keeps count of it."""
+        tracker = getattr(self._backend.model, "_loss_tracker", None)
+        held = tracker.variables[0] if tracker is not None and tracker.variables else None
+        place = next((number for number, v in enumerate(self._meters) if v is held), None)
+        return float(changes[place]) if place is not None else 0.0
+
+    def _apply(self, turn: Turn) -> None:
+        assert self._sums is not None
+        self._backend.apply(self._sums.views)
+        rest = self._sums.tail
+        if any(p.weight for p in turn.everybody):
+            self._kept_statistics = _received(self._kept_statistics, rest)
+            rest = rest[sum(one.size for one in self._kept_statistics) :]
+            added = _received(self._kept_meters, rest)
+            self._kept_meters = [(a + b).astype(a.dtype) for a, b in zip(self._kept_meters, added, strict=True)]
+        for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
+            variable.assign(value)
+        self.put_meters_back()
+        self._commit(turn)
+
+
+def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:
+    """The next numbers of a flat array, in the shapes and types of others."""
+    found, start = [], 0
+    for like in likes:
+        found.append(flat[start : start + like.size].reshape(like.shape).astype(like.dtype))
+        start += like.size
+    return found
+
+
+def _is_seed(variable: Any) -> bool:
+    return str(variable.path).endswith("seed_generator_state")
+
+
+def _is_float(variable: Any) -> bool:
+    return "float" in str(variable.dtype)

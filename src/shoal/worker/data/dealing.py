@@ -1,0 +1,22 @@
+"""How global batches are dealt out, by the settings of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+
+
+def balance_of(
+    settings: Any, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS
+) -> Balance:
+    """What deals out the shares; `shares` is what the script asks for, if anything."""
+    rules = parse(
+        shares or settings.shares_policy,
+        threshold=settings.shares_threshold,
+        window=settings.shares_window,
+        floor=settings.shares_floor,
+        cap=settings.shares_cap,
+        mode=settings.shares_mode,
+    )
+    return Balance(rules, ahead, first_windows)

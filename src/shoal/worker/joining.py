@@ -1,0 +1,64 @@
+"""How a process takes part in the run that it was started for, whatever it trains with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from shoal.core import sync
+from shoal.worker import environment
+from shoal.worker.placed import PlacedSession
+from shoal.worker.session import Session
+from shoal.worker.solo import Solo
+
+NOTICE_S = 30.0
+
+
+class Joined(NamedTuple):
+    """The session of this process, the name of its run, and where checkpoints of that go."""
+
+    session: Session | PlacedSession | Solo
+    run: str
+    checkpoints: str
+
+
+def join() -> Joined:
+    """Take part in the run that this process was started for; alone, if it was started by hand."""
+    told = environment.read(os.environ)
+    if told is None:
+        return Joined(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
+    session = PlacedSession(told) if sync.parse(told.values.sync).served else Session(told)
+    _handle_sigterm(session)
+    _tell_of_errors(session)
+    elsewhere = told.values.checkpoint_to
+    where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
+    return Joined(session, told.run, where)
+
+
+def _handle_sigterm(session: Session | PlacedSession) -> None:
+    """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def leave(_signal: int, _frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # In a thread of its own: the main thread may hold the very lock that leaving needs.
+        threading.Thread(target=session.leave, args=(NOTICE_S, "SIGTERM"), daemon=True).start()
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _tell_of_errors(session: Session | PlacedSession) -> None:
+    """Let the coordinator know of an uncaught exception before the process is gone and the others see only that."""
+    usual = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        session.raised(error, "".join(traceback.format_exception(kind, error, trace)))
+        usual(kind, error, trace)
+
+    sys.excepthook = tell

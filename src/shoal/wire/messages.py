@@ -177,12 +177,22 @@ class ClaimDone(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """A durable checkpoint of `step` was written."""
+    """A durable checkpoint of `step` was written; evaluators are told of it."""
 
     step: int
     path: str
     size_bytes: int
     seconds: float
+
+
+class Evaluated(Message, frozen=True):
+    """The evaluator has scored the checkpoint of `step`; `export` is where it keeps it, if it is the best so far."""
+
+    step: int
+    metrics: dict[str, float]
+    best: str = ""
+    patience: int | None = None
+    export: str = ""
 
 
 class Raised(Message, frozen=True):
@@ -256,6 +266,15 @@ class Gone(Message, frozen=True):
     member: str
     incarnation: str
     reason: str
+
+
+class Standing(Message, frozen=True):
+    """How the evaluation stands: `step` is the one that was evaluated last, `best_value` the best of `best` so far."""
+
+    step: int | None = None
+    best: str = ""
+    best_step: int | None = None
+    best_value: float | None = None
 
 
 class Expelled(Message, frozen=True):
@@ -411,6 +430,7 @@ FromMember = Union[
     ClaimDone,
     Checkpointed,
     Decided,
+    Evaluated,
     Raised,
 ]
 ToMember = Union[
@@ -422,6 +442,8 @@ ToMember = Union[
     Dissolve,
     Place,
     Gone,
+    Standing,
+    Checkpointed,
     Expelled,
     Stop,
     Finished,

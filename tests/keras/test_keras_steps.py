@@ -24,6 +24,11 @@ SAMPLES, SIZE = 40, 12
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # Keras computes some constants of a loss, such as 1 / samples, in single precision on PyTorch.
 BOUND = 1e-10 if ON_TENSORFLOW else 1e-6
+if ON_TENSORFLOW:
+    import tensorflow as tf
+
+    # Members of one process wait for each other inside TensorFlow's threads: there must be one for each.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
 only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
 
 
@@ -168,8 +173,6 @@ def in_pieces() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def custom_step() -> tuple[Any, Any, dict[str, Any]]:
-    import tensorflow as tf
-
     class Custom(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -270,8 +273,6 @@ def test_every_sample_of_a_pydataset_counts_once_an_epoch() -> None:
 
 @only_tensorflow
 def test_a_tf_data_pipeline_is_read_as_a_stream() -> None:
-    import tensorflow as tf
-
     def streamed() -> tuple[Any, Any, dict[str, Any]]:
         return compiled(mlp()), (tf.data.Dataset.from_tensor_slices(data()).batch(8),), {"shards": 4}
 
@@ -282,6 +283,43 @@ def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
     found = check(usual, members=2, shares="fixed:1,2", steps_per_epoch=3)
     assert found["steps"] == 9
     assert len(found["history"]["loss"]) == 3
+
+
+# --- loops of one's own
+
+
+@only_tensorflow
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) -> None:
+    def looped(members: int, shares: str, micro: int | None = None) -> list[list[Any]]:
+        _float("float64")
+        models = [mlp() for _ in range(members)]
+
+        def body(session: Seated) -> list[Any]:
+            model, run = models[session.rank], shoal.Run(session, "test", "unused")
+            optimizer = shoal.elastic(keras.optimizers.Adam(0.01), model, run)
+
+            def train(x: Any, y: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+            step = tf.function(train, reduce_retracing=True) if traced else train
+            for x, y in shoal.batches(*data(), size=SIZE, epochs=3, shares=shares, micro=micro):
+                step(tf.constant(x), tf.constant(y))
+            assert run.step == 12
+            return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+        try:
+            return together(members, body)
+        finally:
+            _float("float32")
+
+    alone = looped(1, "equal")[0]
+    for one in looped(3, "fixed:1,2,3", micro=2):
+        for mine, its in zip(one, alone, strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-10)
 
 
 # --- shares that change

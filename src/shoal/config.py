@@ -75,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     evaluate_every_s: Annotated[
         float, Meta(gt=0, description="with an evaluator, seconds between checkpoints if nothing else says")
     ] = 30.0
+    tensorboard: Annotated[bool, Meta(description="write event files for TensorBoard into the run's directory")] = True
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
-from shoal.cli.display import SHARES, evaluation
+from shoal.cli.display import SHARES, evaluation, event_files
 from shoal.core.fleet import role_of
 from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunView, StoryLine
@@ -59,6 +59,8 @@ class Summary(msgspec.Struct, frozen=True):
     idle_now: float | None = None
     evaluated: str = ""
     export: str = ""
+    tensorboard: str = ""
+    tensorboard_error: str = ""
 
 
 def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
@@ -90,6 +92,8 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         idle_now=view.idle_now,
         evaluated=evaluation(view),
         export=view.evaluation.export if view.evaluation is not None else "",
+        tensorboard=view.tensorboard,
+        tensorboard_error=view.tensorboard_error,
     )
 
 
@@ -165,6 +169,8 @@ def text(facts: Summary) -> str:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
     if facts.directory:
         lines.append(f"logs        {facts.directory}/logs")
+    if facts.tensorboard:
+        lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
     if facts.status in ("stopped", "resumable"):
         lines.append(f"to go on    shoal resume {facts.run}")
     return "\n".join(lines)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -28,16 +29,17 @@ from shoal.worker.keeper import StateKeeper
 UNLIMITED = 1 << 31
 
 Coming = Callable[[], tuple[int, Any] | None]
+_fitting = threading.local()
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
     """What `shoal.batches` gives. Before the run begins it gives Keras a few samples to build the model with."""
 
-    newest: ClassVar[Batches | None] = None
-
     def __init__(self, size: int, seed: int, shares: str | None) -> None:
-        Batches.newest = self
         self.size, self.seed, self.shares = size, seed, shares
+        self.epochs = 1
+        # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
+        self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
         self._feed: Feed | None = None
         # Steps of one of Keras' epochs; none if that has to be found out.
         self.length: int | None = None
@@ -62,6 +64,9 @@ class Batches(DataAdapter):  # type: ignore[misc]
     # --- what Keras asks
 
     def __iter__(self) -> Iterator[Any]:
+        if self.coming is None and self.loop is not None:
+            yield from self.loop(self)
+            return
         if self.coming is None:
             yield self.few()
             return
@@ -80,12 +85,17 @@ class Batches(DataAdapter):  # type: ignore[misc]
         self.ends_at_epochs = self.ends_at_epochs or (self.length is not None and step % self.length != 0)
 
     def get_tf_dataset(self) -> Any:
-        return self
+        return self._passed_to_fit()
 
     def get_torch_dataloader(self) -> Any:
-        return self
+        return self._passed_to_fit()
 
     def get_numpy_iterator(self) -> Any:
+        return self._passed_to_fit()
+
+    def _passed_to_fit(self) -> Batches:
+        # Keras tells callbacks nothing of the data that it is about to fit a model to.
+        _fitting.batches = self
         return self
 
     @property
@@ -180,12 +190,24 @@ class StreamedBatches(Batches):
         return lambda: iter(shard.as_numpy_iterator())
 
 
+def iterate_with(loop: Callable[[Batches], Iterator[Any]]) -> None:
+    """Whoever iterates over batches that are made from now on in this thread gets what this loop gives."""
+    _fitting.loop = loop
+
+
+def passed_to_fit() -> Batches | None:
+    """The data that `model.fit` was called with last, in this thread, if it came from `shoal.batches`."""
+    found: Batches | None = getattr(_fitting, "batches", None)
+    return found
+
+
 def batches(
     data: Any,
     y: Any = None,
     sample_weight: Any = None,
     *,
     size: int,
+    epochs: int = 1,
     seed: int = 0,
     shuffle: bool = True,
     last: Literal["keep", "drop"] = "keep",
@@ -199,18 +221,22 @@ def batches(
 
     `data` is what `model.fit` takes: arrays (with `y` and `sample_weight`), a PyDataset, or a tf.data pipeline, whose
     elements are batches unless `batched=False`; it is read in `shards` parts and must give the same elements in the
-    same order whenever it is read. `shares`, `last` and `micro` are those of `shoal.torch`.
+    same order whenever it is read. `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and
+    `micro` are those of `shoal.torch`.
     """
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None or class_weight is not None:
             raise UnusableData(
                 "y and weights cannot be passed beside a tf.data pipeline", do="let the pipeline give them"
             )
-        return StreamedBatches(data, size, seed, shares, shards=shards, batched=batched)
-    source = source_of(data, y, sample_weight, seed, shuffle)
-    return IndexedBatches(
-        source, size, seed, shares, shuffle=shuffle, last=last, micro=micro, class_weight=class_weight
-    )
+        found: Batches = StreamedBatches(data, size, seed, shares, shards=shards, batched=batched)
+    else:
+        source = source_of(data, y, sample_weight, seed, shuffle)
+        found = IndexedBatches(
+            source, size, seed, shares, shuffle=shuffle, last=last, micro=micro, class_weight=class_weight
+        )
+    found.epochs = epochs
+    return found
 
 
 def _stacked(samples: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import SecondLoop
+from shoal.errors import SecondLoop, UnusableModel
 from shoal.keras.backend import Backend, Logs
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
@@ -50,7 +50,7 @@ class Trainer(Loop):
         self._squares: Squares | None = None
         self._held: Any = None
         keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
-        keeper.parts["optimizer"] = Variables(lambda: model.optimizer.variables, backend.read)
+        keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
         keeper.parts["noise"] = self.soundings.noise
 
@@ -147,7 +147,6 @@ class Trainer(Loop):
         assert turn is not None
         if turn.backwards == 0:
             self._kept_meters = [backend.read(v).copy() for v in self._meters]
-            self._squares = self._sounding(turn)
         try:
             logs, gradients = backend.gradients(batch)
         except Exception as error:
@@ -155,17 +154,28 @@ class Trainer(Loop):
                 raise
             self.too_large(error)
             return {}
+        found = self._summed(turn, gradients)
+        if found is not None:
+            backend.apply(found)
+            self._take_over(turn)
+        return logs
+
+    def _summed(self, turn: Turn, gradients: Arrays) -> Arrays | None:
+        """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
+        if turn.backwards == 0:
+            self._squares = self._sounding(turn)
         turn.backwards += 1
         turn.own = float(turn.pieces[turn.piece].samples)
         turn.weight += turn.own
         if self._session.broken:
-            return logs
-        self._take(turn, gradients)
-        if turn.last_piece and self._exchange(turn) and self._may_apply():
-            self._apply(turn)
-        return logs
+            return None
+        self._load(turn, gradients)
+        if not (turn.last_piece and self._exchange(turn) and self._may_apply()):
+            return None
+        assert self._sums is not None
+        return self._sums.views
 
-    def _take(self, turn: Turn, gradients: Arrays) -> None:
+    def _load(self, turn: Turn, gradients: Arrays) -> None:
         if len(gradients) != len(self._likes):
             # Some variables have no gradient, in any member alike.
             self._likes = [Like(one.shape, one.dtype) for one in gradients]
@@ -179,7 +189,7 @@ class Trainer(Loop):
     def _sounding(self, turn: Turn) -> Squares | None:
         if not self.soundings.due(turn):
             return None
-        usual = expected(self._backend.model.optimizer, self._backend.read, range(len(self._likes)))
+        usual = expected(self._backend.optimizer, self._backend.read, range(len(self._likes)))
         return Squares(usual) if usual is not None else None
 
     def _exchange(self, turn: Turn) -> bool:
@@ -231,9 +241,9 @@ class Trainer(Loop):
         place = next((number for number, v in enumerate(self._meters) if v is held), None)
         return float(changes[place]) if place is not None else 0.0
 
-    def _apply(self, turn: Turn) -> None:
+    def _take_over(self, turn: Turn) -> None:
+        """The gradients have been applied: take over everybody's statistics and metrics, and commit."""
         assert self._sums is not None
-        self._backend.apply(self._sums.views)
         rest = self._sums.tail
         if any(p.weight for p in turn.everybody):
             self._kept_statistics = _received(self._kept_statistics, rest)
@@ -244,6 +254,42 @@ class Trainer(Loop):
             variable.assign(value)
         self.put_meters_back()
         self._commit(turn)
+
+
+class LoopTrainer(Trainer):
+    """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
+
+    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+        super().__init__(session, keeper, backend)
+        del keeper.parts["metrics"]
+        self._applied: Turn | None = None
+
+    def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """What the optimizer was asked to apply."""
+        self._backend.take(self._given, gradients, variables)
+
+    def _begin(self, feed: Feed) -> bool:
+        on_cpu = super()._begin(feed)
+        self._meters, self._kept_meters, self._sums = [], [], None
+        self._set_up()
+        return on_cpu
+
+    def _given(self, gradients: Arrays) -> Arrays | None:
+        turn = self.turn
+        if turn is None or turn.committed or turn.backwards > turn.piece:
+            raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
+        found = self._summed(turn, gradients)
+        self._applied = turn if found is not None else None
+        return found
+
+    def _check_piece(self, turn: Turn, number: int) -> None:
+        if turn.backwards <= number:
+            raise UnusableModel(
+                f"step {turn.step} ended without optimizer.apply", do="apply the optimizer once for each batch"
+            )
+        # Only now is the optimizer surely done.
+        if self._applied is turn:
+            self._take_over(turn)
 
 
 def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -112,5 +113,7 @@ def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.Evaluate
         case ms.Decided(step, what, values, reason):
             return ev.Decided(member, step, what, values, reason)
         case ms.Evaluated(step, metrics, best, patience, export):
-            return evaluation.Evaluated(member, step, metrics, best, patience, export)
+            # The journal has no words for what is not finite.
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            return evaluation.Evaluated(member, step, finite, best, patience, export)
     return None

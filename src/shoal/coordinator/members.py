@@ -113,6 +113,9 @@ class Members:
             )
             self._service.handle(link.run, raised)
             return
+        if isinstance(message, ms.Evaluated) and fl.role_of(link.member) != EVALUATOR:
+            link.refuse(BadMessage.code, f"{link.member} is no evaluator")
+            return
         run = self._known(link)
         event = deliver.event_of(link.member, message)
         if run is None or event is None or run.over:

@@ -153,6 +153,8 @@ class Runs:
         elif isinstance(event, records.MemberRaised):
             self._raised(run, event, now)
         else:
+            if isinstance(event, events.CoordinatorRestarted):
+                run.evaluation, _ = evaluation.decide(run.evaluation, event, now)
             self._membership(run, event, now, asked)
 
     def _raised(self, run: Run, event: records.MemberRaised, now: float) -> None:

@@ -148,6 +148,9 @@ def decide(state: State, event: object, now: float) -> tuple[State, tuple[Instru
             return _without(state, name), (ev.Say(f"{name} is lost: {reason}; nobody waits for it", name),)
         case ev.MemberLeft(name) | ev.MemberDone(name):
             return _without(state, name), ()
+        case ev.CoordinatorRestarted():
+            # Silence while nobody listened is no silence.
+            return replace(state, members={k: replace(one, since=now) for k, one in state.members.items()}), ()
         case Evaluated():
             return _judge(state, event, now)
     return state, ()

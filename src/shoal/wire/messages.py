@@ -6,7 +6,7 @@ seconds since the epoch on the sender's clock unless a name says otherwise.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 
@@ -14,6 +14,7 @@ from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 PROTOCOL = 1
+GOAL = r"^((max|min):\s*\S.*)?$"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -190,7 +191,7 @@ class Evaluated(Message, frozen=True):
 
     step: int
     metrics: dict[str, float]
-    best: str = ""
+    best: Annotated[str, msgspec.Meta(pattern=GOAL)] = ""
     patience: int | None = None
     export: str = ""
 

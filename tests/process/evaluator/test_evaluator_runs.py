@@ -151,6 +151,32 @@ def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, ba
         assert len(run.worlds()) == 1
 
 
+def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", OFTEN, epochs=25, pause_s=0.04, best="max:peak", peak=10) as run:
+        run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
+        run.shoal("stop", run.run_id())
+        run.finish(exit_code=75)
+        first = run.evaluations()[0]["step"]
+        run.process = run.start("resume", run.run_id())
+        run.finish()
+        assert run.evaluations()[-1]["step"] == 200
+        assert run.shoal("status", run.run_id())["evaluation"]["best_step"] == first
+
+
+def test_members_that_train_for_themselves_are_evaluated_too(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", "sync=local:4", "checkpoint.every_steps=2", epochs=6, pause_s=0.02) as run:
+        run.finish()
+        assert len(run.evaluations()) >= 1
+        assert len(run.worlds()) == 1
+
+
+def test_an_evaluator_beside_servers_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", "sync=stale:2") as run:
+        run.finish(exit_code=3)
+        assert "S123" in run.output
+        assert "an evaluator cannot be used with --sync stale:2" in run.output
+
+
 def test_a_score_that_is_no_number_is_no_improvement(tmp_path: Path) -> None:
     with evaluated(tmp_path, "1", OFTEN, epochs=500, pause_s=0.02, bad="nan", best="max:peak", patience=2) as run:
         run.finish()

@@ -110,6 +110,11 @@ def test_a_silent_evaluator_is_given_up_later_than_a_member() -> None:
     assert [lost.member for lost in el.due(state, {}, 1001.0 + el.LEASE_S)] == [ME]
 
 
+def test_silence_while_the_coordinator_was_away_is_no_silence() -> None:
+    state = Story().on(HELLO, now=1000.0).on(ev.CoordinatorRestarted(), now=5000.0).state
+    assert el.due(state, {}, 5001.0) == ()
+
+
 def test_whoever_is_gone_is_forgotten_and_what_it_found_is_not() -> None:
     story = Story().on(HELLO).scores(1.0).on(ev.Disconnected(ME))
     assert not story.state.members[ME].connected

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.goodput import Law, law_for
 from shoal.errors import SecondLoop, UnusableModel
 from shoal.keras.backend import Backend, Logs
 from shoal.keras.squares import Squares, expected
@@ -156,7 +158,8 @@ class Trainer(Loop):
             return {}
         found = self._summed(turn, gradients)
         if found is not None:
-            backend.apply(found)
+            with self._gained(turn):
+                backend.apply(found)
             self._take_over(turn)
         return logs
 
@@ -174,6 +177,34 @@ class Trainer(Loop):
             return None
         assert self._sums is not None
         return self._sums.views
+
+    # --- a global batch that is chosen while training
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:
+        """By which law the learning rate follows the batch."""
+        optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
+        if not hasattr(optimizer._learning_rate, "assign"):
+            raise UnusableModel(
+                "a learning rate schedule cannot follow a global batch that is chosen while training",
+                why="it counts steps, of which there are fewer with a larger batch",
+                do="pass a number as learning rate, or as batch",
+            )
+        return law_for(type(optimizer).__name__) if asked == "auto" else asked
+
+    @contextmanager
+    def _gained(self, turn: Turn) -> Iterator[None]:
+        """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
+        gain = self.auto.gain_at(turn.step) if self.auto is not None else 1.0
+        if gain == 1.0:
+            yield
+            return
+        rate = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)._learning_rate
+        before = self._backend.read(rate).copy()
+        rate.assign(before * gain)
+        try:
+            yield
+        finally:
+            rate.assign(before)
 
     def _load(self, turn: Turn, gradients: Arrays) -> None:
         if len(gradients) != len(self._likes):
@@ -273,6 +304,11 @@ class LoopTrainer(Trainer):
         self._meters, self._kept_meters, self._sums = [], [], None
         self._set_up()
         return on_cpu
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+        raise UnusableModel(
+            "batch=auto cannot be used with a loop of your own", do="use model.fit, or pass a number as batch"
+        )
 
     def _given(self, gradients: Arrays) -> Arrays | None:
         turn = self.turn

@@ -47,7 +47,8 @@ class Batches(DataAdapter):  # type: ignore[misc]
         # Steps of one of Keras' epochs; none if that has to be found out.
         self.length: int | None = None
         self.coming: Coming | None = None
-        self.ends_at_epochs = True
+        # Which of its epochs Keras is in.
+        self.now = 0
 
     # --- what a run asks
 
@@ -64,6 +65,14 @@ class Batches(DataAdapter):  # type: ignore[misc]
         assert self._feed is not None
         return step // self.length if self.length else self._feed.cursor(step).epoch
 
+    def epoch_before(self, step: int) -> int:
+        """Which of Keras' epochs the step before this one, which comes next, belongs to."""
+        assert self._feed is not None
+        if self.length:
+            return max(0, step - 1) // self.length
+        cursor = self._feed.cursor(step)
+        return max(0, cursor.epoch - 1) if cursor.index == 0 else cursor.epoch
+
     # --- what Keras asks
 
     def __iter__(self) -> Iterator[Any]:
@@ -73,19 +82,12 @@ class Batches(DataAdapter):  # type: ignore[misc]
         if self.coming is None:
             yield self.few()
             return
-        first: int | None = None
-        while (found := self.coming()) is not None:
-            epoch = self.epoch_of(found[0])
-            first = epoch if first is None else first
-            if epoch != first and self.ends_at_epochs:
-                return
+        while (found := self.coming()) is not None and self.epoch_of(found[0]) == self.now:
             yield found[1]
 
-    def begin(self, coming: Coming, feed: Feed, step: int) -> None:
+    def begin(self, coming: Coming, feed: Feed) -> None:
         """From now on, give out what the run says comes next."""
         self.coming, self._feed = coming, feed
-        # Within its own epochs of a given length Keras counts for itself, unless it comes in in the middle of one.
-        self.ends_at_epochs = self.ends_at_epochs or (self.length is not None and step % self.length != 0)
 
     def get_tf_dataset(self) -> Any:
         return self._passed_to_fit()

@@ -105,12 +105,13 @@ class Elastic(_Forwarding):
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
         self._run = run
         self._trainer: Trainer | None = None
-        self._in_the_middle = False
+        self._came_at_the_end: dict[str, Any] | None = None
+        self._in_the_middle = self._keras_counts = False
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()
         if params["steps"] != UNLIMITED:
-            batches.length, batches.ends_at_epochs = params["steps"], False
+            batches.length, self._keras_counts = params["steps"], True
         else:
             # The same dictionary is shown to the progress bar.
             params["steps"] = batches.length
@@ -128,19 +129,26 @@ class Elastic(_Forwarding):
         if self._callbacks:
             run.state("callbacks", self._save, self._load)
         self._trainer = run.begin(model, batches, self.params["epochs"])
-        found = self._trainer.coming()
-        if found is not None:
-            self._in_the_middle = found[0] > 0
-            model._initial_epoch = batches.epoch_of(found[0])
-        else:
-            model._initial_epoch = self.params["epochs"]
+        self._trainer.coming()
+        self._in_the_middle = run.step > 0
+        # Whoever comes in between two epochs ends the first of them, as the others are about to.
+        model._initial_epoch = batches.epoch_before(run.step)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches().now = epoch
         if self._in_the_middle and self._trainer is not None:
             # Keras has just reset the metrics that the others gave us.
             self._in_the_middle = False
             self._trainer.put_meters_back()
+            self._came_at_the_end = self._trainer.results()
         self.forward("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._came_at_the_end is not None and logs is not None:
+            # Keras has seen no step of this epoch here, and knows of no metrics.
+            logs |= {name: float(value) for name, value in self._came_at_the_end.items() if name not in logs}
+        self._came_at_the_end = None
+        self.forward("on_epoch_end", epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
@@ -157,7 +165,13 @@ class Elastic(_Forwarding):
             if backend == "tensorflow":
                 next(source)  # whether the epoch is over
             assert self._trainer is not None
-            return self._trainer.step()
+            self._came_at_the_end = None
+            logs = self._trainer.step()
+            length = self._batches().length if self._keras_counts else None
+            if length and self._joined().step % length == 0:
+                # Others may be given our state when the next step comes: before callbacks end the epoch here.
+                self._trainer.coming()
+            return logs
 
         model.train_function = train
 

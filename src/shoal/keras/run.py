@@ -108,8 +108,9 @@ class Run:
         trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer)))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
-        step = trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
-        batches.begin(trainer.coming, feed, step)
+        trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
+        batches.begin(trainer.coming, feed)
+        trainer.epoch_of = batches.epoch_of
         return trainer
 
     def loop(self, model: Any, guard: Guard, batches: Batches) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ class Trainer(Loop):
         self._batches: Iterator[Any] | None = None
         self._squares: Squares | None = None
         self._held: Any = None
+        self.epoch_of: Callable[[int], int] = lambda _step: 0
         keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
         keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
@@ -58,14 +59,13 @@ class Trainer(Loop):
 
     # --- what the train function asks
 
-    def begin(self, feed: Feed, identity: str, seed: int) -> int:
-        """Join the run; returns the step that comes first here."""
+    def begin(self, feed: Feed, identity: str, seed: int) -> None:
+        """Join the run; returns when the first step of this member can be done."""
         if self.feed is not None:
             raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
         self.feed = feed
         self._batches = self.train(feed, identity, seed)
         self._held = next(self._batches, None)
-        return self.turn.step if self.turn is not None and self._held is not None else self._session.step or 0
 
     def coming(self) -> tuple[int, Any] | None:
         """The number of the next step and our first piece of it; None after the last one."""
@@ -79,19 +79,25 @@ class Trainer(Loop):
         """Do one step, however often it has to be done; what the metrics say after it."""
         logs: Logs = {}
         found = self.coming()
-        while found is not None:
+        epoch = self.epoch_of(found[0]) if found is not None else 0
+        # What others did without us and handed over may have been the last step of an epoch, which Keras has to end.
+        while found is not None and self.epoch_of(found[0]) == epoch:
             self._held = None
             logs = self._piece(found[1])
             if self.committed:
                 break
             found = self.coming()
-        results = self._backend.results() if self.committed else {}
+        results = self._backend.results() if logs else {}
         return results if results.keys() == logs.keys() else logs
 
     def put_meters_back(self) -> None:
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
         for variable, value in zip(self._meters, self._kept_meters, strict=True):
             variable.assign(value)
+
+    def results(self) -> Logs:
+        """What the metrics say now."""
+        return self._backend.results()
 
     def end(self) -> None:
         """The script is done with the loop, wherever that is; its optimizer is its own again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import keras
 from shoal.core import sync
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.backend import backend_of
-from shoal.keras.batches import UNLIMITED, Batches, iterate_with, passed_to_fit
+from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.guard import Guard
 from shoal.keras.state import capture, restore
 from shoal.keras.trainer import LoopTrainer, Trainer
@@ -99,7 +98,7 @@ class Run:
         self._keeper.close()
         self._session.close()
 
-    # --- what the callback asks
+    # --- what callbacks and loops ask
 
     def begin(self, model: Any, batches: Batches, epochs: int) -> Trainer:
         """Join the run with this model; returns when the first step of this member can be done."""
@@ -107,10 +106,11 @@ class Run:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer)))
-        feed, described = batches.feed(self._keeper, self._session.settings, epochs)
+        feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
-        step = trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
-        batches.begin(trainer.coming, feed, step)
+        trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
+        batches.begin(trainer.coming, feed)
+        trainer.epoch_of = batches.epoch_of
         return trainer
 
     def loop(self, model: Any, guard: Guard, batches: Batches) -> Iterator[Any]:
@@ -120,7 +120,7 @@ class Run:
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
         trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
-        feed, described = batches.feed(self._keeper, self._session.settings, batches.epochs)
+        feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
 
@@ -134,70 +134,6 @@ class Run:
         kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
         parts = {"variables": _hashed(variables), "optimizer": kind, "keras": keras.backend.backend()} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
-
-
-class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data."""
-
-    def __init__(self, run: Run | None = None) -> None:
-        super().__init__()
-        self._run = run
-        self._trainer: Trainer | None = None
-        self._in_the_middle = False
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        batches = self._batches()
-        if params["steps"] != UNLIMITED:
-            batches.length, batches.ends_at_epochs = params["steps"], False
-        else:
-            # The same dictionary is shown to the progress bar.
-            params["steps"] = batches.length
-
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
-        batches, model = self._batches(), self.model
-        self._trainer = (self._run or join()).begin(model, batches, self.params["epochs"])
-        found = self._trainer.coming()
-        if found is not None:
-            self._in_the_middle = found[0] > 0
-            model._initial_epoch = batches.epoch_of(found[0])
-        else:
-            model._initial_epoch = self.params["epochs"]
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self._in_the_middle and self._trainer is not None:
-            # Keras has just reset the metrics that the others gave us.
-            self._in_the_middle = False
-            self._trainer.put_meters_back()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self._trainer is not None:
-            self._trainer.end()
-        del self.model.make_train_function
-
-    def _make_train_function(self, model: Any) -> None:
-        backend = keras.backend.backend()
-
-        def train(source: Any) -> dict[str, Any]:
-            if backend == "tensorflow":
-                next(source)  # whether the epoch is over
-            assert self._trainer is not None
-            return self._trainer.step()
-
-        model.train_function = train
-
-    def _batches(self) -> Batches:
-        found = passed_to_fit()
-        if found is None:
-            raise NotAttached(
-                "shoal.keras.Elastic has no data", do="call model.fit(shoal.batches(x, y, size=…), …) with it"
-            )
-        return found
 
 
 _joined: Run | None = None

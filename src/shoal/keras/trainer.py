@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.goodput import Law, law_for
 from shoal.errors import SecondLoop, UnusableModel
 from shoal.keras.backend import Backend, Logs
 from shoal.keras.squares import Squares, expected
@@ -49,6 +51,7 @@ class Trainer(Loop):
         self._batches: Iterator[Any] | None = None
         self._squares: Squares | None = None
         self._held: Any = None
+        self.epoch_of: Callable[[int], int] = lambda _step: 0
         keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
         keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
@@ -56,14 +59,13 @@ class Trainer(Loop):
 
     # --- what the train function asks
 
-    def begin(self, feed: Feed, identity: str, seed: int) -> int:
-        """Join the run; returns the step that comes first here."""
+    def begin(self, feed: Feed, identity: str, seed: int) -> None:
+        """Join the run; returns when the first step of this member can be done."""
         if self.feed is not None:
             raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
         self.feed = feed
         self._batches = self.train(feed, identity, seed)
         self._held = next(self._batches, None)
-        return self.turn.step if self.turn is not None and self._held is not None else self._session.step or 0
 
     def coming(self) -> tuple[int, Any] | None:
         """The number of the next step and our first piece of it; None after the last one."""
@@ -77,19 +79,25 @@ class Trainer(Loop):
         """Do one step, however often it has to be done; what the metrics say after it."""
         logs: Logs = {}
         found = self.coming()
-        while found is not None:
+        epoch = self.epoch_of(found[0]) if found is not None else 0
+        # What others did without us and handed over may have been the last step of an epoch, which Keras has to end.
+        while found is not None and self.epoch_of(found[0]) == epoch:
             self._held = None
             logs = self._piece(found[1])
             if self.committed:
                 break
             found = self.coming()
-        results = self._backend.results() if self.committed else {}
+        results = self._backend.results() if logs else {}
         return results if results.keys() == logs.keys() else logs
 
     def put_meters_back(self) -> None:
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
         for variable, value in zip(self._meters, self._kept_meters, strict=True):
             variable.assign(value)
+
+    def results(self) -> Logs:
+        """What the metrics say now."""
+        return self._backend.results()
 
     def end(self) -> None:
         """The script is done with the loop, wherever that is; its optimizer is its own again."""
@@ -156,7 +164,8 @@ class Trainer(Loop):
             return {}
         found = self._summed(turn, gradients)
         if found is not None:
-            backend.apply(found)
+            with self._gained(turn):
+                backend.apply(found)
             self._take_over(turn)
         return logs
 
@@ -174,6 +183,34 @@ class Trainer(Loop):
             return None
         assert self._sums is not None
         return self._sums.views
+
+    # --- a global batch that is chosen while training
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:
+        """By which law the learning rate follows the batch."""
+        optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
+        if not hasattr(optimizer._learning_rate, "assign"):
+            raise UnusableModel(
+                "a learning rate schedule cannot follow a global batch that is chosen while training",
+                why="it counts steps, of which there are fewer with a larger batch",
+                do="pass a number as learning rate, or as batch",
+            )
+        return law_for(type(optimizer).__name__) if asked == "auto" else asked
+
+    @contextmanager
+    def _gained(self, turn: Turn) -> Iterator[None]:
+        """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
+        gain = self.auto.gain_at(turn.step) if self.auto is not None else 1.0
+        if gain == 1.0:
+            yield
+            return
+        rate = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)._learning_rate
+        before = self._backend.read(rate).copy()
+        rate.assign(before * gain)
+        try:
+            yield
+        finally:
+            rate.assign(before)
 
     def _load(self, turn: Turn, gradients: Arrays) -> None:
         if len(gradients) != len(self._likes):
@@ -273,6 +310,11 @@ class LoopTrainer(Trainer):
         self._meters, self._kept_meters, self._sums = [], [], None
         self._set_up()
         return on_cpu
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+        raise UnusableModel(
+            "batch=auto cannot be used with a loop of your own", do="use model.fit, or pass a number as batch"
+        )
 
     def _given(self, gradients: Arrays) -> Arrays | None:
         turn = self.turn

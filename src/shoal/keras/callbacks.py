@@ -90,10 +90,11 @@ class Elastic(_Forwarding):
 
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
-    in one member only.
+    in one member only. `jit_compile` compiles steps with XLA, anew for every size of a share; what the model was
+    compiled with cannot tell that you want it, because Keras does so wherever it can.
     """
 
-    def __init__(self, *callbacks: Any, run: Run | None = None) -> None:
+    def __init__(self, *callbacks: Any, jit_compile: bool = False, run: Run | None = None) -> None:
         self._callbacks = list(callbacks)
         for one in callbacks:
             if isinstance(one, keras.callbacks.BackupAndRestore):
@@ -103,7 +104,7 @@ class Elastic(_Forwarding):
                     do="leave it out: the run keeps its own checkpoints, and shoal resume goes on from them",
                 )
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
-        self._run = run
+        self._run, self._jit = run, jit_compile
         self._trainer: Trainer | None = None
         self._came_at_the_end: dict[str, Any] | None = None
         self._in_the_middle = False
@@ -130,7 +131,7 @@ class Elastic(_Forwarding):
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
         run.state("callbacks", self._save, self._load)
-        self._trainer = run.begin(model, batches, self.params["epochs"])
+        self._trainer = run.begin(model, batches, self.params["epochs"], self._jit)
         self._trainer.coming()
         self._in_the_middle = run.step > 0
         # Whoever comes in between two epochs ends the first of them, if the others have not yet done so.

@@ -5,25 +5,36 @@ python -m benchmarks.evaluator [--quick] [--json FILE]
 One trainer has the first core, the evaluator the last one; it scores for most of the time. Checkpoints are written
 every few seconds, more often than is usual, and are measured by themselves too. Sides take turns, so that whatever else
 the machine does hits all of them; the trainer's CPU time says what remains on a machine that is not quiet. `shared`
-leaves it to the system which core each of them gets.
+leaves it to the system which core each of them gets. At last, within one run, the evaluator is stopped and let go on in
+turns of a few seconds, which shows its own part even where the machine's mood changes from run to run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 SCRIPT = Path(__file__).with_name("scripts") / "evaluated.py"
 EVERY_S = 5.0
 WARM_UP_S = 3.0
 GOAL = 1.03
+TURN_S = 2.0
+SETTLE_S = 0.2
+
+Steps = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +53,8 @@ SIDES = (
 )
 
 
-Steps = tuple[float, float]
-
-
-def measure(side: Side, seconds: float) -> Steps:
-    """The mean time of a step in one run, and the trainer's CPU time, in seconds, after its first few seconds."""
+def times_of(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[bytes]], None]) -> list[Steps]:
+    """When each step of one run ended, and the trainer's CPU time by then."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         plan = {"out": str(out), "seconds": seconds, "score_s": 0.9 * EVERY_S, "pin": side.pin}
@@ -60,11 +68,53 @@ def measure(side: Side, seconds: float) -> Steps:
         options = ["--evaluator"] if side.evaluator else []
         options += ["--set", f"checkpoint.every_s={EVERY_S if side.checkpoints else 0}"]
         command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
-        subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL, timeout=10 * seconds + 60)
-        times = json.loads(out.read_text())
+        with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+            meanwhile(process)
+            assert process.wait(10 * seconds + 60) == 0
+        found: list[Steps] = json.loads(out.read_text())
+    return found
+
+
+def measure(side: Side, seconds: float) -> Steps:
+    """The mean time of a step in one run, and the trainer's CPU time, in seconds, after its first few seconds."""
+    times = times_of(side, seconds, lambda _process: None)
     kept = [pair for pair in times if pair[0] - times[0][0] > WARM_UP_S]
     (first, first_cpu), (last, last_cpu), count = kept[0], kept[-1], len(kept) - 1
     return (last - first) / count, (last_cpu - first_cpu) / count
+
+
+def in_turns(seconds: float) -> tuple[list[float], list[float]]:
+    """The median step times of turns with the evaluator stopped, and of those with it at work."""
+    turns: list[tuple[float, bool]] = []
+
+    def alternate(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            for one in [one for one in family if _title(one).startswith("shoal local/evaluator-0")]:
+                stop = not turns or not turns[-1][1]
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.suspend() if stop else one.resume()
+                turns.append((time.monotonic(), stop))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TURN_S)
+            if turns and time.monotonic() - turns[0][0] > seconds:
+                return
+
+    times = [at for at, _ in times_of(SIDES[2], seconds, alternate)]
+    found: tuple[list[float], list[float]] = ([], [])
+    for (begins, stopped), (ends, _) in itertools.pairwise(turns):
+        inside = [at for at in times if begins + SETTLE_S < at < ends]
+        steps = [after - before for before, after in itertools.pairwise(inside)]
+        if steps and begins > times[0] + WARM_UP_S:
+            found[0 if stopped else 1].append(statistics.median(steps))
+    return found
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def ratio(found: list[Steps], base: list[Steps], which: int) -> float:
@@ -92,6 +142,10 @@ def main() -> None:
         verdict = (" met" if slower <= GOAL else " NOT met") if side.name == "evaluator" else ""
         step_ms = 1e3 * statistics.median(one[0] for one in mine)
         print(f"{side.name:<12}{step_ms:>10.2f}{slower - 1:>11.1%}{ratio(mine, base, 1) - 1:>10.1%}{verdict}")
+    stopped, working = in_turns(20.0 if given.quick else 120.0)
+    if stopped and working:
+        slower = statistics.median(after / before for before, after in zip(stopped, working, strict=False))
+        print(f"in turns, {len(stopped)} stopped and {len(working)} at work: {slower - 1:.1%}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
 

@@ -42,6 +42,7 @@ def test_it_is_in_no_world_takes_no_place_and_gives_way(tmp_path: Path) -> None:
     with evaluated(tmp_path, "2:2", OFTEN, epochs=6) as run:
         run.finish()
         assert {one["nice"] for one in run.scored()} == {19}
+        assert all(one["group"].endswith("nice 19") or not one["group"] for one in run.scored())
         assert {commit["size"] for commit in run.commits()} == {2}
         assert {e["member"] for e in run.events() if e["event"] == "done"} == {"local/0", "local/1"}
         assert len(run.worlds()) == 1

@@ -39,6 +39,12 @@ def hold(step: int) -> None:
         time.sleep(0.02)
 
 
+def group() -> str:
+    """How the session of this process is treated where sessions share the processor."""
+    file = Path("/proc/self/autogroup")
+    return file.read_text().strip() if file.exists() else ""
+
+
 def evaluations() -> int:
     return sum(file.read_text().count('"evaluate"') for file in OUT.glob("*evaluator*.jsonl"))
 
@@ -63,7 +69,7 @@ def main() -> None:
         time.sleep(PLAN.get("score_s", 0.0))
         seen = int(model.seen)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        record("evaluate", step=run.step, seen=seen, training=model.training, nice=os.nice(0))
+        record("evaluate", step=run.step, seen=seen, training=model.training, nice=os.nice(0), group=group())
         returned = {"text": "good", "word": {"loss": "good"}, "nan": {"peak": float("nan")}}.get(PLAN.get("bad"))
         return returned or {"loss": loss, "step": seen, "peak": -abs(seen - PLAN.get("peak", 10**6))}
 

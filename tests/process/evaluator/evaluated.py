@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from stage import Stage
 
 SCRIPT = Path(__file__).with_name("train.py")
 EVALUATOR = "local/evaluator-0"
+# Evaluators give way to everybody, other tests included.
+PATIENCE_S = 300.0
 
 
 class Evaluated(Stage):
@@ -22,6 +24,12 @@ class Evaluated(Stage):
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         return super().begin("--evaluator", *arguments)
+
+    def until(self, ready: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
+        super().until(ready, what, patience_s)
+
+    def finish(self, exit_code: int = 0, patience_s: float = PATIENCE_S) -> None:
+        super().finish(exit_code, patience_s)
 
     def run_id(self) -> str:
         found: str = self.shoal("ps", "--all")[0]["run"]

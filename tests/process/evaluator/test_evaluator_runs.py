@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluated import EVALUATOR, Evaluated, evaluated
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 OFTEN = "checkpoint.every_steps=10"
 
@@ -147,7 +147,7 @@ def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> No
     ],
 )
 def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, bad: str, code: str, words: str) -> None:
-    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "backoff_s=0.05", epochs=3, bad=bad) as run:
+    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "budget.user=0", epochs=3, bad=bad) as run:
         run.finish()
         assert run.step() == 23
         assert code in run.output

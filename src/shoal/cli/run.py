@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli import launch as launching
-from shoal.cli import sources
-from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.cli.launch import Launch
-from shoal.cli.sources import Choices, Option
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import BadEmulation, BadSync
+from shoal.launch import render as launching
+from shoal.launch import sources
+from shoal.launch.place import Place
+from shoal.launch.render import Launch
+from shoal.launch.sources import Choices, Option
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

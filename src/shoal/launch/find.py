@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cli.client import Client, open_client
-from shoal.cli.frame import Place
 from shoal.errors import AmbiguousRun, CoordinatorUnreachable, ShoalError, UnknownRun, UsageError
+from shoal.launch.client import Client, open_client
+from shoal.launch.place import Place
 from shoal.wire.views import LogPage, RunView, StoryLine
 
 OVER = ("done", "failed", "stopped", "resumable")
@@ -140,7 +140,7 @@ def _in(directory: Path) -> Coordinator | None:
                 return Coordinator(directory.name, url, str(token_file), directory, client, client)
         except ShoalError:
             client.close()
-    from shoal.cli.past import Past
+    from shoal.launch.past import Past
 
     return Coordinator(directory.name, url, str(token_file), directory, None, Past(directory))
 

@@ -169,10 +169,13 @@ class Members:
         )
 
     def _threads(self, env: Mapping[str, str], settings: Mapping[str, object]) -> int:
-        """What the user set, else the setting of the run, else an equal part of the cores."""
+        """What the user set, else what its role was given, else the setting of the run, else a part of the cores."""
         given = {**self._home.environ, **env}.get("OMP_NUM_THREADS", "")
         if given.isdigit() and int(given) > 0:
             return int(given)
+        own = env.get("SHOAL_CPUS", "")
+        if own.isdigit() and int(own) > 0:
+            return int(own)
         wished = settings.get("threads")
         if isinstance(wished, int) and wished > 0:
             return wished

@@ -9,8 +9,9 @@ import msgspec
 
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
+from shoal.core.roster import TRAINER
 from shoal.wire import messages as ms
-from shoal.wire.views import RunSpec
+from shoal.wire.views import RoleSpec, RunSpec
 
 
 def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
@@ -53,11 +54,18 @@ def start_member(
         "SHOAL_SETTINGS": msgspec.json.encode(dict(settings)).decode(),
         "SHOAL_RUN_DIR": run_dir,
         "SHOAL_MEMBERS_MAX": str(spec.members[1]),
+        **_resources(spec.roles.get(dict(asked.env).get("SHOAL_ROLE", TRAINER))),
         **dict(asked.env),
     }
     return ms.StartMember(
         asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart
     )
+
+
+def _resources(role: RoleSpec | None) -> dict[str, str]:
+    """What a process of this role may use, as far as that was said."""
+    told = {"SHOAL_CPUS": role.cpus, "SHOAL_MEMORY_BYTES": role.memory_bytes} if role is not None else {}
+    return {name: str(value) for name, value in told.items() if value}
 
 
 def end_member(asked: fe.EndProcess) -> ms.EndMember:

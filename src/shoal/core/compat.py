@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FIRST_PORT, PORTS = 20000, 12000
+TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,13 @@ def rendezvous(
             pairs = _torchrun(run, places, ordered, rank, agents, restarts, max_restarts, ports[ordered[0]])
         envs[i] = (("SHOAL_COMPAT", "1"), *pairs.items())
     return envs
+
+
+def task_config(role: str, member: str) -> str:
+    """TF_CONFIG of an elastic member: what it is, in a cluster that has nobody else in it."""
+    number = member.rpartition("/")[2].rpartition("-")[2]
+    task = {"type": TASKS[role], "index": int(number) if number.isdecimal() else 0}
+    return json.dumps({"cluster": {}, "task": task})
 
 
 def _torchrun(

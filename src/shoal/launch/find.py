@@ -100,6 +100,14 @@ def live(coordinator: Coordinator) -> Client:
     return coordinator.client
 
 
+def in_directory(directory: Path) -> Coordinator:
+    """The coordinator that has, or had, this directory."""
+    found = _in(directory)
+    if found is None:
+        raise UnknownRun("there is no coordinator", where=str(directory), do="shoal ps lists the runs")
+    return found
+
+
 def alive(pid: int) -> bool:
     """Whether a process of this id exists."""
     try:

@@ -5,8 +5,19 @@ from __future__ import annotations
 import msgspec
 
 
+class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many processes of a role, and what each of them needs; 0 leaves it open.
+
+    How many trainers and servers there are is said by `RunSpec.members` and the setting `servers`.
+    """
+
+    count: int = 1
+    cpus: int = 0
+    memory_bytes: int = 0
+
+
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. `argv` is the script and its arguments; `members` is (min, max)."""
+    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name."""
 
     name: str
     argv: tuple[str, ...]
@@ -17,6 +28,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, str | int | float | bool] = {}
     compat: str = ""
     resume: bool = False
+    roles: dict[str, RoleSpec] = {}
 
 
 class MemberView(msgspec.Struct, frozen=True):

@@ -85,6 +85,11 @@ def decisions(view: RunView) -> list[tuple[str, str]]:
     ]
 
 
+def event_files(where: str, error: str) -> str:
+    """Where TensorBoard finds a run, or why not."""
+    return f"not written: {error} ({where})" if error else where
+
+
 def _scale(noise: float) -> str:
     return table.count(noise) if noise >= 10 else f"{noise:.2g}"
 

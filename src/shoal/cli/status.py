@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, decisions, efficiency, progress, spent
+from shoal.cli.display import PARTS, decisions, efficiency, event_files, progress, spent
 from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.launch import find
 from shoal.launch.place import Place
@@ -51,6 +51,8 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     if view.exit_code is not None:
         lines.append(f"exit code   {view.exit_code}")
     lines.append(f"directory   {view.directory}")
+    if view.tensorboard:
+        lines.append(f"tensorboard {event_files(view.tensorboard, view.tensorboard_error)}")
     if view.members and going:
         ordered = sorted(view.members, key=lambda one: (one.rank is None, one.rank or 0, one.member))
         lines += ["", _members(ordered)]

@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
-from shoal.cli.display import SHARES
+from shoal.cli.display import SHARES, event_files
 from shoal.wire.views import RunView, StoryLine
 
 RESUMABLE = 75
@@ -54,6 +54,8 @@ class Summary(msgspec.Struct, frozen=True):
     share_changes: int = 0
     idle_before: float | None = None
     idle_now: float | None = None
+    tensorboard: str = ""
+    tensorboard_error: str = ""
 
 
 def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
@@ -81,6 +83,8 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         share_changes=sum(line.kind == SHARES for line in story),
         idle_before=view.idle_before,
         idle_now=view.idle_now,
+        tensorboard=view.tensorboard,
+        tensorboard_error=view.tensorboard_error,
     )
 
 
@@ -152,6 +156,8 @@ def text(facts: Summary) -> str:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
     if facts.directory:
         lines.append(f"logs        {facts.directory}/logs")
+    if facts.tensorboard:
+        lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
     if facts.status in ("stopped", "resumable"):
         lines.append(f"to go on    shoal resume {facts.run}")
     return "\n".join(lines)

@@ -129,13 +129,13 @@ class Members:
         now, live = self._service.clock.now(), self._service.live(link.run)
         live.beats[link.member] = mb.Beat(now, beat.world, beat.step, beat.phase, beat.phase_age_s, beat.usual_step_s)
         live.said[link.member] = beat
-        if now - live.measured_at >= MEASURE_EVERY_S:
+        if run.membership.finished or now - live.measured_at >= MEASURE_EVERY_S:
             self._measure(run, live, now)
 
     def _measure(self, run: Run, live: present.Live, now: float) -> None:
         found = present.measure(run, live)
         live.measured_at = now
-        if found is None or self._service._held or (live.measured is not None and found.step == live.measured.step):
+        if found is None or self._service._held or not present.is_news(found, live.measured):
             return
         self._service.attempt(partial(self._service.handle, run.name, ev.Progressed(found.step)))
         self._service.attempt(partial(self._service.handle, run.name, found))

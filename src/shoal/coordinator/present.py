@@ -34,6 +34,8 @@ def measure(run: Run, live: Live) -> records.Measured | None:
     served = run.membership.placement is not None
     if served:
         names = [m.name for m in members.values() if m.role == TRAINER and m.status == mb.TRAINING]
+    if run.membership.finished:
+        names = [m.name for m in members.values() if m.role == TRAINER and m.status == mb.DONE]
     said = [live.said[name] for name in names if name in live.said]
     said = [beat for beat in said if beat.step is not None]
     if not said:
@@ -52,6 +54,16 @@ def measure(run: Run, live: Live) -> records.Measured | None:
         noise=first.noise,
         idle=first.idle,
     )
+
+
+def is_news(found: records.Measured, last: records.Measured | None) -> bool:
+    """Whether there was a step since, or the script has said something."""
+    return last is None or (found.step, found.metrics) != (last.step, last.metrics)
+
+
+def step_s(live: Live) -> float:
+    """The seconds of a usual step, 0 if nobody has told."""
+    return max((beat.usual_step_s for beat in live.said.values()), default=0.0)
 
 
 def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> RunView:

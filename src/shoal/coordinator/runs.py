@@ -51,6 +51,11 @@ class Run:
         return self.ended is not None
 
     @property
+    def tensorboard(self) -> bool:
+        """Whether event files are written."""
+        return bool(self.settings.get("tensorboard", True))
+
+    @property
     def state_name(self) -> str:
         """The status in one word."""
         if self.status:

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from shoal.coordinator import deliver, history, present, records
 from shoal.coordinator.links import AgentLink
 from shoal.coordinator.logs import Logs
@@ -26,6 +28,7 @@ from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
 from shoal.errors import JournalUnwritable
+from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
 from shoal.wire import messages as ms
@@ -63,6 +66,7 @@ class Service:
         self.logs = Logs(directory)
         self._journal = journal
         self._views = views
+        self._reports = Reports(log.warning)
         self._live: dict[str, present.Live] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
@@ -89,10 +93,16 @@ class Service:
         if isinstance(event, records.Measured):
             self.live(run).measured = event
         if not shown:
-            history.put(self._views, entry, event, asked, self.runs.runs.get(run))
+            self._report(history.put(self._views, entry, event, asked, self.runs.runs.get(run)))
         self._changed.update(name for name, _ in asked)
         self._changed.add(run)
         return asked
+
+    def _report(self, lines: list[StoryLine]) -> None:
+        for line in lines:
+            run = self.runs.runs.get(line.run)
+            if run is not None and run.tensorboard:
+                self._reports.tell(self.run_dir(run.name), line, run.membership.step)
 
     def replay(self) -> None:
         """Be what the journal says, and begin anew: all connections are gone."""
@@ -240,8 +250,10 @@ class Service:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the views in another thread, so that no member waits for SQLite."""
+        """Write the views and reports in another thread, so that no member waits for SQLite or a file."""
         self._show_changes()
+        if self._reports.waiting:
+            await asyncio.to_thread(self._reports.write)
         batch = self._views.take()
         if not batch.rows:
             return
@@ -252,16 +264,20 @@ class Service:
 
     def _show_changes(self) -> None:
         for name in self._changed & self.runs.runs.keys():
-            self._views.put_run(self.view(name))
+            view = self.view(name)
+            self._views.put_run(view)
+            if view.tensorboard:
+                self._reports.show(view, present.step_s(self.live(name)), self.clock.now())
             if self.runs.runs[name].over:
                 self.logs.close(name)
         if self._changed:
-            for view in self.agent_views():
-                self._views.put_agent(view)
+            for agent in self.agent_views():
+                self._views.put_agent(agent)
         self._changed.clear()
 
     def close(self) -> None:
         self._show_changes()
+        self._reports.close()
         self._views.close()
         self.logs.close()
         self._journal.close()
@@ -273,7 +289,11 @@ class Service:
 
     def view(self, name: str) -> RunView:
         run = self.runs.runs[name]
-        return present.run_view(run, self.runs, self.live(name), self.run_dir(name), self.clock.now())
+        view = present.run_view(run, self.runs, self.live(name), self.run_dir(name), self.clock.now())
+        if not run.tensorboard:
+            return view
+        where = folder_of(view.directory)
+        return structs.replace(view, tensorboard=where, tensorboard_error=self._reports.trouble(name))
 
     def run_views(self) -> list[RunView]:
         return [self.view(name) for name in self.runs.runs]

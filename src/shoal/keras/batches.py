@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -28,15 +29,13 @@ from shoal.worker.keeper import StateKeeper
 UNLIMITED = 1 << 31
 
 Coming = Callable[[], tuple[int, Any] | None]
+_fitting = threading.local()
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
     """What `shoal.batches` gives. Before the run begins it gives Keras a few samples to build the model with."""
 
-    newest: ClassVar[Batches | None] = None
-
     def __init__(self, size: int, seed: int, shares: str | None) -> None:
-        Batches.newest = self
         self.size, self.seed, self.shares = size, seed, shares
         self._feed: Feed | None = None
         # Steps of one of Keras' epochs; none if that has to be found out.
@@ -80,12 +79,17 @@ class Batches(DataAdapter):  # type: ignore[misc]
         self.ends_at_epochs = self.ends_at_epochs or (self.length is not None and step % self.length != 0)
 
     def get_tf_dataset(self) -> Any:
-        return self
+        return self._passed_to_fit()
 
     def get_torch_dataloader(self) -> Any:
-        return self
+        return self._passed_to_fit()
 
     def get_numpy_iterator(self) -> Any:
+        return self._passed_to_fit()
+
+    def _passed_to_fit(self) -> Batches:
+        # Keras tells callbacks nothing of the data that it is about to fit a model to.
+        _fitting.batches = self
         return self
 
     @property
@@ -178,6 +182,12 @@ class StreamedBatches(Batches):
     def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
         shard = self._dataset.shard(self._shards, number)
         return lambda: iter(shard.as_numpy_iterator())
+
+
+def passed_to_fit() -> Batches | None:
+    """The data that `model.fit` was called with last, in this thread, if it came from `shoal.batches`."""
+    found: Batches | None = getattr(_fitting, "batches", None)
+    return found
 
 
 def batches(

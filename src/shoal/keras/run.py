@@ -13,7 +13,7 @@ import keras
 from shoal.core import sync
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.backend import backend_of
-from shoal.keras.batches import UNLIMITED, Batches
+from shoal.keras.batches import UNLIMITED, Batches, passed_to_fit
 from shoal.keras.guard import Guard
 from shoal.keras.state import capture, restore
 from shoal.keras.trainer import Trainer
@@ -128,9 +128,9 @@ class Run:
 class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
     """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data."""
 
-    def __init__(self, data: Batches | None = None) -> None:
+    def __init__(self, run: Run | None = None) -> None:
         super().__init__()
-        self._data = data
+        self._run = run
         self._trainer: Trainer | None = None
         self._in_the_middle = False
 
@@ -150,7 +150,7 @@ class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model = self._batches(), self.model
-        self._trainer = join().begin(model, batches, self.params["epochs"])
+        self._trainer = (self._run or join()).begin(model, batches, self.params["epochs"])
         found = self._trainer.coming()
         if found is not None:
             self._in_the_middle = found[0] > 0
@@ -181,7 +181,7 @@ class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
         model.train_function = train
 
     def _batches(self) -> Batches:
-        found = self._data or Batches.newest
+        found = passed_to_fit()
         if found is None:
             raise NotAttached(
                 "shoal.keras.Elastic has no data", do="call model.fit(shoal.batches(x, y, size=…), …) with it"

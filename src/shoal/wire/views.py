@@ -76,7 +76,8 @@ class RunView(msgspec.Struct, frozen=True):
     """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable.
 
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
-    are waited away with equal shares and with those in force; `decided` is the latest decision of each kind.
+    are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
+    `tensorboard` is where event files are written, and `tensorboard_error` why they are not.
     """
 
     run: str
@@ -110,6 +111,8 @@ class RunView(msgspec.Struct, frozen=True):
     idle_before: float | None = None
     idle_now: float | None = None
     decided: tuple[Decision, ...] = ()
+    tensorboard: str = ""
+    tensorboard_error: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):

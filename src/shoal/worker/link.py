@@ -83,7 +83,9 @@ class Link:
         return True
 
     def close(self) -> None:
+        """Hang up, after a last beat: the figures of the end are those that people look at."""
         self._closing.set()
+        self.send(self._beat())
         socket = self._socket
         if socket is not None:
             socket.close()

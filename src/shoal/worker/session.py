@@ -161,9 +161,6 @@ class Session(Worlds):
         self.phase("done")
 
     def close(self) -> None:
-        if self._done:
-            # The figures of the last step, and what was found out since.
-            self._say(self._beat())
         with self._changed:
             exchanges = [self.exchange, self._retired]
             exchanges += [e.exchange for e in (self._prepared, self._formed) if e is not None]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import summary
+from shoal.cli import status, summary
 from shoal.core import events as ev
 from shoal.core import membership
 from shoal.core.world import Address
@@ -94,3 +94,17 @@ def test_changes_of_shares_are_counted_with_what_they_gained(make: Any) -> None:
     assert "shares      changed 3 times; idle 1.7 % of the time, with equal ones 38 %" in text
     assert "shares      changed once\n" in summary.text(summary.of(make.run(status="done"), story[:1])) + "\n"
     assert "shares" not in summary.text(summary.of(make.run(status="done"), []))
+
+
+def test_the_end_says_where_tensorboard_finds_the_run_or_why_not(make: Any) -> None:
+    where = "/somewhere/train-7f3k/tensorboard"
+    assert f"\ntensorboard {where}" in summary.text(summary.of(make.run(tensorboard=where), []))
+    failed = make.run(tensorboard=where, tensorboard_error="No space left on device")
+    assert f"\ntensorboard not written: No space left on device ({where})" in summary.text(summary.of(failed, []))
+    assert "tensorboard" not in summary.text(summary.of(make.run(), []))
+
+
+def test_the_status_says_where_tensorboard_finds_the_run(make: Any) -> None:
+    where = "/somewhere/train-7f3k/tensorboard"
+    assert f"\ntensorboard {where}" in status.text(make.run(tensorboard=where), 110.0, live=True)
+    assert "tensorboard" not in status.text(make.run(), 110.0, live=True)

@@ -92,3 +92,32 @@ def test_those_without_a_seat_are_spares() -> None:
         ("m/1", "training"),
         ("m/9", "spare"),
     ]
+
+
+def test_the_last_words_of_members_that_are_done_count() -> None:
+    runs, live = trained_by(2), present.Live()
+    for i in range(2):
+        live.said[f"m/{i}"] = Beat(1, 9, "done", 0.0, loss=0.25, metrics={"accuracy": 0.9})
+        runs.apply("r", ev.MemberDone(f"m/{i}", 9), 4.0)
+    found = present.measure(runs.runs["r"], live)
+    assert runs.runs["r"].membership.finished
+    assert found is not None
+    assert (found.step, found.loss, found.metrics) == (9, 0.25, {"accuracy": 0.9})
+
+
+def test_a_step_is_news_and_so_is_what_the_script_says() -> None:
+    last = records.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.9})
+    assert present.is_news(last, None)
+    assert not present.is_news(records.Measured(9, 0, 9, 0.5, 11.0, {"accuracy": 0.9}), last)
+    assert present.is_news(records.Measured(10, 0, 9, 0.5, 10.0, {"accuracy": 0.9}), last)
+    assert present.is_news(records.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.95}), last)
+
+
+def test_the_usual_step_is_that_of_the_slowest_to_tell() -> None:
+    live = present.Live()
+    assert present.step_s(live) == 0.0
+    live.said = {
+        "m/0": Beat(1, 7, "compute", 0.0, usual_step_s=0.2),
+        "m/1": Beat(1, 7, "compute", 0.0, usual_step_s=0.3),
+    }
+    assert present.step_s(live) == 0.3

@@ -1,0 +1,256 @@
+"""The promises of Shoal, kept by every framework: the same scenarios with real processes over every backend.
+
+A backend is a script that trains `shoal.testing.scripts.task` with its framework and records what that module asks
+for. Whoever adds one writes such a script and runs the scenarios over it::
+
+    MINE = Backend("mine", Path("train_mine.py"), needs=("mine",))
+
+    @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+    def test_mine_keeps_the_promises(scenario, tmp_path):
+        scenario(MINE, tmp_path)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.testing import scripts
+from shoal.testing.scripts.task import HOLD, RECORDS, Task
+from shoal.testing.speeds import machines
+from shoal.testing.stage import PATIENCE_S, Stage, closing
+
+# In float64 only the order of summation differs, 1e-16 or so a step; a sample that is lost or counted twice shows at
+# the third or fourth digit.
+BOUND = 1e-10
+# Keras on PyTorch computes losses in single precision, whatever its floats are set to.
+SINGLE_BOUND = 1e-6
+
+_SCRIPTS = Path(scripts.__file__).parent
+_KERAS = "numpy,keras,shoal.keras,shoal.keras.{},shoal.testing.scripts.task,websockets.sync.client,psutil"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A framework under test: a script for the task, and the variables that it is started with.
+
+    Its parameters may differ by `bound` from those of the same training in NumPy.
+    """
+
+    name: str
+    script: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    bound: float = BOUND
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that it needs and that are not installed."""
+        return [one for one in self.needs if importlib.util.find_spec(one) is None]
+
+
+def _keras(backend: str) -> dict[str, str]:
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    # Imported once, before members are forked.
+    return {"KERAS_BACKEND": backend, "SHOAL_PRELOAD": _KERAS.format(backend), **quiet}
+
+
+TORCH = Backend("torch", _SCRIPTS / "train_torch.py", needs=("torch",))
+KERAS_TENSORFLOW = Backend(
+    "keras on tensorflow", _SCRIPTS / "train_keras.py", _keras("tensorflow"), ("keras", "tensorflow")
+)
+KERAS_TORCH = Backend("keras on torch", _SCRIPTS / "train_keras.py", _keras("torch"), ("keras", "torch"), SINGLE_BOUND)
+BACKENDS = (TORCH, KERAS_TENSORFLOW, KERAS_TORCH)
+
+
+class TaskRun(Stage):
+    """A run of a backend's script; it is held back until `release`."""
+
+    def __init__(
+        self,
+        path: Path,
+        backend: Backend,
+        members: str,
+        settings: tuple[str, ...] = (),
+        emulate: str = "",
+        task: Task | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend, self.task = backend, task or Task()
+        self._emulate = ("--emulate", emulate) if emulate else ()
+        path.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            path, backend.script, members, settings, {**backend.environ, **self.task.told(), **(environ or {})}
+        )
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        (self.records / HOLD).touch()
+        return self.start("run", *self._emulate, *arguments)
+
+    def release(self) -> None:
+        """Let the run go on as fast as it can."""
+        (self.records / HOLD).unlink()
+
+    def until_share(self, member: str, what: str, but: int = 0, after: float = 0.0) -> None:
+        """Wait until a member has computed samples of a committed step: later than that, in another process."""
+
+        def has() -> bool:
+            last = self.step()
+            new = (e for e in self.of("given") if e["member"] == member and e["pid"] != but and e["at"] > after)
+            return any(e["ids"] and e["step"] <= last for e in new)
+
+        self.until(has, what)
+
+    def shares(self) -> dict[int, dict[str, int]]:
+        """How many samples each member had of each step, in the last world that committed it."""
+        found: dict[int, dict[str, int]] = {}
+        for (step, _), given in self._given().items():
+            found[step] = {member: len(ids) for member, ids in given.items()}
+        return found
+
+    # --- promises
+
+    def check(self) -> None:
+        """All that must hold of a run that trained to its end."""
+        total = self.task.order.total_steps
+        self.check_steps(total)
+        done = self.of("done")
+        assert done, "nobody trained to the end"
+        assert {one["step"] for one in done} == {total}, "a member ended at another step"
+        assert len({tuple(one["parameters"]) for one in done}) == 1, "members end with different parameters"
+        assert {entry["fields"]["step"] for entry in self.journal("MemberDone")} == {total}
+
+    def check_steps(self, total: int) -> None:
+        """Every step so far: its samples exactly once, one result, and that of one undisturbed process."""
+        reference = self.task.trajectory(total)
+        results: dict[tuple[int, int], set[tuple[float, ...]]] = {}
+        for commit in self.commits():
+            results.setdefault((commit["step"], commit["world"]), set()).add(tuple(commit["parameters"]))
+        assert {step for step, _ in results} == set(range(total)), "there are steps that nobody recorded"
+        for (step, world), found in results.items():
+            assert len(found) == 1, f"members of world {world} differ after step {step}"
+            off = float(np.abs(np.array(next(iter(found))) - reference[step]).max())
+            assert off < self.backend.bound, (
+                f"after step {step} parameters differ by {off} from those of one undisturbed process"
+            )
+        self._check_samples(total)
+        entered = [entry["fields"]["world"] for entry in self.journal("EnteredWorld")]
+        assert entered == sorted(entered), "worlds went back"
+
+    def _check_samples(self, total: int) -> None:
+        order, counted = self.task.order, Counter[tuple[int, int]]()
+        for (step, world), given in self._given().items():
+            seen = sorted(one for ids in given.values() for one in ids)
+            batch = sorted(order.ids(step, 0, order.size_of(step)).tolist())
+            assert seen == batch, f"step {step} of world {world} has other samples than its batch"
+            counted.update((order.cursor(step).epoch, one) for one in seen)
+        assert set(counted.values()) == {1}, "a sample was counted twice in an epoch"
+        assert len(counted) == sum(order.size_of(step) for step in range(total)), "samples are missing"
+
+    def _given(self) -> dict[tuple[int, int], dict[str, list[int]]]:
+        """The samples that each member computed, by step and the last world that committed it.
+
+        They are recorded before a step is computed, so even those are known that died before they could say that it
+        was committed.
+        """
+        last: dict[int, int] = {}
+        for commit in self.commits():
+            last[commit["step"]] = max(commit["world"], last.get(commit["step"], 0))
+        found: dict[tuple[int, int], dict[str, list[int]]] = {place: {} for place in last.items()}
+        for given in self.of("given"):
+            place = given["step"], given["world"]
+            if place in found:
+                found[place][given["member"]] = given["ids"]
+        return found
+
+
+# --- scenarios
+
+
+def a_slow_member_a_newcomer_and_a_loss(backend: Backend, path: Path) -> None:
+    """The slow one gets less; somebody joins in the middle of an epoch; somebody is killed and comes back."""
+    speeds = machines(1, 0.25, 1, sample_s=0.002)
+    with closing(TaskRun(path, backend, "2:2", emulate=speeds)) as run:
+        size = run.task.batch
+
+        def unequal() -> bool:
+            dealt = list(run.shares().values())[-4:]
+            return len(dealt) == 4 and all(4 * one.get("local/1", size) < size for one in dealt)
+
+        run.until(unequal, "the slow member to get less than a quarter")
+        before = run.pids()
+        run.shoal("scale", run.name, "2:3")
+        run.until_share("local/2", "the newcomer to train")
+        run.kill("local/0")
+        run.until_share("local/0", "the lost member to train again", but=before["local/0"])
+        assert run.pids()["local/1"] == before["local/1"], "somebody was restarted because of somebody else"
+        run.release()
+        run.finish()
+        run.check()
+        assert run.journal("ProcessExited")[0]["fields"]["signal"] == signal.SIGKILL
+
+
+def a_hang_and_a_stop_and_a_resume_with_fewer(backend: Backend, path: Path) -> None:
+    """A member that hangs is left behind and comes back; the run is stopped, and goes on where it was, with fewer."""
+    # Two epochs only, so that a stop is in the middle of one.
+    task = Task(samples=1800, epochs=2)
+    with closing(TaskRun(path, backend, "2:3", ("lease_s=2",), task=task)) as run:
+        run.until_size(3)
+        pid = run.pids()["local/2"]
+        os.kill(pid, signal.SIGSTOP)
+        run.until_size(2)
+        os.kill(pid, signal.SIGCONT)
+        woken = run.commits()[-1]["at"]
+        run.until_share("local/2", "the member that hung to train again", after=woken)
+        assert run.pids()["local/2"] == pid, "the process that woke up was replaced"
+        name = run.name
+        run.shoal("stop", name)
+        run.finish(exit_code=75)
+        stopped_at = run.step()
+        assert stopped_at + 1 < task.order.total_steps
+        run.release()
+        run.process = run.start("resume", name, "-n", "2:2")
+        run.finish()
+        run.check()
+        later = [commit for commit in run.commits() if commit["step"] > stopped_at]
+        assert min(commit["step"] for commit in later) == stopped_at + 1, "it did not go on where it was"
+        assert {commit["size"] for commit in later} == {2}
+
+
+def alone(backend: Backend, path: Path) -> None:
+    """The same script without `shoal run`: one process computes what all computed together."""
+    task = Task(epochs=3)
+    path.mkdir(parents=True, exist_ok=True)
+    environ = {**os.environ, **backend.environ, **task.told(), RECORDS: str(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(backend.script)]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ran.returncode == 0, ran.stderr
+    (done,) = _done(path)
+    total = task.order.total_steps
+    assert done["step"] == total
+    off = float(np.abs(np.array(done["parameters"]) - task.trajectory(total)[-1]).max())
+    assert off < backend.bound, f"alone, parameters differ by {off}"
+
+
+def _done(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for file in path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return [line for line in lines if line["event"] == "done"]
+
+
+Scenario = Callable[[Backend, Path], None]
+SCENARIOS: tuple[Scenario, ...] = (
+    a_slow_member_a_newcomer_and_a_loss,
+    a_hang_and_a_stop_and_a_resume_with_fewer,
+    alone,
+)

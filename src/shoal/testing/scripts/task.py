@@ -1,0 +1,146 @@
+"""The task of the conformance suite: what every framework's script trains, and what it records of it.
+
+Two dense layers with tanh between them, in float64, with a squared loss and momentum. The first column of `x` is the
+number of the sample, which the model does not see. In plain NumPy the same training is a few lines: `Task.trajectory`
+is what all frameworks are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.order import Order
+
+Floats: TypeAlias = NDArray[np.float64]
+
+RECORDS = "RECORDS"
+TASK = "SHOAL_TASK"
+HOLD = "hold"
+LATE = 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """How much there is to train. While there is a file `hold` beside the records, every step is followed by a pause,
+    and a far longer one in the second half, so that a run does not end before its test is done with it."""
+
+    samples: int = 200
+    batch: int = 32
+    epochs: int = 10
+    seed: int = 5
+    features: int = 3
+    width: int = 4
+    rate: float = 0.0625
+    momentum: float = 0.875
+    pause_s: float = 0.03
+
+    @classmethod
+    def read(cls) -> Task:
+        """As the test put it into the environment."""
+        return cls(**json.loads(os.environ.get(TASK, "{}")))
+
+    def told(self) -> dict[str, str]:
+        """What a test puts into the environment."""
+        return {TASK: json.dumps(asdict(self))}
+
+    @property
+    def order(self) -> Order:
+        return Order(self.samples, self.batch, self.epochs, self.seed)
+
+    def data(self) -> tuple[Floats, Floats]:
+        """All samples: `x`, whose first column is their number, and `y`."""
+        x = np.random.default_rng(1).normal(size=(self.samples, self.features))
+        return np.hstack([np.arange(self.samples)[:, None], x]), np.sin(x.sum(1, keepdims=True))
+
+    def start(self) -> list[Floats]:
+        """The parameters that training begins with: kernel and bias of each layer; a kernel is inputs by outputs."""
+        dice = np.random.default_rng(2)
+        shapes = [(self.features, self.width), (self.width,), (self.width, 1), (1,)]
+        return [0.5 * dice.normal(size=shape) for shape in shapes]
+
+    def trajectory(self, steps: int) -> list[Floats]:
+        """The parameters after each of the first steps of one undisturbed process, flat."""
+        (x, y), order = self.data(), self.order
+        parameters = self.start()
+        speeds = [np.zeros_like(one) for one in parameters]
+        found = []
+        for step in range(steps):
+            ids = order.ids(step, 0, order.size_of(step))
+            gradients = _gradients(parameters, x[ids, 1:], y[ids])
+            for one, speed, gradient in zip(parameters, speeds, gradients, strict=True):
+                speed *= self.momentum
+                speed -= self.rate * gradient
+                one += speed
+            found.append(flat(parameters))
+        return found
+
+    def loss(self, parameters: Floats, ids: NDArray[np.int64]) -> float:
+        """The mean loss of these samples."""
+        x, y = self.data()
+        shaped, begin = [], 0
+        for one in self.start():
+            shaped.append(parameters[begin : begin + one.size].reshape(one.shape))
+            begin += one.size
+        first, bias, second, last = shaped
+        found = np.tanh(x[ids, 1:] @ first + bias) @ second + last
+        return float(np.mean((found - y[ids]) ** 2))
+
+
+class Record:
+    """What one member writes down; a line is on disk before the next thing happens."""
+
+    def __init__(self, task: Task, member: str) -> None:
+        self._task, self._member = task, member
+        place = Path(os.environ[RECORDS])
+        self._hold = place / HOLD
+        life = os.environ.get("SHOAL_INCARNATION", "alone")
+        self._file = (place / f"{member.replace('/', '-')}.{life}.jsonl").open("a", buffering=1)
+        self._last = -1
+
+    def ready(self) -> None:
+        """The model is built, and training is about to begin."""
+        self.write("ready")
+
+    def given(self, step: int, world: int, ids: Sequence[float]) -> None:
+        """A forward pass over these samples of a step; none, if this member has no share of it."""
+        self.write("given", step=step, world=world, ids=[int(one) for one in ids])
+
+    def commit(self, step: int, world: int, size: int, parameters: Sequence[Any]) -> None:
+        """A step was committed, in a world of this size; kernels are inputs by outputs."""
+        if step == self._last:
+            return
+        self._last = step
+        self.write("commit", step=step, world=world, size=size, parameters=flat(parameters).tolist())
+        if self._hold.exists():
+            half = self._task.order.total_steps // 2
+            time.sleep(self._task.pause_s * (LATE if step > half else 1))
+
+    def done(self, step: int, parameters: Sequence[Any], **more: Any) -> None:
+        """Training is over, after so many steps."""
+        self.write("done", step=step, parameters=flat(parameters).tolist(), **more)
+
+    def write(self, event: str, **fields: Any) -> None:
+        base = {"event": event, "member": self._member, "pid": os.getpid(), "at": time.time()}
+        self._file.write(json.dumps(base | fields) + "\n")
+
+
+def flat(parameters: Sequence[Any]) -> Floats:
+    """All parameters in one row."""
+    return np.concatenate([np.asarray(one, np.float64).reshape(-1) for one in parameters])
+
+
+def _gradients(parameters: Sequence[Floats], x: Floats, y: Floats) -> list[Floats]:
+    first, bias, second, last = parameters
+    hidden = np.tanh(x @ first + bias)
+    off = 2 * (hidden @ second + last - y) / len(x)
+    inside = (off @ second.T) * (1 - hidden**2)
+    return [x.T @ inside, inside.sum(0), hidden.T @ off, off.sum(0)]

@@ -1,0 +1,72 @@
+"""The task of the conformance suite in Keras, on whichever backend Keras is set to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+import shoal.keras as shoal
+from shoal.testing.scripts.task import Record, Task
+
+
+class Numbered(keras.layers.Layer):  # type: ignore[misc]
+    """Takes the number of each sample off and tells of it, in every forward pass that is really done."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def call(self, x: Any) -> Any:
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            tf.numpy_function(self._tell, [x[:, 0]], [])
+        elif x.device.type != "meta":
+            self._tell(x[:, 0].detach().cpu().numpy())
+        return x[:, 1:]
+
+
+class Commits(keras.callbacks.Callback):  # type: ignore[misc]
+    """Records every step that this member committed."""
+
+    def __init__(self, run: shoal.Run, record: Record) -> None:
+        super().__init__()
+        self._run, self._record = run, record
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        run = self._run
+        self._record.commit(run.step - 1, run.world, run.size, parameters(self.model))
+
+
+def parameters(model: Any) -> list[Any]:
+    return [keras.ops.convert_to_numpy(one) for one in model.trainable_variables]
+
+
+def build(task: Task, tell: Callable[[Any], None]) -> Any:
+    layers = keras.layers.Dense(task.width, activation="tanh"), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((task.features + 1,)), Numbered(tell), *layers])
+    model.set_weights(task.start())
+    model.compile(keras.optimizers.SGD(task.rate, task.momentum), "mse", jit_compile=False)
+    return model
+
+
+def main() -> None:
+    keras.config.set_floatx("float64")
+    task, run = Task.read(), shoal.join()
+    record = Record(task, run.member)
+
+    def tell(numbers: Any) -> None:
+        record.given(run.step, run.world, numbers.tolist() if run.share else [])
+
+    model = build(task, tell)
+    data = shoal.batches(*task.data(), size=task.batch, seed=task.seed)
+    record.ready()
+    ours = [shoal.Elastic(), Commits(run, record)]
+    history = model.fit(data, epochs=task.epochs, verbose=0, callbacks=ours).history
+    record.done(run.step, parameters(model), loss=history.get("loss", []))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""What one step computes, with several members in one process: the same as one process on the whole batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+keras = pytest.importorskip("keras")
+
+import shoal.keras as shoal  # noqa: E402
+from shoal.testing.together import Seated, together  # noqa: E402
+from shoal.worker.solo import Solo  # noqa: E402
+
+pytestmark = pytest.mark.keras
+
+SAMPLES, SIZE = 40, 12
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+# Keras computes some constants of a loss, such as 1 / samples, in single precision on PyTorch.
+BOUND = 1e-10 if ON_TENSORFLOW else 1e-6
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(SAMPLES, 6)), rng.normal(size=(SAMPLES, 1))
+
+
+def mlp(*more: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8, activation="tanh"), *more, keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+Prepare = Callable[[], tuple[Any, Any, dict[str, Any]]]
+
+
+def usual() -> tuple[Any, Any, dict[str, Any]]:
+    model = mlp()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model, data(), {}
+
+
+def fitted(members: int, prepare: Prepare, shares: str, epochs: int = 3, **fit: Any) -> list[dict[str, Any]]:
+    _float("float64")
+    try:
+        prepared = [prepare() for _ in range(members)]
+
+        def body(session: Seated) -> dict[str, Any]:
+            model, given, options = prepared[session.rank]
+            run = shoal.Run(session, "test", "unused")
+            found = shoal.batches(*given, size=SIZE, shares=shares, **options)
+            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run)], **fit)
+            weights = [keras.ops.convert_to_numpy(v) for v in model.variables]
+            return {"weights": weights, "history": history.history, "steps": run.step}
+
+        return together(members, body)
+    finally:
+        _float("float32")
+
+
+def _float(name: str) -> None:
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)
+
+
+def check(prepare: Prepare, shares: str = "fixed:1,2,3", members: int = 3, within: float = BOUND, **fit: Any) -> Any:
+    alone = fitted(1, prepare, "equal", **fit)[0]
+    found = fitted(members, prepare, shares, **fit)
+    for one in found:
+        assert one["steps"] == alone["steps"]
+        for mine, its in zip(one["weights"], alone["weights"], strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=within)
+        for name, values in alone["history"].items():
+            np.testing.assert_allclose(one["history"][name], values, rtol=1e-5)
+        for mine, its in zip(one["weights"], found[0]["weights"], strict=True):
+            assert (mine == its).all()
+    return alone
+
+
+def test_members_train_as_one_process_does_and_show_the_same_metrics() -> None:
+    found = check(usual, validation_data=data())
+    assert found["steps"] == 12
+    assert set(found["history"]) == {"loss", "mae", "val_loss", "val_mae"}
+
+
+def test_a_single_process_trains_as_keras_itself_does() -> None:
+    _float("float64")
+    try:
+        model, (x, y), _ = usual()
+        model.fit(x, y, batch_size=10, shuffle=False, epochs=2, verbose=0)
+        other, _, _ = usual()
+        run = shoal.Run(Solo(), "test", "unused")
+        other.fit(shoal.batches(x, y, size=10, shuffle=False), epochs=2, verbose=0, callbacks=[shoal.Elastic(run)])
+    finally:
+        _float("float32")
+    for mine, its in zip(other.variables, model.variables, strict=True):
+        mine, its = keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(its)
+        np.testing.assert_allclose(mine, its, rtol=0, atol=BOUND)
+
+
+# --- what models may be
+
+
+def compiled(model: Any, **how: Any) -> Any:
+    model.compile(**({"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": "mse"} | how))
+    return model
+
+
+def embedding() -> tuple[Any, Any, dict[str, Any]]:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(20, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, size=(SAMPLES, 5))
+    return compiled(keras.Sequential([keras.Input((5,), dtype="int32"), *layers])), (tokens, data()[1]), {}
+
+
+def frozen() -> tuple[Any, Any, dict[str, Any]]:
+    model = mlp()
+    model.layers[0].trainable = False
+    return compiled(model), data(), {}
+
+
+def clipped() -> tuple[Any, Any, dict[str, Any]]:
+    return compiled(mlp(), optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.1)), data(), {}
+
+
+def scheduled() -> tuple[Any, Any, dict[str, Any]]:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.5)
+    return compiled(mlp(), optimizer=keras.optimizers.SGD(rate)), data(), {}
+
+
+def two_inputs() -> tuple[Any, Any, dict[str, Any]]:
+    keras.utils.set_random_seed(2)
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    joined = keras.layers.Concatenate()([a, b])
+    model = keras.Model({"a": a, "b": b}, keras.layers.Dense(1)(keras.layers.Dense(4, activation="tanh")(joined)))
+    x, y = data()
+    return compiled(model), ({"a": x[:, :3], "b": x[:, 3:]}, y), {}
+
+
+def weighed() -> tuple[Any, Any, dict[str, Any]]:
+    return compiled(mlp()), (*data(), np.linspace(0.5, 2.0, SAMPLES)), {}
+
+
+def classes() -> tuple[Any, Any, dict[str, Any]]:
+    keras.utils.set_random_seed(4)
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3, activation="softmax")]
+    model = compiled(keras.Sequential([keras.Input((6,)), *layers]), loss="sparse_categorical_crossentropy")
+    labels = np.arange(SAMPLES) % 3
+    return model, (data()[0], labels), {"class_weight": {0: 1.0, 1: 3.0}}
+
+
+def regularised() -> tuple[Any, Any, dict[str, Any]]:
+    keras.utils.set_random_seed(5)
+    layer = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")
+    return compiled(keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(1)])), data(), {}
+
+
+def in_pieces() -> tuple[Any, Any, dict[str, Any]]:
+    return compiled(mlp()), data(), {"micro": 2}
+
+
+def custom_step() -> tuple[Any, Any, dict[str, Any]]:
+    import tensorflow as tf
+
+    class Custom(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.out = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.out(self.hidden(x))
+
+        def train_step(self, given: Any) -> Any:
+            x, y = given
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            for metric in self.metrics:
+                metric.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    keras.utils.set_random_seed(6)
+    return compiled(Custom()), data(), {}
+
+
+def with_xla() -> tuple[Any, Any, dict[str, Any]]:
+    return compiled(mlp(), jit_compile=True), data(), {}
+
+
+def eagerly() -> tuple[Any, Any, dict[str, Any]]:
+    return compiled(mlp(), run_eagerly=True), data(), {}
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        embedding,
+        frozen,
+        clipped,
+        scheduled,
+        two_inputs,
+        weighed,
+        classes,
+        regularised,
+        in_pieces,
+        pytest.param(custom_step, marks=only_tensorflow),
+        pytest.param(with_xla, marks=only_tensorflow),
+        eagerly,
+    ],
+)
+def test_whatever_the_model_is_members_train_as_one_process_does(prepare: Prepare) -> None:
+    check(prepare, members=2, shares="fixed:1,3")
+
+
+def test_batch_normalisation_keeps_the_same_statistics_everywhere() -> None:
+    def normed() -> tuple[Any, Any, dict[str, Any]]:
+        return compiled(mlp(keras.layers.BatchNormalization())), data(), {}
+
+    found = fitted(3, normed, "fixed:1,2,3")
+    for one in found[1:]:
+        for mine, its in zip(one["weights"], found[0]["weights"], strict=True):
+            assert (mine == its).all()
+    assert any(abs(w).max() > 1e-3 for w in found[0]["weights"])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_trains_and_agrees(policy: str) -> None:
+    def mixed() -> tuple[Any, Any, dict[str, Any]]:
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = compiled(mlp())
+        finally:
+            keras.config.set_dtype_policy("float64")
+        return model, tuple(one.astype("float32") for one in data()), {}
+
+    alone = fitted(1, mixed, "equal")[0]
+    found = fitted(2, mixed, "fixed:1,3")
+    assert all((a == b).all() for a, b in zip(found[0]["weights"], found[1]["weights"], strict=True))
+    # Which steps overflow in half precision, and are skipped by all, depends on how large the shares are.
+    for mine, its in zip(found[0]["weights"], alone["weights"], strict=True):
+        if policy == "mixed_bfloat16":
+            np.testing.assert_allclose(mine.astype("float64"), its.astype("float64"), rtol=0, atol=0.05)
+    assert found[0]["history"]["loss"][-1] < found[0]["history"]["loss"][0]
+
+
+# --- what data may be
+
+
+class Items(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Any:
+        x, y = data()
+        return x[7 * number : 7 * number + 7], y[7 * number : 7 * number + 7]
+
+
+def test_every_sample_of_a_pydataset_counts_once_an_epoch() -> None:
+    check(lambda: (compiled(mlp()), (Items(),), {}), members=2, shares="fixed:1,2")
+
+
+@only_tensorflow
+def test_a_tf_data_pipeline_is_read_as_a_stream() -> None:
+    import tensorflow as tf
+
+    def streamed() -> tuple[Any, Any, dict[str, Any]]:
+        return compiled(mlp()), (tf.data.Dataset.from_tensor_slices(data()).batch(8),), {"shards": 4}
+
+    check(streamed, members=2, shares="equal")
+
+
+def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
+    found = check(usual, members=2, shares="fixed:1,2", steps_per_epoch=3)
+    assert found["steps"] == 9
+    assert len(found["history"]["loss"]) == 3
+
+
+# --- shares that change
+
+
+@only_tensorflow
+def test_changing_shares_never_trace_anew() -> None:
+    traces: list[int] = []
+
+    def body(session: Seated) -> None:
+        model, given, _ = prepared[session.rank]
+        run = shoal.Run(session, "test", "unused")
+        model.fit(
+            shoal.batches(*given, size=SIZE, shares="fixed:1,2,3", last="keep"),
+            epochs=2,
+            verbose=0,
+            callbacks=[shoal.Elastic(run)],
+        )
+        traces.append(run._trainer._backend.traces)
+
+    prepared = [usual() for _ in range(3)]
+    together(3, body)
+    assert traces == [1, 1, 1]
+
+
+@only_tensorflow
+def test_all_of_this_holds_on_the_torch_backend() -> None:
+    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        here, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

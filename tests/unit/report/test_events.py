@@ -1,0 +1,59 @@
+"""Event files as bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from event_reader import read
+
+from shoal.report import events
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [
+        (b"", 0x00000000),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(reversed(range(32))), 0x113FDB5C),
+    ],
+)
+def test_checksums_are_those_of_rfc_3720(data: bytes, crc: int) -> None:
+    assert events.crc32c(data) == crc
+
+
+def test_a_file_begins_as_those_of_tensorflow_do() -> None:
+    assert events.record(events.opening(1.0)).hex() == (
+        "1800000000000000"
+        "a37f4b22"  # how many bytes follow, and the checksum of that
+        "09000000000000f03f"  # wall_time
+        "1a0d" + b"brain.Event:2".hex() + "86bf577a"
+    )
+
+
+def test_a_scalar_is_the_message_that_tensorboard_writes() -> None:
+    assert events.scalars(1.5, 300, {"a/b": 0.5}).hex() == (
+        "09000000000000f83f"  # wall_time
+        "10ac02"  # step
+        "2a0c" + "0a0a" + "0a03" + b"a/b".hex() + "150000003f"
+    )
+
+
+def test_what_is_written_is_read_again() -> None:
+    data = events.record(events.opening(1.0))
+    data += events.record(events.scalars(2.0, 2**40, {"loss": 0.25, "shares/m/0": 51.0, "ä": -1.0}))
+    data += events.record(events.texts(3.0, 0, {"worlds": "world 1 → 3 members\n\nand more"}))
+    first, second, third = read(data)
+    assert first.version == "brain.Event:2"
+    assert (second.at, second.step) == (2.0, 2**40)
+    assert second.scalars == {"loss": 0.25, "shares/m/0": 51.0, "ä": -1.0}
+    assert third.texts == {"worlds": "world 1 → 3 members\n\nand more"}
+
+
+def test_numbers_that_are_none_are_written_as_such() -> None:
+    (found,) = read(events.record(events.scalars(0.0, 1, {"a": math.nan, "b": 1e300, "c": -1e300, "d": math.inf})))
+    assert math.isnan(found.scalars["a"])
+    assert (found.scalars["b"], found.scalars["c"], found.scalars["d"]) == (math.inf, -math.inf, math.inf)

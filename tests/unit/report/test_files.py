@@ -1,0 +1,127 @@
+"""The files, and what becomes of errors."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_reader import read, read_folder, series
+from test_board import line, view
+
+from shoal.report import files
+from shoal.report.board import Row
+from shoal.report.files import EventFile, Reports
+
+
+def rows(*steps: int) -> list[Row]:
+    return [Row(float(step), step, scalars={"a": float(step)}) for step in steps]
+
+
+class FullDisk:
+    """A file that takes so many bytes, the last write in part."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: self.room])
+        self.room -= taken
+        return int(taken)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_file_grows_by_whole_rows_and_begins_with_its_version(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "t")
+    file.append(rows(1, 2))
+    assert [event.version for event in read_folder(tmp_path / "t")] == ["brain.Event:2", "", ""]
+    file.close()
+    file.append(rows(3))
+    (path,) = (tmp_path / "t").iterdir()
+    assert path.name.startswith("events.out.tfevents.")
+    assert series(read(path.read_bytes()), "a") == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_two_writers_have_two_files(tmp_path: Path) -> None:
+    for step in (1, 2):
+        EventFile(tmp_path).append(rows(step))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert series(read_folder(tmp_path), "a") == {1: 1.0, 2: 2.0}
+
+
+def test_a_torn_record_is_taken_back_and_written_when_there_is_room(tmp_path: Path) -> None:
+    file = EventFile(tmp_path)
+    file.append(rows(1))
+    disk = file._file
+    file._file = FullDisk(disk, 10)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space"):
+        file.append(rows(2))
+    assert series(read_folder(tmp_path), "a") == {1: 1.0}
+    file._file = disk
+    file.append(rows(2))
+    assert series(read_folder(tmp_path), "a") == {1: 1.0, 2: 2.0}
+
+
+def test_a_file_that_was_deleted_between_two_lives_is_made_anew(tmp_path: Path) -> None:
+    file = EventFile(tmp_path)
+    file.append(rows(1))
+    file.close()
+    next(tmp_path.iterdir()).unlink()
+    file.append(rows(2))
+    assert [event.version for event in read_folder(tmp_path)] == ["brain.Event:2", ""]
+
+
+def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
+    (tmp_path / files.FOLDER).write_text("in the way")
+    warnings: list[str] = []
+    reports = Reports(warnings.append)
+    for second in range(5):
+        reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
+        reports.write()
+    assert len(warnings) == 1
+    assert "cannot be written: File exists" in warnings[0]
+    assert reports.trouble("r") == "File exists"
+    (tmp_path / files.FOLDER).unlink()
+    reports.write()
+    assert reports.trouble("r") == ""
+    assert list(series(read_folder(tmp_path / files.FOLDER), "training/loss")) == [1, 2, 3, 4, 5]
+    reports.close()
+
+
+def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / files.FOLDER).write_text("in the way")
+    reports = Reports(lambda _: None)
+    for second in range(files.MAX_WAITING + 5):
+        reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
+        reports.write()
+    assert len(reports._reports["r"].waiting) == files.MAX_WAITING
+
+
+def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(tmp_path: Path) -> None:
+    reports = Reports(lambda _: None)
+    assert not reports.waiting
+    reports.show(view(step=1, directory=str(tmp_path)), 0.1, now=1.0)
+    assert reports.waiting
+    reports.show(view(step=2, directory=str(tmp_path), ended=2.0), 0.1, now=2.0)
+    reports.write()
+    assert not reports.waiting
+    assert reports._reports["r"].file._file is None
+    reports.tell(str(tmp_path), line("run resumed"), 2)
+    reports.show(view(step=3, directory=str(tmp_path)), 0.1, now=3.0)
+    reports.write()
+    found = read_folder(tmp_path / files.FOLDER)
+    assert list(series(found, "training/loss")) == [1, 2, 3]
+    assert [event.texts for event in found if event.texts] == [{"story": "run resumed"}]
+    assert len(list((tmp_path / files.FOLDER).iterdir())) == 1
+
+
+def test_old_runs_of_a_coordinator_that_was_started_again_are_left_alone(tmp_path: Path) -> None:
+    reports = Reports(lambda _: None)
+    reports.show(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
+    reports.close()
+    assert not (tmp_path / files.FOLDER).exists()

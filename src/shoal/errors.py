@@ -655,3 +655,13 @@ class PackDamaged(StorageError):
     """
 
     code = "S530"
+
+
+class TooMuchMemory(LaunchError):
+    """A member used more memory than its role has, and was ended by its agent.
+
+    The limit is the ``memory`` of its ``shoal.Role``. It counts what the process and all that it started hold; what
+    they share with other processes counts in part. Give the role more, or train with ``batching={"micro": …}``.
+    """
+
+    code = "S405"

@@ -51,8 +51,10 @@ def test_only_the_torch_room_names_torch() -> None:
     assert named <= {"torch"}
 
 
-def test_nothing_from_the_network_or_disk_is_unpickled() -> None:
+def test_nothing_from_the_network_or_disk_is_unpickled_but_what_the_run_has_signed() -> None:
     for file in SOURCE.rglob("*.py"):
+        if file == SOURCE / "pack" / "function.py":
+            continue
         assert tops(file) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"} == set(), f"{file} unpickles"
 
 

@@ -70,11 +70,11 @@ def _local(
 ) -> RunHandle:
     """Start a coordinator and an agent here for the run, as `shoal run` does."""
     directory = render.new_directory(home())
+    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, env)
+    launch = render.render(directory, choices, spec)
     render.make(directory)
     try:
         pack(directory, experiment_fn, contents)
-        spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, env)
-        launch = render.render(directory, choices, spec)
         return _detached(launch) if detach else _kept(launch)
     except BaseException:
         render.unmake(directory)

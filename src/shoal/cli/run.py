@@ -27,8 +27,9 @@ from shoal.launch.sources import Choices, Option
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
-    type=click.Choice(["torchrun", "tf"]),
-    help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
+    type=click.Choice(["torchrun", "tf", "ps"]),
+    help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or TF_CONFIG "
+    "with workers, or with a chief, workers and --servers ps.",
 )
 @click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
 @click.option(

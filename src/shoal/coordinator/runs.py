@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from shoal.config import Settings
 from shoal.coordinator import records
-from shoal.core import budget, events, membership, servers, sync
+from shoal.core import budget, compat, events, membership, servers, sync
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.wire.views import RunSpec
@@ -97,7 +97,9 @@ class Runs:
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
         self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        wanted = fe.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings), rules.servers)
+        wanted = fe.RunWanted(
+            name, low, high, event.spec.compat, restarts_of(event.settings), _serving(self.runs[name])
+        )
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
@@ -118,7 +120,7 @@ class Runs:
         )
         run.ended, run.status, run.exit_code, run.failure = None, "", None, None
         run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
-        low, high, count = event.min_members, event.max_members, run.membership.rules.servers
+        low, high, count = event.min_members, event.max_members, _serving(run)
         wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts_of(run.settings), count)
         self._fleet(wanted, now, asked)
 
@@ -243,6 +245,13 @@ def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> memb
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
     servers = servers_of(settings)
     return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+
+
+def _serving(run: Run) -> int:
+    """How many processes of a run hold parameters, ours or TensorFlow's."""
+    if run.spec.compat == compat.PS:
+        return int(run.settings.get("servers", Settings().servers))
+    return run.membership.rules.servers
 
 
 def servers_of(settings: Mapping[str, records.Value]) -> int:

@@ -1,0 +1,54 @@
+"""`shoal.run` with a Keras model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("keras")
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(180)]
+
+PROGRAM = """
+import json
+import shoal
+
+
+def experiment_fn():
+    import keras
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(192, 8)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    told = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", epoch, flush=True))
+    return shoal.Experiment(model=model, data=(x, y), size=48, epochs=3, evaluation=(x[:32], y[:32]), callbacks=[told],
+                            save="model.keras")
+
+
+if __name__ == "__main__":
+    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count=2)})
+    run.wait(150)
+    files = sorted(path.name for path in run.directory.iterdir())
+    print("TOLD", json.dumps({"metrics": run.metrics(), "logs": run.logs(), "files": files}))
+"""
+
+
+def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    ran = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=170)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(ran.stdout.partition("TOLD ")[2])
+    assert told["metrics"]["step"] == 12
+    assert {"mae", "val_loss", "val_mae"} <= set(told["metrics"])
+    assert told["logs"].count("| epoch 2") == 2
+    assert told["files"] == ["model.keras"]

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
+from shoal.errors import NotAttached, UnusableData, UnusableModel  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
 
@@ -24,6 +27,11 @@ SAMPLES, SIZE = 40, 12
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # Keras computes some constants of a loss, such as 1 / samples, in single precision on PyTorch.
 BOUND = 1e-10 if ON_TENSORFLOW else 1e-6
+if ON_TENSORFLOW:
+    import tensorflow as tf
+
+    # Members of one process wait for each other inside TensorFlow's threads: there must be one for each.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
 only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
 
 
@@ -56,7 +64,7 @@ def fitted(members: int, prepare: Prepare, shares: str, epochs: int = 3, **fit: 
             model, given, options = prepared[session.rank]
             run = shoal.Run(session, "test", "unused")
             found = shoal.batches(*given, size=SIZE, shares=shares, **options)
-            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run)], **fit)
+            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run)], **fit)
             weights = [keras.ops.convert_to_numpy(v) for v in model.variables]
             return {"weights": weights, "history": history.history, "steps": run.step}
 
@@ -97,7 +105,7 @@ def test_a_single_process_trains_as_keras_itself_does() -> None:
         model.fit(x, y, batch_size=10, shuffle=False, epochs=2, verbose=0)
         other, _, _ = usual()
         run = shoal.Run(Solo(), "test", "unused")
-        other.fit(shoal.batches(x, y, size=10, shuffle=False), epochs=2, verbose=0, callbacks=[shoal.Elastic(run)])
+        other.fit(shoal.batches(x, y, size=10, shuffle=False), epochs=2, verbose=0, callbacks=[shoal.Elastic(run=run)])
     finally:
         _float("float32")
     for mine, its in zip(other.variables, model.variables, strict=True):
@@ -168,8 +176,6 @@ def in_pieces() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def custom_step() -> tuple[Any, Any, dict[str, Any]]:
-    import tensorflow as tf
-
     class Custom(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -270,8 +276,6 @@ def test_every_sample_of_a_pydataset_counts_once_an_epoch() -> None:
 
 @only_tensorflow
 def test_a_tf_data_pipeline_is_read_as_a_stream() -> None:
-    import tensorflow as tf
-
     def streamed() -> tuple[Any, Any, dict[str, Any]]:
         return compiled(mlp()), (tf.data.Dataset.from_tensor_slices(data()).batch(8),), {"shards": 4}
 
@@ -282,6 +286,157 @@ def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
     found = check(usual, members=2, shares="fixed:1,2", steps_per_epoch=3)
     assert found["steps"] == 9
     assert len(found["history"]["loss"]) == 3
+
+
+# --- loops of one's own
+
+
+@only_tensorflow
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) -> None:
+    def looped(members: int, shares: str, micro: int | None = None) -> list[list[Any]]:
+        _float("float64")
+        models = [mlp() for _ in range(members)]
+
+        def body(session: Seated) -> list[Any]:
+            model, run = models[session.rank], shoal.Run(session, "test", "unused")
+            optimizer = shoal.elastic(keras.optimizers.Adam(0.01), model, run)
+
+            def train(x: Any, y: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+            step = tf.function(train, reduce_retracing=True) if traced else train
+            for x, y in shoal.batches(*data(), size=SIZE, epochs=3, shares=shares, micro=micro):
+                step(tf.constant(x), tf.constant(y))
+            assert run.step == 12
+            return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+        try:
+            return together(members, body)
+        finally:
+            _float("float32")
+
+    alone = looped(1, "equal")[0]
+    for one in looped(3, "fixed:1,2,3", micro=2):
+        for mine, its in zip(one, alone, strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-10)
+
+
+# --- a global batch that is chosen
+
+
+def test_a_global_batch_that_is_chosen_is_chosen_alike() -> None:
+    def body(session: Seated) -> list[Any]:
+        session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
+        model, _, _ = prepared[session.rank]
+        run = shoal.Run(session, "test", "unused")
+        model.fit(shoal.batches(*data(), size=8), epochs=30, verbose=0, callbacks=[shoal.Elastic(run=run)])
+        assert run._trainer is not None
+        assert run._trainer.auto is not None
+        return [run.step, *(keras.ops.convert_to_numpy(v).tolist() for v in model.variables)]
+
+    prepared = [usual() for _ in range(2)]
+    one, other = together(2, body)
+    assert one == other
+
+
+def test_a_schedule_cannot_follow_a_batch_that_is_chosen() -> None:
+    session = Solo()
+    session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
+    model, given, _ = scheduled()
+    run = shoal.Run(session, "test", "unused")
+    with pytest.raises(UnusableModel, match="schedule"):
+        model.fit(shoal.batches(*given, size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
+
+
+# --- what cannot be trained
+
+
+def test_data_that_cannot_be_shared_out_is_refused() -> None:
+    x, y = data()
+    with pytest.raises(UnusableData, match="same number of samples"):
+        shoal.batches(x, y[:-1], size=4)
+
+    class Endless(keras.utils.PyDataset):
+        def __getitem__(self, number: int) -> Any:
+            return x, y
+
+    with pytest.raises(UnusableData, match="no length"):
+        shoal.batches(Endless(), size=4)
+
+
+@only_tensorflow
+def test_what_tensorflow_would_do_twice_is_refused() -> None:
+    with pytest.raises(UnusableData, match="no end"):
+        shoal.batches(tf.data.Dataset.from_tensor_slices(data()).batch(4).repeat(), size=4)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = compiled(mlp())
+    with pytest.raises(UnusableModel, match="strategy"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+
+def test_two_optimizer_steps_in_one_are_refused() -> None:
+    class Twice(keras.Sequential):
+        def train_step(self, given: Any) -> Any:
+            super().train_step(given)
+            return super().train_step(given)
+
+    model = compiled(Twice([keras.Input((6,)), keras.layers.Dense(1)]))
+    with pytest.raises(UnusableModel, match="twice"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+
+def test_an_elastic_callback_without_data_of_ours_says_what_to_do() -> None:
+    def fit() -> None:
+        compiled(mlp()).fit(*data(), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+    with ThreadPoolExecutor() as other, pytest.raises(NotAttached, match="no data"):
+        other.submit(fit).result()
+
+
+def test_a_second_backup_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(UnusableModel, match="BackupAndRestore"):
+        shoal.Elastic(keras.callbacks.BackupAndRestore(str(tmp_path)))
+
+
+def _alone() -> Any:
+    return shoal.Run(Solo(), "test", "unused")
+
+
+# --- callbacks
+
+
+def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None:
+    _float("float64")
+    prepared = [usual() for _ in range(3)]
+    _float("float32")
+    written: list[int] = []
+
+    class Once(keras.callbacks.CSVLogger):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            written.append(epoch)
+            super().on_epoch_end(epoch, logs)
+
+    def body(session: Seated) -> tuple[int, int, float]:
+        model, given, _ = prepared[session.rank]
+        run = shoal.Run(session, "test", "unused")
+        stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
+        callbacks = [shoal.Elastic(stop, Once(str(tmp_path / "log.csv")), run=run)]
+        found = shoal.batches(*given, size=SIZE, shares="fixed:1,2,3")
+        model.fit(found, epochs=9, verbose=0, callbacks=callbacks)
+        saved = run._keeper.capture()
+        stop.wait = stop.best = -1
+        run._keeper.load(saved[0], saved[1])
+        return run.step, stop.wait, float(stop.best)
+
+    found = together(3, body)
+    assert found[0] == found[1] == found[2]
+    assert found[0][:2] == (8, 1)
+    assert found[0][2] > 0
+    assert written == [0, 1], "only the writer is to write"
 
 
 # --- shares that change
@@ -298,7 +453,7 @@ def test_changing_shares_never_trace_anew() -> None:
             shoal.batches(*given, size=SIZE, shares="fixed:1,2,3", last="keep"),
             epochs=2,
             verbose=0,
-            callbacks=[shoal.Elastic(run)],
+            callbacks=[shoal.Elastic(run=run)],
         )
         traces.append(run._trainer._backend.traces)
 

@@ -40,8 +40,9 @@ def measure(run: Run, live: Live) -> records.Measured | None:
     said = [beat for beat in said if beat.step is not None]
     if not said:
         return None
+    # Members beat at different times: of those that know the loss, the last to have made a step knows it best.
     first = max(said, key=lambda beat: beat.step or 0)
-    loss = next((beat.loss for beat in said if beat.loss is not None), None)
+    loss = max((beat for beat in said if beat.loss is not None), key=lambda beat: beat.step or 0, default=first).loss
     return records.Measured(
         step=max(beat.step or 0 for beat in said),
         epoch=first.epoch,

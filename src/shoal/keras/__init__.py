@@ -9,6 +9,7 @@ Example::
 from __future__ import annotations
 
 from shoal.keras.batches import Batches, batches
-from shoal.keras.run import Elastic, Run, join
+from shoal.keras.callbacks import Elastic
+from shoal.keras.run import Run, elastic, join
 
-__all__ = ["Batches", "Elastic", "Run", "batches", "join"]
+__all__ = ["Batches", "Elastic", "Run", "batches", "elastic", "join"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,8 @@ from shoal.errors import UnusableModel
 from shoal.keras.guard import Guard
 
 Logs = dict[str, Any]
+Given = Callable[[list[NDArray[Any]]], list[NDArray[Any]] | None]
+"""Takes the gradients of a piece; returns those of the whole global batch if they are to be applied now."""
 
 
 class Backend(ABC):
@@ -21,6 +23,10 @@ class Backend(ABC):
     def __init__(self, model: Any, guard: Guard) -> None:
         self.model, self._guard = model, guard
 
+    @property
+    def optimizer(self) -> Any:
+        return self._guard.optimizer
+
     def release(self) -> None:
         """Let the model's optimizer be as it was."""
         self._guard.release()
@@ -28,6 +34,10 @@ class Backend(ABC):
     @abstractmethod
     def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""
+
+    @abstractmethod
+    def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Apply what `given` makes of these gradients, which a loop of the script's own computed, if anything."""
 
     @abstractmethod
     def apply(self, gradients: Sequence[NDArray[Any]]) -> None:

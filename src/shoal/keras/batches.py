@@ -12,10 +12,13 @@ import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from shoal.core.batch import wanted
+from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
-from shoal.errors import UnusableData
+from shoal.errors import UnusableData, UnusableModel
 from shoal.keras.sources import Source, SourceFetcher, is_tf_dataset, source_of
+from shoal.keras.trainer import Trainer
+from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
 from shoal.worker.data.fetch import Key, always
@@ -37,11 +40,15 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, size: int, seed: int, shares: str | None) -> None:
         self.size, self.seed, self.shares = size, seed, shares
+        self.epochs = 1
+        # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
+        self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
         self._feed: Feed | None = None
         # Steps of one of Keras' epochs; none if that has to be found out.
         self.length: int | None = None
         self.coming: Coming | None = None
-        self.ends_at_epochs = True
+        # Which of its epochs Keras is in.
+        self.now = 0
 
     # --- what a run asks
 
@@ -49,7 +56,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
         """A few samples, to build the model with."""
         raise NotImplementedError
 
-    def feed(self, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
         raise NotImplementedError
 
@@ -58,25 +65,29 @@ class Batches(DataAdapter):  # type: ignore[misc]
         assert self._feed is not None
         return step // self.length if self.length else self._feed.cursor(step).epoch
 
+    def epoch_before(self, step: int) -> int:
+        """Which of Keras' epochs the step before this one, which comes next, belongs to."""
+        assert self._feed is not None
+        if self.length:
+            return max(0, step - 1) // self.length
+        cursor = self._feed.cursor(step)
+        return max(0, cursor.epoch - 1) if cursor.index == 0 else cursor.epoch
+
     # --- what Keras asks
 
     def __iter__(self) -> Iterator[Any]:
+        if self.coming is None and self.loop is not None:
+            yield from self.loop(self)
+            return
         if self.coming is None:
             yield self.few()
             return
-        first: int | None = None
-        while (found := self.coming()) is not None:
-            epoch = self.epoch_of(found[0])
-            first = epoch if first is None else first
-            if epoch != first and self.ends_at_epochs:
-                return
+        while (found := self.coming()) is not None and self.epoch_of(found[0]) == self.now:
             yield found[1]
 
-    def begin(self, coming: Coming, feed: Feed, step: int) -> None:
+    def begin(self, coming: Coming, feed: Feed) -> None:
         """From now on, give out what the run says comes next."""
         self.coming, self._feed = coming, feed
-        # Within its own epochs of a given length Keras counts for itself, unless it comes in in the middle of one.
-        self.ends_at_epochs = self.ends_at_epochs or (self.length is not None and step % self.length != 0)
 
     def get_tf_dataset(self) -> Any:
         return self._passed_to_fit()
@@ -91,6 +102,15 @@ class Batches(DataAdapter):  # type: ignore[misc]
         # Keras tells callbacks nothing of the data that it is about to fit a model to.
         _fitting.batches = self
         return self
+
+    @property
+    def _variant_tensor(self) -> Any:
+        """Asked for by a tf.distribute strategy that wants to distribute the data itself."""
+        raise UnusableModel(
+            "the model was made in the scope of a tf.distribute strategy",
+            why="it would sum gradients a second time",
+            do="make and compile the model outside strategy.scope()",
+        )
 
     @property
     def num_batches(self) -> int:
@@ -134,14 +154,14 @@ class IndexedBatches(Batches):
         assert found is not None
         return found[0]
 
-    def feed(self, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         wished = wanted(settings.batch, self.size, len(self._source))
-        if wished.bounds is not None:
-            raise UnusableData("batch=auto cannot be used with Keras yet", do="pass a number as batch")
         order = Order(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
-        if self.length is None:
+        if wished.bounds is not None and self.length is not None:
+            raise UnusableData("steps_per_epoch has no meaning with batch=auto", do="leave it out, or pass a batch")
+        if self.length is None and wished.bounds is None:
             self.length = order.steps_per_epoch
-        else:
+        elif self.length is not None:
             needed = math.ceil(epochs * self.length / order.steps_per_epoch)
             order = Order(samples=len(self._source), size=wished.size, epochs=max(1, needed), **self._how)
         balance = balance_of(settings, self.shares, ahead=0)
@@ -149,7 +169,13 @@ class IndexedBatches(Batches):
         keeper.parts["shares"] = balance
         loader = ShareLoader(order, SourceFetcher(self._source, order, self._classes), None, self._micro)
         described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
-        return IndexedFeed(order, loader, balance), described
+        if wished.bounds is None:
+            return IndexedFeed(order, loader, balance), described
+        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.batch_law), ahead=1)
+        loop.auto = auto
+        loop.soundings.every = min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        keeper.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.soundings.noise)
+        return feed, described
 
 
 class StreamedBatches(Batches):
@@ -168,7 +194,7 @@ class StreamedBatches(Batches):
     def few(self) -> Any:
         return _stacked(list(self._dataset.take(2).as_numpy_iterator()))
 
-    def feed(self, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:  # noqa: ARG002
         if wanted(settings.batch, self.size, self.size).bounds is not None:
             raise UnusableData("batch=auto cannot be used with a tf.data pipeline", do="pass a number as batch")
         layout = LaneLayout.of(self._shards, self.size, None, epochs, self.seed, False)
@@ -184,6 +210,16 @@ class StreamedBatches(Batches):
         return lambda: iter(shard.as_numpy_iterator())
 
 
+def forget_passed() -> None:
+    """The fit is over."""
+    _fitting.batches = None
+
+
+def iterate_with(loop: Callable[[Batches], Iterator[Any]]) -> None:
+    """Whoever iterates over batches that are made from now on in this thread gets what this loop gives."""
+    _fitting.loop = loop
+
+
 def passed_to_fit() -> Batches | None:
     """The data that `model.fit` was called with last, in this thread, if it came from `shoal.batches`."""
     found: Batches | None = getattr(_fitting, "batches", None)
@@ -196,6 +232,7 @@ def batches(
     sample_weight: Any = None,
     *,
     size: int,
+    epochs: int = 1,
     seed: int = 0,
     shuffle: bool = True,
     last: Literal["keep", "drop"] = "keep",
@@ -209,18 +246,22 @@ def batches(
 
     `data` is what `model.fit` takes: arrays (with `y` and `sample_weight`), a PyDataset, or a tf.data pipeline, whose
     elements are batches unless `batched=False`; it is read in `shards` parts and must give the same elements in the
-    same order whenever it is read. `shares`, `last` and `micro` are those of `shoal.torch`.
+    same order whenever it is read. `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and
+    `micro` are those of `shoal.torch`.
     """
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None or class_weight is not None:
             raise UnusableData(
                 "y and weights cannot be passed beside a tf.data pipeline", do="let the pipeline give them"
             )
-        return StreamedBatches(data, size, seed, shares, shards=shards, batched=batched)
-    source = source_of(data, y, sample_weight, seed, shuffle)
-    return IndexedBatches(
-        source, size, seed, shares, shuffle=shuffle, last=last, micro=micro, class_weight=class_weight
-    )
+        found: Batches = StreamedBatches(data, size, seed, shares, shards=shards, batched=batched)
+    else:
+        source = source_of(data, y, sample_weight, seed, shuffle)
+        found = IndexedBatches(
+            source, size, seed, shares, shuffle=shuffle, last=last, micro=micro, class_weight=class_weight
+        )
+    found.epochs = epochs
+    return found
 
 
 def _stacked(samples: Sequence[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,11 +16,18 @@ class Asked(NamedTuple):
     variables: list[Any] | None
 
 
+Take = Callable[[list[Any], list[Any] | None], None]
+
+
 class Guard:
-    """Keeps the gradients that a train step hands to its optimizer, instead of letting them be applied at once."""
+    """Takes the gradients that an optimizer is asked to apply: they have to be summed over the members first.
+
+    `take` is given them as they come, in a loop of the script's own; otherwise those of one train step are kept.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.take: Take | None = None
         self._real: Callable[..., Any] = optimizer.apply
         self._asked: list[Asked] | None = None
         # On the instance, so that the class, its name and its configuration stay as they are.
@@ -32,7 +39,7 @@ class Guard:
             object.__delattr__(self.optimizer, "apply")
 
     @contextmanager
-    def keeping(self) -> Any:
+    def keeping(self) -> Iterator[list[Asked]]:
         """Inside, what the optimizer is asked for is kept; gives the one thing that it was asked for."""
         kept: list[Asked] = []
         self._asked = kept
@@ -46,16 +53,20 @@ class Guard:
         self._real(list(gradients), None if variables is None else list(variables))
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        gradients, variables = list(grads), None if trainable_variables is None else list(trainable_variables)
         if self._asked is None:
-            raise UnusableModel(
-                "the optimizer was used outside model.fit",
-                why="it belongs to a run that shoal.keras.Elastic trains",
-                do="train with model.fit, or call optimizer.apply before the run begins",
-            )
+            if self.take is None:
+                raise UnusableModel(
+                    "the optimizer was used outside the loop of the run",
+                    why="its gradients are to be summed over the members, step by step",
+                    do="train with model.fit and shoal.Elastic, or iterate over shoal.batches",
+                )
+            self.take(gradients, variables)
+            return
         if self._asked:
             raise UnusableModel(
                 "train_step applies its optimizer twice",
                 why="all that one step computes is summed over the members at once, when it is complete",
                 do="add the losses, and apply their gradients once",
             )
-        self._asked.append(Asked(list(grads), None if trainable_variables is None else list(trainable_variables)))
+        self._asked.append(Asked(gradients, variables))

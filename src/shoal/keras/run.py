@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -13,10 +13,10 @@ import keras
 from shoal.core import sync
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.backend import backend_of
-from shoal.keras.batches import UNLIMITED, Batches, passed_to_fit
+from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.guard import Guard
 from shoal.keras.state import capture, restore
-from shoal.keras.trainer import Trainer
+from shoal.keras.trainer import LoopTrainer, Trainer
 from shoal.worker import joining
 from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
@@ -98,95 +98,42 @@ class Run:
         self._keeper.close()
         self._session.close()
 
-    # --- what the callback asks
+    # --- what callbacks and loops ask
 
     def begin(self, model: Any, batches: Batches, epochs: int) -> Trainer:
         """Join the run with this model; returns when the first step of this member can be done."""
-        few = batches.few()
-        model._symbolic_build(data_batch=few)
+        model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer)))
-        feed, described = batches.feed(self._keeper, self._session.settings, epochs)
+        feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
-        step = trainer.begin(feed, self._identity(model, described), batches.seed)
-        batches.begin(trainer.coming, feed, step)
+        trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
+        batches.begin(trainer.coming, feed)
+        trainer.epoch_of = batches.epoch_of
         return trainer
+
+    def loop(self, model: Any, guard: Guard, batches: Batches) -> Iterator[Any]:
+        """The batches of a loop of the script's own, whose optimizer is guarded."""
+        if not model.built:
+            model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
+        if not guard.optimizer.built:
+            guard.optimizer.build(model.trainable_variables)
+        trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
+        feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
+        trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
+        return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
 
     @property
     def _session_of_steps(self) -> Session | Solo:
         assert not isinstance(self._session, PlacedSession)
         return self._session
 
-    def _identity(self, model: Any, described: dict[str, Any]) -> str:
+    def _identity(self, model: Any, optimizer: Any, described: dict[str, Any]) -> str:
         variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]
-        kind = type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__
+        kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
         parts = {"variables": _hashed(variables), "optimizer": kind, "keras": keras.backend.backend()} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
-
-
-class Elastic(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data."""
-
-    def __init__(self, run: Run | None = None) -> None:
-        super().__init__()
-        self._run = run
-        self._trainer: Trainer | None = None
-        self._in_the_middle = False
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        batches = self._batches()
-        if params["steps"] != UNLIMITED:
-            batches.length, batches.ends_at_epochs = params["steps"], False
-        else:
-            # The same dictionary is shown to the progress bar.
-            params["steps"] = batches.length
-
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
-        batches, model = self._batches(), self.model
-        self._trainer = (self._run or join()).begin(model, batches, self.params["epochs"])
-        found = self._trainer.coming()
-        if found is not None:
-            self._in_the_middle = found[0] > 0
-            model._initial_epoch = batches.epoch_of(found[0])
-        else:
-            model._initial_epoch = self.params["epochs"]
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self._in_the_middle and self._trainer is not None:
-            # Keras has just reset the metrics that the others gave us.
-            self._in_the_middle = False
-            self._trainer.put_meters_back()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self._trainer is not None:
-            self._trainer.end()
-        del self.model.make_train_function
-
-    def _make_train_function(self, model: Any) -> None:
-        backend = keras.backend.backend()
-
-        def train(source: Any) -> dict[str, Any]:
-            if backend == "tensorflow":
-                next(source)  # whether the epoch is over
-            assert self._trainer is not None
-            return self._trainer.step()
-
-        model.train_function = train
-
-    def _batches(self) -> Batches:
-        found = passed_to_fit()
-        if found is None:
-            raise NotAttached(
-                "shoal.keras.Elastic has no data", do="call model.fit(shoal.batches(x, y, size=…), …) with it"
-            )
-        return found
 
 
 _joined: Run | None = None
@@ -199,6 +146,16 @@ def join() -> Run:
         _joined = Run(*joining.join())
         atexit.register(_joined.close)
     return _joined
+
+
+def elastic(optimizer: Any, model: Any, run: Run | None = None) -> Any:
+    """Make a loop of your own elastic: the optimizer applies what it is given once all members' gradients are in it.
+
+    Iterate over `shoal.batches(…, epochs=…)`, and apply the optimizer once for each batch.
+    """
+    guard = Guard(optimizer)
+    iterate_with(lambda batches: (run or join()).loop(model, guard, batches))
+    return optimizer
 
 
 def _hashed(lines: list[str]) -> str:

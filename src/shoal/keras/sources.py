@@ -63,7 +63,10 @@ class Items(Source):
     shuffled = False
 
     def __init__(self, dataset: Any, seed: int, shuffle: bool) -> None:
-        count = getattr(dataset, "num_batches", None)
+        try:
+            count = dataset.num_batches
+        except NotImplementedError:
+            count = None
         if count is None:
             raise UnusableData(
                 "the PyDataset has no length",

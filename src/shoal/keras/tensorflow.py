@@ -11,7 +11,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backend import Backend, Logs
+from shoal.keras.backend import Backend, Given, Logs
 from shoal.keras.guard import Guard
 
 
@@ -43,6 +43,30 @@ class TensorFlow(Backend):
             self._gradients = self._compute if self.model.run_eagerly else self._traced(batch)
         logs, found = self._gradients(batch)
         return logs, [np.asarray(one) for one in found]
+
+    def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
+        places = [place for place, one in enumerate(gradients) if one is not None]
+        dense = [tf.convert_to_tensor(gradients[place]) for place in places]
+
+        def apply(summed: Sequence[Any]) -> None:
+            whole: list[Any] = [None] * len(gradients)
+            for place, one in zip(places, summed, strict=True):
+                whole[place] = one
+            self._guard.apply(whole, variables)
+
+        if tf.executing_eagerly():
+            found = given([np.asarray(one) for one in dense])
+            if found is not None:
+                apply([_tensor(one) for one in found])
+            return
+
+        def ask(*eager: Any) -> list[Any]:
+            found = given([np.asarray(one) for one in eager])
+            return [found is not None, *(eager if found is None else map(_tensor, found))]
+
+        allowed, *summed = tf.py_function(ask, dense, [tf.bool, *(one.dtype for one in dense)])
+        shaped = [tf.ensure_shape(one, like.shape) for one, like in zip(summed, dense, strict=True)]
+        tf.cond(allowed, lambda: apply(shaped), lambda: None)
 
     def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
         if self._apply is None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backend import Backend, Logs
+from shoal.keras.backend import Backend, Given, Logs
 from shoal.keras.guard import Guard
 
 SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -37,9 +37,17 @@ class Torch(Backend):
                 do="call self.optimizer.apply in train_step",
             )
         asked = kept[0]
-        self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
-        self._variables = asked.variables
-        return logs, [asked.gradients[place].detach().cpu().numpy() for place in self._places]
+        return logs, self._noted(asked.gradients, asked.variables)
+
+    def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
+        found = given(self._noted(gradients, variables))
+        if found is not None:
+            self.apply(found)
+
+    def _noted(self, gradients: list[Any], variables: list[Any] | None) -> list[NDArray[Any]]:
+        self._places = [place for place, one in enumerate(gradients) if one is not None]
+        self._variables = variables
+        return [gradients[place].detach().cpu().numpy() for place in self._places]
 
     def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
         whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import SecondLoop
+from shoal.core.goodput import Law, law_for
+from shoal.errors import SecondLoop, UnusableModel
 from shoal.keras.backend import Backend, Logs
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
@@ -49,21 +51,21 @@ class Trainer(Loop):
         self._batches: Iterator[Any] | None = None
         self._squares: Squares | None = None
         self._held: Any = None
+        self.epoch_of: Callable[[int], int] = lambda _step: 0
         keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
-        keeper.parts["optimizer"] = Variables(lambda: model.optimizer.variables, backend.read)
+        keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
         keeper.parts["noise"] = self.soundings.noise
 
     # --- what the train function asks
 
-    def begin(self, feed: Feed, identity: str, seed: int) -> int:
-        """Join the run; returns the step that comes first here."""
+    def begin(self, feed: Feed, identity: str, seed: int) -> None:
+        """Join the run; returns when the first step of this member can be done."""
         if self.feed is not None:
             raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
         self.feed = feed
         self._batches = self.train(feed, identity, seed)
         self._held = next(self._batches, None)
-        return self.turn.step if self.turn is not None and self._held is not None else self._session.step or 0
 
     def coming(self) -> tuple[int, Any] | None:
         """The number of the next step and our first piece of it; None after the last one."""
@@ -77,19 +79,25 @@ class Trainer(Loop):
         """Do one step, however often it has to be done; what the metrics say after it."""
         logs: Logs = {}
         found = self.coming()
-        while found is not None:
+        epoch = self.epoch_of(found[0]) if found is not None else 0
+        # What others did without us and handed over may have been the last step of an epoch, which Keras has to end.
+        while found is not None and self.epoch_of(found[0]) == epoch:
             self._held = None
             logs = self._piece(found[1])
             if self.committed:
                 break
             found = self.coming()
-        results = self._backend.results() if self.committed else {}
+        results = self._backend.results() if logs else {}
         return results if results.keys() == logs.keys() else logs
 
     def put_meters_back(self) -> None:
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
         for variable, value in zip(self._meters, self._kept_meters, strict=True):
             variable.assign(value)
+
+    def results(self) -> Logs:
+        """What the metrics say now."""
+        return self._backend.results()
 
     def end(self) -> None:
         """The script is done with the loop, wherever that is; its optimizer is its own again."""
@@ -147,7 +155,6 @@ class Trainer(Loop):
         assert turn is not None
         if turn.backwards == 0:
             self._kept_meters = [backend.read(v).copy() for v in self._meters]
-            self._squares = self._sounding(turn)
         try:
             logs, gradients = backend.gradients(batch)
         except Exception as error:
@@ -155,17 +162,57 @@ class Trainer(Loop):
                 raise
             self.too_large(error)
             return {}
+        found = self._summed(turn, gradients)
+        if found is not None:
+            with self._gained(turn):
+                backend.apply(found)
+            self._take_over(turn)
+        return logs
+
+    def _summed(self, turn: Turn, gradients: Arrays) -> Arrays | None:
+        """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
+        if turn.backwards == 0:
+            self._squares = self._sounding(turn)
         turn.backwards += 1
         turn.own = float(turn.pieces[turn.piece].samples)
         turn.weight += turn.own
         if self._session.broken:
-            return logs
-        self._take(turn, gradients)
-        if turn.last_piece and self._exchange(turn) and self._may_apply():
-            self._apply(turn)
-        return logs
+            return None
+        self._load(turn, gradients)
+        if not (turn.last_piece and self._exchange(turn) and self._may_apply()):
+            return None
+        assert self._sums is not None
+        return self._sums.views
 
-    def _take(self, turn: Turn, gradients: Arrays) -> None:
+    # --- a global batch that is chosen while training
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:
+        """By which law the learning rate follows the batch."""
+        optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
+        if not hasattr(optimizer._learning_rate, "assign"):
+            raise UnusableModel(
+                "a learning rate schedule cannot follow a global batch that is chosen while training",
+                why="it counts steps, of which there are fewer with a larger batch",
+                do="pass a number as learning rate, or as batch",
+            )
+        return law_for(type(optimizer).__name__) if asked == "auto" else asked
+
+    @contextmanager
+    def _gained(self, turn: Turn) -> Iterator[None]:
+        """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
+        gain = self.auto.gain_at(turn.step) if self.auto is not None else 1.0
+        if gain == 1.0:
+            yield
+            return
+        rate = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)._learning_rate
+        before = self._backend.read(rate).copy()
+        rate.assign(before * gain)
+        try:
+            yield
+        finally:
+            rate.assign(before)
+
+    def _load(self, turn: Turn, gradients: Arrays) -> None:
         if len(gradients) != len(self._likes):
             # Some variables have no gradient, in any member alike.
             self._likes = [Like(one.shape, one.dtype) for one in gradients]
@@ -179,7 +226,7 @@ class Trainer(Loop):
     def _sounding(self, turn: Turn) -> Squares | None:
         if not self.soundings.due(turn):
             return None
-        usual = expected(self._backend.model.optimizer, self._backend.read, range(len(self._likes)))
+        usual = expected(self._backend.optimizer, self._backend.read, range(len(self._likes)))
         return Squares(usual) if usual is not None else None
 
     def _exchange(self, turn: Turn) -> bool:
@@ -231,9 +278,9 @@ class Trainer(Loop):
         place = next((number for number, v in enumerate(self._meters) if v is held), None)
         return float(changes[place]) if place is not None else 0.0
 
-    def _apply(self, turn: Turn) -> None:
+    def _take_over(self, turn: Turn) -> None:
+        """The gradients have been applied: take over everybody's statistics and metrics, and commit."""
         assert self._sums is not None
-        self._backend.apply(self._sums.views)
         rest = self._sums.tail
         if any(p.weight for p in turn.everybody):
             self._kept_statistics = _received(self._kept_statistics, rest)
@@ -244,6 +291,47 @@ class Trainer(Loop):
             variable.assign(value)
         self.put_meters_back()
         self._commit(turn)
+
+
+class LoopTrainer(Trainer):
+    """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
+
+    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+        super().__init__(session, keeper, backend)
+        del keeper.parts["metrics"]
+        self._applied: Turn | None = None
+
+    def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """What the optimizer was asked to apply."""
+        self._backend.take(self._given, gradients, variables)
+
+    def _begin(self, feed: Feed) -> bool:
+        on_cpu = super()._begin(feed)
+        self._meters, self._kept_meters, self._sums = [], [], None
+        self._set_up()
+        return on_cpu
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+        raise UnusableModel(
+            "batch=auto cannot be used with a loop of your own", do="use model.fit, or pass a number as batch"
+        )
+
+    def _given(self, gradients: Arrays) -> Arrays | None:
+        turn = self.turn
+        if turn is None or turn.committed or turn.backwards > turn.piece:
+            raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
+        found = self._summed(turn, gradients)
+        self._applied = turn if found is not None else None
+        return found
+
+    def _check_piece(self, turn: Turn, number: int) -> None:
+        if turn.backwards <= number:
+            raise UnusableModel(
+                f"step {turn.step} ended without optimizer.apply", do="apply the optimizer once for each batch"
+            )
+        # Only now is the optimizer surely done.
+        if self._applied is turn:
+            self._take_over(turn)
 
 
 def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:

@@ -128,7 +128,8 @@ def _escaped(text: str) -> str:
 
 
 def _training(view: RunView) -> list[MemberView]:
-    return [one for one in view.members if one.role == TRAINER and one.status == "training" and one.share]
+    """Those who have said what they do; a share of 0 is a member that is parked."""
+    return [one for one in view.members if one.role == TRAINER and one.status == "training" and one.phase]
 
 
 def _step(view: RunView) -> int:

@@ -105,6 +105,18 @@ def test_the_last_words_of_members_that_are_done_count() -> None:
     assert (found.step, found.loss, found.metrics) == (9, 0.25, {"accuracy": 0.9})
 
 
+def test_the_loss_is_that_of_the_step_which_is_shown() -> None:
+    runs, live = trained_by(3), present.Live()
+    live.said = {
+        "m/0": Beat(1, 7, "compute", 0.0, loss=0.5),
+        "m/1": Beat(1, 19, "compute", 0.0, loss=0.25),
+        "m/2": Beat(1, 20, "compute", 0.0),
+    }
+    found = present.measure(runs.runs["r"], live)
+    assert found is not None
+    assert (found.step, found.loss) == (20, 0.25)
+
+
 def test_a_step_is_news_and_so_is_what_the_script_says() -> None:
     last = records.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.9})
     assert present.is_news(last, None)

@@ -12,7 +12,14 @@ from shoal.wire.views import MemberView, RunView, StoryLine
 
 
 def member(name: str, share: int, step: int | None = 7, **more: Any) -> MemberView:
-    known: dict[str, Any] = {"incarnation": "1", "agent": "", "pid": 1, "host": "h", "phase": "", "phase_age_s": 0.0}
+    known: dict[str, Any] = {
+        "incarnation": "1",
+        "agent": "",
+        "pid": 1,
+        "host": "h",
+        "phase": "compute",
+        "phase_age_s": 0.0,
+    }
     known |= {"beat_age_s": 0.0, "samples_per_s": 0.0, "connected": True, "status": "training", "rank": 0}
     return msgspec.convert(known | {"member": name, "share": share, "step": step} | more, MemberView)
 
@@ -32,7 +39,8 @@ def line(text: str, step: int | None = None, kind: str = "Say", reason: str = ""
 
 
 def test_a_row_has_the_figures_of_the_run_the_shares_and_what_the_script_says() -> None:
-    members = (member("m/0", 51), member("m/1", 13), member("m/2", 0, None, status="spare"))
+    silent, spare = member("m/3", 0, phase=""), member("m/4", 0, status="spare")
+    members = (member("m/0", 51), member("m/1", 13), member("m/2", 0), silent, spare)
     told = view(batch=64, noise=310.0, idle_before=0.4, idle_now=0.1, metrics={"accuracy": 0.9}, members=members)
     assert figures(told, 0.25) == {
         "training/loss": 0.5,
@@ -49,6 +57,7 @@ def test_a_row_has_the_figures_of_the_run_the_shares_and_what_the_script_says() 
         "metrics/accuracy": 0.9,
         "shares/m/0": 51.0,
         "shares/m/1": 13.0,
+        "shares/m/2": 0.0,
     }
 
 

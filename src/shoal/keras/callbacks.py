@@ -1,0 +1,227 @@
+"""The callback that makes `model.fit` a member of a run, and those that it takes along."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from shoal.errors import NotAttached, UnusableModel
+from shoal.keras.batches import UNLIMITED, Batches, forget_passed, passed_to_fit
+from shoal.keras.run import Run, join
+from shoal.keras.trainer import Trainer
+
+# They write files, which only one member is to do.
+WRITING = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+# What is larger than this is not worth handing over with every snapshot.
+KEPT_BYTES = 1 << 20
+
+
+def _forwarded(name: str) -> Callable[..., None]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.forward(name, *args, **kwargs)
+
+    return hook
+
+
+class _Forwarding(keras.callbacks.Callback):  # type: ignore[misc]
+    """Tells other callbacks what it is told."""
+
+    def __init__(self, others: Sequence[Any]) -> None:
+        super().__init__()
+        self.others = list(others)
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        for one in self.others:
+            getattr(one, name)(*args, **kwargs)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        self.forward("set_params", params)
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.forward("set_model", model)
+
+    on_train_begin = _forwarded("on_train_begin")
+    on_train_end = _forwarded("on_train_end")
+    on_epoch_begin = _forwarded("on_epoch_begin")
+    on_epoch_end = _forwarded("on_epoch_end")
+    on_train_batch_begin = _forwarded("on_train_batch_begin")
+    on_train_batch_end = _forwarded("on_train_batch_end")
+    on_test_begin = _forwarded("on_test_begin")
+    on_test_end = _forwarded("on_test_end")
+    on_test_batch_begin = _forwarded("on_test_batch_begin")
+    on_test_batch_end = _forwarded("on_test_batch_end")
+    on_predict_begin = _forwarded("on_predict_begin")
+    on_predict_end = _forwarded("on_predict_end")
+    on_predict_batch_begin = _forwarded("on_predict_batch_begin")
+    on_predict_batch_end = _forwarded("on_predict_batch_end")
+
+
+class _AtTheWriter(_Forwarding):
+    """Tells a callback only what happens while this member is the one that writes; another one may be, later."""
+
+    def __init__(self, other: Any, run: Callable[[], Run]) -> None:
+        super().__init__([other])
+        self._run = run
+        self._began = False
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name.startswith("set_"):
+            super().forward(name, *args, **kwargs)
+        elif name != "on_train_begin" and (self._run().is_writer or (self._began and name == "on_train_end")):
+            self._begin()
+            super().forward(name, *args, **kwargs)
+
+    def _begin(self) -> None:
+        if not self._began:
+            self._began = True
+            if self._run().step and hasattr(self.others[0], "append"):
+                self.others[0].append = True  # to what the writer before us wrote
+            super().forward("on_train_begin")
+
+
+class Elastic(_Forwarding):
+    """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data.
+
+    The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
+    EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
+    in one member only.
+    """
+
+    def __init__(self, *callbacks: Any, run: Run | None = None) -> None:
+        self._callbacks = list(callbacks)
+        for one in callbacks:
+            if isinstance(one, keras.callbacks.BackupAndRestore):
+                raise UnusableModel(
+                    "BackupAndRestore cannot be used beside shoal.Elastic",
+                    why="both would restore the state of the run",
+                    do="leave it out: the run keeps its own checkpoints, and shoal resume goes on from them",
+                )
+        super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
+        self._run = run
+        self._trainer: Trainer | None = None
+        self._came_at_the_end: dict[str, Any] | None = None
+        self._in_the_middle = self._keras_counts = False
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        batches = self._batches()
+        if params["steps"] != UNLIMITED:
+            batches.length, self._keras_counts = params["steps"], True
+        else:
+            # The same dictionary is shown to the progress bar.
+            params["steps"] = batches.length
+        super().set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # First, because they reset themselves: what the others hand over comes after it.
+        self.forward("on_train_begin", logs)
+        warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
+        batches, model, run = self._batches(), self.model, self._joined()
+        if self._callbacks:
+            run.state("callbacks", self._save, self._load)
+        self._trainer = run.begin(model, batches, self.params["epochs"])
+        self._trainer.coming()
+        self._in_the_middle = run.step > 0
+        # Whoever comes in between two epochs ends the first of them, as the others are about to.
+        model._initial_epoch = batches.epoch_before(run.step)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches().now = epoch
+        if self._in_the_middle and self._trainer is not None:
+            # Keras has just reset the metrics that the others gave us.
+            self._in_the_middle = False
+            self._trainer.put_meters_back()
+            self._came_at_the_end = self._trainer.results()
+        self.forward("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._came_at_the_end is not None and logs is not None:
+            # Keras has seen no step of this epoch here, and knows of no metrics.
+            logs |= {name: float(value) for name, value in self._came_at_the_end.items() if name not in logs}
+        self._came_at_the_end = None
+        self.forward("on_epoch_end", epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._trainer is not None:
+            self._trainer.end()
+        # What is fitted next has data of its own.
+        forget_passed()
+        del self.model.make_train_function
+        self.forward("on_train_end", logs)
+
+    def _make_train_function(self, model: Any) -> None:
+        backend = keras.backend.backend()
+
+        def train(source: Any) -> dict[str, Any]:
+            if backend == "tensorflow":
+                next(source)  # whether the epoch is over
+            assert self._trainer is not None
+            self._came_at_the_end = None
+            logs = self._trainer.step()
+            length = self._batches().length if self._keras_counts else None
+            if length and self._joined().step % length == 0:
+                # Others may be given our state when the next step comes: before callbacks end the epoch here.
+                self._trainer.coming()
+            return logs
+
+        model.train_function = train
+
+    def _batches(self) -> Batches:
+        found = passed_to_fit()
+        if found is None:
+            raise NotAttached(
+                "shoal.keras.Elastic has no data", do="call model.fit(shoal.batches(x, y, size=…), …) with it"
+            )
+        return found
+
+    def _joined(self) -> Run:
+        return self._run or join()
+
+    # --- the state of the other callbacks
+
+    def _save(self) -> list[dict[str, Any]]:
+        return [_saved(one) for one in self._callbacks]
+
+    def _load(self, states: list[dict[str, Any]]) -> None:
+        for one, state in zip(self._callbacks, states, strict=True):
+            for name, value in state.items():
+                setattr(one, name, _restored(value))
+
+
+def _saved(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that are plain values or small arrays, or lists of them."""
+    own = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
+    return {name: _packed(value) for name, value in own.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value)) and sum(getattr(one, "nbytes", 0) for one in value) <= KEPT_BYTES
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= KEPT_BYTES and value.dtype.kind in "biuf"
+    return value is None or isinstance(value, bool | int | float | str | np.generic)
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_packed(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "bytes": value.tobytes()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(one) for one in value]
+    if isinstance(value, dict):
+        return np.frombuffer(value["bytes"], value["dtype"]).reshape(value["shape"]).copy()
+    return value

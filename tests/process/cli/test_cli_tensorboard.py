@@ -1,0 +1,107 @@
+"""What a real run leaves for TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.report.event_reader import Event, read_folder, series
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+STEPS = 120
+# The loss of a step is known beforehand: every sample pulls the one weight from 0 towards 1.
+SCRIPT = f"""
+import time
+import torch
+import shoal.torch as shoal
+
+torch.set_num_threads(1)
+run = shoal.join()
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+model, optimizer = run.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+data = torch.utils.data.TensorDataset(torch.ones({STEPS} * 8, 1))
+for (x,) in run.batches(data, size=8, epochs=1):
+    run.backward(((model(x) - 1) ** 2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(wisdom=42)
+    print("step", run.step, flush=True)
+    time.sleep(0.03)
+run.log(at_the_end=7)
+"""
+
+
+def loss_of(step: int) -> float:
+    return float(0.98 ** (2 * step))
+
+
+def folder(stage: Any) -> Path:
+    (found,) = (stage.directory() / "runs").glob("*/tensorboard")
+    return Path(found)
+
+
+def written(stage: Any) -> bytes:
+    return b"".join(file.read_bytes() for file in stage.home.glob("coordinators/*/runs/*/tensorboard/*"))
+
+
+def check_losses(events: list[Event]) -> dict[int, float]:
+    """Members tell the loss of a step along with the next one, and a beat may be sent in between."""
+    found = series(events, "training/loss")
+    for step, loss in found.items():
+        near = [loss_of(number) for number in (step - 2, step - 1, step)]
+        assert any(loss == pytest.approx(one, rel=1e-3) for one in near), (step, loss)
+    return found
+
+
+def test_a_run_leaves_event_files_that_a_killed_coordinator_goes_on_with(stage: Any) -> None:
+    (stage.path / "train.py").write_text(SCRIPT)
+    process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
+    stage.wait("there are figures", lambda: b"training/loss" in written(stage))
+    stage.process("shoal.coordinator").kill()
+    assert process.wait(120) == 0, stage.out()
+    events = read_folder(folder(stage))
+    assert [event.version for event in events if event.version] == ["brain.Event:2"] * 2
+    losses = check_losses(events)
+    assert len(losses) > 1
+    assert losses[STEPS] == pytest.approx(loss_of(STEPS - 2), rel=1e-3)
+    # Ranks are given in the order in which members became ready; before its first step a member has no share.
+    shares = [set(series(events, f"shares/{member}").values()) - {0.0} for member in ("local/0", "local/1")]
+    assert sorted(shares, key=max) == [{2.0}, {6.0}]
+    assert set(series(events, "world/size").values()) <= {1.0, 2.0}
+    assert set(series(events, "batch/samples").values()) == {8.0}
+    assert set(series(events, "metrics/wisdom").values()) == {42.0}
+    assert series(events, "metrics/at_the_end") == {STEPS: 7.0}
+    assert all(value > 0 for value in series(events, "speed/step_s").values())
+    worlds = [event.texts["worlds"] for event in events if "worlds" in event.texts]
+    assert worlds[0].startswith("world 1 begins at step 0 with local/0, local/1")
+    assert "the run ended with exit code 0" in [e.texts["story"] for e in events if "story" in e.texts][-1]
+    assert f"\ntensorboard {folder(stage)}" in stage.out()
+    assert f"\ntensorboard {folder(stage)}" in stage.shoal("status").stdout
+
+
+def test_event_files_can_be_switched_off(stage: Any) -> None:
+    ran = stage.shoal("run", "--set", "tensorboard=false", "hello.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "tensorboard" not in ran.stdout
+    assert not list((stage.directory() / "runs").glob("*/tensorboard"))
+
+
+def test_a_run_whose_event_files_cannot_be_written_says_so_and_goes_on(stage: Any) -> None:
+    process = stage.start("run", "until.py", str(stage.path / "go"))
+    stage.wait("there is a file", lambda: written(stage))
+    where = folder(stage)
+    process.terminate()
+    assert process.wait(60) == 75, stage.out()
+    for file in where.iterdir():
+        file.unlink()
+    where.rmdir()
+    where.write_text("in the way")
+    (stage.path / "go").touch()
+    resumed = stage.shoal("resume", "until")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"\ntensorboard not written: File exists ({where})" in resumed.stdout
+    log = (stage.directory() / "coordinator.log").read_text()
+    assert log.count("cannot be written: File exists") == 1

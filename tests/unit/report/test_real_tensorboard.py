@@ -1,0 +1,47 @@
+"""TensorBoard's own reader finds what was written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from test_board import line, member, view
+
+from shoal.report.files import Reports, folder_of
+
+pytest.importorskip("tensorboard")
+
+
+@pytest.fixture
+def accumulator(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TensorBoard without TensorFlow, as most have it, even if TensorFlow is installed."""
+    import tensorboard.compat
+
+    notf = ModuleType("tensorboard.compat.notf")
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", notf)
+    monkeypatch.setattr(tensorboard.compat, "notf", notf, raising=False)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator
+
+
+def test_tensorboard_reads_scalars_and_texts(accumulator: Any, tmp_path: Path) -> None:
+    for life in range(2):
+        reports = Reports(pytest.fail)
+        reports.tell(str(tmp_path), line("world 1 begins at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
+        for step in range(3 * life, 3 * life + 3):
+            seated = (member("m/0", 51, step + 1), member("m/1", 13, step + 1))
+            said = {"loss": 1.0 / (step + 1), "metrics": {"accuracy": 0.25 * step}}
+            reports.show(view(members=seated, directory=str(tmp_path), **said), 0.1, now=100.0 + step)
+        reports.close()
+    found = accumulator(folder_of(str(tmp_path))).Reload()
+    loss = [(event.wall_time, event.step, event.value) for event in found.Scalars("training/loss")]
+    assert loss == [(100.0 + step, step + 1, pytest.approx(1.0 / (step + 1))) for step in range(6)]
+    assert [event.value for event in found.Scalars("metrics/accuracy")] == [0.25 * step for step in range(6)]
+    assert [event.value for event in found.Scalars("shares/m/1")] == [13.0] * 6
+    texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors("worlds")]
+    assert texts == [(step, "world 1 begins at step 0 with m/0, m/1") for step in (0, 4)]
+    assert found.SummaryMetadata("worlds").plugin_data.plugin_name == "text"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from shoal.keras.batches import Batches, batches
-from shoal.keras.run import Elastic, join
+from shoal.keras import Batches, Elastic, batches, join
 from shoal.worker.experiment import Experiment
 
 

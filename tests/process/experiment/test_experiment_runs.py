@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_a_program_trains_with_its_files_and_is_told_what_came_of_it(stage: Any)
     assert "the run ended with exit code 0" in told["story"]
     assert told["model"], "the model was not saved where run.directory says"
     assert stage.shoal("status", told["id"])["status"] == "done", "shoal status does not find it"
+
+
+def test_the_program_of_the_documentation_runs(stage: Any) -> None:
+    page = Path(__file__).parents[3] / "docs/howto/experiment.md"
+    (program, *_) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    stage.finish(stage.begin(program))
+    said = (stage.path / "out").read_text()
+    assert "'step': 80.0, 'epoch': 4.0" in said
+    assert Path(said.split()[-1]).is_file()
 
 
 def test_a_function_that_was_typed_is_trained(stage: Any) -> None:

@@ -18,6 +18,7 @@ import shoal.keras as shoal
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--size", type=int, default=128, help="samples in a global batch")
+parser.add_argument("--out", default="digits.keras")
 args = parser.parse_args()
 
 keras.utils.set_random_seed(0)
@@ -40,8 +41,9 @@ model = keras.Sequential(
 )
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(2e-3), loss, metrics=["accuracy"])
+save = keras.callbacks.ModelCheckpoint(args.out)
 
-model.fit(shoal.batches(x, y, size=args.size), epochs=args.epochs, verbose=2, callbacks=[shoal.Elastic()])
+model.fit(shoal.batches(x, y, size=args.size), epochs=args.epochs, verbose=2, callbacks=[shoal.Elastic(save)])
 
 accuracy = model.evaluate(images[test], labels[test], verbose=0)[1]
 print(f"accuracy {accuracy:.4f} on {int(test.sum())} images that it never saw")

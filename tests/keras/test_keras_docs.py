@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("keras")
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
 
 PAGE = Path(__file__).parents[2] / "docs/howto/keras.md"
 # A process has one run, with one training loop; each block is a script of its own in that respect.
@@ -26,7 +26,7 @@ def test_the_code_on_the_keras_page_runs(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
     environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "SHOAL_HOME": str(tmp_path / "home")}
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110
+        [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr
     assert done.stdout.count("done with block") == len(blocks)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("keras")
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHOAL = (sys.executable, "-m", "shoal.cli.main")
@@ -23,7 +23,7 @@ def call(*command: str | Path, cwd: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
     environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "SHOAL_HOME": str(cwd / "home")}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=110
+        [str(part) for part in command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -36,12 +36,14 @@ def accuracies(output: str) -> list[float]:
 def test_the_image_model_learns_alone(tmp_path: Path) -> None:
     (accuracy,) = accuracies(call(sys.executable, *IMAGES, cwd=tmp_path))
     assert accuracy > 0.6
+    assert (tmp_path / "digits.keras").stat().st_size > 0
 
 
 @pytest.mark.process
 def test_the_image_model_learns_with_two_members_that_end_with_the_same(tmp_path: Path) -> None:
     one, other = accuracies(call(*SHOAL, "run", "-n", "2", *IMAGES, cwd=tmp_path))
     assert one == other > 0.6
+    assert (tmp_path / "digits.keras").stat().st_size > 0
 
 
 def test_the_text_model_runs_alone(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ class Trainer(Loop):
         self._squares: Squares | None = None
         self._held: Any = None
         self.epoch_of: Callable[[int], int] = lambda _step: 0
-        keeper.parts["model"] = Variables(lambda: model.variables, backend.read)
+        keeper.parts["model"] = Variables(lambda: model.variables, self._read_for_others)
         keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
-        keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, backend.read)
+        keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, self._read_for_others)
         keeper.parts["noise"] = self.soundings.noise
 
     # --- what the train function asks
@@ -128,6 +128,11 @@ class Trainer(Loop):
         read = self._backend.read
         self._kept_statistics = [read(v).copy() for v in self._statistics]
         self._kept_meters = [read(v).copy() for v in self._meters]
+
+    def _read_for_others(self, variable: Any) -> NDArray[Any]:
+        """A copy of what a forward pass changes: others may still be reading it when the next step is computed."""
+        found = self._backend.read(variable)
+        return found if variable.trainable else found.copy()
 
     def _undo_uncommitted(self) -> None:
         turn = self.turn

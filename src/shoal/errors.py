@@ -572,6 +572,36 @@ class UnusableData(TrainingError):
     code = "S319"
 
 
+class EvaluatorDiffers(TrainingError):
+    """The evaluator has built another model than the one whose checkpoint it should evaluate.
+
+    The evaluator runs the same script as the trainers, and loads their checkpoints into what the script attaches. So
+    the script must build the same model, optimizer and schedulers whatever its role is. The training is not harmed.
+    """
+
+    code = "S320"
+
+
+class BadEvaluation(TrainingError):
+    """An evaluation cannot be used: what it returns, or what ``run.evaluate`` was asked for.
+
+    The function returns a dict of numbers by name, such as ``{"accuracy": 0.9}``; ``best`` names one of them, as
+    ``max:accuracy`` or ``min:loss``; ``patience`` and ``export`` need a ``best``.
+    """
+
+    code = "S321"
+
+
+class NothingToEvaluate(TrainingError):
+    """A run has an evaluator, but its script does not say how to evaluate the model.
+
+    Call ``run.evaluate(fn)`` before the loop (Keras: ``shoal.Elastic(evaluate=…)``), or leave ``--evaluator`` out. The
+    training is not harmed.
+    """
+
+    code = "S322"
+
+
 class UnknownEngine(UsageError):
     """``shoal.run(on=…)`` names nothing that can start machines.
 
@@ -584,8 +614,9 @@ class UnknownEngine(UsageError):
 class BadRole(UsageError):
     """A run cannot have the roles that it was asked for.
 
-    Roles are ``trainer``, ``evaluator`` and ``server``; each is a ``shoal.Role`` with ``count`` (a number, or
-    MIN:MAX for trainers), ``memory`` (such as ``"2GiB"``) and ``cpus``.
+    The roles are ``trainer``, ``server`` and ``evaluator``, each a ``shoal.Role`` with ``count`` (a number, or MIN:MAX
+    for trainers), ``memory`` (such as ``"2GiB"``) and ``cpus``. A run has at most one evaluator, and none beside an
+    unmodified script (``--compat``) or servers (``--sync stale:K`` and ``async``).
     """
 
     code = "S123"

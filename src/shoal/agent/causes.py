@@ -15,7 +15,7 @@ TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207", "S209"})
 # Tokens, versions and models that do not fit are not mended by starting again, and are no error of the others'.
-_REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211"})
+_REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211", "S320", "S322"})
 _VICTIM_KINDS = (
     "ExchangeBroken",
     "ConnectionResetError",

@@ -19,12 +19,20 @@ from typing import Any
 from shoal.core import budget
 from shoal.core import fleet_events as fe
 from shoal.core.compat import PS, Place, rendezvous, tasks
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
 ALIVE = (STARTING, RUNNING, ENDING)
-SERVER_MARK, CHIEF_MARK = "server-", "chief-"
-_TASK_MARKS = {"chief": CHIEF_MARK, "ps": SERVER_MARK}
+MARKS = {SERVER: "server-", EVALUATOR: "evaluator-"}
+CHIEF_MARK = "chief-"
+_TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
+
+
+def role_of(member: str) -> str:
+    """What a process does in its run; names are given here, and tell."""
+    last = member.rpartition("/")[2]
+    return next((role for role, mark in MARKS.items() if last.startswith(mark)), TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +85,8 @@ class Process:
         return self.status in ALIVE
 
     @property
-    def serves(self) -> bool:
-        """Whether it is a server; names are given here, and tell."""
-        return self.member.rpartition("/")[2].startswith(SERVER_MARK)
+    def role(self) -> str:
+        return role_of(self.member)
 
     @property
     def leads(self) -> bool:
@@ -89,7 +96,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run wants. `regroup` says why a compat run's processes are all being started anew."""
+    """What a run wants. `regroup` says why a compat run's processes are all being started anew.
+
+    `trained` says that nobody trains any more, and only evaluators are waited for.
+    """
 
     run: str
     min_members: int
@@ -97,6 +107,8 @@ class Wanted:
     compat: str
     restarts: budget.BudgetSettings
     servers: int = 0
+    evaluators: int = 0
+    trained: bool = False
     status: str = GOING
     exit_code: int = 0
     reason: str = ""
@@ -208,6 +220,8 @@ class _Draft:
 
     def advance(self) -> None:
         for name in list(self.runs):
+            if self.runs[name].status == FINISHING:
+                self.fill_evaluators(self.runs[name])
             self.settle(name)
         for run in list(self.runs.values()):
             if run.status == GOING and run.compat:
@@ -215,20 +229,31 @@ class _Draft:
             elif run.status == GOING:
                 self.fill_servers(run)
                 self.fill(run)
+                self.fill_evaluators(run)
 
     def fill_servers(self, run: Wanted) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
-        while self.count(run, serving=True) < run.servers:
+        while self.count(run, SERVER) < run.servers:
             usable = [a for a in self.agents.values() if a.usable and (a.slots is None or self.room(a, run) > 0)]
             if not usable:
                 return
-            here = [p.agent for p in self.of_run(run.run) if p.serves]
+            here = [p.agent for p in self.of_run(run.run) if p.role == SERVER]
             agent = min(usable, key=lambda a: (here.count(a.name), a.order))
-            self.start_new(agent, self.runs[run.run], "the run needs servers", serving=True)
+            self.start_new(agent, self.runs[run.run], "the run needs servers", role=SERVER)
 
-    def count(self, run: Wanted, *, serving: bool) -> int:
-        """How many processes of a kind there are that stay."""
-        staying = [p for p in self.of_run(run.run) if p.serves == serving and (p.status != ENDING or p.again)]
+    def fill_evaluators(self, run: Wanted) -> None:
+        """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started."""
+        while self.runs[run.run].seen and self.count(run, EVALUATOR) < run.evaluators:
+            usable = [a for a in self.agents.values() if a.usable]
+            if not usable:
+                return
+            busy = [p.agent for p in self.processes.values() if p.alive]
+            agent = min(usable, key=lambda a: (busy.count(a.name), a.order))
+            self.start_new(agent, self.runs[run.run], "the run is evaluated beside the training", role=EVALUATOR)
+
+    def count(self, run: Wanted, role: str) -> int:
+        """How many processes of a role there are that stay."""
+        staying = [p for p in self.of_run(run.run) if p.role == role and (p.status != ENDING or p.again)]
         return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: Wanted) -> None:
@@ -237,9 +262,15 @@ class _Draft:
                 self.start_new(agent, run, "there is room for it")
 
     def room(self, agent: Agent, run: Wanted) -> int:
+        """How many more processes that train or serve an agent can take; evaluators count nowhere."""
         if agent.slots is not None:
-            return agent.slots - sum(1 for p in self.processes.values() if p.agent == agent.name)
-        return run.max_members - self.count(run, serving=False)
+            here = [p for p in self.processes.values() if p.agent == agent.name and p.role != EVALUATOR]
+            return agent.slots - len(here)
+        return run.max_members - self.count(run, TRAINER)
+
+    def wants(self, agent: Agent, run: Wanted, role: str) -> bool:
+        """Whether one more process of a role could be of use on an agent."""
+        return self.count(run, role) < run.evaluators if role == EVALUATOR else self.room(agent, run) > 0
 
     def is_usable(self, agent: str) -> bool:
         """Whether processes there count; those of an agent that is away may still be back."""
@@ -252,11 +283,11 @@ class _Draft:
         reason: str,
         env: tuple[tuple[str, str], ...] = (),
         *,
-        serving: bool = False,
+        role: str = TRAINER,
         mark: str = "",
     ) -> None:
         taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
-        stem = f"{agent.name}/{SERVER_MARK if serving else mark}"
+        stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
         index = next(i for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
         order, incarnation = self.next_incarnation()
         p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
@@ -282,15 +313,22 @@ class _Draft:
     def settle(self, name: str) -> None:
         """End a run that has nothing left to wait for."""
         run = self.runs[name]
-        processes = self.of_run(name)
-        alive = [p for p in processes if p.alive]
+        processes = [p for p in self.of_run(name) if p.role != EVALUATOR]
+        evaluators = [p for p in self.of_run(name) if p.role == EVALUATOR and (p.alive or p.status == BACKOFF)]
         waiting = any(p.status == BACKOFF for p in processes)
-        if alive or run.guests or run.status == OVER:
+        if any(p.alive for p in processes) or run.guests or run.status == OVER:
             self.set_run(name, alone_since=None)
+        elif evaluators and run.status == FINISHING:
+            if not run.trained:
+                self.set_run(name, trained=True)
+                self.asked.append(fe.TrainingOver(name))
         elif run.status == STOPPING:
-            self.over(name)
-            self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
+            if not evaluators:
+                self.over(name)
+                self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
         elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
+            for p in evaluators:
+                self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
             self.asked.append(fe.RunEnded(name, "all members are done", 0))
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
@@ -313,7 +351,7 @@ class _Draft:
     def lose(self, p: Process, cause: str, detail: str) -> None:
         """A process is gone that was not asked to go for good."""
         run = self.runs[p.run]
-        if run.status != GOING:
+        if run.status != GOING and not (p.role == EVALUATOR and run.status == FINISHING):
             del self.processes[p.run, p.member]
             if run.status == FINISHING and cause == "user":
                 self.fail(p.run, f"{p.member}: {detail}", 1)
@@ -321,7 +359,7 @@ class _Draft:
         agent = self.agents.get(p.agent)
         if cause == "preempted" and (agent is None or agent.notice):
             del self.processes[p.run, p.member]
-            self.set_run(p.run, preempted=True)
+            self.set_run(p.run, preempted=run.preempted or p.role != EVALUATOR)
             return
         if cause == "refused":
             self.give_up(p, cause, f"{p.member}: {detail}", "it does not fit into this run")
@@ -348,16 +386,22 @@ class _Draft:
         return budget.decide(history, kind, self.now, run.restarts)
 
     def give_up(self, p: Process, cause: str, what: str, why: str) -> None:
+        if p.role == EVALUATOR:
+            again_s = self.base.limits.forgive_s if cause == "infrastructure" else float("inf")
+            self.update(p, status=GIVEN_UP, until=self.now + again_s, again="")
+            self.asked.append(fe.Tell(p.run, f"the training goes on without its evaluator: {what} ({why})", p.member))
+            return
         if cause == "user":
             del self.processes[p.run, p.member]
             self.fail(p.run, f"{what} ({why})", 1)
             return
         self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
         run = self.runs[p.run]
-        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.serves == p.serves]
-        needed = 1 if p.serves else run.min_members
-        if len(left) + (0 if p.serves else len(run.guests)) < needed:
-            kind = "servers" if p.serves else "members"
+        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.role == p.role]
+        serves = p.role == SERVER
+        needed = 1 if serves else run.min_members
+        if len(left) + (0 if serves else len(run.guests)) < needed:
+            kind = "servers" if serves else "members"
             self.fail(p.run, f"{what} ({why}); fewer than {needed} {kind} are left", 1 if cause == "refused" else 5)
         else:
             self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
@@ -423,7 +467,7 @@ class _Draft:
 
 
 def _role(p: Process) -> tuple[tuple[str, str], ...]:
-    return (("SHOAL_ROLE", "server"),) if p.serves else ()
+    return (("SHOAL_ROLE", p.role),) if p.role != TRAINER else ()
 
 
 def _on_opened(draft: _Draft, event: fe.Opened) -> None:
@@ -468,7 +512,7 @@ def _adopt_or_end(draft: _Draft, agent: str, run: str, member: str, incarnation:
     free = p is None or not p.alive
     if wanted is not None and wanted.status == GOING and not wanted.compat and free:
         draft.processes.pop((run, member), None)
-        if draft.room(draft.agents[agent], wanted) > 0:
+        if draft.wants(draft.agents[agent], wanted, role_of(member)):
             order, _ = draft.next_incarnation()
             draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
             draft.set_run(run, seen=True, alone_since=None)
@@ -493,6 +537,7 @@ def _on_agent_notice(draft: _Draft, event: fe.AgentNotice) -> None:
 
 def _on_run_wanted(draft: _Draft, event: fe.RunWanted) -> None:
     wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
+    wanted = replace(wanted, evaluators=event.evaluators)
     draft.runs[event.run] = wanted
 
 
@@ -542,7 +587,8 @@ def _on_scaled(draft: _Draft, event: fe.Scaled) -> None:
     run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
     if run.compat or run.status != GOING:
         return
-    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent) and not p.serves]
+    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
+    staying = [p for p in staying if p.role == TRAINER]
     elastic = [p for p in staying if draft.agents[p.agent].slots is None]
     extra = max(0, len(staying) - event.max_members)
     elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
@@ -568,7 +614,7 @@ def _on_finished(draft: _Draft, event: fe.RunFinished) -> None:
     if draft.runs[event.run].status == GOING:
         draft.set_run(event.run, status=FINISHING)
         for p in draft.of_run(event.run):
-            if p.status in (BACKOFF, GIVEN_UP):
+            if p.status in (BACKOFF, GIVEN_UP) and p.role != EVALUATOR:
                 del draft.processes[p.run, p.member]
 
 

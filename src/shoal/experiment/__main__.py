@@ -26,7 +26,7 @@ def main(pack: str) -> None:
     experiment = _called(contents, pack)
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
-    import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=True)
+    import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not told.values.evaluator)
 
 
 def _called(contents: manifest.Manifest, pack: str) -> object:

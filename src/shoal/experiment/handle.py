@@ -58,12 +58,17 @@ class RunHandle:
         return self.view().status
 
     def metrics(self) -> dict[str, float]:
-        """The latest figures: what members and evaluators logged, and where the run is."""
+        """The latest figures: what trainers and evaluators found, and where the run is.
+
+        A figure of the evaluator that the trainers have too is called val_….
+        """
         view = self.view()
         figures = {"step": float(view.step), "epoch": float(view.epoch)}
         if view.loss is not None:
             figures["loss"] = view.loss
-        return figures | view.metrics
+        figures |= view.metrics
+        found = view.evaluation.metrics if view.evaluation is not None else {}
+        return figures | {f"val_{name}" if name in figures else name: value for name, value in found.items()}
 
     def story(self) -> Story:
         """What happened to the run, and why."""

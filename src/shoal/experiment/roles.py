@@ -41,6 +41,8 @@ def check(roles: Mapping[str, Role]) -> None:
             raise BadRole(f"the role {name} is a {type(role).__name__}", do="pass a shoal.Role(count=…)")
         if not isinstance(role.cpus, int) or role.cpus < 0 or role.memory_bytes < 0:
             raise BadRole(f"the role {name} has less than nothing", do="leave cpus and memory out for no limit")
+        if name == EVALUATOR and str(role.count) not in ("0", "1"):
+            raise BadRole(f"a run cannot have {role.count} evaluators", do="ask for one, or none")
         if name != TRAINER and not str(role.count).isdecimal():
             raise BadRole(f"the count of role {name} is {role.count!r}", why="only the number of trainers may change")
 

@@ -55,7 +55,7 @@ def run(
     roles = {TRAINER: Role(), **(roles or {})}
     check(roles)
     choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings))
-    _check_servers(roles, choices)
+    _check_together(roles, choices)
     contents = packed_files.named(files)
     return ENGINES[on](experiment_fn, contents, roles, choices, dict(env or {}), detach)
 
@@ -139,14 +139,16 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value]) -> dict[s
     if SERVER in roles:
         options["servers"] = ('Role("server").count', str(roles[SERVER].count))
     if EVALUATOR in roles:
-        if "evaluator" not in names:
-            raise BadRole("there is no evaluator in this version yet", do="leave that role out: trainers evaluate then")
-        options["evaluator"] = ('Role("evaluator").count', str(roles[EVALUATOR].count))
+        options["evaluator"] = ('Role("evaluator").count', int(roles[EVALUATOR].count) > 0)
     return options
 
 
-def _check_servers(roles: Mapping[str, Role], choices: Choices) -> None:
-    if SERVER in roles and not sync.parse(choices.text("sync")).served:
+def _check_together(roles: Mapping[str, Role], choices: Choices) -> None:
+    served = sync.parse(choices.text("sync")).served
+    if choices.found["evaluator"].value and served:
+        do = "leave the role out; trainers evaluate at the end of every epoch then"
+        raise BadRole(f"a run with sync={choices.text('sync')!r} has no evaluator", do=do)
+    if SERVER in roles and not served:
         raise BadRole(
             f"a run with sync={choices.text('sync')!r} has no servers",
             why="trainers keep the parameters themselves unless they train asynchronously",

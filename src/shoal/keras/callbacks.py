@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,10 +91,19 @@ class Elastic(_Forwarding):
 
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
-    in one member only.
+    in one member only. `evaluate` is what an evaluator scores the model on, (x, y) or a function; `best`, `patience` and
+    `export` are as in `Run.evaluate`.
     """
 
-    def __init__(self, *callbacks: Any, run: Run | None = None) -> None:
+    def __init__(
+        self,
+        *callbacks: Any,
+        run: Run | None = None,
+        evaluate: Any = None,
+        best: str | None = None,
+        patience: int | None = None,
+        export: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._callbacks = list(callbacks)
         for one in callbacks:
             if isinstance(one, keras.callbacks.BackupAndRestore):
@@ -104,6 +114,7 @@ class Elastic(_Forwarding):
                 )
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
         self._run = run
+        self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
         self._trainer: Trainer | None = None
         self._came_at_the_end: dict[str, Any] | None = None
         self._in_the_middle = self._keras_counts = False
@@ -128,6 +139,8 @@ class Elastic(_Forwarding):
         batches, model, run = self._batches(), self.model, self._joined()
         if self._callbacks:
             run.state("callbacks", self._save, self._load)
+        if self._evaluate is not None or any(one is not None for one in self._asked.values()):
+            run.evaluate(self._evaluate, **self._asked)  # type: ignore[arg-type]
         self._trainer = run.begin(model, batches, self.params["epochs"])
         self._trainer.coming()
         self._in_the_middle = run.step > 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.errors import BadExperiment
 from shoal.torch import join
+from shoal.worker.evaluation import numbers_of
 from shoal.worker.experiment import Experiment
 
 
@@ -16,6 +18,9 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
     model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
     run = join()
     run.attach(*(part for part in (model, optimizer, scheduler) if part is not None))
+    if experiment.evaluation is not None:
+        wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
+        run.evaluate(partial(experiment.evaluation, model), **wish)
     batches = run.batches(experiment.data, experiment.size, experiment.epochs, experiment.seed, **experiment.batching)
     for batch in batches:
         loss, weight = _loss(experiment, batch)
@@ -40,9 +45,7 @@ def evaluate(experiment: Experiment) -> dict[str, float]:
     with torch.no_grad():
         found = experiment.evaluation(model)
     model.train(training)
-    if not isinstance(found, dict):
-        raise BadExperiment("the evaluation of a model gives figures by name", do='return {"accuracy": …}')
-    return {str(name): float(value) for name, value in found.items()}
+    return numbers_of(found, None)
 
 
 def _loss(experiment: Experiment, batch: Any) -> tuple[Any, float | None]:

@@ -34,9 +34,10 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemberView(msgspec.Struct, frozen=True):
     """One member as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, serving, recovering, leaving or done. The seconds are those of a
-    usual step: reading data, computing, waiting for the slowest member, exchanging. With servers, `clock` is how many
-    tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits for.
+    `status` is starting, waiting, spare, training, serving, evaluating, recovering, leaving or done. The seconds
+    are those of a usual step: reading data, computing, waiting for the slowest member, exchanging. With servers,
+    `clock` is how many tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits
+    for.
     """
 
     member: str
@@ -70,6 +71,21 @@ class Decision(msgspec.Struct, frozen=True):
     step: int
     values: dict[str, int]
     reason: str
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """How the evaluation of a run's checkpoints stands; `without` is how many evaluations came after the best."""
+
+    step: int
+    metrics: dict[str, float]
+    at: float
+    evaluations: int
+    best: str = ""
+    best_step: int | None = None
+    best_value: float | None = None
+    without: int = 0
+    patience: int | None = None
+    export: str = ""
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -111,6 +127,7 @@ class RunView(msgspec.Struct, frozen=True):
     idle_before: float | None = None
     idle_now: float | None = None
     decided: tuple[Decision, ...] = ()
+    evaluation: Evaluation | None = None
     tensorboard: str = ""
     tensorboard_error: str = ""
 

@@ -23,10 +23,14 @@ class Experiment:
 
     PyTorch: a `model` with its `optimizer` and perhaps a `scheduler`; `data` is a dataset, whose batches are (x, y) if
     `loss(model(x), y)` is to be trained, or anything if `training_step(model, batch)` gives the loss, or the loss and
-    its weight; `evaluation(model)` gives figures by name::
+    its weight; `evaluation(model)` gives figures by name, as it may for Keras too::
 
         Experiment(model=model, optimizer=optimizer, loss=cross_entropy, data=dataset, size=512, epochs=10,
                    evaluation=accuracy)
+
+    Trainers evaluate at the end of every epoch, unless the run has an evaluator, which does so beside them. That keeps
+    the model that is `best`, such as "max:accuracy", in the file `export`, and ends the run after `patience`
+    evaluations that found no better one.
 
     `size` is the global batch. `batching` holds more arguments of `shoal.keras.batches` or `run.batches`. `save` is a
     file below the run's directory that one member writes the trained model to.
@@ -38,6 +42,9 @@ class Experiment:
     epochs: int = 1
     seed: int = 0
     evaluation: Any = None
+    best: str | None = None
+    patience: int | None = None
+    export: str | None = None
     save: str = ""
     batching: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Any] = ()

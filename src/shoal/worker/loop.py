@@ -88,6 +88,8 @@ class Loop(ABC):
                 self._keeper.at_boundary(step)
                 if feed.over(step):
                     over = session.finish()
+                    if over:
+                        self._keeper.at_end(step)
                     continue
                 yield from self._give_out(feed, step, seed)
             over = True

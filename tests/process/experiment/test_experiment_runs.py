@@ -74,6 +74,19 @@ if __name__ == "__main__":
         tell(why=error.why)
 """
 
+EVALUATED = """
+import dataclasses
+
+def with_a_best():
+    return dataclasses.replace(experiment_fn(), best="min:worst", export="best.pt")
+
+if __name__ == "__main__":
+    roles = {"trainer": shoal.Role(count=1), "evaluator": shoal.Role(memory="4GiB", cpus=1)}
+    run = shoal.run(with_a_best, roles=roles, checkpoint_every_steps=4)
+    view = run.wait(80)
+    tell(metrics=run.metrics(), step=view.evaluation.step, files=sorted(path.name for path in run.directory.iterdir()))
+"""
+
 LEFT = """
 import time
 if __name__ == "__main__":
@@ -145,6 +158,13 @@ def test_a_member_that_uses_more_memory_than_its_role_has_is_ended(stage: Any) -
     text = GREEDY
     (told,) = stage.finish(stage.begin(text, epochs=100_000))
     assert "error[S405] it used" in told["why"]
+
+
+def test_an_evaluator_scores_the_experiment_beside_the_training(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(EVALUATED))
+    assert told["step"] == 9, "the last checkpoint was not evaluated"
+    assert told["metrics"]["worst"] < 3
+    assert told["files"] == ["best.pt", "model.pt"]
 
 
 def test_a_run_ends_with_the_process_that_started_it(stage: Any) -> None:

@@ -19,6 +19,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "_ext"]
 
+# The page is the same where they are not installed.
+autodoc_mock_imports = ["keras", "tensorflow"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,14 +42,26 @@ if __name__ == "__main__":
 """
 
 
-def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) -> None:
+def told(tmp_path: Path, program: str) -> dict[str, Any]:
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(program)
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     ran = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=170)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    told = json.loads(ran.stdout.partition("TOLD ")[2])
-    assert told["metrics"]["step"] == 12
-    assert {"mae", "val_loss", "val_mae"} <= set(told["metrics"])
-    assert told["logs"].count("| epoch 2") == 2
-    assert told["files"] == ["model.keras"]
+    found: dict[str, Any] = json.loads(ran.stdout.partition("TOLD ")[2])
+    assert found["metrics"]["step"] == 12
+    assert {"loss", "mae", "val_loss", "val_mae"} <= set(found["metrics"])
+    return found
+
+
+def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) -> None:
+    found = told(tmp_path, PROGRAM)
+    assert found["logs"].count("| epoch 2") == 2
+    assert found["files"] == ["model.keras"]
+
+
+def test_an_evaluator_scores_a_keras_model_and_keeps_the_best(tmp_path: Path) -> None:
+    roles = '{"trainer": shoal.Role(), "evaluator": shoal.Role(cpus=1)}, checkpoint_every_steps=4'
+    program = PROGRAM.replace('{"trainer": shoal.Role(count=2)}', roles)
+    found = told(tmp_path, program.replace('save="', 'best="min:loss", export="best.keras", save="'))
+    assert found["files"] == ["best.keras", "model.keras"]

@@ -24,7 +24,9 @@ from shoal.launch.sources import Choices, Option
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
 @click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
-@click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
+@click.option(
+    "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
+)
 @click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(

@@ -117,12 +117,15 @@ class Elastic(_Forwarding):
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
         self._trainer: Trainer | None = None
         self._came_at_the_end: dict[str, Any] | None = None
-        self._in_the_middle = self._keras_counts = False
+        self._in_the_middle = False
+        # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last one.
+        self._begun = self._ended = 0
+        self._told: dict[str, float] = {}
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()
         if params["steps"] != UNLIMITED:
-            batches.length, self._keras_counts = params["steps"], True
+            batches.length = params["steps"]
         else:
             # The same dictionary is shown to the progress bar.
             params["steps"] = batches.length
@@ -137,15 +140,14 @@ class Elastic(_Forwarding):
         self.forward("on_train_begin", logs)
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
-        if self._callbacks:
-            run.state("callbacks", self._save, self._load)
+        run.state("callbacks", self._save, self._load)
         if self._evaluate is not None or any(one is not None for one in self._asked.values()):
             run.evaluate(self._evaluate, **self._asked)  # type: ignore[arg-type]
         self._trainer = run.begin(model, batches, self.params["epochs"])
         self._trainer.coming()
         self._in_the_middle = run.step > 0
-        # Whoever comes in between two epochs ends the first of them, as the others are about to.
-        model._initial_epoch = batches.epoch_before(run.step)
+        # Whoever comes in between two epochs ends the first of them, if the others have not yet done so.
+        model._initial_epoch = max(batches.epoch_before(run.step), self._ended)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches().now = epoch
@@ -154,14 +156,24 @@ class Elastic(_Forwarding):
             self._in_the_middle = False
             self._trainer.put_meters_back()
             self._came_at_the_end = self._trainer.results()
-        self.forward("on_epoch_begin", epoch, logs)
+        # What callbacks do when an epoch begins or ends is done once, and handed over: a learning rate that each
+        # epoch lowers must not be lowered again by who comes in.
+        if self._begun <= epoch:
+            self.forward("on_epoch_begin", epoch, logs)
+            self._begun = epoch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._came_at_the_end is not None and logs is not None:
-            # Keras has seen no step of this epoch here, and knows of no metrics.
-            logs |= {name: float(value) for name, value in self._came_at_the_end.items() if name not in logs}
+        logs = {} if logs is None else logs
+        if self._ended > epoch:
+            logs |= self._told
+            return
+        # Keras knows of no metrics if it has seen no step of this epoch here.
+        found = self._came_at_the_end or {}
+        logs |= {name: float(value) for name, value in found.items() if name not in logs}
         self._came_at_the_end = None
         self.forward("on_epoch_end", epoch, logs)
+        self._ended, self._told = epoch + 1, {name: float(value) for name, value in logs.items()}
+        self._joined().log(**self._told)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
@@ -179,12 +191,7 @@ class Elastic(_Forwarding):
                 next(source)  # whether the epoch is over
             assert self._trainer is not None
             self._came_at_the_end = None
-            logs = self._trainer.step()
-            length = self._batches().length if self._keras_counts else None
-            if length and self._joined().step % length == 0:
-                # Others may be given our state when the next step comes: before callbacks end the epoch here.
-                self._trainer.coming()
-            return logs
+            return self._trainer.step()
 
         model.train_function = train
 
@@ -199,13 +206,15 @@ class Elastic(_Forwarding):
     def _joined(self) -> Run:
         return self._run or join()
 
-    # --- the state of the other callbacks
+    # --- the state of the callbacks
 
-    def _save(self) -> list[dict[str, Any]]:
-        return [_saved(one) for one in self._callbacks]
+    def _save(self) -> dict[str, Any]:
+        own = {"begun": self._begun, "ended": self._ended, "told": self._told}
+        return own | {"callbacks": [_saved(one) for one in self._callbacks]}
 
-    def _load(self, states: list[dict[str, Any]]) -> None:
-        for one, state in zip(self._callbacks, states, strict=True):
+    def _load(self, saved: dict[str, Any]) -> None:
+        self._begun, self._ended, self._told = saved["begun"], saved["ended"], saved["told"]
+        for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
             for name, value in state.items():
                 setattr(one, name, _restored(value))
 

@@ -42,7 +42,11 @@ class Trainer(Loop):
         self._backend = backend
         model = backend.model
         self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
-        self._statistics = [v for v in model.non_trainable_variables if not _is_seed(v) and _is_float(v)]
+        # Weights that are frozen change in no step.
+        frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
+        self._statistics = [
+            v for v in model.non_trainable_variables if not _is_seed(v) and _is_float(v) and id(v) not in frozen
+        ]
         self._meters: list[Any] = []
         self._sums: FlatSums | None = None
         self._likes = [Like(v.shape, str(v.dtype)) for v in model.trainable_variables]
@@ -52,8 +56,10 @@ class Trainer(Loop):
         self._squares: Squares | None = None
         self._held: Any = None
         self.epoch_of: Callable[[int], int] = lambda _step: 0
+        # These change only when a step is applied, which waits for those who read them.
+        self._at_rest = frozen | {id(v) for v in backend.optimizer.variables}
         keeper.parts["model"] = Variables(lambda: model.variables, self._read_for_others)
-        keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, backend.read)
+        keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, self._read_for_others)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, self._read_for_others)
         keeper.parts["noise"] = self.soundings.noise
 
@@ -130,9 +136,9 @@ class Trainer(Loop):
         self._kept_meters = [read(v).copy() for v in self._meters]
 
     def _read_for_others(self, variable: Any) -> NDArray[Any]:
-        """A copy of what a forward pass changes: others may still be reading it when the next step is computed."""
+        """A copy of what a forward pass or a callback changes: others may still read it when the next step begins."""
         found = self._backend.read(variable)
-        return found if variable.trainable else found.copy()
+        return found if id(variable) in self._at_rest and found.ndim else found.copy()
 
     def _undo_uncommitted(self) -> None:
         turn = self.turn

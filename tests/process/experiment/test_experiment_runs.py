@@ -172,6 +172,10 @@ def test_a_run_ends_with_the_process_that_started_it(stage: Any) -> None:
     view = stage.shoal("status", told["id"])
     assert view["status"] == "stopped"
     assert view["checkpoint_step"] >= 3
+    stage.shoal("resume", "--detach", told["id"])
+    stage.wait("it goes on", lambda: stage.shoal("status", told["id"])["step"] > view["checkpoint_step"])
+    assert stage.shoal("stop", told["id"])["status"] == "stopped"
+    stage.wait("all is gone", lambda: not stage.processes())
 
 
 def test_nothing_outlives_a_killed_program(stage: Any) -> None:

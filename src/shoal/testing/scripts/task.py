@@ -41,6 +41,7 @@ class Task:
     width: int = 4
     rate: float = 0.0625
     momentum: float = 0.875
+    decay: float = 1.0
     pause_s: float = 0.03
 
     @classmethod
@@ -76,23 +77,30 @@ class Task:
         for step in range(steps):
             ids = order.ids(step, 0, order.size_of(step))
             gradients = _gradients(parameters, x[ids, 1:], y[ids])
+            rate = self.rate * self.decay ** order.cursor(step).epoch
             for one, speed, gradient in zip(parameters, speeds, gradients, strict=True):
                 speed *= self.momentum
-                speed -= self.rate * gradient
+                speed -= rate * gradient
                 one += speed
             found.append(flat(parameters))
         return found
 
-    def loss(self, parameters: Floats, ids: NDArray[np.int64]) -> float:
-        """The mean loss of these samples."""
-        x, y = self.data()
-        shaped, begin = [], 0
-        for one in self.start():
-            shaped.append(parameters[begin : begin + one.size].reshape(one.shape))
-            begin += one.size
-        first, bias, second, last = shaped
-        found = np.tanh(x[ids, 1:] @ first + bias) @ second + last
-        return float(np.mean((found - y[ids]) ** 2))
+    def losses(self, trajectory: Sequence[Floats]) -> list[float]:
+        """The mean loss of each whole epoch, every batch of it before its step; as Keras shows it."""
+        (x, y), order = self.data(), self.order
+        before = [flat(self.start()), *trajectory]
+        totals: dict[int, float] = {}
+        for step in range(len(trajectory)):
+            ids = order.ids(step, 0, order.size_of(step))
+            off = _outputs(self._shaped(before[step]), x[ids, 1:]) - y[ids]
+            epoch = order.cursor(step).epoch
+            totals[epoch] = totals.get(epoch, 0.0) + float((off**2).sum())
+        return [total / self.samples for total in list(totals.values())[: len(trajectory) // order.steps_per_epoch]]
+
+    def _shaped(self, parameters: Floats) -> list[Floats]:
+        shapes = [one.shape for one in self.start()]
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+        return [one.reshape(shape) for one, shape in zip(np.split(parameters, ends), shapes, strict=True)]
 
 
 class Record:
@@ -104,7 +112,7 @@ class Record:
         self._hold = place / HOLD
         life = os.environ.get("SHOAL_INCARNATION", "alone")
         self._file = (place / f"{member.replace('/', '-')}.{life}.jsonl").open("a", buffering=1)
-        self._last = -1
+        self._given, self._last, self._busy = (-1, 0), -1, False
 
     def ready(self) -> None:
         """The model is built, and training is about to begin."""
@@ -112,15 +120,20 @@ class Record:
 
     def given(self, step: int, world: int, ids: Sequence[float]) -> None:
         """A forward pass over these samples of a step; none, if this member has no share of it."""
+        self._given, self._busy = (step, world), len(ids) > 0
         self.write("given", step=step, world=world, ids=[int(one) for one in ids])
 
     def commit(self, step: int, world: int, size: int, parameters: Sequence[Any]) -> None:
-        """A step was committed, in a world of this size; kernels are inputs by outputs."""
-        if step == self._last:
+        """A step was committed, in a world of this size; kernels are inputs by outputs.
+
+        One that was received from others, done, is not recorded.
+        """
+        if step == self._last or (step, world) != self._given:
             return
         self._last = step
         self.write("commit", step=step, world=world, size=size, parameters=flat(parameters).tolist())
-        if self._hold.exists():
+        # A newcomer that has no share yet is still catching up with the others.
+        if self._busy and self._hold.exists():
             half = self._task.order.total_steps // 2
             time.sleep(self._task.pause_s * (LATE if step > half else 1))
 
@@ -136,6 +149,12 @@ class Record:
 def flat(parameters: Sequence[Any]) -> Floats:
     """All parameters in one row."""
     return np.concatenate([np.asarray(one, np.float64).reshape(-1) for one in parameters])
+
+
+def _outputs(parameters: Sequence[Floats], x: Floats) -> Floats:
+    first, bias, second, last = parameters
+    found: Floats = np.tanh(x @ first + bias) @ second + last
+    return found
 
 
 def _gradients(parameters: Sequence[Floats], x: Floats, y: Floats) -> list[Floats]:

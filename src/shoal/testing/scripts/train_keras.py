@@ -29,7 +29,7 @@ class Numbered(keras.layers.Layer):  # type: ignore[misc]
 
 
 class Commits(keras.callbacks.Callback):  # type: ignore[misc]
-    """Records every step that this member committed."""
+    """Records every step that this member committed, and what Keras says of every epoch."""
 
     def __init__(self, run: shoal.Run, record: Record) -> None:
         super().__init__()
@@ -39,16 +39,20 @@ class Commits(keras.callbacks.Callback):  # type: ignore[misc]
         run = self._run
         self._record.commit(run.step - 1, run.world, run.size, parameters(self.model))
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._record.write("epoch", epoch=epoch, loss=float((logs or {})["loss"]))
+
 
 def parameters(model: Any) -> list[Any]:
     return [keras.ops.convert_to_numpy(one) for one in model.trainable_variables]
 
 
-def build(task: Task, tell: Callable[[Any], None]) -> Any:
-    layers = keras.layers.Dense(task.width, activation="tanh"), keras.layers.Dense(1)
+def build(task: Task, tell: Callable[[Any], None], *between: Any, kind: type = keras.optimizers.SGD) -> Any:
+    """The model of the task, with further layers between its two."""
+    layers = keras.layers.Dense(task.width, activation="tanh"), *between, keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((task.features + 1,)), Numbered(tell), *layers])
     model.set_weights(task.start())
-    model.compile(keras.optimizers.SGD(task.rate, task.momentum), "mse", jit_compile=False)
+    model.compile(kind(task.rate, task.momentum), "mse", jit_compile=False)
     return model
 
 
@@ -63,9 +67,8 @@ def main() -> None:
     model = build(task, tell)
     data = shoal.batches(*task.data(), size=task.batch, seed=task.seed)
     record.ready()
-    ours = [shoal.Elastic(), Commits(run, record)]
-    history = model.fit(data, epochs=task.epochs, verbose=0, callbacks=ours).history
-    record.done(run.step, parameters(model), loss=history.get("loss", []))
+    model.fit(data, epochs=task.epochs, verbose=0, callbacks=[shoal.Elastic(), Commits(run, record)])
+    record.done(run.step, parameters(model))
 
 
 if __name__ == "__main__":

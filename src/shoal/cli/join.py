@@ -20,7 +20,7 @@ from shoal.launch.place import home
 @click.argument("url")
 @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", required=True, help="The file with the coordinator's token.")
 @click.option("--name", help="Name of this machine in runs.  [default: its host name]")
-@click.option("--slots", type=click.IntRange(min=1), help="How many members it offers.  [default: as many as asked]")
+@click.option("--slots", type=click.IntRange(min=0), help="How many members it offers.  [default: as many as asked]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
 @with_frame
 def command(

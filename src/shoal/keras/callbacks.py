@@ -91,8 +91,8 @@ class Elastic(_Forwarding):
 
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
-    in one member only. `evaluate` is what an evaluator scores the model on, (x, y) or a function; `best`, `patience` and
-    `export` are as in `Run.evaluate`.
+    in one member only. `evaluate` is what an evaluator scores the model on: (x, y), or a function; `best`, `patience`
+    and `export` are as in `Run.evaluate`.
     """
 
     def __init__(

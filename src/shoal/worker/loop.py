@@ -96,6 +96,8 @@ class Loop(ABC):
         finally:
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.quit()
+                if self.committed:
+                    self._keeper.at_end(session.step or 0)
             feed.close()
 
     def _give_out(self, feed: Feed, step: int, seed: int) -> Iterator[Any]:

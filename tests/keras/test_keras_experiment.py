@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("keras")
@@ -60,8 +61,35 @@ def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) 
     assert found["files"] == ["model.keras"]
 
 
-def test_an_evaluator_scores_a_keras_model_and_keeps_the_best(tmp_path: Path) -> None:
-    roles = '{"trainer": shoal.Role(), "evaluator": shoal.Role(cpus=1)}, checkpoint_every_steps=4'
-    program = PROGRAM.replace('{"trainer": shoal.Role(count=2)}', roles)
-    found = told(tmp_path, program.replace('save="', 'best="min:loss", export="best.keras", save="'))
-    assert found["files"] == ["best.keras", "model.keras"]
+class Fitted:
+    """A compiled model that only takes note of how it is fitted."""
+
+    def fit(self, data: Any, **how: Any) -> None:
+        self.data, self.how = data, how
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_with_an_evaluator_the_trainers_do_not_evaluate(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.keras import experiment as training
+    from shoal.worker.experiment import Experiment
+
+    wishes: list[Any] = []
+    monkeypatch.setattr(training, "join", lambda: None)
+    monkeypatch.setattr(training, "Elastic", lambda *others, **wish: wishes.append((others, wish)))
+    model, held = Fitted(), (np.ones((4, 2)), np.ones(4))
+    made = Experiment(
+        model=model, data=held, size=4, epochs=2, evaluation=held, best="max:accuracy", patience=3, callbacks=["mine"]
+    )
+    training.train(made, evaluates=not beside)
+    assert model.how["validation_data"] is (None if beside else held)
+    assert model.how["epochs"] == 2
+    assert wishes == [(("mine",), {"evaluate": held, "best": "max:accuracy", "patience": 3, "export": None})]
+
+
+def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.keras import experiment as training
+
+    told: dict[str, float] = {}
+    run: Any = type("Run", (), {"log": lambda self, **figures: told.update(figures)})()
+    training._Telling(run, lambda: {"worst": 3}).on_epoch_end(0, {"loss": 1.0})
+    assert told == {"loss": 1.0, "worst": 3.0}

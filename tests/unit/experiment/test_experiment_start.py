@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shoal
-from shoal.errors import BadCount, BadFiles, BadRole, BadSettings, InsideMember, ShoalError, UnknownEngine
+from shoal.errors import BadCount, BadFiles, BadRole, BadSettings, InsideMember, NotShippable, ShoalError, UnknownEngine
 from shoal.experiment import roles
 
 
@@ -50,6 +51,13 @@ def test_what_cannot_be_is_said_and_nothing_is_left(
         shoal.run(nothing, **arguments)
     assert said in str(raised.value)
     assert not home.exists() or not list((home / "coordinators").iterdir())
+
+
+def test_a_function_that_cannot_travel_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(NotShippable):
+        shoal.run(lambda: nothing())
+    assert not list((home / "coordinators").iterdir())
 
 
 def test_a_member_does_not_start_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

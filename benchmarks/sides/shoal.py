@@ -20,6 +20,7 @@ class Shoal(Side):
 
     name = "shoal"
     settings: ClassVar[dict[str, Any]] = {"all": "defaults"}
+    script = "train_shoal.py"
 
     def start(self, members: int) -> None:
         self._shoal = str(Path(sys.executable).parent / "shoal")
@@ -28,7 +29,7 @@ class Shoal(Side):
         self._agents: list[subprocess.Popen[bytes]] = []
         self.start_coordinator()
         self._offer(members)
-        script = [str(SCRIPTS / "train_shoal.py"), *self.load.arguments(self.directory)]
+        script = [str(SCRIPTS / self.script), *self.load.arguments(self.directory)]
         self._run = self._command("run", ["-n", f"1:{MOST_MEMBERS}", *self._place(url_option=True), *script], "run.log")
 
     def start_coordinator(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,39 @@ def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
         killed = [e for e in run.journal("ProcessExited") if e["fields"]["signal"] == signal.SIGKILL]
         assert len(killed) == len(POINTS)
         check_losses(run, task.order.total_steps)
+
+
+def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_the_checkpoint(tmp_path: Path) -> None:
+    task = Task(epochs=20, decay=0.96875)
+    settings = (*CALM, "checkpoint.every_steps=3")
+    with closing(TaskRun(tmp_path, FAULTY, "1:2", settings, task=task)) as run:
+        run.until_step(5)
+        first = run.pids()["local/1"]
+        run.kill("local/1", signal.SIGTERM)
+        run.until_share("local/1", "the one that left to be back", but=first)
+        assert not run.journal("WorldBroke"), "a notice broke a world"
+        assert any(e["fields"]["member"] == "local/1" for e in run.journal("MemberLeft")), "it went without a word"
+        run.helper("agent").kill()
+        run.until(lambda: "restored the checkpoint" in run.output, "a checkpoint to be restored")
+        run.release()
+        run.finish()
+        run.check()
+        check_losses(run, task.order.total_steps)
+
+
+def test_a_tf_data_pipeline_is_read_exactly_once_whoever_dies(tmp_path: Path) -> None:
+    task = Task(samples=210, batch=16, epochs=6)
+    environ = {"STREAM": "1", "POINTS": json.dumps(["forward", "in the exchange", "after"])}
+    with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ=environ)) as run:
+        run.until(lambda: len(list(run.records.glob("*.died"))) == 3, "all deaths")
+        run.release()
+        run.finish()
+        counted = Counter(one for given in run.given().values() for ids in given.values() for one in ids)
+        assert counted == dict.fromkeys(range(task.samples), task.epochs)
+        done = run.of("done")
+        assert len({(one["step"], *one["parameters"]) for one in done}) == 1, "members end with different parameters"
+        losses: dict[int, set[float]] = {}
+        for one in run.of("epoch"):
+            losses.setdefault(one["epoch"], set()).add(one["loss"])
+        assert losses.keys() == set(range(task.epochs))
+        assert all(len(seen) == 1 for seen in losses.values()), f"members saw different losses: {losses}"

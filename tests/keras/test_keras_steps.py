@@ -63,8 +63,10 @@ def fitted(members: int, prepare: Prepare, shares: str, epochs: int = 3, **fit: 
         def body(session: Seated) -> dict[str, Any]:
             model, given, options = prepared[session.rank]
             run = shoal.Run(session, "test", "unused")
+            jit = options.pop("jit", False)
             found = shoal.batches(*given, size=SIZE, shares=shares, **options)
-            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run)], **fit)
+            elastic = shoal.Elastic(run=run, jit_compile=jit)
+            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[elastic], **fit)
             weights = [keras.ops.convert_to_numpy(v) for v in model.variables]
             return {"weights": weights, "history": history.history, "steps": run.step}
 
@@ -199,7 +201,7 @@ def custom_step() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def with_xla() -> tuple[Any, Any, dict[str, Any]]:
-    return compiled(mlp(), jit_compile=True), data(), {}
+    return compiled(mlp(), jit_compile=True), data(), {"jit": True}
 
 
 def eagerly() -> tuple[Any, Any, dict[str, Any]]:

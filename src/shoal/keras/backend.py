@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 from numpy.typing import NDArray
@@ -13,15 +13,34 @@ from shoal.errors import UnusableModel
 from shoal.keras.guard import Guard
 
 Logs = dict[str, Any]
-Given = Callable[[list[NDArray[Any]]], list[NDArray[Any]] | None]
+Arrays = list[NDArray[Any]]
+Given = Callable[[Arrays], Arrays | None]
 """Takes the gradients of a piece; returns those of the whole global batch if they are to be applied now."""
 
 
+class Computed(NamedTuple):
+    """What a train step made of one batch.
+
+    `statistics` are what layers keep, after it; `before` and `after` are what metrics hold.
+    """
+
+    logs: Logs
+    gradients: Arrays
+    statistics: Arrays
+    before: Arrays
+    after: Arrays
+
+
 class Backend(ABC):
-    """Computes and applies the gradients of one model, as its own `train_step` would."""
+    """Computes and applies the gradients of one model, as its own `train_step` would.
+
+    `statistics` and `meters` are the variables of layers and metrics that a step changes besides what it trains.
+    """
 
     def __init__(self, model: Any, guard: Guard) -> None:
         self.model, self._guard = model, guard
+        self.statistics: list[Any] = []
+        self.meters: list[Any] = []
 
     @property
     def optimizer(self) -> Any:
@@ -32,7 +51,7 @@ class Backend(ABC):
         self._guard.release()
 
     @abstractmethod
-    def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
+    def compute(self, batch: Any) -> Computed:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""
 
     @abstractmethod
@@ -40,8 +59,8 @@ class Backend(ABC):
         """Apply what `given` makes of these gradients, which a loop of the script's own computed, if anything."""
 
     @abstractmethod
-    def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
-        """What the optimizer would have done with these gradients."""
+    def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
+        """What the optimizer would have done with these gradients; what the metrics say when they hold `meters`."""
 
     @abstractmethod
     def read(self, variable: Any) -> NDArray[Any]:
@@ -56,13 +75,13 @@ class Backend(ABC):
         """Whether smaller pieces may help."""
 
 
-def backend_of(model: Any, guard: Guard) -> Backend:
-    """The backend that Keras is set to."""
+def backend_of(model: Any, guard: Guard, jit: bool = False) -> Backend:
+    """The backend that Keras is set to; `jit` says whether to compile steps."""
     name = keras.backend.backend()
     if name == "tensorflow":
         from shoal.keras.tensorflow import TensorFlow
 
-        return TensorFlow(model, guard)
+        return TensorFlow(model, guard, jit)
     if name == "torch":
         from shoal.keras.torch import Torch
 

@@ -19,6 +19,8 @@ from shoal.keras.trainer import Trainer
 WRITING = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 # What is larger than this is not worth handing over with every snapshot.
 KEPT_BYTES = 1 << 20
+# A member that hung learns what the metrics said of so many epochs that it missed.
+KEPT_EPOCHS = 64
 
 
 def _forwarded(name: str) -> Callable[..., None]:
@@ -92,12 +94,14 @@ class Elastic(_Forwarding):
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
     in one member only. `evaluate` is what an evaluator scores the model on: (x, y), or a function; `best`, `patience`
-    and `export` are as in `Run.evaluate`.
+    and `export` are as in `Run.evaluate`. `jit_compile` compiles steps with XLA, anew for every size of a share; what
+    the model was compiled with cannot tell that you want it, because Keras does so wherever it can.
     """
 
     def __init__(
         self,
         *callbacks: Any,
+        jit_compile: bool = False,
         run: Run | None = None,
         evaluate: Any = None,
         best: str | None = None,
@@ -113,14 +117,13 @@ class Elastic(_Forwarding):
                     do="leave it out: the run keeps its own checkpoints, and shoal resume goes on from them",
                 )
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
-        self._run = run
+        self._run, self._jit = run, jit_compile
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
         self._trainer: Trainer | None = None
         self._came_at_the_end: dict[str, Any] | None = None
-        self._in_the_middle = False
-        # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last one.
+        # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
         self._begun = self._ended = 0
-        self._told: dict[str, float] = {}
+        self._told: dict[int, dict[str, float]] = {}
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()
@@ -143,17 +146,16 @@ class Elastic(_Forwarding):
         run.state("callbacks", self._save, self._load)
         if self._evaluate is not None or any(one is not None for one in self._asked.values()):
             run.evaluate(self._evaluate, **self._asked)  # type: ignore[arg-type]
-        self._trainer = run.begin(model, batches, self.params["epochs"])
+        self._trainer = run.begin(model, batches, self.params["epochs"], self._jit)
         self._trainer.coming()
-        self._in_the_middle = run.step > 0
         # Whoever comes in between two epochs ends the first of them, if the others have not yet done so.
         model._initial_epoch = max(batches.epoch_before(run.step), self._ended)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches().now = epoch
-        if self._in_the_middle and self._trainer is not None:
-            # Keras has just reset the metrics that the others gave us.
-            self._in_the_middle = False
+        batches, done = self._batches(), self._joined().step
+        batches.now = epoch
+        if self._trainer is not None and done and batches.epoch_before(done) == epoch:
+            # Keras has just reset the metrics of those of its steps that others did.
             self._trainer.put_meters_back()
             self._came_at_the_end = self._trainer.results()
         # What callbacks do when an epoch begins or ends is done once, and handed over: a learning rate that each
@@ -165,15 +167,16 @@ class Elastic(_Forwarding):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         if self._ended > epoch:
-            logs |= self._told
+            logs |= self._told.get(epoch, {})
             return
         # Keras knows of no metrics if it has seen no step of this epoch here.
         found = self._came_at_the_end or {}
         logs |= {name: float(value) for name, value in found.items() if name not in logs}
         self._came_at_the_end = None
         self.forward("on_epoch_end", epoch, logs)
-        self._ended, self._told = epoch + 1, {name: float(value) for name, value in logs.items()}
-        self._joined().log(**self._told)
+        self._ended, self._told[epoch] = epoch + 1, {name: float(value) for name, value in logs.items()}
+        self._told.pop(epoch - KEPT_EPOCHS, None)
+        self._joined().log(**self._told[epoch])
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
@@ -209,11 +212,11 @@ class Elastic(_Forwarding):
     # --- the state of the callbacks
 
     def _save(self) -> dict[str, Any]:
-        own = {"begun": self._begun, "ended": self._ended, "told": self._told}
+        own = {"begun": self._begun, "ended": self._ended, "told": list(self._told.items())}
         return own | {"callbacks": [_saved(one) for one in self._callbacks]}
 
     def _load(self, saved: dict[str, Any]) -> None:
-        self._begun, self._ended, self._told = saved["begun"], saved["ended"], saved["told"]
+        self._begun, self._ended, self._told = saved["begun"], saved["ended"], dict(saved["told"])
         for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
             for name, value in state.items():
                 setattr(one, name, _restored(value))

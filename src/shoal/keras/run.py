@@ -117,12 +117,12 @@ class Run:
 
     # --- what callbacks and loops ask
 
-    def begin(self, model: Any, batches: Batches, epochs: int) -> Trainer:
+    def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> Trainer:
         """Join the run with this model; returns when the first step of this member can be done."""
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer)))
+        trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)

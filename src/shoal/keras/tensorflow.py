@@ -11,14 +11,14 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backend import Backend, Given, Logs
+from shoal.keras.backend import Arrays, Backend, Computed, Given, Logs
 from shoal.keras.guard import Guard
 
 
 class TensorFlow(Backend):
     """Traced once: the number of samples of a batch is left open."""
 
-    def __init__(self, model: Any, guard: Guard) -> None:
+    def __init__(self, model: Any, guard: Guard, jit: bool) -> None:
         super().__init__(model, guard)
         if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
             raise UnusableModel(
@@ -26,23 +26,23 @@ class TensorFlow(Backend):
                 why="it would sum gradients a second time",
                 do="build and compile the model outside strategy.scope()",
             )
-        self._gradients: Callable[[Any], tuple[Logs, list[Any]]] | None = None
-        self._apply: Callable[[list[Any]], None] | None = None
+        self._computing: Callable[[Any], tuple[Any, ...]] | None = None
+        self._applying: Callable[..., Logs] | None = None
         self._results: Callable[[], Logs] = model.get_metrics_result
         self._places: list[int] = []
         self._variables: list[Any] | None = None
+        self._jit = jit
         self.traces = 0
-        # Left to itself, Keras compiles with XLA, which does so anew for every share.
-        self._jit = bool(getattr(model, "_jit_compile", None))
         if not model.run_eagerly:
             self._results = tf.function(model.get_metrics_result)
 
-    def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
+    def compute(self, batch: Any) -> Computed:
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
-        if self._gradients is None:
-            self._gradients = self._compute if self.model.run_eagerly else self._traced(batch)
-        logs, found = self._gradients(batch)
-        return logs, [np.asarray(one) for one in found]
+        if self._computing is None:
+            self._computing = self._compute if self.model.run_eagerly else self._traced(batch)
+        logs, *found = self._computing(batch)
+        gradients, statistics, before, after = ([np.asarray(one) for one in some] for some in found)
+        return Computed(logs, gradients, statistics, before, after)
 
     def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
         places = [place for place, one in enumerate(gradients) if one is not None]
@@ -68,10 +68,12 @@ class TensorFlow(Backend):
         shaped = [tf.ensure_shape(one, like.shape) for one, like in zip(summed, dense, strict=True)]
         tf.cond(allowed, lambda: apply(shaped), lambda: None)
 
-    def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
-        if self._apply is None:
-            self._apply = self._change if self.model.run_eagerly else tf.function(self._change, jit_compile=self._jit)
-        self._apply([_tensor(one) for one in gradients])
+    def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
+        if self._applying is None:
+            self._applying = (
+                self._change if self.model.run_eagerly else tf.function(self._change, jit_compile=self._jit)
+            )
+        return dict(self._applying([_tensor(one) for one in gradients], statistics, meters))
 
     def read(self, variable: Any) -> NDArray[Any]:
         return np.asarray(variable.value.read_value() if hasattr(variable.value, "read_value") else variable.value)
@@ -82,28 +84,35 @@ class TensorFlow(Backend):
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
 
-    def _traced(self, batch: Any) -> Callable[[Any], tuple[Logs, list[Any]]]:
+    def _traced(self, batch: Any) -> Callable[[Any], tuple[Any, ...]]:
         spec = keras.tree.map_structure(_open_spec, batch)
         traced: Any = tf.function(self._compute, input_signature=[spec], jit_compile=self._jit)
         return traced  # type: ignore[no-any-return]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _compute(self, batch: Any) -> tuple[Logs, list[Any]]:
+    def _compute(self, batch: Any) -> tuple[Any, ...]:
         self.traces += 1
+        before = [tf.identity(one.value) for one in self.meters]
         with self._guard.keeping() as kept:
             logs = self.model.train_step(batch)
         asked = _only(kept)
         self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
         self._variables = asked.variables
         # Those of embeddings are sparse.
-        return logs, [tf.convert_to_tensor(asked.gradients[place]) for place in self._places]
+        gradients = [tf.convert_to_tensor(asked.gradients[place]) for place in self._places]
+        statistics, after = ([tf.identity(v.value) for v in some] for some in (self.statistics, self.meters))
+        return logs, gradients, statistics, before, after
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _change(self, gradients: list[Any]) -> None:
+    def _change(self, gradients: list[Any], statistics: list[Any], meters: list[Any]) -> Logs:
         whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
         for place, one in zip(self._places, gradients, strict=True):
             whole[place] = one
         self._guard.apply(whole, self._variables)
+        for variable, value in zip((*self.statistics, *self.meters), (*statistics, *meters), strict=True):
+            variable.assign(value)
+        found: Logs = self.model.get_metrics_result()
+        return found
 
 
 def _only(kept: list[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backend import Backend, Given, Logs
+from shoal.keras.backend import Arrays, Backend, Computed, Given, Logs
 from shoal.keras.guard import Guard
 
 SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -24,10 +23,11 @@ class Torch(Backend):
         self._places: list[int] = []
         self._variables: list[Any] | None = None
 
-    def gradients(self, batch: Any) -> tuple[Logs, list[NDArray[Any]]]:
+    def compute(self, batch: Any) -> Computed:
         batch = keras.tree.map_structure(
             lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
         )
+        before = [self.read(one).copy() for one in self.meters]
         with self._guard.keeping() as kept:
             logs = self.model.train_step(batch)
         if not kept:
@@ -37,19 +37,27 @@ class Torch(Backend):
                 do="call self.optimizer.apply in train_step",
             )
         asked = kept[0]
-        return logs, self._noted(asked.gradients, asked.variables)
+        gradients = self._noted(asked.gradients, asked.variables)
+        statistics, after = ([self.read(v) for v in some] for some in (self.statistics, self.meters))
+        return Computed(logs, gradients, statistics, before, after)
 
     def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
         found = given(self._noted(gradients, variables))
         if found is not None:
-            self.apply(found)
+            self._change(found)
 
     def _noted(self, gradients: list[Any], variables: list[Any] | None) -> list[NDArray[Any]]:
         self._places = [place for place, one in enumerate(gradients) if one is not None]
         self._variables = variables
         return [gradients[place].detach().cpu().numpy() for place in self._places]
 
-    def apply(self, gradients: Sequence[NDArray[Any]]) -> None:
+    def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
+        self._change(gradients)
+        for variable, value in zip((*self.statistics, *self.meters), (*statistics, *meters), strict=True):
+            variable.assign(value)
+        return self.results()
+
+    def _change(self, gradients: Arrays) -> None:
         whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
         variables = self._variables or self.model.trainable_variables
         for place, one in zip(self._places, gradients, strict=True):

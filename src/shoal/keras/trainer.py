@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.core.goodput import Law, law_for
 from shoal.errors import SecondLoop, UnusableModel
-from shoal.keras.backend import Backend, Logs
+from shoal.keras.backend import Arrays, Backend, Logs
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -26,8 +26,6 @@ from shoal.worker.shadow import Blank
 from shoal.worker.solo import Solo
 from shoal.worker.soundings import is_halfway
 from shoal.worker.turn import Turn
-
-Arrays = list[NDArray[Any]]
 
 
 class Trainer(Loop):
@@ -55,6 +53,8 @@ class Trainer(Loop):
         self._batches: Iterator[Any] | None = None
         self._squares: Squares | None = None
         self._held: Any = None
+        # What layers and metrics hold since our last piece.
+        self._now: tuple[Arrays, Arrays] = [], []
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         # These change only when a step is applied, which waits for those who read them.
         self._at_rest = frozen | {id(v) for v in backend.optimizer.variables}
@@ -93,8 +93,7 @@ class Trainer(Loop):
             if self.committed:
                 break
             found = self.coming()
-        results = self._backend.results() if logs else {}
-        return results if results.keys() == logs.keys() else logs
+        return logs
 
     def put_meters_back(self) -> None:
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
@@ -120,6 +119,7 @@ class Trainer(Loop):
     def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
         model = self._backend.model
         self._meters = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
+        self._backend.statistics, self._backend.meters = self._statistics, self._meters
         self._keep()
         self._keeper.loaded.append(self._keep)
         self._set_up()
@@ -164,24 +164,27 @@ class Trainer(Loop):
     def _piece(self, batch: Any) -> Logs:
         turn, backend = self.turn, self._backend
         assert turn is not None
-        if turn.backwards == 0:
-            self._kept_meters = [backend.read(v).copy() for v in self._meters]
         try:
-            logs, gradients = backend.gradients(batch)
+            computed = backend.compute(batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
             self.too_large(error)
             return {}
-        found = self._summed(turn, gradients)
-        if found is not None:
-            with self._gained(turn):
-                backend.apply(found)
-            self._take_over(turn)
-        return logs
+        if turn.backwards == 0:
+            self._kept_meters = computed.before
+        found = self._summed(turn, computed.gradients, (computed.statistics, computed.after))
+        if found is None:
+            return computed.logs
+        self._take_over(turn)
+        with self._gained(turn):
+            results = backend.apply(found, self._kept_statistics, self._kept_meters)
+        self._commit(turn)
+        return results if results.keys() == computed.logs.keys() else computed.logs
 
-    def _summed(self, turn: Turn, gradients: Arrays) -> Arrays | None:
+    def _summed(self, turn: Turn, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
         """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
+        self._now = now
         if turn.backwards == 0:
             self._squares = self._sounding(turn)
         turn.backwards += 1
@@ -273,11 +276,11 @@ class Trainer(Loop):
     def _fill_tail(self, turn: Turn, total: float) -> None:
         """Our part of the mean of the layers' statistics, and what this step added to our metrics."""
         assert self._sums is not None
-        read, part = self._backend.read, turn.weight / total if total else 0.0
-        changes = [read(v).astype(np.float64) - kept for v, kept in zip(self._meters, self._kept_meters, strict=True)]
+        part, (statistics, meters) = turn.weight / total if total else 0.0, self._now
+        changes = [one.astype(np.float64) - kept for one, kept in zip(meters, self._kept_meters, strict=True)]
         if not turn.empty:
             turn.loss = self._own_loss(changes)
-        numbers = [part * read(v).astype(np.float64) for v in self._statistics]
+        numbers = [part * one.astype(np.float64) for one in statistics]
         numbers += [np.zeros_like(one) if turn.empty else one for one in changes]
         if numbers:
             np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
@@ -290,7 +293,7 @@ class Trainer(Loop):
         return float(changes[place]) if place is not None else 0.0
 
     def _take_over(self, turn: Turn) -> None:
-        """The gradients have been applied: take over everybody's statistics and metrics, and commit."""
+        """Everybody's statistics and metrics are ours."""
         assert self._sums is not None
         rest = self._sums.tail
         if any(p.weight for p in turn.everybody):
@@ -298,10 +301,6 @@ class Trainer(Loop):
             rest = rest[sum(one.size for one in self._kept_statistics) :]
             added = _received(self._kept_meters, rest)
             self._kept_meters = [(a + b).astype(a.dtype) for a, b in zip(self._kept_meters, added, strict=True)]
-        for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
-            variable.assign(value)
-        self.put_meters_back()
-        self._commit(turn)
 
 
 class LoopTrainer(Trainer):
@@ -331,7 +330,7 @@ class LoopTrainer(Trainer):
         turn = self.turn
         if turn is None or turn.committed or turn.backwards > turn.piece:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
-        found = self._summed(turn, gradients)
+        found = self._summed(turn, gradients, ([self._backend.read(v) for v in self._statistics], []))
         self._applied = turn if found is not None else None
         return found
 
@@ -343,6 +342,9 @@ class LoopTrainer(Trainer):
         # Only now is the optimizer surely done.
         if self._applied is turn:
             self._take_over(turn)
+            for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
+                variable.assign(value)
+            self._commit(turn)
 
 
 def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:

@@ -115,7 +115,7 @@ class TaskRun(Stage):
     def shares(self) -> dict[int, dict[str, int]]:
         """How many samples each member had of each step, in the last world that committed it."""
         found: dict[int, dict[str, int]] = {}
-        for (step, _), given in self._given().items():
+        for (step, _), given in self.given().items():
             found[step] = {member: len(ids) for member, ids in given.items()}
         return found
 
@@ -150,7 +150,7 @@ class TaskRun(Stage):
 
     def _check_samples(self, total: int) -> None:
         order, counted = self.task.order, Counter[tuple[int, int]]()
-        for (step, world), given in self._given().items():
+        for (step, world), given in self.given().items():
             seen = sorted(one for ids in given.values() for one in ids)
             batch = sorted(order.ids(step, 0, order.size_of(step)).tolist())
             assert seen == batch, f"step {step} of world {world} has other samples than its batch"
@@ -158,7 +158,7 @@ class TaskRun(Stage):
         assert set(counted.values()) == {1}, "a sample was counted twice in an epoch"
         assert len(counted) == sum(order.size_of(step) for step in range(total)), "samples are missing"
 
-    def _given(self) -> dict[tuple[int, int], dict[str, list[int]]]:
+    def given(self) -> dict[tuple[int, int], dict[str, list[int]]]:
         """The samples that each member computed, by step and the last world that committed it.
 
         They are recorded before a step is computed, so even those are known that died before they could say that it

@@ -60,7 +60,7 @@ class RunHandle:
     def metrics(self) -> dict[str, float]:
         """The latest figures: what trainers and evaluators found, and where the run is.
 
-        A figure of the evaluator that the trainers have too is called val_….
+        A figure of the evaluator that the trainers have too is called ``val_…``.
         """
         view = self.view()
         figures = {"step": float(view.step), "epoch": float(view.epoch)}

@@ -76,7 +76,7 @@ def test_a_run_leaves_event_files_that_a_killed_coordinator_goes_on_with(stage: 
     assert series(events, "metrics/at_the_end") == {STEPS: 7.0}
     assert all(value > 0 for value in series(events, "speed/step_s").values())
     worlds = [event.texts["worlds"] for event in events if "worlds" in event.texts]
-    assert worlds[0].startswith("world 1 begins at step 0 with local/0, local/1")
+    assert worlds[0].startswith("world 1 begins at step 0 with local/")
     assert "the run ended with exit code 0" in [e.texts["story"] for e in events if "story" in e.texts][-1]
     assert f"\ntensorboard {folder(stage)}" in stage.out()
     assert f"\ntensorboard {folder(stage)}" in stage.shoal("status").stdout

@@ -73,7 +73,8 @@ class TensorFlow(Backend):
             self._applying = (
                 self._change if self.model.run_eagerly else tf.function(self._change, jit_compile=self._jit)
             )
-        return dict(self._applying([_tensor(one) for one in gradients], statistics, meters))
+        held = [[tf.constant(one) for one in some] for some in (statistics, meters)]
+        return dict(self._applying([_tensor(one) for one in gradients], *held))
 
     def read(self, variable: Any) -> NDArray[Any]:
         return np.asarray(variable.value.read_value() if hasattr(variable.value, "read_value") else variable.value)

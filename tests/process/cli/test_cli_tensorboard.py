@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 STEPS = 120
 # The loss of a step is known beforehand: every sample pulls the one weight from 0 towards 1.
 SCRIPT = f"""
+import os
 import time
 import torch
 import shoal.torch as shoal
@@ -28,8 +29,9 @@ for (x,) in run.batches(data, size=8, epochs=1):
     optimizer.step()
     optimizer.zero_grad()
     run.log(wisdom=42)
-    print("step", run.step, flush=True)
-    time.sleep(0.03)
+    while run.step == {STEPS} // 2 and not os.path.exists("go"):
+        time.sleep(0.02)
+    time.sleep(0.02)
 run.log(at_the_end=7)
 """
 
@@ -61,6 +63,8 @@ def test_a_run_leaves_event_files_that_a_killed_coordinator_goes_on_with(stage: 
     process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
     stage.wait("there are figures", lambda: b"training/loss" in written(stage))
     stage.process("shoal.coordinator").kill()
+    stage.wait("all are back", lambda: stage.out().count("found the coordinator again") == 2)
+    (stage.path / "go").touch()
     assert process.wait(120) == 0, stage.out()
     events = read_folder(folder(stage))
     assert [event.version for event in events if event.version] == ["brain.Event:2"] * 2

@@ -124,10 +124,13 @@ class RunHandle:
         low, high = parse_members(str(count), "run.scale")
         return find.live(find.in_directory(self._directory)).scale(self.id, ScaleAsk(low, high))
 
+    def _is_kept(self) -> bool:
+        return self._keeper is not None and self._keeper.is_alive()
+
     def _over(self) -> bool:
         """Whether it is over for good; a coordinator that is being started again looks as if it were."""
         if self._keeper is not None:
-            return not self._keeper.is_alive()
+            return not self._is_kept()
         since = time.monotonic()
         while (status := self.status()) in OVER:
             if status != "resumable" or time.monotonic() - since > BACK_WITHIN_S:
@@ -141,6 +144,8 @@ class RunHandle:
         while True:
             coordinator = find.in_directory(self._directory)
             try:
+                if coordinator.client is None and self._is_kept() and time.monotonic() < deadline:
+                    raise CoordinatorUnreachable("the coordinator is being started again, or has just ended")
                 return question(coordinator.records)
             except CoordinatorUnreachable:
                 if time.monotonic() > deadline:

@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.testing import scripts
+from shoal.testing import evidence, scripts
+from shoal.testing.evidence import Given
 from shoal.testing.scripts.task import HOLD, RECORDS, Task
 from shoal.testing.speeds import machines
 from shoal.testing.stage import PATIENCE_S, Stage, closing
@@ -112,67 +112,29 @@ class TaskRun(Stage):
 
         self.until(has, what)
 
-    def shares(self) -> dict[int, dict[str, int]]:
-        """How many samples each member had of each step, in the last world that committed it."""
-        found: dict[int, dict[str, int]] = {}
-        for (step, _), given in self.given().items():
-            found[step] = {member: len(ids) for member, ids in given.items()}
-        return found
+    def given(self) -> Given:
+        """The samples that each member computed of every committed step."""
+        return evidence.given(self.events())
 
-    # --- promises
+    def shares(self) -> dict[int, dict[str, int]]:
+        """How many samples each member had of each step."""
+        return {
+            step: {member: len(ids) for member, ids in members.items()} for (step, _), members in self.given().items()
+        }
 
     def check(self) -> None:
         """All that must hold of a run that trained to its end."""
         total = self.task.order.total_steps
         self.check_steps(total)
-        done = self.of("done")
-        assert done, "nobody trained to the end"
-        assert {one["step"] for one in done} == {total}, "a member ended at another step"
-        assert len({tuple(one["parameters"]) for one in done}) == 1, "members end with different parameters"
+        evidence.check_end(self.task, self.events())
         assert {entry["fields"]["step"] for entry in self.journal("MemberDone")} == {total}
 
-    def check_steps(self, total: int) -> None:
+    def check_steps(self, steps: int) -> None:
         """Every step so far: its samples exactly once, one result, and that of one undisturbed process."""
-        reference = self.task.trajectory(total)
-        results: dict[tuple[int, int], set[tuple[float, ...]]] = {}
-        for commit in self.commits():
-            results.setdefault((commit["step"], commit["world"]), set()).add(tuple(commit["parameters"]))
-        assert {step for step, _ in results} == set(range(total)), "there are steps that nobody recorded"
-        for (step, world), found in results.items():
-            assert len(found) == 1, f"members of world {world} differ after step {step}"
-            off = float(np.abs(np.array(next(iter(found))) - reference[step]).max())
-            assert off < self.backend.bound, (
-                f"after step {step} parameters differ by {off} from those of one undisturbed process"
-            )
-        self._check_samples(total)
+        evidence.check_results(self.task, self.events(), steps, self.backend.bound)
+        evidence.check_samples(self.task, self.events(), steps)
         entered = [entry["fields"]["world"] for entry in self.journal("EnteredWorld")]
         assert entered == sorted(entered), "worlds went back"
-
-    def _check_samples(self, total: int) -> None:
-        order, counted = self.task.order, Counter[tuple[int, int]]()
-        for (step, world), given in self.given().items():
-            seen = sorted(one for ids in given.values() for one in ids)
-            batch = sorted(order.ids(step, 0, order.size_of(step)).tolist())
-            assert seen == batch, f"step {step} of world {world} has other samples than its batch"
-            counted.update((order.cursor(step).epoch, one) for one in seen)
-        assert set(counted.values()) == {1}, "a sample was counted twice in an epoch"
-        assert len(counted) == sum(order.size_of(step) for step in range(total)), "samples are missing"
-
-    def given(self) -> dict[tuple[int, int], dict[str, list[int]]]:
-        """The samples that each member computed, by step and the last world that committed it.
-
-        They are recorded before a step is computed, so even those are known that died before they could say that it
-        was committed.
-        """
-        last: dict[int, int] = {}
-        for commit in self.commits():
-            last[commit["step"]] = max(commit["world"], last.get(commit["step"], 0))
-        found: dict[tuple[int, int], dict[str, list[int]]] = {place: {} for place in last.items()}
-        for given in self.of("given"):
-            place = given["step"], given["world"]
-            if place in found:
-                found[place][given["member"]] = given["ids"]
-        return found
 
 
 # --- scenarios

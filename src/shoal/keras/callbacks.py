@@ -93,15 +93,9 @@ class Elastic(_Forwarding):
 
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
-<<<<<<< HEAD
-    in one member only. `evaluate` is what an evaluator scores the model on: (x, y), or a function; `best`, `patience`
-    and `export` are as in `Run.evaluate`. `jit_compile` compiles steps with XLA, anew for every size of a share; what
-    the model was compiled with cannot tell that you want it, because Keras does so wherever it can.
-=======
     in one member only. `jit_compile` compiles steps with XLA, anew for every size of a share; what the model was
     compiled with cannot tell that you want it, because Keras does so wherever it can. `evaluate` is what an evaluator
     scores the model on: (x, y), or a function; `best`, `patience` and `export` are as in `Run.evaluate`.
->>>>>>> evaluator
     """
 
     def __init__(

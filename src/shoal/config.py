@@ -20,7 +20,7 @@ from shoal.core import batch, emulation, rules, sync
 from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice", "shares", "noise", "outer")
+TABLES = ("checkpoint", "budget", "notice", "shares", "noise", "outer", "evaluate")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -67,10 +67,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
     outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
     outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
-    servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
+    servers: Annotated[
+        int, Meta(ge=1, description="how many hold the parameters, with stale:K, async or --compat ps")
+    ] = 2
     tickets: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"
+    evaluator: Annotated[bool, Meta(description="whether a process beside the training scores its checkpoints")] = False
+    evaluate_every_s: Annotated[
+        float, Meta(gt=0, description="with an evaluator, seconds between checkpoints if nothing else says")
+    ] = 30.0
     tensorboard: Annotated[bool, Meta(description="write event files for TensorBoard into the run's directory")] = True
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
 

@@ -112,7 +112,7 @@ class Served(RuleBasedStateMachine):
     def as_many_servers_as_asked_for(self) -> None:
         known = getattr(self, "runs", Runs()).fleet.processes.values()
         # One that is being ended, such as by a stop just before the run is resumed, does not serve any more.
-        serving = [p for p in known if p.serves and p.status != fl.ENDING]
+        serving = [p for p in known if p.role == "server" and p.status != fl.ENDING]
         assert len(serving) <= getattr(self, "wanted", 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import TypeVar
 
 from shoal.core import fleet as fl
@@ -297,3 +299,161 @@ def test_a_compat_group_with_a_bug_fails() -> None:
     fleet.wait(5.0)
     fleet.exit("lab/0", "user", "ValueError")
     assert [i.exit_code for i in fleet.of(fe.RunFailed)] == [1]
+
+
+def with_parameter_servers(high: int = 2, servers: int = 1, **agents: int | None) -> Fleet:
+    fleet = Fleet()
+    for name, offered in (agents or {"lab": None}).items():
+        fleet.on(fe.AgentJoined(name, offered, "h"))
+    return fleet.on(fe.RunWanted("r", 1, high, "ps", STRICT, servers))
+
+
+def test_a_script_with_parameter_servers_gets_a_chief_and_servers_besides_its_members() -> None:
+    fleet = with_parameter_servers(high=2, servers=1)
+    assert fleet.started() == ["lab/chief-0", "lab/server-0", "lab/0", "lab/1"]
+    configs = [json.loads(dict(i.env)["TF_CONFIG"]) for i in fleet.of(fe.StartProcess)]
+    assert [(c["task"]["type"], c["task"]["index"]) for c in configs] == [
+        ("chief", 0),
+        ("ps", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    assert {kind: len(places) for kind, places in configs[0]["cluster"].items()} == {"chief": 1, "ps": 1, "worker": 2}
+    assert all(c["cluster"] == configs[0]["cluster"] for c in configs)
+
+
+def test_a_chief_and_servers_need_places_too() -> None:
+    fleet = with_parameter_servers(high=2, servers=1, a=2)
+    assert fleet.started() == []
+    fleet.on(fe.AgentJoined("b", 1, "h2"))
+    assert fleet.started() == ["a/chief-0", "a/server-0", "b/0"]
+
+
+def test_a_lost_worker_starts_chief_and_servers_anew_too() -> None:
+    fleet = with_parameter_servers()
+    fleet.exit("lab/1", "infrastructure", "killed by signal 9")
+    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
+    assert fleet.of(fe.Tell)[0].text == "all members are started anew: lab/1 ended: killed by signal 9"
+    for member in ("lab/chief-0", "lab/server-0", "lab/0"):
+        fleet.exit(member, "asked")
+    assert len(fleet.started()) == 4
+
+
+def test_when_the_chief_is_done_the_run_is() -> None:
+    fleet = with_parameter_servers()
+    fleet.exit("lab/chief-0", "done")
+    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/server-0", "lab/0", "lab/1"}
+    for member in ("lab/server-0", "lab/0", "lab/1"):
+        fleet.exit(member, "asked")
+    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+
+
+def evaluated(low: int = 1, high: int = 2, **agents: int | None) -> Fleet:
+    fleet = Fleet()
+    for name, offered in (agents or {"lab": None}).items():
+        fleet.on(fe.AgentJoined(name, offered, "h"))
+    return fleet.on(fe.RunWanted("r", low, high, "", STRICT, evaluators=1))
+
+
+def test_an_evaluator_comes_on_top_of_the_members() -> None:
+    fleet = evaluated(1, 2)
+    assert fleet.started() == ["lab/0", "lab/1", "lab/evaluator-0"]
+    assert fleet.of(fe.StartProcess)[-1].env == (("SHOAL_ROLE", "evaluator"),)
+
+
+def test_an_evaluator_takes_nobodys_slot() -> None:
+    fleet = evaluated(1, 2, lab=2)
+    assert fleet.started() == ["lab/0", "lab/1", "lab/evaluator-0"]
+    assert fleet.exit("lab/0", "infrastructure").started() == ["lab/0"]
+
+
+def test_an_evaluator_goes_where_the_fewest_train() -> None:
+    assert evaluated(1, 2, busy=2, idle=0).started()[-1] == "idle/evaluator-0"
+
+
+def test_a_dead_evaluator_is_started_again_and_nobody_else_is() -> None:
+    assert evaluated().exit("lab/evaluator-0", "infrastructure", "killed").started() == ["lab/evaluator-0"]
+
+
+def test_an_evaluator_that_fails_too_often_costs_the_run_nothing() -> None:
+    fleet = evaluated()
+    fleet.exit("lab/evaluator-0", "user", "ValueError")
+    fleet.exit("lab/evaluator-0", "user", "ValueError")
+    assert fleet.process("lab/evaluator-0").status == fl.GIVEN_UP
+    assert not fleet.of(fe.RunFailed)
+    assert "goes on without its evaluator" in fleet.of(fe.Tell)[0].text
+    assert fleet.wait(10_000.0).started() == []
+
+
+def test_an_evaluator_that_does_not_fit_is_not_tried_again() -> None:
+    fleet = evaluated().exit("lab/evaluator-0", "refused", "error[S320]")
+    assert fleet.started() == []
+    assert not fleet.of(fe.RunFailed)
+
+
+def test_after_the_last_step_the_run_waits_for_its_evaluator() -> None:
+    fleet = evaluated(1, 1).on(fe.RunFinished("r"))
+    fleet.exit("lab/0", "done")
+    assert fleet.of(fe.TrainingOver) == [fe.TrainingOver("r")]
+    assert not fleet.of(fe.RunEnded)
+    assert fleet.exit("lab/evaluator-0", "done").of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+
+
+def test_an_evaluator_that_dies_after_the_last_step_comes_back() -> None:
+    fleet = evaluated(1, 1).on(fe.RunFinished("r"))
+    fleet.exit("lab/0", "done")
+    assert fleet.exit("lab/evaluator-0", "infrastructure").started() == ["lab/evaluator-0"]
+    fleet.exit("lab/evaluator-0", "infrastructure")
+    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+
+
+def test_an_evaluator_in_back_off_is_waited_for() -> None:
+    fleet = evaluated(1, 1)
+    fleet.state = with_patience(fleet.state)
+    for _ in range(2):
+        fleet.exit("lab/evaluator-0", "infrastructure")
+    assert fleet.process("lab/evaluator-0").status == fl.BACKOFF
+    fleet.on(fe.RunFinished("r"))
+    assert not fleet.exit("lab/0", "done").of(fe.RunEnded)
+    assert fleet.wait(3.0).started() == ["lab/evaluator-0"]
+
+
+def with_patience(state: fl.State) -> fl.State:
+    restarts = BudgetSettings(user=5, infrastructure=5, backoff_s=2.0)
+    return replace(state, runs={"r": replace(state.runs["r"], restarts=restarts)})
+
+
+def test_another_machine_takes_the_evaluation_over() -> None:
+    fleet = evaluated(1, 1, first=None, second=None)
+    fleet.on(fe.RunFinished("r"))
+    there = next(name for run, name in fleet.state.processes if "evaluator" in name).partition("/")[0]
+    fleet.on(fe.AgentAway(there))
+    other = ({"first", "second"} - {there}).pop()
+    assert fleet.wait(11.0).started() == [f"{other}/evaluator-0"]
+
+
+def test_a_notice_moves_the_evaluator_and_the_run_is_not_preempted() -> None:
+    fleet = evaluated(1, 1, first=1, second=0)
+    fleet.on(fe.AgentNotice("second", 30.0, "spot"))
+    assert fleet.started() == ["first/evaluator-0"]
+    fleet.exit("second/evaluator-0", "preempted")
+    assert not fleet.state.runs["r"].preempted
+
+
+def test_a_stopped_run_ends_its_evaluator_at_once() -> None:
+    fleet = evaluated(1, 1).on(fe.RunStopping("r", 75, 30.0, "asked", ("lab/evaluator-0",)))
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/evaluator-0"]
+    fleet.exit("lab/0", "done")
+    assert not fleet.of(fe.RunEnded)
+    assert fleet.exit("lab/evaluator-0", "asked").of(fe.RunEnded) == [fe.RunEnded("r", "asked", 75)]
+
+
+def test_a_script_that_never_trains_does_not_leave_its_evaluator_waiting() -> None:
+    fleet = evaluated(1, 1).exit("lab/0", "done")
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/evaluator-0"]
+    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+
+
+def test_scaling_leaves_the_evaluator_alone() -> None:
+    fleet = evaluated(1, 3).on(fe.Scaled("r", 1, 1))
+    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/2", "lab/1"]

@@ -57,6 +57,21 @@ def members(view: RunView) -> str:
     return f"world {view.world} with {view.world_size} members ({bounds})"
 
 
+def evaluation(view: RunView) -> str:
+    """What the latest evaluation found, and the best one; empty if there was none."""
+    found = view.evaluation
+    if found is None:
+        return ""
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()) or "no number"
+    text = f"step {table.count(found.step)}: {figures}"
+    if found.best_value is not None and found.best_step is not None:
+        metric = found.best.partition(":")[2]
+        text += f"; best {metric} {found.best_value:.4g} at step {table.count(found.best_step)}"
+    if found.without and found.patience is not None:
+        text += f", {found.without} of {found.patience} evaluations without a better one"
+    return text
+
+
 def efficiency(view: RunView) -> list[str]:
     """The global batch, what its noise says of it, and how much of the members' time is waited away."""
     parts = [f"batch {table.count(view.batch)}"] if view.batch else []

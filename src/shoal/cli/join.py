@@ -9,17 +9,18 @@ from pathlib import Path
 
 import click
 
-from shoal.cli import launch as launching
-from shoal.cli import sources
-from shoal.cli.client import open_client
-from shoal.cli.frame import Frame, home, with_frame
+from shoal.cli.frame import Frame, with_frame
+from shoal.launch import render as launching
+from shoal.launch import sources
+from shoal.launch.client import open_client
+from shoal.launch.place import home
 
 
 @click.command()
 @click.argument("url")
 @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", required=True, help="The file with the coordinator's token.")
 @click.option("--name", help="Name of this machine in runs.  [default: its host name]")
-@click.option("--slots", type=click.IntRange(min=1), help="How many members it offers.  [default: as many as asked]")
+@click.option("--slots", type=click.IntRange(min=0), help="How many members it offers.  [default: as many as asked]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
 @with_frame
 def command(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, decisions, efficiency, members, sentence, spent
+from shoal.cli.display import PARTS, decisions, efficiency, evaluation, members, sentence, spent
 from shoal.wire.views import MemberView, RunView, StoryLine
 
 MARGIN = 5
@@ -29,6 +29,7 @@ COLOURS = {
     "starting": "yellow",
     "waiting": "yellow",
     "spare": "cyan",
+    "evaluating": "cyan",
     "recovering": "magenta",
     "leaving": "magenta",
     "stopping": "magenta",
@@ -83,6 +84,8 @@ def render(view: RunView, events: Sequence[tuple[float, str]], now: float, width
     parts: list[RenderableType] = [_progress(view), Text(gap.join(_facts(view, now)))]
     if told := efficiency(view):
         parts.append(Text(gap.join(told)))
+    if found := evaluation(view):
+        parts.append(Text.assemble(("evaluated", "dim"), " ", found))
     parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in decisions(view))
     if view.status != "training" and view.reason:
         parts.append(Text(view.reason, style="yellow"))

@@ -8,12 +8,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli import launch as launching
-from shoal.cli import sources
-from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.cli.launch import Launch
-from shoal.cli.sources import Choices, Option
-from shoal.errors import BadEmulation, BadSync
+from shoal.cli.frame import Frame, with_frame, with_place
+from shoal.core import sync as synchrony
+from shoal.errors import BadEmulation, BadRole, BadSync
+from shoal.launch import render as launching
+from shoal.launch import sources
+from shoal.launch.place import Place
+from shoal.launch.render import Launch
+from shoal.launch.sources import Choices, Option
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -22,12 +24,16 @@ from shoal.errors import BadEmulation, BadSync
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
 @click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
-@click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
+@click.option(
+    "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
+)
+@click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
-    type=click.Choice(["torchrun", "tf"]),
-    help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
+    type=click.Choice(["torchrun", "tf", "ps"]),
+    help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or TF_CONFIG "
+    "with workers, or with a chief, workers and --servers ps.",
 )
 @click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
 @click.option(
@@ -49,6 +55,7 @@ def command(
     name: str | None,
     sync: str | None,
     servers: str | None,
+    evaluator: bool,
     module: bool,
     compat: str | None,
     batch: str | None,
@@ -67,6 +74,7 @@ def command(
         name=("--name", name),
         sync=("--sync", sync),
         servers=("--servers", servers),
+        evaluator=("--evaluator", "true" if evaluator else None),
         batch=("--batch", batch),
         emulate=("--emulate", emulate),
     )
@@ -83,6 +91,10 @@ def command(
             where=choices.source("sync"),
             why="a script that does not use shoal.torch exchanges its gradients by itself",
         )
+    if evaluating(choices) and (compat or synchrony.parse(choices.text("sync")).served):
+        beside = f"--compat {compat}" if compat else f"--sync {choices.text('sync')}"
+        where = choices.source("evaluator")
+        raise BadRole(f"an evaluator cannot be used with {beside}", where=where, do="leave one of them out")
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
     directory = launching.new_directory(place.home)
     launch = launching.render(directory, choices, spec)
@@ -113,6 +125,10 @@ def options_of(**given: tuple[str, str | None]) -> dict[str, Option]:
     return {key: (option, value) for key, (option, value) in given.items() if value is not None}
 
 
+def evaluating(choices: Choices) -> bool:
+    return bool(choices.found["evaluator"].value)
+
+
 def describe(launch: Launch, choices: Choices, place: Place) -> str:
     """What would be started, for people."""
     spec = launch.spec
@@ -125,7 +141,8 @@ def describe(launch: Launch, choices: Choices, place: Place) -> str:
     if spec is not None:
         kind = "module" if spec.module else "script"
         low, high = spec.members
-        lines += [f"run          {spec.name}: {low} to {high} members", f"{kind}       {' '.join(spec.argv)}"]
+        beside = " and an evaluator" if evaluating(choices) else ""
+        lines += [f"run          {spec.name}: {low} to {high} members{beside}", f"{kind}       {' '.join(spec.argv)}"]
         lines += [f"in           {spec.cwd}"]
         lines += [f"compat       {spec.compat}"] if spec.compat else []
     changed = [one for one in choices.found.values() if one.source != "default"]

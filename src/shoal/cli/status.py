@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli import find, table
-from shoal.cli.display import PARTS, decisions, efficiency, event_files, progress, spent
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli import table
+from shoal.cli.display import PARTS, decisions, efficiency, evaluation, event_files, progress, spent
+from shoal.cli.frame import Frame, with_frame, with_place
+from shoal.launch import find
+from shoal.launch.place import Place
 from shoal.wire.views import MemberView, RunView
 
 
@@ -39,6 +41,10 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     ]
     if told := efficiency(view):
         lines.append(f"efficiency  {', '.join(told)}")
+    if found := evaluation(view):
+        lines.append(f"evaluated   {found}")
+    if view.evaluation is not None and view.evaluation.export:
+        lines.append(f"best model  {view.evaluation.export}")
     lines += [f"{what:<12}{reason}" for what, reason in decisions(view)]
     if view.reason:
         lines.append(f"why         {view.reason}")

@@ -9,10 +9,13 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
-from shoal.cli.display import SHARES, event_files
+from shoal.cli.display import SHARES, evaluation, event_files
+from shoal.core.fleet import role_of
+from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunView, StoryLine
 
 RESUMABLE = 75
+ALL_DONE = "all members are done"
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
 CHANGES_SHOWN = 10
 VICTIMS_SHOWN = 3
@@ -54,12 +57,16 @@ class Summary(msgspec.Struct, frozen=True):
     share_changes: int = 0
     idle_before: float | None = None
     idle_now: float | None = None
+    evaluated: str = ""
+    export: str = ""
     tensorboard: str = ""
     tensorboard_error: str = ""
 
 
 def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
     """Put the end of a run together from what was seen of it."""
+    # What became of an evaluator concerns nobody else.
+    story = [line for line in story if role_of(line.member) != EVALUATOR]
     cause, victims = _root_cause(view, story)
     last = story[-1].at if story else view.since
     return Summary(
@@ -83,6 +90,8 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         share_changes=sum(line.kind == SHARES for line in story),
         idle_before=view.idle_before,
         idle_now=view.idle_now,
+        evaluated=evaluation(view),
+        export=view.evaluation.export if view.evaluation is not None else "",
         tensorboard=view.tensorboard,
         tensorboard_error=view.tensorboard_error,
     )
@@ -147,11 +156,15 @@ def text(facts: Summary) -> str:
     lines.append(
         f"{head} in {table.span(facts.seconds)}" + (f", loss {facts.loss:.4g}" if facts.loss is not None else "")
     )
-    if facts.reason and facts.status not in ("done",):
+    if facts.reason and (facts.status != "done" or facts.reason != ALL_DONE):
         lines.append(f"why         {facts.reason}")
     lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
     lines += _changes(facts)
     lines += _shares(facts)
+    if facts.evaluated:
+        lines.append(f"evaluated   {facts.evaluated}")
+    if facts.export:
+        lines.append(f"best model  {facts.export}")
     if facts.checkpoint_step is not None:
         lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
     if facts.directory:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from shoal.core import evaluation
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
+from shoal.core.fleet import role_of
 from shoal.wire import messages as ms
-from shoal.wire.views import RunSpec
+from shoal.wire.views import RoleSpec, RunSpec
 
 
 def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
@@ -36,6 +39,13 @@ def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
             yield from ((name, ms.Finished(step)) for name in to)
         case ev.Grant(member, name):
             yield member, ms.Granted(name)
+        case evaluation.TellStanding(to, standing):
+            best = (standing.best, standing.best_step, standing.best_value)
+            yield from ((who, ms.Standing(standing.step, *best)) for who in to)
+        case evaluation.TellCheckpoint(to, step, path):
+            yield from ((who, ms.Checkpointed(step, path, 0, 0.0)) for who in to)
+        case evaluation.TellTrained(to, step):
+            yield from ((who, ms.Finished(step)) for who in to)
         case ev.TellFulfilled(to, name):
             yield from ((who, ms.AlreadyDone(name)) for who in to)
 
@@ -53,6 +63,7 @@ def start_member(
         "SHOAL_SETTINGS": msgspec.json.encode(dict(settings)).decode(),
         "SHOAL_RUN_DIR": run_dir,
         "SHOAL_MEMBERS_MAX": str(spec.members[1]),
+        **_resources(spec.roles.get(role_of(asked.member))),
         **dict(asked.env),
     }
     return ms.StartMember(
@@ -60,11 +71,17 @@ def start_member(
     )
 
 
+def _resources(role: RoleSpec | None) -> dict[str, str]:
+    """What a process of this role may use, as far as that was said."""
+    told = {"SHOAL_CPUS": role.cpus, "SHOAL_MEMORY_BYTES": role.memory_bytes} if role is not None else {}
+    return {name: str(value) for name, value in told.items() if value}
+
+
 def end_member(asked: fe.EndProcess) -> ms.EndMember:
     return ms.EndMember(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
 
 
-def event_of(member: str, message: ms.Message) -> ev.Event | None:
+def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.Evaluated | None:
     """What a member's message says to the membership, None if it says nothing there."""
     match message:
         case ms.Ready(fingerprint, step, restored, speed):
@@ -95,4 +112,8 @@ def event_of(member: str, message: ms.Message) -> ev.Event | None:
             return ev.CheckpointWritten(member, step, path)
         case ms.Decided(step, what, values, reason):
             return ev.Decided(member, step, what, values, reason)
+        case ms.Evaluated(step, metrics, best, patience, export):
+            # The journal has no words for what is not finite.
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            return evaluation.Evaluated(member, step, finite, best, patience, export)
     return None

@@ -11,7 +11,10 @@ from shoal.coordinator.links import MemberLink, same_version
 from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
 from shoal.core import events as ev
+from shoal.core import fleet as fl
 from shoal.core import membership as mb
+from shoal.core.evaluation import Evaluator
+from shoal.core.roster import EVALUATOR
 from shoal.errors import BadMessage, NameTaken, WrongRun
 from shoal.wire import messages as ms
 
@@ -82,6 +85,8 @@ class Members:
             link.refuse(BadMessage.code, "the name of the member cannot be used", why=repr(hello.member[:80]))
         elif link.member not in ("", hello.member) or link.run not in ("", hello.run):
             link.refuse(BadMessage.code, f"{link.member} cannot become {hello.member} of {hello.run}")
+        elif (hello.role == EVALUATOR) != (fl.role_of(hello.member) == EVALUATOR):
+            link.refuse(BadMessage.code, f"{hello.member} is no name of a member with the role {hello.role}")
         else:
             return True
         return False
@@ -89,7 +94,7 @@ class Members:
     def _known(self, link: MemberLink) -> Run | None:
         """The run of a member that is still in it; others are told that they are out."""
         run = self._service.runs.runs.get(link.run)
-        member = run.membership.members.get(link.member) if run is not None else None
+        member = _member(run, link.member) if run is not None else None
         if link.expelled or run is None:
             return None
         if run.over and run.membership.finished:
@@ -107,6 +112,9 @@ class Members:
                 link.member, message.kind, message.text, message.traceback[-20_000:], message.code
             )
             self._service.handle(link.run, raised)
+            return
+        if isinstance(message, ms.Evaluated) and fl.role_of(link.member) != EVALUATOR:
+            link.refuse(BadMessage.code, f"{link.member} is no evaluator")
             return
         run = self._known(link)
         event = deliver.event_of(link.member, message)
@@ -149,10 +157,14 @@ class Members:
 
     def _disconnected(self, link: MemberLink) -> None:
         run = self._service.runs.runs.get(link.run)
-        member = run.membership.members.get(link.member) if run is not None and not run.over else None
+        member = _member(run, link.member) if run is not None and not run.over else None
         back = link.member in self._service.live(link.run).links
         if member is not None and member.incarnation == link.incarnation and not back:
             self._service.handle(link.run, ev.Disconnected(link.member))
+
+
+def _member(run: Run, name: str) -> mb.Member | Evaluator | None:
+    return run.membership.members.get(name) or run.evaluation.members.get(name)
 
 
 def _renewed(old: mb.Beat | None, now: float) -> mb.Beat:

@@ -9,6 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from shoal.wire.views import AgentView, RunView
 
+
+def _evaluation(run: RunView, what: str) -> float | None:
+    found: float | None = getattr(run.evaluation, what, None)
+    return found
+
+
 _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
     ("shoal_run_step", "Committed steps", lambda run: run.step),
     ("shoal_run_world", "Number of the live world", lambda run: run.world),
@@ -18,6 +24,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
     ("shoal_run_batch", "Samples of a global batch", lambda run: run.batch or None),
     ("shoal_run_noise_scale", "Gradient noise scale in samples", lambda run: run.noise),
     ("shoal_run_checkpoint_step", "Step of the newest checkpoint", lambda run: run.checkpoint_step),
+    ("shoal_run_evaluated_step", "Step that was evaluated last", lambda run: _evaluation(run, "step")),
+    ("shoal_run_best_step", "Step of the best evaluation", lambda run: _evaluation(run, "best_step")),
+    ("shoal_run_best_value", "What the best evaluation found", lambda run: _evaluation(run, "best_value")),
 )
 
 
@@ -51,10 +60,18 @@ class _Collector:
                 members.add_metric([run.run, run.name, status], count)
         yield from (losses, joins, members)
         yield from self._steps()
+        yield self._evaluations()
         agents = GaugeMetricFamily("shoal_agent_connected", "Whether the agent is connected", labels=["agent"])
         for agent in self._agents:
             agents.add_metric([agent.agent], float(agent.connected))
         yield agents
+
+    def _evaluations(self) -> Metric:
+        found = GaugeMetricFamily("shoal_run_evaluation", "Latest evaluation", labels=["run", "name", "metric"])
+        for run in self._runs:
+            for metric, value in (run.evaluation.metrics if run.evaluation is not None else {}).items():
+                found.add_metric([run.run, run.name, metric], value)
+        return found
 
     def _steps(self) -> Iterator[Metric]:
         """Who has how much of a step, where its time goes, and how much of it is waited away."""

@@ -9,9 +9,9 @@ from shoal.coordinator.links import AgentLink, MemberLink
 from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
-from shoal.core.roster import SERVER, TRAINER
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.wire.messages import Beat, Spent
-from shoal.wire.views import AgentView, Decision, MemberView, RunView
+from shoal.wire.views import AgentView, Decision, Evaluation, MemberView, RunView
 
 
 class Live:
@@ -104,6 +104,25 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         idle_before=before,
         idle_now=now_idle,
         decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
+        evaluation=_evaluation(run),
+    )
+
+
+def _evaluation(run: Run) -> Evaluation | None:
+    standing = run.evaluation.standing
+    if standing.step is None:
+        return None
+    return Evaluation(
+        step=standing.step,
+        metrics=dict(standing.metrics),
+        at=standing.at,
+        evaluations=standing.evaluations,
+        best=standing.best,
+        best_step=standing.best_step,
+        best_value=standing.best_value,
+        without=standing.without,
+        patience=standing.patience,
+        export=standing.export,
     )
 
 
@@ -161,7 +180,7 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         compute_s=spent.compute_s,
         wait_s=spent.wait_s,
         exchange_s=spent.exchange_s,
-        role=member.role if member else SERVER if process and process.serves else TRAINER,
+        role=member.role if member else fl.role_of(name),
         clock=said.clock if said else 0,
         ahead=said.ahead if said else 0,
         waits_for=said.waits_for if said else (),
@@ -182,6 +201,9 @@ def _own_rate(name: str, run: Run, live: Live) -> float:
 def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> str:
     if member is None:
         status = process.status if process else ""
+        if process is not None and status == fl.RUNNING and process.role == EVALUATOR:
+            known = run.evaluation.members.get(process.member)
+            return "evaluating" if known is not None and known.connected else "starting"
         return {fl.RUNNING: "starting", fl.ENDING: "leaving", fl.BACKOFF: "waiting"}.get(status, status or "starting")
     if member.leaving or (process is not None and process.status == fl.ENDING):
         return "leaving"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from shoal.core import events, fleet_events
+from shoal.core.evaluation import Evaluated
 from shoal.wire.messages import Machine
 from shoal.wire.views import RunSpec
 
@@ -73,7 +74,7 @@ class Measured:
     idle: tuple[float | None, float] | None = None
 
 
-RunEvent = Union[RunCreated, RunResumed, StopRequested, MemberRaised, MachineKnown, Measured]
+RunEvent = Union[RunCreated, RunResumed, StopRequested, MemberRaised, MachineKnown, Measured, Evaluated]
 
 KINDS: dict[str, type] = {
     kind.__name__: kind

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.config import parse_settings
+from shoal.config import Settings, parse_settings
 from shoal.coordinator import records
 from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
+from shoal.core import compat, sync
 from shoal.core import events as ev
-from shoal.core import sync
-from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadScript, BadSync, NotOver, RunOver, UnknownRun
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadRole, BadScript, BadSync, NotOver, RunOver, UnknownRun
 from shoal.wire import messages as ms
 from shoal.wire.views import RunSpec, RunView, ScaleAsk, StopAsk
 
+ROLES = (TRAINER, SERVER, EVALUATOR)
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -56,10 +58,10 @@ class Requests:
             raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
         if not spec.argv:
             raise BadScript("there is nothing to run", do="name a script")
-        if spec.compat not in ("", "torchrun", "tf"):
-            raise BadRequest(f"{spec.compat!r} is no kind of script", do="use torchrun or tf")
-        settings = msgspec.to_builtins(parse_settings(spec.settings))
-        if spec.compat and sync.parse(settings["sync"]).served:
+        if spec.compat and spec.compat not in compat.KINDS:
+            raise BadRequest(f"{spec.compat!r} is no kind of script", do=f"use {', '.join(compat.KINDS)}")
+        settings = _with_evaluator(spec, msgspec.to_builtins(parse_settings(spec.settings)))
+        if spec.compat and sync.parse(str(settings["sync"])).served:
             what = f"an unmodified script cannot be run with --sync {settings['sync']}"
             raise BadSync(what, why="it exchanges its gradients itself", do="leave --sync or --compat out")
         self._writable()
@@ -119,3 +121,25 @@ class Requests:
                 )
         for link in list(self._service.agents.values()):
             link.send(ms.ShutDown(reason))
+
+
+def _with_evaluator(spec: RunSpec, settings: dict[str, records.Value]) -> dict[str, records.Value]:
+    """The settings of a run, checked and completed for the roles that it has."""
+    unknown = [role for role in spec.roles if role not in ROLES]
+    if unknown:
+        raise BadRole(f"there is no role {unknown[0]!r}", do=f"the roles are {', '.join(ROLES)}")
+    asked = spec.roles.get(EVALUATOR)
+    if asked is not None:
+        if asked.count not in (0, 1):
+            raise BadRole(f"a run cannot have {asked.count} evaluators", do="ask for one, or none")
+        settings["evaluator"] = asked.count == 1
+    if not settings["evaluator"]:
+        return settings
+    if spec.compat or sync.parse(str(settings["sync"])).served:
+        beside = f"--compat {spec.compat}" if spec.compat else f"--sync {settings['sync']}"
+        raise BadRole(f"an evaluator cannot be used with {beside}", do="leave one of them out")
+    usual = Settings()
+    # The command sends all settings, set or not: what differs from the default is somebody's wish.
+    if (settings["checkpoint.every_s"], settings["checkpoint.every_steps"]) == (usual.checkpoint_every_s, 0):
+        settings["checkpoint.every_s"] = settings["evaluate.every_s"]
+    return settings

@@ -12,17 +12,25 @@ from typing import Any, Union
 
 from shoal.config import Settings
 from shoal.coordinator import records
-from shoal.core import budget, events, membership, servers, sync
+from shoal.core import budget, compat, evaluation, events, membership, servers, sync
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
+from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunSpec
 
-Instruction = Union[events.Instruction, fe.Instruction]
+Instruction = Union[
+    events.Instruction,
+    fe.Instruction,
+    evaluation.Instruction,
+    evaluation.TellCheckpoint,
+    evaluation.TellTrained,
+]
 Asked = list[tuple[str, Instruction]]
 
 ENDED = ("done", "failed", "stopped", "resumable")
 _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
+EARLY_GRACE_S = 600.0
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -45,6 +53,7 @@ class Run:
     failure: records.MemberRaised | None = None
     failed_at: float = 0.0
     pids: dict[str, int] = field(default_factory=dict)
+    evaluation: evaluation.State = field(default_factory=evaluation.State)
 
     @property
     def over(self) -> bool:
@@ -97,7 +106,12 @@ class Runs:
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
         self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        wanted = fe.RunWanted(name, low, high, event.spec.compat, restarts_of(event.settings), rules.servers)
+        self._want(self.runs[name], low, high, now, asked)
+
+    def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
+        servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
+        restarts = restarts_of(run.settings)
+        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators)
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
@@ -118,9 +132,8 @@ class Runs:
         )
         run.ended, run.status, run.exit_code, run.failure = None, "", None, None
         run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
-        low, high, count = event.min_members, event.max_members, run.membership.rules.servers
-        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts_of(run.settings), count)
-        self._fleet(wanted, now, asked)
+        run.evaluation = replace(run.evaluation, members={})
+        self._want(run, event.min_members, event.max_members, now, asked)
 
     def _end(self, run: Run, status: str, reason: str, exit_code: int, now: float) -> None:
         run.status, run.exit_code, run.ended, run.since = status, exit_code, now, now
@@ -135,9 +148,13 @@ class Runs:
         elif isinstance(event, records.StopRequested):
             run.ends_as = event.status
             self._membership(run, events.StopAsked(event.reason, event.checkpoint, 75), now, asked, event.grace_s)
+        elif fl.role_of(getattr(event, "member", "")) == EVALUATOR:
+            self._evaluation(run, event, now, asked)
         elif isinstance(event, records.MemberRaised):
             self._raised(run, event, now)
         else:
+            if isinstance(event, events.CoordinatorRestarted):
+                run.evaluation, _ = evaluation.decide(run.evaluation, event, now)
             self._membership(run, event, now, asked)
 
     def _raised(self, run: Run, event: records.MemberRaised, now: float) -> None:
@@ -146,6 +163,24 @@ class Runs:
         if event.code in _VICTIMS or (follows and run.failure is not None and run.failure.code not in _VICTIMS):
             return
         run.failure, run.failed_at = event, now
+
+    # --- evaluators, whose comings and goings concern nobody else
+
+    def _evaluation(self, run: Run, event: Any, now: float, asked: Asked) -> None:
+        before = run.evaluation
+        run.evaluation, instructions = evaluation.decide(before, event, now)
+        asked.extend((run.name, instruction) for instruction in instructions)
+        if isinstance(event, events.Lost) and event.member in before.members:
+            self._fleet(fe.MemberSilent(run.name, event.member), now, asked)
+        elif isinstance(event, events.Hello):
+            self._fleet(fe.MemberBack(run.name, event.member), now, asked)
+            if self.fleet.runs[run.name].trained:
+                asked.append((run.name, evaluation.TellTrained((event.member,), run.membership.step)))
+        going = run.membership.stopping is None and not run.membership.finished
+        for instruction in instructions:
+            if isinstance(instruction, evaluation.StopEarly) and going:
+                stop = events.StopAsked(instruction.reason, checkpoint=True, exit_code=0)
+                self._membership(run, stop, now, asked, EARLY_GRACE_S)
 
     # --- membership, and what follows from it for the processes
 
@@ -168,6 +203,9 @@ class Runs:
             keep = tuple(s.member for s in before.world.seats[: event.max_members]) if before.world else ()
             scaled = fe.Scaled(run.name, event.min_members, event.max_members, keep)
             self._fleet(scaled, now, asked)
+        elif isinstance(event, events.CheckpointWritten) and run.evaluation.members:
+            told = evaluation.TellCheckpoint(tuple(run.evaluation.members), event.step, event.path)
+            asked.append((run.name, told))
         self._tell_guests(run, now, asked)
         if after.stopping is not None and (before.stopping is None or isinstance(event, events.StopAsked)):
             idle = self._idle(run.name, after)
@@ -200,6 +238,9 @@ class Runs:
         """The loss of a member is decided first: others wait for it, while a restart can wait."""
         if isinstance(event, fe.ProcessExited) and event.run in self.runs:
             run = self.runs[event.run]
+            evaluator = run.evaluation.members.get(event.member)
+            if evaluator is not None and evaluator.incarnation == event.incarnation:
+                run.evaluation, _ = evaluation.decide(run.evaluation, events.MemberLeft(event.member, None), now)
             member = run.membership.members.get(event.member)
             if run.over or member is None or member.incarnation != event.incarnation:
                 return
@@ -226,6 +267,9 @@ class Runs:
             if isinstance(instruction, fe.RunFailed):
                 failure = run.failure if instruction.exit_code == 1 else None
                 self._end(run, "failed", _with_failure(instruction.reason, failure), instruction.exit_code, now)
+            elif isinstance(instruction, fe.TrainingOver):
+                told = evaluation.TellTrained(tuple(run.evaluation.members), run.membership.step)
+                asked.append((run.name, told))
             elif isinstance(instruction, fe.RunEnded):
                 status = "done" if instruction.exit_code == 0 else run.ends_as
                 self._end(run, status, instruction.reason, instruction.exit_code, now)
@@ -243,6 +287,13 @@ def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> memb
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
     servers = servers_of(settings)
     return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+
+
+def _serving(run: Run) -> int:
+    """How many processes of a run hold parameters, ours or TensorFlow's."""
+    if run.spec.compat == compat.PS:
+        return int(run.settings.get("servers", Settings().servers))
+    return run.membership.rules.servers
 
 
 def servers_of(settings: Mapping[str, records.Value]) -> int:

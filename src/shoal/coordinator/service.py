@@ -23,6 +23,7 @@ from shoal.coordinator import deliver, history, present, records
 from shoal.coordinator.links import AgentLink
 from shoal.coordinator.logs import Logs
 from shoal.coordinator.runs import Asked, Run, Runs
+from shoal.core import evaluation
 from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
@@ -208,7 +209,8 @@ class Service:
             return
         for run in list(self.runs.runs.values()):
             if not run.over and not run.spec.compat:
-                for event in mb.due(run.membership, self.live(run.name).beats, now):
+                beats = self.live(run.name).beats
+                for event in (*mb.due(run.membership, beats, now), *evaluation.due(run.evaluation, beats, now)):
                     if self._is_fresh(run.name, event, now):
                         self.attempt(partial(self.handle, run.name, event))
         for wait in fl.due(self.runs.fleet, now):

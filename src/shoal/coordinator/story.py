@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.coordinator import records
+from shoal.core import evaluation
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
 from shoal.wire.views import StoryLine
@@ -149,6 +150,8 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.StopMembers: lambda i: (f"{', '.join(i.to)} told to stop", i.reason),
     ev.TellFinished: lambda i: (f"the training is finished at step {i.step}", ""),
     ev.Say: lambda i: (i.text, ""),
+    evaluation.Judged: lambda i: (i.text, i.reason),
+    evaluation.StopEarly: lambda i: ("the run ends before its last step", i.reason),
     records.RunCreated: _created,
     records.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
     records.StopRequested: lambda e: ("the run is asked to stop", e.reason),
@@ -160,6 +163,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     fe.ProcessExited: _exited,
     fe.StartProcess: _start,
     fe.EndProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
+    fe.TrainingOver: lambda _: ("only the evaluator is waited for", "nobody trains any more"),
     fe.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
     fe.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
     fe.Tell: lambda i: (i.text, ""),

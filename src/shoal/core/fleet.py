@@ -18,12 +18,21 @@ from typing import Any
 
 from shoal.core import budget
 from shoal.core import fleet_events as fe
-from shoal.core.compat import Place, rendezvous
+from shoal.core.compat import PS, Place, rendezvous, tasks
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
 ALIVE = (STARTING, RUNNING, ENDING)
-SERVER_MARK = "server-"
+MARKS = {SERVER: "server-", EVALUATOR: "evaluator-"}
+CHIEF_MARK = "chief-"
+_TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
+
+
+def role_of(member: str) -> str:
+    """What a process does in its run; names are given here, and tell."""
+    last = member.rpartition("/")[2]
+    return next((role for role, mark in MARKS.items() if last.startswith(mark)), TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +85,21 @@ class Process:
         return self.status in ALIVE
 
     @property
-    def serves(self) -> bool:
-        """Whether it is a server; names are given here, and tell."""
-        return self.member.rpartition("/")[2].startswith(SERVER_MARK)
+    def role(self) -> str:
+        return role_of(self.member)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the chief of a script with parameter servers, which is done when the chief is."""
+        return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run wants. `regroup` says why a compat run's processes are all being started anew."""
+    """What a run wants. `regroup` says why a compat run's processes are all being started anew.
+
+    `trained` says that nobody trains any more, and only evaluators are waited for.
+    """
 
     run: str
     min_members: int
@@ -91,6 +107,8 @@ class Wanted:
     compat: str
     restarts: budget.BudgetSettings
     servers: int = 0
+    evaluators: int = 0
+    trained: bool = False
     status: str = GOING
     exit_code: int = 0
     reason: str = ""
@@ -103,6 +121,11 @@ class Wanted:
     generation: int = 0
     regroup: str = ""
     not_before: float = 0.0
+
+    @property
+    def beside(self) -> int:
+        """How many processes a compat run has besides those that are counted as its members: chief and servers."""
+        return 1 + self.servers if self.compat == PS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +220,8 @@ class _Draft:
 
     def advance(self) -> None:
         for name in list(self.runs):
+            if self.runs[name].status == FINISHING:
+                self.fill_evaluators(self.runs[name])
             self.settle(name)
         for run in list(self.runs.values()):
             if run.status == GOING and run.compat:
@@ -204,20 +229,31 @@ class _Draft:
             elif run.status == GOING:
                 self.fill_servers(run)
                 self.fill(run)
+                self.fill_evaluators(run)
 
     def fill_servers(self, run: Wanted) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
-        while self.count(run, serving=True) < run.servers:
+        while self.count(run, SERVER) < run.servers:
             usable = [a for a in self.agents.values() if a.usable and (a.slots is None or self.room(a, run) > 0)]
             if not usable:
                 return
-            here = [p.agent for p in self.of_run(run.run) if p.serves]
+            here = [p.agent for p in self.of_run(run.run) if p.role == SERVER]
             agent = min(usable, key=lambda a: (here.count(a.name), a.order))
-            self.start_new(agent, self.runs[run.run], "the run needs servers", serving=True)
+            self.start_new(agent, self.runs[run.run], "the run needs servers", role=SERVER)
 
-    def count(self, run: Wanted, *, serving: bool) -> int:
-        """How many processes of a kind there are that stay."""
-        staying = [p for p in self.of_run(run.run) if p.serves == serving and (p.status != ENDING or p.again)]
+    def fill_evaluators(self, run: Wanted) -> None:
+        """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started."""
+        while self.runs[run.run].seen and self.count(run, EVALUATOR) < run.evaluators:
+            usable = [a for a in self.agents.values() if a.usable]
+            if not usable:
+                return
+            busy = [p.agent for p in self.processes.values() if p.alive]
+            agent = min(usable, key=lambda a: (busy.count(a.name), a.order))
+            self.start_new(agent, self.runs[run.run], "the run is evaluated beside the training", role=EVALUATOR)
+
+    def count(self, run: Wanted, role: str) -> int:
+        """How many processes of a role there are that stay."""
+        staying = [p for p in self.of_run(run.run) if p.role == role and (p.status != ENDING or p.again)]
         return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: Wanted) -> None:
@@ -226,19 +262,32 @@ class _Draft:
                 self.start_new(agent, run, "there is room for it")
 
     def room(self, agent: Agent, run: Wanted) -> int:
+        """How many more processes that train or serve an agent can take; evaluators count nowhere."""
         if agent.slots is not None:
-            return agent.slots - sum(1 for p in self.processes.values() if p.agent == agent.name)
-        return run.max_members - self.count(run, serving=False)
+            here = [p for p in self.processes.values() if p.agent == agent.name and p.role != EVALUATOR]
+            return agent.slots - len(here)
+        return run.max_members - self.count(run, TRAINER)
+
+    def wants(self, agent: Agent, run: Wanted, role: str) -> bool:
+        """Whether one more process of a role could be of use on an agent."""
+        return self.count(run, role) < run.evaluators if role == EVALUATOR else self.room(agent, run) > 0
 
     def is_usable(self, agent: str) -> bool:
         """Whether processes there count; those of an agent that is away may still be back."""
         return agent in self.agents and not self.agents[agent].notice
 
     def start_new(
-        self, agent: Agent, run: Wanted, reason: str, env: tuple[tuple[str, str], ...] = (), *, serving: bool = False
+        self,
+        agent: Agent,
+        run: Wanted,
+        reason: str,
+        env: tuple[tuple[str, str], ...] = (),
+        *,
+        role: str = TRAINER,
+        mark: str = "",
     ) -> None:
         taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
-        stem = f"{agent.name}/{SERVER_MARK if serving else ''}"
+        stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
         index = next(i for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
         order, incarnation = self.next_incarnation()
         p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
@@ -264,15 +313,22 @@ class _Draft:
     def settle(self, name: str) -> None:
         """End a run that has nothing left to wait for."""
         run = self.runs[name]
-        processes = self.of_run(name)
-        alive = [p for p in processes if p.alive]
+        processes = [p for p in self.of_run(name) if p.role != EVALUATOR]
+        evaluators = [p for p in self.of_run(name) if p.role == EVALUATOR and (p.alive or p.status == BACKOFF)]
         waiting = any(p.status == BACKOFF for p in processes)
-        if alive or run.guests or run.status == OVER:
+        if any(p.alive for p in processes) or run.guests or run.status == OVER:
             self.set_run(name, alone_since=None)
+        elif evaluators and run.status == FINISHING:
+            if not run.trained:
+                self.set_run(name, trained=True)
+                self.asked.append(fe.TrainingOver(name))
         elif run.status == STOPPING:
-            self.over(name)
-            self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
+            if not evaluators:
+                self.over(name)
+                self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
         elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
+            for p in evaluators:
+                self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
             self.asked.append(fe.RunEnded(name, "all members are done", 0))
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
@@ -295,7 +351,7 @@ class _Draft:
     def lose(self, p: Process, cause: str, detail: str) -> None:
         """A process is gone that was not asked to go for good."""
         run = self.runs[p.run]
-        if run.status != GOING:
+        if run.status != GOING and not (p.role == EVALUATOR and run.status == FINISHING):
             del self.processes[p.run, p.member]
             if run.status == FINISHING and cause == "user":
                 self.fail(p.run, f"{p.member}: {detail}", 1)
@@ -303,7 +359,7 @@ class _Draft:
         agent = self.agents.get(p.agent)
         if cause == "preempted" and (agent is None or agent.notice):
             del self.processes[p.run, p.member]
-            self.set_run(p.run, preempted=True)
+            self.set_run(p.run, preempted=run.preempted or p.role != EVALUATOR)
             return
         if cause == "refused":
             self.give_up(p, cause, f"{p.member}: {detail}", "it does not fit into this run")
@@ -330,16 +386,22 @@ class _Draft:
         return budget.decide(history, kind, self.now, run.restarts)
 
     def give_up(self, p: Process, cause: str, what: str, why: str) -> None:
+        if p.role == EVALUATOR:
+            again_s = self.base.limits.forgive_s if cause == "infrastructure" else float("inf")
+            self.update(p, status=GIVEN_UP, until=self.now + again_s, again="")
+            self.asked.append(fe.Tell(p.run, f"the training goes on without its evaluator: {what} ({why})", p.member))
+            return
         if cause == "user":
             del self.processes[p.run, p.member]
             self.fail(p.run, f"{what} ({why})", 1)
             return
         self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
         run = self.runs[p.run]
-        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.serves == p.serves]
-        needed = 1 if p.serves else run.min_members
-        if len(left) + (0 if p.serves else len(run.guests)) < needed:
-            kind = "servers" if p.serves else "members"
+        left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.role == p.role]
+        serves = p.role == SERVER
+        needed = 1 if serves else run.min_members
+        if len(left) + (0 if serves else len(run.guests)) < needed:
+            kind = "servers" if serves else "members"
             self.fail(p.run, f"{what} ({why}); fewer than {needed} {kind} are left", 1 if cause == "refused" else 5)
         else:
             self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
@@ -352,7 +414,7 @@ class _Draft:
         for agent in sorted(self.agents.values(), key=lambda a: a.order):
             if not agent.usable:
                 continue
-            room = run.max_members - len(places)
+            room = run.max_members + run.beside - len(places)
             if agent.slots is not None:
                 others = sum(1 for p in self.processes.values() if p.agent == agent.name and p.run != run.run)
                 room = min(room, agent.slots - others)
@@ -365,23 +427,33 @@ class _Draft:
         if processes and not run.regroup and not any(p.status == DONE for p in processes):
             have = sorted(p.agent for p in processes)
             away = any(a.away_since is not None for a in self.agents.values() if a.name in have)
-            if have != sorted(a.name for a in places) and not away and len(places) >= run.min_members:
+            enough = len(places) >= run.min_members + run.beside
+            if have != sorted(a.name for a in places) and not away and enough:
                 self.regroup(run, f"the agents now offer {len(places)} places instead of {len(processes)}", 0.0)
         run = self.runs[run.run]
-        if self.of_run(run.run) or len(places) < run.min_members or self.now < run.not_before:
+        if self.of_run(run.run) or len(places) < run.min_members + run.beside or self.now < run.not_before:
             return
         again = bool(run.generation)
         run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
         hosts = [Place(agent.name, agent.host or "127.0.0.1") for agent in places]
-        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, run.generation - 1, run.restarts.infrastructure)
-        for agent, env in zip(places, envs, strict=True):
-            self.start_new(agent, run, "all start anew" if again else "the group is complete", env)
+        restarts, most = run.generation - 1, run.restarts.infrastructure
+        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers)
+        reason = "all start anew" if again else "the group is complete"
+        for agent, env, task in zip(places, envs, tasks(run.compat, len(places), run.servers), strict=True):
+            self.start_new(agent, run, reason, env, mark=_TASK_MARKS.get(task.type, ""))
 
     def regroup(self, run: Wanted, reason: str, after_s: float) -> None:
         self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
         self.asked.append(fe.Tell(run.run, f"all members are started anew: {reason}"))
         for p in self.of_run(run.run):
             self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
+
+    def dismiss(self, run: Wanted) -> None:
+        """The chief is done; workers and servers would wait for its orders for ever."""
+        self.set_run(run.run, status=FINISHING)
+        for p in self.of_run(run.run):
+            if p.status != DONE:
+                self.end(p, "the chief is done", grace_s=5.0)
 
     def lose_of_group(self, run: Wanted, p: Process, cause: str, detail: str) -> None:
         del self.processes[p.run, p.member]
@@ -395,7 +467,7 @@ class _Draft:
 
 
 def _role(p: Process) -> tuple[tuple[str, str], ...]:
-    return (("SHOAL_ROLE", "server"),) if p.serves else ()
+    return (("SHOAL_ROLE", p.role),) if p.role != TRAINER else ()
 
 
 def _on_opened(draft: _Draft, event: fe.Opened) -> None:
@@ -440,7 +512,7 @@ def _adopt_or_end(draft: _Draft, agent: str, run: str, member: str, incarnation:
     free = p is None or not p.alive
     if wanted is not None and wanted.status == GOING and not wanted.compat and free:
         draft.processes.pop((run, member), None)
-        if draft.room(draft.agents[agent], wanted) > 0:
+        if draft.wants(draft.agents[agent], wanted, role_of(member)):
             order, _ = draft.next_incarnation()
             draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
             draft.set_run(run, seen=True, alone_since=None)
@@ -465,6 +537,7 @@ def _on_agent_notice(draft: _Draft, event: fe.AgentNotice) -> None:
 
 def _on_run_wanted(draft: _Draft, event: fe.RunWanted) -> None:
     wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
+    wanted = replace(wanted, evaluators=event.evaluators)
     draft.runs[event.run] = wanted
 
 
@@ -483,6 +556,8 @@ def _on_exited(draft: _Draft, event: fe.ProcessExited) -> None:
         del draft.processes[p.run, p.member]
     elif event.cause == "done" and not p.again and run.status in (GOING, FINISHING):
         draft.update(p, status=DONE)
+        if run.compat and p.leads:
+            draft.dismiss(run)
     elif run.compat:
         draft.lose_of_group(run, p, event.cause, event.detail)
     elif event.cause == "asked" and not p.again:
@@ -512,7 +587,8 @@ def _on_scaled(draft: _Draft, event: fe.Scaled) -> None:
     run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
     if run.compat or run.status != GOING:
         return
-    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent) and not p.serves]
+    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
+    staying = [p for p in staying if p.role == TRAINER]
     elastic = [p for p in staying if draft.agents[p.agent].slots is None]
     extra = max(0, len(staying) - event.max_members)
     elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
@@ -538,7 +614,7 @@ def _on_finished(draft: _Draft, event: fe.RunFinished) -> None:
     if draft.runs[event.run].status == GOING:
         draft.set_run(event.run, status=FINISHING)
         for p in draft.of_run(event.run):
-            if p.status in (BACKOFF, GIVEN_UP):
+            if p.status in (BACKOFF, GIVEN_UP) and p.role != EVALUATOR:
                 del draft.processes[p.run, p.member]
 
 

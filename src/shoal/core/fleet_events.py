@@ -53,6 +53,7 @@ class RunWanted:
     compat: str = ""
     restarts: budget.BudgetSettings = DEFAULT_RESTARTS
     servers: int = 0
+    evaluators: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,13 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingOver:
+    """Whoever trained is gone: what there is now to evaluate is all that there will be."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """A sentence for the story; nothing to carry out."""
 
@@ -203,4 +211,4 @@ class Tell:
     member: str = ""
 
 
-Instruction = Union[StartProcess, EndProcess, RunFailed, RunEnded, Tell]
+Instruction = Union[StartProcess, EndProcess, RunFailed, RunEnded, TrainingOver, Tell]

@@ -10,7 +10,7 @@ from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 STARTING, WAITING, TRAINING, OUT, DONE = "starting", "waiting", "training", "out", "done"
-TRAINER, SERVER = "trainer", "server"
+TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,10 +94,20 @@ class Elastic(_Forwarding):
     The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
     EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
     in one member only. `jit_compile` compiles steps with XLA, anew for every size of a share; what the model was
-    compiled with cannot tell that you want it, because Keras does so wherever it can.
+    compiled with cannot tell that you want it, because Keras does so wherever it can. `evaluate` is what an evaluator
+    scores the model on: (x, y), or a function; `best`, `patience` and `export` are as in `Run.evaluate`.
     """
 
-    def __init__(self, *callbacks: Any, jit_compile: bool = False, run: Run | None = None) -> None:
+    def __init__(
+        self,
+        *callbacks: Any,
+        jit_compile: bool = False,
+        run: Run | None = None,
+        evaluate: Any = None,
+        best: str | None = None,
+        patience: int | None = None,
+        export: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._callbacks = list(callbacks)
         for one in callbacks:
             if isinstance(one, keras.callbacks.BackupAndRestore):
@@ -107,6 +118,7 @@ class Elastic(_Forwarding):
                 )
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
         self._run, self._jit = run, jit_compile
+        self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
         self._trainer: Trainer | None = None
         self._came_at_the_end: dict[str, Any] | None = None
         # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
@@ -132,6 +144,8 @@ class Elastic(_Forwarding):
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
         run.state("callbacks", self._save, self._load)
+        if self._evaluate is not None or any(one is not None for one in self._asked.values()):
+            run.evaluate(self._evaluate, **self._asked)  # type: ignore[arg-type]
         self._trainer = run.begin(model, batches, self.params["epochs"], self._jit)
         self._trainer.coming()
         # Whoever comes in between two epochs ends the first of them, if the others have not yet done so.

@@ -14,10 +14,12 @@ from shoal.core import sync
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.backend import backend_of
 from shoal.keras.batches import Batches, iterate_with
+from shoal.keras.evaluation import wish
 from shoal.keras.guard import Guard
 from shoal.keras.state import capture, restore
 from shoal.keras.trainer import LoopTrainer, Trainer
-from shoal.worker import joining
+from shoal.worker import evaluation, joining
+from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
@@ -35,6 +37,7 @@ class Run:
         self._session = session
         self._keeper = StateKeeper(session, name, directory, Codec(capture, restore))
         self._trainer: Trainer | None = None
+        self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
     def step(self) -> int:
@@ -75,6 +78,20 @@ class Run:
         """Make something of the script's own part of the state that joiners and checkpoints carry: plain values."""
         self._keeper.parts[f"user:{name}"] = UserState(save, load)
 
+    def evaluate(
+        self,
+        evaluate: Any,
+        *,
+        best: str | None = None,
+        patience: int | None = None,
+        export: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Let an evaluator score checkpoints beside the training: a function, or what `model.evaluate` is given.
+
+        `best`, `patience` and `export` are as in `shoal.torch.Run.evaluate`.
+        """
+        self._evaluation = (evaluate, {"best": best, "patience": patience, "export": export})
+
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
         if self._trainer is not None:
@@ -108,6 +125,7 @@ class Run:
         trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
+        self._follow_if_evaluator(model)
         trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
         batches.begin(trainer.coming, feed)
         trainer.epoch_of = batches.epoch_of
@@ -122,7 +140,15 @@ class Run:
         trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
+        self._follow_if_evaluator(model)
         return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
+
+    def _follow_if_evaluator(self, model: Any) -> None:
+        """An evaluator does not train, and ends here."""
+        evaluate, asked = self._evaluation
+        wished = wish(evaluate, model, **asked)
+        if isinstance(self._session, EvaluatorSession):
+            raise evaluation.follow(self._session, self._keeper, wished, model.save)
 
     @property
     def _session_of_steps(self) -> Session | Solo:

@@ -106,6 +106,9 @@ def figures(view: RunView, step_s: float) -> dict[str, float]:
     }
     found = {tag: float(value) for tag, value in known.items() if value is not None}
     found |= {f"metrics/{name}": float(value) for name, value in view.metrics.items()}
+    if view.evaluation is not None:
+        # At the step where the training is, because steps in one file must not go back.
+        found |= {f"evaluation/{name}": float(value) for name, value in view.evaluation.metrics.items()}
     return found | {f"shares/{one.member}": float(one.share) for one in _training(view)}
 
 
@@ -142,5 +145,5 @@ def _gap_s(view: RunView, now: float) -> float:
 
 
 def _lasting(found: dict[str, float]) -> dict[str, float]:
-    """What the script says; all else is not news while the step is the same."""
-    return {tag: value for tag, value in found.items() if tag.startswith(("metrics/", "training/"))}
+    """What the script and its evaluator say; all else is not news while the step is the same."""
+    return {tag: value for tag, value in found.items() if tag.startswith(("metrics/", "training/", "evaluation/"))}

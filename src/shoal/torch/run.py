@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,7 +23,9 @@ from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
+from shoal.worker import evaluation
 from shoal.worker.data.feed import Feed
+from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
@@ -42,6 +45,7 @@ class Run:
             mode = sync.parse(session.settings.sync)
             self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
             self._keeper.parts["noise"] = self._trainer.soundings.noise
+        self._evaluation: evaluation.Wish | None = None
         self._feeds = Feeds(self._trainer, self._keeper, session.settings)
 
     # --- where the run is
@@ -193,6 +197,22 @@ class Run:
         described = {"shards": len(shards), "size": size, "epochs": epochs, "lanes": layout.lanes, "seed": seed}
         return self._loop(feed, described | {"shuffle": shuffle}, seed)
 
+    def evaluate(
+        self,
+        fn: Callable[[], Any],
+        *,
+        best: str | None = None,
+        patience: int | None = None,
+        export: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Let an evaluator (`shoal run --evaluator`) score checkpoints beside the training; call it before the loop.
+
+        `fn` evaluates the model and returns a dict of numbers. `best` says which of them decides: ``max:accuracy`` or
+        ``min:loss``. The best model so far is kept in `export`, and after `patience` evaluations that found no better
+        one the run ends early. Trainers only take note of it.
+        """
+        self._evaluation = evaluation.wish(fn, best, patience, export)
+
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Compute gradients and sum them over all members; on return they are those of the whole global batch.
 
@@ -232,9 +252,24 @@ class Run:
         if trainer.model is None or not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
         trainer.feed = feed
+        if isinstance(self._session, EvaluatorSession):
+            return self._follow(self._session, trainer.model)
         if feed.held is not None:
             described |= make_alike(trainer.model, trainer.synchronised, self._session.settings.threads)
         return trainer.train(feed, self._identity(described), seed)
+
+    def _follow(self, session: EvaluatorSession, model: torch.nn.Module) -> Iterator[Any]:
+        """The loop of an evaluator: it has no batches, and ends with the process."""
+
+        def score() -> Any:
+            model.eval()
+            with torch.no_grad():
+                return asked.score() if asked is not None else None
+
+        asked = self._evaluation
+        mine = dataclasses.replace(asked, score=score) if asked is not None else None
+        raise evaluation.follow(session, self._keeper, mine, lambda path: torch.save(model.state_dict(), path))
+        yield
 
     def _identity(self, described: dict[str, Any]) -> str:
         trainer = self._trainer

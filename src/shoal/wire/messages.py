@@ -6,7 +6,7 @@ seconds since the epoch on the sender's clock unless a name says otherwise.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 
@@ -14,6 +14,7 @@ from shoal.core.shards import Placement
 from shoal.core.world import Address, World
 
 PROTOCOL = 1
+GOAL = r"^((max|min):\s*\S.*)?$"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -177,12 +178,22 @@ class ClaimDone(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """A durable checkpoint of `step` was written."""
+    """A durable checkpoint of `step` was written; evaluators are told of it."""
 
     step: int
     path: str
     size_bytes: int
     seconds: float
+
+
+class Evaluated(Message, frozen=True):
+    """The evaluator has scored the checkpoint of `step`; `export` is where it keeps it, if it is the best so far."""
+
+    step: int
+    metrics: dict[str, float]
+    best: Annotated[str, msgspec.Meta(pattern=GOAL)] = ""
+    patience: int | None = None
+    export: str = ""
 
 
 class Raised(Message, frozen=True):
@@ -256,6 +267,15 @@ class Gone(Message, frozen=True):
     member: str
     incarnation: str
     reason: str
+
+
+class Standing(Message, frozen=True):
+    """How the evaluation stands: `step` is the one that was evaluated last, `best_value` the best of `best` so far."""
+
+    step: int | None = None
+    best: str = ""
+    best_step: int | None = None
+    best_value: float | None = None
 
 
 class Expelled(Message, frozen=True):
@@ -411,6 +431,7 @@ FromMember = Union[
     ClaimDone,
     Checkpointed,
     Decided,
+    Evaluated,
     Raised,
 ]
 ToMember = Union[
@@ -422,6 +443,8 @@ ToMember = Union[
     Dissolve,
     Place,
     Gone,
+    Standing,
+    Checkpointed,
     Expelled,
     Stop,
     Finished,

@@ -5,8 +5,19 @@ from __future__ import annotations
 import msgspec
 
 
+class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many processes of a role, and what each of them needs; 0 leaves it open.
+
+    How many trainers and servers there are is said by `RunSpec.members` and the setting `servers`.
+    """
+
+    count: int = 1
+    cpus: int = 0
+    memory_bytes: int = 0
+
+
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. `argv` is the script and its arguments; `members` is (min, max)."""
+    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name."""
 
     name: str
     argv: tuple[str, ...]
@@ -17,14 +28,16 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, str | int | float | bool] = {}
     compat: str = ""
     resume: bool = False
+    roles: dict[str, RoleSpec] = {}
 
 
 class MemberView(msgspec.Struct, frozen=True):
     """One member as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, serving, recovering, leaving or done. The seconds are those of a
-    usual step: reading data, computing, waiting for the slowest member, exchanging. With servers, `clock` is how many
-    tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits for.
+    `status` is starting, waiting, spare, training, serving, evaluating, recovering, leaving or done. The seconds
+    are those of a usual step: reading data, computing, waiting for the slowest member, exchanging. With servers,
+    `clock` is how many tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits
+    for.
     """
 
     member: str
@@ -58,6 +71,21 @@ class Decision(msgspec.Struct, frozen=True):
     step: int
     values: dict[str, int]
     reason: str
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """How the evaluation of a run's checkpoints stands; `without` is how many evaluations came after the best."""
+
+    step: int
+    metrics: dict[str, float]
+    at: float
+    evaluations: int
+    best: str = ""
+    best_step: int | None = None
+    best_value: float | None = None
+    without: int = 0
+    patience: int | None = None
+    export: str = ""
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -99,6 +127,7 @@ class RunView(msgspec.Struct, frozen=True):
     idle_before: float | None = None
     idle_now: float | None = None
     decided: tuple[Decision, ...] = ()
+    evaluation: Evaluation | None = None
     tensorboard: str = ""
     tensorboard_error: str = ""
 

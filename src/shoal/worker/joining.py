@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from shoal.core import sync
+from shoal.core.roster import EVALUATOR
 from shoal.worker import environment
+from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
@@ -32,7 +34,7 @@ def join() -> Joined:
     told = environment.read(os.environ)
     if told is None:
         return Joined(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
-    session = PlacedSession(told) if sync.parse(told.values.sync).served else Session(told)
+    session = _session(told)
     _handle_sigterm(session)
     _tell_of_errors(session)
     elsewhere = told.values.checkpoint_to
@@ -40,7 +42,13 @@ def join() -> Joined:
     return Joined(session, told.run, where)
 
 
-def _handle_sigterm(session: Session | PlacedSession) -> None:
+def _session(told: environment.Environment) -> Session | PlacedSession | EvaluatorSession:
+    if told.role == EVALUATOR:
+        return EvaluatorSession(told)
+    return PlacedSession(told) if sync.parse(told.values.sync).served else Session(told)
+
+
+def _handle_sigterm(session: Session | PlacedSession | EvaluatorSession) -> None:
     """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return
@@ -53,7 +61,7 @@ def _handle_sigterm(session: Session | PlacedSession) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _tell_of_errors(session: Session | PlacedSession) -> None:
+def _tell_of_errors(session: Session | PlacedSession | EvaluatorSession) -> None:
     """Let the coordinator know of an uncaught exception before the process is gone and the others see only that."""
     usual = sys.excepthook
 

@@ -77,6 +77,11 @@ class StateKeeper:
         self._last_step, self._last_time = found.entry.step, time.monotonic()
         return found.entry.step
 
+    def newest(self) -> tuple[int, int] | None:
+        """The step and the world of the newest checkpoint that can be restored, None if there is none."""
+        found = checkpoint.newest(open_store(self._where))
+        return found.key if found is not None else None
+
     def at_boundary(self, step: int) -> None:
         """Begin a checkpoint in the background if one is due."""
         now = time.monotonic()
@@ -97,6 +102,17 @@ class StateKeeper:
         self._writer = None
         self._begin(self._session.step or 0)
         if self._writer is not None:
+            self._writer.close(wait_s=600.0)
+            self._writer = None
+
+    def at_end(self, step: int) -> None:
+        """All steps are committed: leave the last one in a checkpoint, if somebody waits to evaluate it."""
+        if not self._session.settings.evaluator or not self._session.is_writer:
+            return
+        if self._last_step != step:
+            self._last_step = step
+            self.checkpoint_now()
+        elif self._writer is not None:
             self._writer.close(wait_s=600.0)
             self._writer = None
 

@@ -88,12 +88,16 @@ class Loop(ABC):
                 self._keeper.at_boundary(step)
                 if feed.over(step):
                     over = session.finish()
+                    if over:
+                        self._keeper.at_end(step)
                     continue
                 yield from self._give_out(feed, step, seed)
             over = True
         finally:
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.quit()
+                if self.committed:
+                    self._keeper.at_end(session.step or 0)
             feed.close()
 
     def _give_out(self, feed: Feed, step: int, seed: int) -> Iterator[Any]:

@@ -42,6 +42,7 @@ SILENT = {
     "WaitOver": True,
     "MachineKnown": True,
     "Measured": True,
+    "Evaluated": True,
 }
 VALUES: dict[str, Any] = {
     "str": "x",

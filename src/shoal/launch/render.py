@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.cli.sources import Choices
 from shoal.config import parse_settings
 from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.launch.sources import Choices
 from shoal.wire.views import RunSpec
 
 URL = "<url>"

@@ -1,0 +1,38 @@
+"""How the evaluator of a Keras run scores its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import BadEvaluation
+from shoal.worker import evaluation
+
+SUFFIXES = (".keras", ".h5")
+
+
+def wish(
+    evaluate: Any,
+    model: Any,
+    best: str | None = None,
+    patience: int | None = None,
+    export: str | os.PathLike[str] | None = None,
+) -> evaluation.Wish | None:
+    """What a script asks for; `evaluate` is a function, or what `model.evaluate` is given, such as (x, y)."""
+    if evaluate is None:
+        if best is not None or patience is not None or export is not None:
+            raise BadEvaluation("it is said what is best, but not how to evaluate", do="pass evaluate=(x_val, y_val)")
+        return None
+    if export is not None and not os.fspath(export).endswith(SUFFIXES):
+        raise BadEvaluation(f"a Keras model cannot be kept in {os.fspath(export)}", do="let its name end with .keras")
+    return evaluation.wish(evaluate if callable(evaluate) else _scored(evaluate, model), best, patience, export)
+
+
+def _scored(data: Any, model: Any) -> Callable[[], Any]:
+    given = data if isinstance(data, tuple | list) else (data,)
+
+    def score() -> Any:
+        return model.evaluate(*given, verbose=0, return_dict=True)
+
+    return score

@@ -1,0 +1,53 @@
+"""An evaluator beside a Keras training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+keras = pytest.importorskip("keras")
+
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("train_evaluated.py")
+
+
+def run(path: Path, **plan: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The output of a run, and what was evaluated in it."""
+    environ = {
+        **os.environ,
+        "SHOAL_HOME": str(path / "home"),
+        "RECORDS": str(path),
+        "FAULTS": json.dumps(plan),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+    options = ("--evaluator", "--set", "checkpoint.every_steps=10", "--set", "preload=keras")
+    command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    journal = next((path / "home").glob("coordinators/*/journal.jsonl")).read_text().splitlines()
+    entries = [json.loads(line) for line in journal]
+    return done.stdout, [entry["fields"] for entry in entries if entry["kind"] == "Evaluated"]
+
+
+def test_the_best_keras_model_is_kept(tmp_path: Path) -> None:
+    output, found = run(tmp_path, epochs=20, best="min:loss")
+    assert found[-1]["step"] == 80
+    assert found[-1]["metrics"].keys() == {"loss", "mae"}
+    best = min(found, key=lambda one: one["metrics"]["loss"])
+    model = keras.models.load_model(tmp_path / "best.keras")
+    assert model.optimizer.iterations == best["step"]
+    assert "evaluated step 80" in output
+
+
+def test_keras_ends_early_with_success(tmp_path: Path) -> None:
+    output, found = run(tmp_path, epochs=100_000, best="max:loss", patience=2)
+    assert len(found) >= 3
+    assert "stopped early: 2 evaluations did not improve on loss" in output

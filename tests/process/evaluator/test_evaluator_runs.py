@@ -1,0 +1,198 @@
+"""An evaluator beside the training: what it finds is told, the best is kept, and it never disturbs the trainers."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from evaluated import EVALUATOR, Evaluated, evaluated
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+OFTEN = "checkpoint.every_steps=10"
+
+
+def test_each_new_checkpoint_is_evaluated_and_what_it_says_is_told(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", OFTEN, epochs=10, hold=3, gate=60, best="min:loss") as run:
+        run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
+        metrics = scrape(run)
+        view = run.shoal("status", run.run_id())
+        (run.records / "go").touch()
+        run.finish()
+        found = run.evaluations()
+        assert [one["step"] for one in found] == sorted({one["step"] for one in found})
+        assert found[-1]["step"] == 80, "the end of the training was not evaluated"
+        assert all(one["metrics"]["step"] == one["step"] for one in found), "another state was evaluated"
+        assert [one["seen"] for one in run.scored()] == [one["step"] for one in run.scored()]
+        assert not any(one["training"] for one in run.scored())
+        assert found[-1]["metrics"]["loss"] < found[0]["metrics"]["loss"]
+        assert view["evaluation"]["metrics"].keys() == {"loss", "step", "peak"}
+        assert [m["status"] for m in view["members"] if m["role"] == "evaluator"] == ["evaluating"]
+        assert 'shoal_run_evaluation{metric="loss"' in metrics
+        assert "shoal_run_evaluated_step{" in metrics
+        assert f"evaluated step {found[0]['step']}: loss" in run.output
+        assert any("evaluated step 80" in line["text"] for line in run.shoal("why", run.run_id()))
+        assert "evaluated   step 80: loss" in run.output, "the summary does not tell"
+
+
+def test_it_is_in_no_world_takes_no_place_and_gives_way(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2:2", OFTEN, epochs=6) as run:
+        run.finish()
+        assert {one["nice"] for one in run.scored()} == {19}
+        assert {commit["size"] for commit in run.commits()} == {2}
+        assert {e["member"] for e in run.events() if e["event"] == "done"} == {"local/0", "local/1"}
+        assert len(run.worlds()) == 1
+        assert EVALUATOR not in str([e for e in run.journal() if e["kind"] in ("BecameReady", "EnteredWorld")])
+
+
+def test_a_run_that_gets_no_better_ends_early_with_success(tmp_path: Path) -> None:
+    with evaluated(
+        tmp_path, "2", OFTEN, epochs=2500, pause_s=0.01, hold=6, best="max:peak", patience=2, peak=20
+    ) as run:
+        run.finish()
+        assert run.step() < 20_000 - 1, "it was not stopped"
+        left = [e["fields"] for e in run.journal() if e["kind"] == "MemberLeft" and e["fields"]["member"] != EVALUATOR]
+        assert len(left) == 2
+        assert left[0]["step"] == left[1]["step"], "members stopped after different steps"
+        assert "did not improve on peak" in run.output
+        view = run.shoal("status", run.run_id())
+        assert (view["status"], view["exit_code"]) == ("done", 0)
+        assert view["reason"].startswith("stopped early: 2 evaluations did not improve on peak")
+        assert view["evaluation"]["without"] == 2
+
+
+def test_the_best_model_is_kept_and_not_the_last(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", OFTEN, epochs=10, hold=4, best="max:peak", peak=30, export=True) as run:
+        run.finish()
+        best = max(run.evaluations(), key=lambda one: one["metrics"]["peak"])
+        assert int(torch.load(run.records / "best.pt", weights_only=True)["seen"]) == best["step"] < 80
+        assert not list(run.records.glob("*.part*"))
+        assert str(run.records / "best.pt") in run.output
+
+
+def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: Path) -> None:
+    calm = ("budget.infrastructure=10", "backoff_s=0.05")
+    plan = {"epochs": 25, "hold": 6, "gate": 60, "best": "max:peak", "peak": 10, "export": True}
+    with evaluated(tmp_path, "2", OFTEN, *calm, **plan) as run:
+        run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
+        before, best = run.pids()[EVALUATOR], run.evaluations()[0]
+        run.kill(EVALUATOR)
+        run.until(lambda: run.pids().get(EVALUATOR, before) != before, "another evaluator")
+        (run.records / "go").touch()
+        seen = len(run.evaluations())
+        run.until(lambda: len(run.evaluations()) > seen, "it to go on")
+        run.finish()
+        assert len(run.worlds()) == 1, "its death changed a world"
+        assert {e["pid"] for e in run.commits()} == {e["pid"] for e in run.events() if e["event"] == "done"}
+        assert run.evaluations()[-1]["step"] == 200
+        steps = [one["step"] for one in run.evaluations()]
+        assert steps == sorted(set(steps)), "a checkpoint was counted twice"
+        view = run.shoal("status", run.run_id())
+        assert view["evaluation"]["best_step"] == best["step"]
+        assert view["losses"] == 0
+        assert int(torch.load(run.records / "best.pt", weights_only=True)["seen"]) == best["step"]
+
+
+def test_one_that_dies_after_the_training_comes_back_to_evaluate_its_end(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", "backoff_s=0.05", epochs=3, score_s=4.0) as run:
+        run.until(lambda: len(run.events()) and run.step() == 23, "the last step")
+        run.until(lambda: "only the evaluator is waited for" in run.output, "the trainers to be gone")
+        run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
+        run.kill(EVALUATOR)
+        run.finish()
+        assert [one["step"] for one in run.evaluations()] == [24]
+
+
+def test_a_hanging_evaluator_holds_up_nobody(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", OFTEN, epochs=6, gate=20) as run:
+        run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
+        run.kill(EVALUATOR, signal.SIGSTOP)
+        (run.records / "go").touch()
+        run.until(lambda: len([e for e in run.events() if e["event"] == "done"]) == 2, "the trainers to be done")
+        run.kill(EVALUATOR, signal.SIGCONT)
+        run.finish()
+        assert run.evaluations()[-1]["step"] == 48
+        assert len(run.worlds()) == 1
+
+
+def test_without_a_word_about_checkpoints_the_end_is_evaluated(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", epochs=2) as run:
+        run.finish()
+        assert [one["step"] for one in run.evaluations()] == [16]
+
+
+def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", OFTEN, epochs=25, hold=6, gate=60, best="max:peak", peak=10) as run:
+        run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
+        first = run.evaluations()[0]["step"]
+        run.helper("coordinator").kill()
+        (run.records / "go").touch()
+        seen = len(run.evaluations())
+        run.until(lambda: len(run.evaluations()) > seen, "it to go on")
+        run.finish()
+        assert run.shoal("status", run.run_id())["evaluation"]["best_step"] == first
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "words"),
+    [
+        ("unasked", "S322", "does not say how to evaluate"),
+        ("text", "S321", "returned a str, not a dict"),
+        ("word", "S321", "loss is a str, not a number"),
+        ("model", "S320", "body.weight"),
+    ],
+)
+def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, bad: str, code: str, words: str) -> None:
+    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "backoff_s=0.05", epochs=3, bad=bad) as run:
+        run.finish()
+        assert run.step() == 23
+        assert code in run.output
+        assert words in run.output
+        assert "the training goes on without its evaluator" in run.output
+        assert len(run.worlds()) == 1
+
+
+def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "1", OFTEN, epochs=25, hold=6, pause_s=0.05, best="max:peak", peak=10) as run:
+        run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
+        run.shoal("stop", run.run_id())
+        run.finish(exit_code=75)
+        first = run.evaluations()[0]["step"]
+        run.process = run.start("resume", run.run_id())
+        run.finish()
+        assert run.evaluations()[-1]["step"] == 200
+        assert run.shoal("status", run.run_id())["evaluation"]["best_step"] == first
+
+
+def test_members_that_train_for_themselves_are_evaluated_too(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", "sync=local:4", "checkpoint.every_steps=2", epochs=6) as run:
+        run.finish()
+        assert len(run.evaluations()) >= 1
+        assert len(run.worlds()) == 1
+
+
+def test_an_evaluator_beside_servers_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with evaluated(tmp_path, "2", "sync=stale:2") as run:
+        run.finish(exit_code=3)
+        assert "S123" in run.output
+        assert "an evaluator cannot be used with --sync stale:2" in run.output
+
+
+def test_a_score_that_is_no_number_is_no_improvement(tmp_path: Path) -> None:
+    with evaluated(
+        tmp_path, "1", OFTEN, epochs=2500, pause_s=0.01, hold=6, bad="nan", best="max:peak", patience=2
+    ) as run:
+        run.finish()
+        assert "stopped early: peak was no number in 2 evaluations" in run.output
+
+
+def scrape(run: Evaluated) -> str:
+    directory = next(run.home.glob("coordinators/*"))
+    token = (directory / "token").read_text().split()[0]
+    request = urllib.request.Request(f"{(directory / 'url').read_text().strip()}/metrics")
+    request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode())

@@ -1,0 +1,81 @@
+"""Whatever happens to an evaluator happens to nobody else, and what was best is found whatever came in between."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core import evaluation as el
+from shoal.core import events as ev
+from shoal.core import fleet as fl
+from shoal.core import fleet_events as fe
+from shoal.core.world import Address
+
+ME = "lab/evaluator-0"
+CAUSES = ("user", "infrastructure", "preempted", "refused", "asked", "done")
+
+
+def told(instruction: fe.Instruction) -> str:
+    return getattr(instruction, "member", "")
+
+
+@given(st.lists(st.tuples(st.sampled_from(CAUSES), st.floats(0.0, 2000.0)), max_size=20), st.booleans())
+def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
+    deaths: list[tuple[str, float]], silent: bool
+) -> None:
+    state, now = fl.State(salt="s"), 1000.0
+    for event in (fe.AgentJoined("lab", None, "h"), fe.RunWanted("r", 1, 2, evaluators=1)):
+        state, _ = fl.decide(state, event, now)
+    trainers = {key: p for key, p in state.processes.items() if p.role == "trainer"}
+    assert len(trainers) == 2
+    for cause, wait_s in deaths:
+        p = state.processes["r", ME]
+        happened: list[fe.Event] = [fe.ProcessExited("r", ME, p.incarnation, cause, "why")]
+        happened = [fe.MemberSilent("r", ME), *happened] if silent else happened
+        now += wait_s
+        for event in (*happened, *fl.due(state, now)):
+            state, asked = fl.decide(state, event, now)
+            assert {told(instruction) for instruction in asked} <= {ME}
+    assert {key: p for key, p in state.processes.items() if p.role == "trainer"} == trainers
+    assert state.runs["r"].status == fl.GOING
+    state, asked = fl.decide(state, fe.RunFinished("r"), now)
+    for p in trainers.values():
+        state, asked = fl.decide(state, fe.ProcessExited("r", p.member, p.incarnation, "done"), now)
+    if not state.processes.get(("r", ME)):
+        assert asked == (fe.RunEnded("r", "all members are done", 0),)
+
+
+NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
+OTHERS = st.sampled_from(
+    (
+        ev.Hello(ME, "2", Address("h", 0), None, None, False, False, "evaluator"),
+        ev.Disconnected(ME),
+        ev.Lost(ME, "silent"),
+        ev.MemberLeft(ME, 3),
+        ev.CoordinatorRestarted(),
+    )
+)
+
+
+@given(st.lists(st.one_of(NUMBERS, OTHERS), max_size=30), st.booleans(), st.integers(1, 5))
+def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
+    happened: list[float | object | None], largest: bool, patience: int
+) -> None:
+    state, values, stopped = el.State(), list[float | None](), False
+    best = "max:score" if largest else "min:score"
+    for one in happened:
+        event = one
+        if one is None or isinstance(one, float):
+            values.append(one)
+            event = el.Evaluated(ME, 10 * len(values), {} if one is None else {"score": one}, best, patience)
+        state, asked = el.decide(state, event, 0.0)
+        stopped = stopped or any(isinstance(i, el.StopEarly) for i in asked)
+    numbers = [value for value in values if value is not None]
+    standing = state.standing
+    assert standing.evaluations == len(values)
+    expected = (max if largest else min)(numbers) if numbers else None
+    assert standing.best_value == expected
+    if expected is not None:
+        assert standing.best_step == 10 * (values.index(expected) + 1)
+        assert standing.without == len(values) - 1 - values.index(expected)
+    assert stopped or standing.without < patience

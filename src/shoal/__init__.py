@@ -1,3 +1,35 @@
-"""Shoal trains one model on many cheap, unequal, short-lived machines as if they were one dependable machine."""
+"""Shoal trains one model on many cheap, unequal, short-lived machines as if they were one dependable machine.
+
+Example::
+
+    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count="1:8", cpus=4)}, files=["data.csv"])
+    run.wait()
+    print(run.metrics())
+
+Training scripts use ``shoal.torch`` or ``shoal.keras`` instead.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.experiment.roles import Role
+    from shoal.experiment.start import run
+    from shoal.worker.experiment import Experiment
 
 __version__ = "0.1.0"
+__all__ = ["Experiment", "Role", "run"]
+
+_HOMES = {"Experiment": "shoal.worker.experiment", "Role": "shoal.experiment.roles", "run": "shoal.experiment.start"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

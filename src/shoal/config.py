@@ -67,7 +67,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     sync: Annotated[str, Meta(description="how members keep together: step, stale:K, async or local:H")] = "step"
     outer_lr: Annotated[float, Meta(gt=0, description="with local:H, how far to go towards the members' mean")] = 1.0
     outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, Nesterov momentum of rounds")] = 0.0
-    servers: Annotated[int, Meta(ge=1, description="members that hold the parameters, with stale:K and async")] = 2
+    servers: Annotated[
+        int, Meta(ge=1, description="how many hold the parameters, with stale:K, async or --compat ps")
+    ] = 2
     tickets: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"

@@ -602,12 +602,97 @@ class NothingToEvaluate(TrainingError):
     code = "S322"
 
 
+class UnknownEngine(UsageError):
+    """``shoal.run(on=…)`` names nothing that can start machines.
+
+    An engine is what starts agents; ``local`` uses this machine.
+    """
+
+    code = "S130"
+
+
 class BadRole(UsageError):
     """A run cannot have the roles that it was asked for.
 
-    The roles are trainer, server and evaluator. A run has at most one evaluator, and none beside an unmodified script
-    (``--compat``) or servers (``--sync stale:K`` and ``async``).
+    The roles are ``trainer``, ``server`` and ``evaluator``, each a ``shoal.Role`` with ``count`` (a number, or MIN:MAX
+    for trainers), ``memory`` (such as ``"2GiB"``) and ``cpus``. A run has at most one evaluator, and none beside an
+    unmodified script (``--compat``) or servers (``--sync stale:K`` and ``async``).
     """
 
     code = "S123"
     exit_code = 3
+
+
+class NotShippable(UsageError):
+    """The function that was given to ``shoal.run`` cannot get to the members.
+
+    A function of a module that members can import travels by its name. Any other, such as one from a notebook, travels
+    by value, which needs ``pip install 'shoal[notebook]'`` and nothing in it that is bound to its process: open files,
+    locks, sessions.
+    """
+
+    code = "S131"
+
+
+class BadFiles(UsageError):
+    """``files=`` of ``shoal.run`` names something that cannot be taken along."""
+
+    code = "S132"
+
+
+class InsideMember(UsageError):
+    """``shoal.run`` was called by a member of a run.
+
+    Members import the module that holds the function, so that a call of ``shoal.run`` at its top level would be made
+    again by each of them. Put the call under ``if __name__ == "__main__":``.
+    """
+
+    code = "S133"
+
+
+class BadExperiment(TrainingError):
+    """What the function given to ``shoal.run`` returned cannot be trained.
+
+    It returns a ``shoal.Experiment``: with a compiled Keras model, or with a PyTorch module, its optimizer and a loss.
+    """
+
+    code = "S330"
+
+
+class ExperimentFailed(TrainingError):
+    """The function given to ``shoal.run`` raised an error when a member called it.
+
+    The cause is above it in the member's log: ``run.logs()`` or ``shoal logs RUN``.
+    """
+
+    code = "S331"
+
+
+class RunFailed(TrainingError):
+    """A run that was waited for did not come to a good end.
+
+    ``run.story()`` and ``shoal why RUN`` tell what happened, ``run.logs()`` and ``shoal logs RUN`` what members
+    printed.
+    """
+
+    code = "S332"
+
+
+class PackDamaged(StorageError):
+    """What a run took along (its function and files) is not what ``shoal.run`` wrote.
+
+    A pack is signed with the run's token. It is not used if the signature does not fit: then somebody else has
+    changed it, or it is damaged.
+    """
+
+    code = "S530"
+
+
+class TooMuchMemory(LaunchError):
+    """A member used more memory than its role has, and was ended by its agent.
+
+    The limit is the ``memory`` of its ``shoal.Role``. It counts what the process and all that it started hold; what
+    they share with other processes counts in part. Give the role more, or train with ``batching={"micro": …}``.
+    """
+
+    code = "S405"

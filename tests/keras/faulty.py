@@ -112,8 +112,8 @@ def main() -> None:
     model = build(task, tell, Between(), kind=Fatal)
     data = task.data()
     if "STREAM" in os.environ:
-        pipeline = tf.data.Dataset.from_tensor_slices(data).filter(lambda x, y: True).batch(10)
-        batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, shares="equal", shards=8)
+        pipeline = tf.data.Dataset.from_tensor_slices(data).filter(lambda x, y: True).batch(30)
+        batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, shares="equal", shards=4)
     else:
         batches = shoal.batches(*data, size=task.batch, seed=task.seed, shares="equal")
     record.ready()

@@ -399,6 +399,13 @@ def test_an_elastic_callback_without_data_of_ours_says_what_to_do() -> None:
         other.submit(fit).result()
 
 
+def test_an_optimizer_that_something_else_wraps_is_refused() -> None:
+    model = compiled(mlp())
+    object.__setattr__(model.optimizer, "apply", lambda *_: None)
+    with pytest.raises(UnusableModel, match="wrapped"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+
 def test_a_second_backup_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UnusableModel, match="BackupAndRestore"):
         shoal.Elastic(keras.callbacks.BackupAndRestore(str(tmp_path)))

@@ -46,13 +46,15 @@ def test_core_has_no_clock_no_socket_no_thread_and_no_log() -> None:
         assert tops(file) & forbidden == set(), f"{file.name} imports {tops(file) & forbidden}"
 
 
-def test_only_the_torch_room_names_torch() -> None:
+def test_only_the_rooms_of_frameworks_name_torch() -> None:
     named = {file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py") if "torch" in tops(file)}
-    assert named <= {"torch"}
+    assert named <= {"keras", "testing", "torch"}
 
 
-def test_nothing_from_the_network_or_disk_is_unpickled() -> None:
+def test_nothing_from_the_network_or_disk_is_unpickled_but_what_the_run_has_signed() -> None:
     for file in SOURCE.rglob("*.py"):
+        if file == SOURCE / "pack" / "function.py":
+            continue
         assert tops(file) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"} == set(), f"{file} unpickles"
 
 
@@ -64,4 +66,4 @@ def reads_environment(file: Path) -> bool:
 def test_a_member_reads_the_environment_in_one_place() -> None:
     rooms = ("core", "wire", "store", "worker", "torch")
     files = [file for room in rooms for file in (SOURCE / room).rglob("*.py") if reads_environment(file)]
-    assert [str(file.relative_to(SOURCE)) for file in files] == ["torch/__init__.py"]
+    assert [str(file.relative_to(SOURCE)) for file in files] == ["worker/joining.py"]

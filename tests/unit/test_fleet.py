@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TypeVar
 
@@ -298,6 +299,53 @@ def test_a_compat_group_with_a_bug_fails() -> None:
     fleet.wait(5.0)
     fleet.exit("lab/0", "user", "ValueError")
     assert [i.exit_code for i in fleet.of(fe.RunFailed)] == [1]
+
+
+def with_parameter_servers(high: int = 2, servers: int = 1, **agents: int | None) -> Fleet:
+    fleet = Fleet()
+    for name, offered in (agents or {"lab": None}).items():
+        fleet.on(fe.AgentJoined(name, offered, "h"))
+    return fleet.on(fe.RunWanted("r", 1, high, "ps", STRICT, servers))
+
+
+def test_a_script_with_parameter_servers_gets_a_chief_and_servers_besides_its_members() -> None:
+    fleet = with_parameter_servers(high=2, servers=1)
+    assert fleet.started() == ["lab/chief-0", "lab/server-0", "lab/0", "lab/1"]
+    configs = [json.loads(dict(i.env)["TF_CONFIG"]) for i in fleet.of(fe.StartProcess)]
+    assert [(c["task"]["type"], c["task"]["index"]) for c in configs] == [
+        ("chief", 0),
+        ("ps", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    assert {kind: len(places) for kind, places in configs[0]["cluster"].items()} == {"chief": 1, "ps": 1, "worker": 2}
+    assert all(c["cluster"] == configs[0]["cluster"] for c in configs)
+
+
+def test_a_chief_and_servers_need_places_too() -> None:
+    fleet = with_parameter_servers(high=2, servers=1, a=2)
+    assert fleet.started() == []
+    fleet.on(fe.AgentJoined("b", 1, "h2"))
+    assert fleet.started() == ["a/chief-0", "a/server-0", "b/0"]
+
+
+def test_a_lost_worker_starts_chief_and_servers_anew_too() -> None:
+    fleet = with_parameter_servers()
+    fleet.exit("lab/1", "infrastructure", "killed by signal 9")
+    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
+    assert fleet.of(fe.Tell)[0].text == "all members are started anew: lab/1 ended: killed by signal 9"
+    for member in ("lab/chief-0", "lab/server-0", "lab/0"):
+        fleet.exit(member, "asked")
+    assert len(fleet.started()) == 4
+
+
+def test_when_the_chief_is_done_the_run_is() -> None:
+    fleet = with_parameter_servers()
+    fleet.exit("lab/chief-0", "done")
+    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/server-0", "lab/0", "lab/1"}
+    for member in ("lab/server-0", "lab/0", "lab/1"):
+        fleet.exit(member, "asked")
+    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
 
 
 def evaluated(low: int = 1, high: int = 2, **agents: int | None) -> Fleet:

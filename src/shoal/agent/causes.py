@@ -44,11 +44,12 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One member's end, with what the agent knew of it. `asked` and `noticed` say what was sent to it before."""
+    """One member's end, with what the agent knew of it. `asked`, `over` and `noticed` say why it was sent a signal."""
 
     exit_code: int | None
     signal: int | None
     asked: str = ""
+    over: str = ""
     noticed: bool = False
     why: Why | None = None
     oom_kills: int = 0
@@ -65,6 +66,8 @@ def classify(end: Exit) -> Verdict:
     """Whose doing an exit was, with one line that says what happened."""
     if end.asked:
         return Verdict("asked", end.asked)
+    if end.over:
+        return Verdict("user", end.over)
     if end.exit_code == 0:
         return Verdict("done", "")
     if end.exit_code == PREEMPTED_EXIT:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from shoal.agent import causes, logs, orders, probe, processes
+from shoal.agent import causes, logs, memory, orders, probe, processes
 from shoal.agent.outbox import Outbox
 from shoal.agent.warm import WarmProcess
 from shoal.errors import MembershipError, ShoalError, WarmProcessFailed
@@ -27,6 +27,7 @@ log = logging.getLogger("shoal.agent")
 
 START_WITHIN_S = 300.0
 _LOOK_S = 0.08
+_WEIGH_S = 0.5
 _DETAIL_CHARACTERS = 2000
 # An interpreter reads these once, when it starts; a fork of a warm one would not see them.
 _COLD_VARIABLES = (
@@ -65,6 +66,7 @@ class Member:
     process: psutil.Process | None = None
     warm: bool = True
     asked: str = ""
+    over: str = ""
     noticed: bool = False
     born: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -235,6 +237,18 @@ class Members:
             for member in list(self._alive.values()):
                 self._pass_on(member, last=False)
 
+    async def watch_memory(self) -> None:
+        """End members that use more memory than their role has, for as long as the agent lives."""
+        while True:
+            await asyncio.sleep(_WEIGH_S)
+            for member in list(self._alive.values()):
+                allowed = memory.allowed_bytes(member.order.env)
+                if not allowed or member.process is None or member.over:
+                    continue
+                member.over = memory.verdict(memory.used_bytes(member.process), allowed)
+                if member.over:
+                    await processes.kill(processes.tree(member.process), give_up_s=10.0)
+
     def _terminate(self, member: Member) -> None:
         if member.process is not None:
             processes.signal_to([member.process], 15)
@@ -253,6 +267,7 @@ class Members:
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             asked=member.asked,
+            over=member.over,
             noticed=member.noticed,
             why=_why(member.why_path),
             oom_kills=probe.oom_kills() - member.oom_kills,

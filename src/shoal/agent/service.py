@@ -97,6 +97,7 @@ class Agent:
         self._listen_to_signals()
         link = asyncio.create_task(self._stay_linked())
         self._in_background(self._members.follow_logs())
+        self._in_background(self._members.watch_memory())
         if self._source is not None:
             self._in_background(self._watch_for_notices(self._source))
         ending = asyncio.create_task(self._ending.wait())

@@ -6,8 +6,6 @@ It reads a `Launch` from standard input and answers with one line: the accepted 
 from __future__ import annotations
 
 import os
-import select
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,65 +13,26 @@ from pathlib import Path
 import msgspec
 
 from shoal import errors
-from shoal.cli.client import as_error
 from shoal.cli.display import Plain
 from shoal.cli.follow import Follower
 from shoal.cli.frame import Frame
 from shoal.cli.interrupts import Interrupts
-from shoal.cli.launch import Launch
-from shoal.cli.supervise import Supervisor
-from shoal.wire.views import Problem, RunView
+from shoal.launch import detached
+from shoal.launch.detached import Answer
+from shoal.launch.render import Launch
+from shoal.launch.supervise import Supervisor
+from shoal.wire.views import Problem
 
-ANSWER_S = 90.0
 EVERY_S = 1.0
 LOG = "supervisor.log"
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What the supervisor tells the command that started it."""
-
-    run: RunView | None = None
-    problem: Problem | None = None
-
-
 def detach(frame: Frame, launch: Launch) -> int:
     """Start the supervisor in the background, and wait until it has its run accepted."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "shoal.cli.background"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        said = _hear(process, msgspec.json.encode(launch))
-    except BaseException:
-        process.terminate()
-        raise
-    answer = msgspec.json.decode(said, type=Answer) if said else Answer(problem=Problem("S410", "the supervisor died"))
-    if answer.problem is not None:
-        raise as_error(answer.problem)
-    view = answer.run
-    assert view is not None
+    view = detached.begin(launch)
     lines = [f"run {view.run} is accepted", f"status  shoal status {view.run}", f"logs    shoal logs -f {view.run}"]
     frame.answer(view, lambda: "\n".join([*lines, f"stop    shoal stop {view.run}"]))
     return 0
-
-
-def _hear(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """What the supervisor answers before it closes its end; it goes on living."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(question)
-    process.stdin.close()
-    said, deadline = b"", time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline:
-        ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
-        part = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-        if ready and not part:
-            return said
-        said += part
-    raise errors.ServiceFailed(f"the run was not accepted within {ANSWER_S:g} s")
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from shoal.cli import sources, table
+from shoal.cli import table
 from shoal.cli.frame import Frame, with_frame
+from shoal.launch import sources
 
 
 @click.command()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import click
 
-from shoal.cli import launch as launching
-from shoal.cli.find import read_text
-from shoal.cli.frame import Frame, home, with_frame
+from shoal.cli.frame import Frame, with_frame
+from shoal.launch import render as launching
+from shoal.launch.find import read_text
+from shoal.launch.place import home
 
 READY_S = 60.0
 

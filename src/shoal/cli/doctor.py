@@ -11,8 +11,10 @@ from typing import Literal
 import click
 import msgspec
 
-from shoal.cli import sources, table
-from shoal.cli.frame import Frame, home, with_frame
+from shoal.cli import table
+from shoal.cli.frame import Frame, with_frame
+from shoal.launch import sources
+from shoal.launch.place import home
 
 FREE_BYTES = 2 << 30
 MARKS = {"good": "ok  ", "warning": "warn", "bad": "BAD "}

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.cli.client import Client
 from shoal.cli.display import Display
-from shoal.cli.find import OVER
 from shoal.cli.interrupts import Interrupts
 from shoal.errors import CoordinatorUnreachable
+from shoal.launch.client import Client
+from shoal.launch.find import OVER
 from shoal.wire.views import RunView, StopAsk, StoryLine
 
 PAGE = 1000

@@ -8,13 +8,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from shoal.errors import ShoalError
+from shoal.launch.place import Place, home
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,20 +35,6 @@ class Frame:
     def answer(self, value: object, text: Callable[[], str]) -> None:
         """The answer of a verb: the value itself with --json, else its text."""
         click.echo(as_json(value) if self.json else text())
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which coordinators a verb looks at: one by its URL, or all of SHOAL_HOME."""
-
-    home: Path
-    url: str = ""
-    token_file: str = ""
-
-
-def home() -> Path:
-    """Shoal's own directory."""
-    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal")
 
 
 def as_json(value: object) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import click
 
-from shoal.cli import launch as launching
-from shoal.cli import sources
-from shoal.cli.client import open_client
-from shoal.cli.frame import Frame, home, with_frame
+from shoal.cli.frame import Frame, with_frame
+from shoal.launch import render as launching
+from shoal.launch import sources
+from shoal.launch.client import open_client
+from shoal.launch.place import home
 
 
 @click.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cli.find import alive, read_text
+from shoal.launch.find import alive, read_text
 
 MODULES = ("shoal.agent", "shoal.coordinator")
 

@@ -6,10 +6,11 @@ import time
 
 import click
 
-from shoal.cli import find
-from shoal.cli.find import Records
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import CoordinatorUnreachable
+from shoal.launch import find
+from shoal.launch.find import Records
+from shoal.launch.place import Place
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5

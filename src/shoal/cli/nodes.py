@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from shoal.cli import find, table
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli import table
+from shoal.cli.frame import Frame, with_frame, with_place
+from shoal.launch import find
+from shoal.launch.place import Place
 from shoal.wire.views import AgentView
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli import find, sources
-from shoal.cli import launch as launching
-from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.cli.launch import Launch
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.cli.run import start
-from shoal.cli.supervise import port_if_free
 from shoal.errors import NotOver
+from shoal.launch import find, sources
+from shoal.launch import render as launching
+from shoal.launch.place import Place
+from shoal.launch.render import Launch
+from shoal.launch.supervise import port_if_free
 from shoal.wire.views import RunView
 
 ENDING_S = 30.0

@@ -8,13 +8,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli import launch as launching
-from shoal.cli import sources
-from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.cli.launch import Launch
-from shoal.cli.sources import Choices, Option
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.core import sync as synchrony
 from shoal.errors import BadEmulation, BadRole, BadSync
+from shoal.launch import render as launching
+from shoal.launch import sources
+from shoal.launch.place import Place
+from shoal.launch.render import Launch
+from shoal.launch.sources import Choices, Option
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -23,13 +24,16 @@ from shoal.errors import BadEmulation, BadRole, BadSync
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
 @click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
-@click.option("--servers", metavar="N", help="Members that hold the parameters, with stale:K and async.  [default: 2]")
+@click.option(
+    "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
+)
 @click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(
     "--compat",
-    type=click.Choice(["torchrun", "tf"]),
-    help="Run an unmodified script: RANK, WORLD_SIZE, MASTER_* or TF_CONFIG, with a restart on each change.",
+    type=click.Choice(["torchrun", "tf", "ps"]),
+    help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or TF_CONFIG "
+    "with workers, or with a chief, workers and --servers ps.",
 )
 @click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
 @click.option(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from shoal.cli import find
-from shoal.cli.frame import Frame, Place, with_frame, with_place
-from shoal.cli.launch import parse_members
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import UsageError
+from shoal.launch import find
+from shoal.launch.place import Place
+from shoal.launch.render import parse_members
 from shoal.wire.views import ScaleAsk
 
 

@@ -8,14 +8,15 @@ import click
 import msgspec
 
 from shoal.cli import summary
-from shoal.cli.client import Client, open_client
 from shoal.cli.display import Display, Forgiving, JsonLines, Plain
 from shoal.cli.follow import Followed, Follower
-from shoal.cli.frame import Frame, Place, interactive
+from shoal.cli.frame import Frame, interactive
 from shoal.cli.interrupts import Interrupts
-from shoal.cli.launch import Launch
-from shoal.cli.supervise import Supervisor, resume
 from shoal.errors import UsageError
+from shoal.launch.client import Client, open_client
+from shoal.launch.place import Place
+from shoal.launch.render import Launch
+from shoal.launch.supervise import Supervisor, resume
 from shoal.wire.views import RunView
 
 PANEL_EVERY_S = 0.4

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli import find, table
+from shoal.cli import table
 from shoal.cli.display import PARTS, decisions, efficiency, evaluation, event_files, progress, spent
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.frame import Frame, with_frame, with_place
+from shoal.launch import find
+from shoal.launch.place import Place
 from shoal.wire.views import MemberView, RunView
 
 

@@ -6,9 +6,10 @@ import time
 
 import click
 
-from shoal.cli import find
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import CoordinatorUnreachable
+from shoal.launch import find
+from shoal.launch.place import Place
 from shoal.wire.views import RunView, StopAsk
 
 EVERY_S = 0.2

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli import find, table
+from shoal.cli import table
 from shoal.cli.display import SHARES, sentence
-from shoal.cli.find import Records
-from shoal.cli.frame import Frame, Place, with_frame, with_place
+from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import UsageError
+from shoal.launch import find
+from shoal.launch.find import Records
+from shoal.launch.place import Place
 from shoal.wire.views import RunView, StoryLine
 
 PAGE = 1000

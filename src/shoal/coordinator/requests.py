@@ -13,8 +13,8 @@ from shoal.config import Settings, parse_settings
 from shoal.coordinator import records
 from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
+from shoal.core import compat, sync
 from shoal.core import events as ev
-from shoal.core import sync
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadRole, BadScript, BadSync, NotOver, RunOver, UnknownRun
 from shoal.wire import messages as ms
@@ -58,8 +58,8 @@ class Requests:
             raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
         if not spec.argv:
             raise BadScript("there is nothing to run", do="name a script")
-        if spec.compat not in ("", "torchrun", "tf"):
-            raise BadRequest(f"{spec.compat!r} is no kind of script", do="use torchrun or tf")
+        if spec.compat and spec.compat not in compat.KINDS:
+            raise BadRequest(f"{spec.compat!r} is no kind of script", do=f"use {', '.join(compat.KINDS)}")
         settings = _with_evaluator(spec, msgspec.to_builtins(parse_settings(spec.settings)))
         if spec.compat and sync.parse(str(settings["sync"])).served:
             what = f"an unmodified script cannot be run with --sync {settings['sync']}"

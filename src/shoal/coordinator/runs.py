@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from shoal.config import Settings
 from shoal.coordinator import records
-from shoal.core import budget, evaluation, events, membership, servers, sync
+from shoal.core import budget, compat, evaluation, events, membership, servers, sync
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core.roster import EVALUATOR
@@ -109,7 +109,7 @@ class Runs:
         self._want(self.runs[name], low, high, now, asked)
 
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
-        servers, evaluators = run.membership.rules.servers, int(bool(run.settings.get("evaluator", False)))
+        servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
         restarts = restarts_of(run.settings)
         wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators)
         self._fleet(wanted, now, asked)
@@ -287,6 +287,13 @@ def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> memb
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
     servers = servers_of(settings)
     return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+
+
+def _serving(run: Run) -> int:
+    """How many processes of a run hold parameters, ours or TensorFlow's."""
+    if run.spec.compat == compat.PS:
+        return int(run.settings.get("servers", Settings().servers))
+    return run.membership.rules.servers
 
 
 def servers_of(settings: Mapping[str, records.Value]) -> int:

@@ -7,7 +7,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+TORCHRUN, TF, PS = "torchrun", "tf", "ps"
+KINDS = (TORCHRUN, TF, PS)
 FIRST_PORT, PORTS = 20000, 12000
+TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +21,50 @@ class Place:
     host: str
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one rank is in TF_CONFIG."""
+
+    type: str
+    index: int
+
+
+def tasks(kind: str, count: int, servers: int) -> tuple[Task, ...]:
+    """What each of so many ranks is: all are workers, but with ps the first ones are the chief and the servers."""
+    if kind != PS:
+        return tuple(Task("worker", index) for index in range(count))
+    first = (Task("chief", 0), *(Task("ps", index) for index in range(servers)))
+    return (*first, *(Task("worker", index) for index in range(count - len(first))))
+
+
 def rendezvous(
-    kind: str, run: str, salt: str, places: Sequence[Place], restarts: int, max_restarts: int
+    kind: str, run: str, salt: str, places: Sequence[Place], restarts: int, max_restarts: int, servers: int = 0
 ) -> list[tuple[tuple[str, str], ...]]:
-    """The environment of each rank; `kind` is torchrun or tf. Every restart meets on other ports."""
+    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports."""
     agents = list(dict.fromkeys(place.agent for place in places))
     ordered = sorted(range(len(places)), key=lambda i: agents.index(places[i].agent))
     port = FIRST_PORT + zlib.crc32(f"{salt} {run} {restarts}".encode()) % (PORTS - len(places))
     ports = {i: port + rank for rank, i in enumerate(ordered)}
     envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
+    given = tasks(kind, len(places), servers)
+    cluster: dict[str, list[str]] = {}
+    for i, task in zip(ordered, given, strict=True):
+        cluster.setdefault(task.type, []).append(f"{places[i].host}:{ports[i]}")
     for rank, i in enumerate(ordered):
-        if kind == "tf":
-            workers = [f"{places[j].host}:{ports[j]}" for j in ordered]
-            config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-            pairs = {"TF_CONFIG": json.dumps(config)}
+        if kind in (TF, PS):
+            mine = {"type": given[rank].type, "index": given[rank].index}
+            pairs = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": mine})}
         else:
             pairs = _torchrun(run, places, ordered, rank, agents, restarts, max_restarts, ports[ordered[0]])
         envs[i] = (("SHOAL_COMPAT", "1"), *pairs.items())
     return envs
+
+
+def task_config(role: str, member: str) -> str:
+    """TF_CONFIG of an elastic member: what it is, in a cluster that has nobody else in it."""
+    number = member.rpartition("/")[2].rpartition("-")[2]
+    task = {"type": TASKS[role], "index": int(number) if number.isdecimal() else 0}
+    return json.dumps({"cluster": {}, "task": task})
 
 
 def _torchrun(

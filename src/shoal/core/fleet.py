@@ -18,13 +18,15 @@ from typing import Any
 
 from shoal.core import budget
 from shoal.core import fleet_events as fe
-from shoal.core.compat import Place, rendezvous
+from shoal.core.compat import PS, Place, rendezvous, tasks
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
 ALIVE = (STARTING, RUNNING, ENDING)
 MARKS = {SERVER: "server-", EVALUATOR: "evaluator-"}
+CHIEF_MARK = "chief-"
+_TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
 
 
 def role_of(member: str) -> str:
@@ -86,6 +88,11 @@ class Process:
     def role(self) -> str:
         return role_of(self.member)
 
+    @property
+    def leads(self) -> bool:
+        """Whether it is the chief of a script with parameter servers, which is done when the chief is."""
+        return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -114,6 +121,11 @@ class Wanted:
     generation: int = 0
     regroup: str = ""
     not_before: float = 0.0
+
+    @property
+    def beside(self) -> int:
+        """How many processes a compat run has besides those that are counted as its members: chief and servers."""
+        return 1 + self.servers if self.compat == PS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +277,17 @@ class _Draft:
         return agent in self.agents and not self.agents[agent].notice
 
     def start_new(
-        self, agent: Agent, run: Wanted, reason: str, env: tuple[tuple[str, str], ...] = (), *, role: str = TRAINER
+        self,
+        agent: Agent,
+        run: Wanted,
+        reason: str,
+        env: tuple[tuple[str, str], ...] = (),
+        *,
+        role: str = TRAINER,
+        mark: str = "",
     ) -> None:
         taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
-        stem = f"{agent.name}/{MARKS.get(role, '')}"
+        stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
         index = next(i for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
         order, incarnation = self.next_incarnation()
         p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
@@ -395,7 +414,7 @@ class _Draft:
         for agent in sorted(self.agents.values(), key=lambda a: a.order):
             if not agent.usable:
                 continue
-            room = run.max_members - len(places)
+            room = run.max_members + run.beside - len(places)
             if agent.slots is not None:
                 others = sum(1 for p in self.processes.values() if p.agent == agent.name and p.run != run.run)
                 room = min(room, agent.slots - others)
@@ -408,23 +427,33 @@ class _Draft:
         if processes and not run.regroup and not any(p.status == DONE for p in processes):
             have = sorted(p.agent for p in processes)
             away = any(a.away_since is not None for a in self.agents.values() if a.name in have)
-            if have != sorted(a.name for a in places) and not away and len(places) >= run.min_members:
+            enough = len(places) >= run.min_members + run.beside
+            if have != sorted(a.name for a in places) and not away and enough:
                 self.regroup(run, f"the agents now offer {len(places)} places instead of {len(processes)}", 0.0)
         run = self.runs[run.run]
-        if self.of_run(run.run) or len(places) < run.min_members or self.now < run.not_before:
+        if self.of_run(run.run) or len(places) < run.min_members + run.beside or self.now < run.not_before:
             return
         again = bool(run.generation)
         run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
         hosts = [Place(agent.name, agent.host or "127.0.0.1") for agent in places]
-        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, run.generation - 1, run.restarts.infrastructure)
-        for agent, env in zip(places, envs, strict=True):
-            self.start_new(agent, run, "all start anew" if again else "the group is complete", env)
+        restarts, most = run.generation - 1, run.restarts.infrastructure
+        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers)
+        reason = "all start anew" if again else "the group is complete"
+        for agent, env, task in zip(places, envs, tasks(run.compat, len(places), run.servers), strict=True):
+            self.start_new(agent, run, reason, env, mark=_TASK_MARKS.get(task.type, ""))
 
     def regroup(self, run: Wanted, reason: str, after_s: float) -> None:
         self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
         self.asked.append(fe.Tell(run.run, f"all members are started anew: {reason}"))
         for p in self.of_run(run.run):
             self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
+
+    def dismiss(self, run: Wanted) -> None:
+        """The chief is done; workers and servers would wait for its orders for ever."""
+        self.set_run(run.run, status=FINISHING)
+        for p in self.of_run(run.run):
+            if p.status != DONE:
+                self.end(p, "the chief is done", grace_s=5.0)
 
     def lose_of_group(self, run: Wanted, p: Process, cause: str, detail: str) -> None:
         del self.processes[p.run, p.member]
@@ -527,6 +556,8 @@ def _on_exited(draft: _Draft, event: fe.ProcessExited) -> None:
         del draft.processes[p.run, p.member]
     elif event.cause == "done" and not p.again and run.status in (GOING, FINISHING):
         draft.update(p, status=DONE)
+        if run.compat and p.leads:
+            draft.dismiss(run)
     elif run.compat:
         draft.lose_of_group(run, p, event.cause, event.detail)
     elif event.cause == "asked" and not p.again:

@@ -215,7 +215,7 @@ def forget_passed() -> None:
     _fitting.batches = None
 
 
-def iterate_with(loop: Callable[[Batches], Iterator[Any]]) -> None:
+def iterate_with(loop: Callable[[Batches], Iterator[Any]] | None) -> None:
     """Whoever iterates over batches that are made from now on in this thread gets what this loop gives."""
     _fitting.loop = loop
 

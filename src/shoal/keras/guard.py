@@ -26,6 +26,12 @@ class Guard:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        if "apply" in vars(optimizer):
+            raise UnusableModel(
+                f"the {type(optimizer).__name__} optimizer is wrapped by something else",
+                why="its apply was replaced, so that its gradients would be summed twice, or not at all",
+                do="compile the model with a plain Keras optimizer",
+            )
         self.optimizer = optimizer
         self.take: Take | None = None
         self._real: Callable[..., Any] = optimizer.apply

@@ -140,6 +140,7 @@ class Run:
         trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
+        iterate_with(None)  # batches that are made from now on are for somebody else
         self._follow_if_evaluator(model)
         return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,13 +51,14 @@ class Served(Stage):
         """Nobody began a ticket while somebody who finished its own was more than `bound` behind; the most there was.
 
         A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead. Nor
-        does one whose holder was given up before it came to life again and finished: nobody waited for it either.
+        does one whose holder was given up, and had not joined anew, when it came to life again and finished: nobody
+        waited for it either.
         """
-        lost = self._losses()
+        away = self._absences()
         held = [
             (member, clock, began, ended)
             for member, clock, began, ended in self._held()
-            if not any(who == member and began <= at <= ended for who, at in lost)
+            if not any(who == member and since <= ended and began <= until for who, since, until in away)
         ]
         most = 0
         for event in [e for e in self.events() if e["event"] == "begin"]:
@@ -67,10 +69,18 @@ class Served(Stage):
             assert event["clock"] - event["low"] <= bound
         return most
 
-    def _losses(self) -> list[tuple[str, float]]:
-        """Whom the coordinator gave up, and when, on the clock of the records."""
+    def _absences(self) -> list[tuple[str, float, float]]:
+        """Whom the coordinator gave up, from when until it joined anew, on the clock of the records."""
         monotonic = time.monotonic() - time.time()
-        return [(e["fields"]["member"], e["at"] + monotonic) for e in self.journal() if e["kind"] == "Lost"]
+        found: list[tuple[str, float, float]] = []
+        given_up: dict[str, float] = {}
+        for entry in self.journal():
+            member, at = entry["fields"].get("member", ""), entry["at"] + monotonic
+            if entry["kind"] == "Lost":
+                given_up.setdefault(member, at)
+            elif entry["kind"] == "Hello" and member in given_up:
+                found.append((member, given_up.pop(member), at))
+        return found + [(member, since, math.inf) for member, since in given_up.items()]
 
     def _held(self) -> list[tuple[str, int, float, float]]:
         """Tickets that were finished, as (trainer, clock, from, to)."""

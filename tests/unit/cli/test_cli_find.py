@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import find
-from shoal.cli.past import Past
 from shoal.errors import AmbiguousRun, UnknownRun
+from shoal.launch import find
+from shoal.launch.past import Past
 
 HERE = find.Coordinator("c", "", "", None, None, Past(Path("nowhere")))
 

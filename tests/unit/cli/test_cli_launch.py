@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import launch, sources
-from shoal.cli.services import RESTARTS, restart_delay_s
 from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.launch import render as launch
+from shoal.launch import sources
+from shoal.launch.services import RESTARTS, restart_delay_s
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("4", (4, 4)), ("1:8", (1, 8)), (" 2:2 ", (2, 2))])

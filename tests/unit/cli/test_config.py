@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal import config
-from shoal.cli import sources
 from shoal.errors import BadConfigFile, BadSettings, UsageError
+from shoal.launch import sources
 
 
 def chosen(cwd: Path, environ: dict[str, str] | None = None, *assignments: str) -> sources.Choices:

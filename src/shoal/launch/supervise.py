@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shoal.cli.client import Client, open_client
-from shoal.cli.find import OVER, read_text
-from shoal.cli.launch import URL, Launch, make, unmake
-from shoal.cli.services import Service
 from shoal.errors import CoordinatorUnreachable, ShoalError
+from shoal.launch.client import Client, open_client
+from shoal.launch.find import OVER, read_text
+from shoal.launch.render import URL, Launch, make, unmake
+from shoal.launch.services import Service
 from shoal.wire.views import RunView, ScaleAsk
 
 READY_S = 60.0

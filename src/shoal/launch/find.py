@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cli.client import Client, open_client
-from shoal.cli.frame import Place
 from shoal.errors import AmbiguousRun, CoordinatorUnreachable, ShoalError, UnknownRun, UsageError
+from shoal.launch.client import Client, open_client
+from shoal.launch.place import Place
 from shoal.wire.views import LogPage, RunView, StoryLine
 
 OVER = ("done", "failed", "stopped", "resumable")
@@ -100,6 +100,14 @@ def live(coordinator: Coordinator) -> Client:
     return coordinator.client
 
 
+def in_directory(directory: Path) -> Coordinator:
+    """The coordinator that has, or had, this directory."""
+    found = _in(directory)
+    if found is None:
+        raise UnknownRun("there is no coordinator", where=str(directory), do="shoal ps lists the runs")
+    return found
+
+
 def alive(pid: int) -> bool:
     """Whether a process of this id exists."""
     try:
@@ -140,7 +148,7 @@ def _in(directory: Path) -> Coordinator | None:
                 return Coordinator(directory.name, url, str(token_file), directory, client, client)
         except ShoalError:
             client.close()
-    from shoal.cli.past import Past
+    from shoal.launch.past import Past
 
     return Coordinator(directory.name, url, str(token_file), directory, None, Past(directory))
 

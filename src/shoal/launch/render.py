@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.cli.sources import Choices
 from shoal.config import parse_settings
 from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.launch.sources import Choices
 from shoal.wire.views import RunSpec
 
 URL = "<url>"
 LOCAL_AGENT = "local"
+KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,psutil"
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -45,8 +46,22 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", "127.0.0.1", "--port", str(port))
     token_file = str(directory / "token")
     agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL_AGENT)
-    options = ("--dir", str(directory), *agent_options(choices))
+    preload = "" if choices.text("preload") or spec is None else _preload(spec)
+    options = ("--dir", str(directory), *agent_options(choices), *(("--preload", preload) if preload else ()))
     return Launch(str(directory), coordinator, (*agent, *options), spec)
+
+
+def _preload(spec: RunSpec) -> str:
+    """What members are to find imported, if that is not what most scripts need."""
+    script = Path(spec.cwd) / spec.argv[0]
+    try:
+        text = "" if spec.module or spec.compat else script.read_text(errors="replace")
+    except OSError:
+        return ""
+    # A script that chooses the backend itself must import Keras itself.
+    if "shoal.keras" not in text or "KERAS_BACKEND" in text:
+        return ""
+    return KERAS_PRELOAD.format(os.environ.get("KERAS_BACKEND", "tensorflow"))
 
 
 def agent_options(choices: Choices) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class Client:
 
     def __init__(self, url: str, token: str, context: ssl.SSLContext | None = None, timeout_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
-        self._token = token
+        self.token = token
         self._context = context
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
@@ -99,7 +99,7 @@ class Client:
         return answer
 
     def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
+        headers = {"Authorization": f"Bearer {self.token}", "Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         reused = self._connection is not None

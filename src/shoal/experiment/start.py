@@ -1,0 +1,156 @@
+"""`shoal.run`: renders a run from a function, and starts it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shoal import config
+from shoal.config import Value
+from shoal.core import sync
+from shoal.errors import BadRole, BadSettings, InsideMember, UnknownEngine
+from shoal.experiment.handle import RunHandle
+from shoal.experiment.keep import Keeper
+from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
+from shoal.launch import detached, render, sources
+from shoal.launch.place import home
+from shoal.launch.render import Launch
+from shoal.launch.sources import Choices, Option
+from shoal.launch.supervise import Supervisor
+from shoal.pack import files as packed_files
+from shoal.pack import function as packed_function
+from shoal.pack import manifest
+from shoal.pack.files import Files
+from shoal.pack.manifest import Manifest
+from shoal.wire import credentials
+from shoal.wire.views import RunSpec
+from shoal.worker.experiment import Experiment
+
+MEMBER = "shoal.experiment"
+PACK, WORK = "pack", "work"
+
+
+def run(
+    experiment_fn: Callable[[], Experiment],
+    on: str = "local",
+    roles: Mapping[str, Role] | None = None,
+    files: Files = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    detach: bool = False,
+    **settings: Value,
+) -> RunHandle:
+    """Train what a function returns, and keep it training; returns as soon as the run is accepted.
+
+    `experiment_fn` is called in every member. `files` are paths, or names with paths, of files and directories that
+    members find in their working directory. `settings` are those of `shoal config`, with _ for the dot:
+    `checkpoint_every_s=60`. The run ends with this process, unless `detach=True`.
+    """
+    if "SHOAL_MEMBER" in os.environ:
+        raise InsideMember("shoal.run was called inside a run", do='put the call under if __name__ == "__main__":')
+    if on not in ENGINES:
+        raise UnknownEngine(f"there is no engine {on!r}", do=f"the engines are: {', '.join(ENGINES)}")
+    roles = {TRAINER: Role(), **(roles or {})}
+    check(roles)
+    choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings))
+    _check_together(roles, choices)
+    contents = packed_files.named(files)
+    return ENGINES[on](experiment_fn, contents, roles, choices, dict(env or {}), detach)
+
+
+def _local(
+    experiment_fn: Callable[[], Experiment],
+    contents: Mapping[str, Path],
+    roles: Mapping[str, Role],
+    choices: Choices,
+    env: dict[str, str],
+    detach: bool,
+) -> RunHandle:
+    """Start a coordinator and an agent here for the run, as `shoal run` does."""
+    directory = render.new_directory(home())
+    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, env)
+    launch = render.render(directory, choices, spec)
+    render.make(directory)
+    try:
+        pack(directory, experiment_fn, contents)
+        return _detached(launch) if detach else _kept(launch)
+    except BaseException:
+        render.unmake(directory)
+        raise
+
+
+# Where runs are started, by the name that `on=` gives; every engine gets what `_local` gets.
+ENGINES: dict[str, Callable[..., RunHandle]] = {"local": _local}
+
+
+def pack(directory: Path, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]) -> None:
+    """Write what members need into the directory of a coordinator that is still to be started, with its token."""
+    token = secrets.token_urlsafe(32)
+    credentials.write(directory / "token", credentials.Credentials(token))
+    where = directory / PACK
+    where.mkdir(mode=0o700)
+    function = packed_function.put(where, experiment_fn)
+    kept = packed_files.put(where, contents)
+    manifest.write(where, Manifest(function, kept, tuple(packed_function.search_path())), token)
+    packed_files.lay_out(where, kept, directory / WORK)
+
+
+def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choices, env: dict[str, str]) -> RunSpec:
+    config.parse_settings(choices.for_run())
+    return RunSpec(
+        name=choices.text("name") or name.strip("<>"),
+        argv=(MEMBER, str(directory / PACK)),
+        cwd=str(directory / WORK),
+        members=render.parse_members(choices.text("members"), choices.source("members")),
+        env=env,
+        module=True,
+        settings=choices.for_run(),
+        roles=specs(roles),
+    )
+
+
+def _kept(launch: Launch) -> RunHandle:
+    supervisor = Supervisor(launch)
+    client, view = supervisor.open()
+    keeper = Keeper(supervisor, client, view.run)
+    keeper.start()
+    return RunHandle(Path(launch.directory), view, keeper)
+
+
+def _detached(launch: Launch) -> RunHandle:
+    return RunHandle(Path(launch.directory), detached.begin(launch), None)
+
+
+def _options(roles: Mapping[str, Role], settings: Mapping[str, Value]) -> dict[str, Option]:
+    """Settings from arguments, under the names that `shoal config` has for them."""
+    names = {key.variable.removeprefix("SHOAL_").lower(): key.name for key in config.declared()}
+    options: dict[str, Option] = {}
+    for given, value in settings.items():
+        if given not in names:
+            raise config.unknown(given, list(names), "shoal.run")
+        options[names[given]] = (f"shoal.run({given}=…)", value)
+    if "members" in options:
+        raise BadSettings(
+            "members= is not an argument of shoal.run", do='pass roles={"trainer": shoal.Role(count="1:8")}'
+        )
+    options["members"] = ('Role("trainer").count', str(roles[TRAINER].count))
+    if SERVER in roles:
+        options["servers"] = ('Role("server").count', str(roles[SERVER].count))
+    if EVALUATOR in roles:
+        options["evaluator"] = ('Role("evaluator").count', int(roles[EVALUATOR].count) > 0)
+    return options
+
+
+def _check_together(roles: Mapping[str, Role], choices: Choices) -> None:
+    served = sync.parse(choices.text("sync")).served
+    if choices.found["evaluator"].value and served:
+        do = "leave the role out; trainers evaluate at the end of every epoch then"
+        raise BadRole(f"a run with sync={choices.text('sync')!r} has no evaluator", do=do)
+    if SERVER in roles and not served:
+        raise BadRole(
+            f"a run with sync={choices.text('sync')!r} has no servers",
+            why="trainers keep the parameters themselves unless they train asynchronously",
+            do='pass sync="stale:3" or sync="async", or leave the role out',
+        )

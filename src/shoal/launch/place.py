@@ -1,0 +1,21 @@
+"""Where coordinators are looked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which coordinators are looked at: one by its URL, or all of SHOAL_HOME."""
+
+    home: Path
+    url: str = ""
+    token_file: str = ""
+
+
+def home() -> Path:
+    """Shoal's own directory."""
+    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal")

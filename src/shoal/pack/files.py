@@ -1,0 +1,76 @@
+"""The files that a run takes along, and how members find them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from shoal.errors import BadFiles
+from shoal.pack import manifest
+
+PathLike = str | os.PathLike[str]
+Files = Sequence[PathLike] | Mapping[str, PathLike]
+_SKIPPED = ("__pycache__",)
+
+
+def named(files: Files) -> dict[str, Path]:
+    """Every single file by the name that members will find it under; directories are entered."""
+    if isinstance(files, str | os.PathLike):
+        raise BadFiles(
+            f"files={os.fspath(files)!r} is one path", do="pass a list of paths, or a dict of names to paths"
+        )
+    pairs = list(files.items()) if isinstance(files, Mapping) else [(Path(one).absolute().name, one) for one in files]
+    found: dict[str, Path] = {}
+    for name, path in pairs:
+        for inner, source in _below(_checked(name), Path(path).absolute()):
+            if inner in found and found[inner] != source:
+                raise BadFiles(
+                    f"two of the files are called {inner}",
+                    why=f"{found[inner]} and {source}",
+                    do="pass a dict, and give them different names",
+                )
+            found[inner] = source
+    return found
+
+
+def put(directory: Path, files: Mapping[str, Path]) -> dict[str, str]:
+    """Copy these files into a pack; the hash of each by its name."""
+    kept = {}
+    for name, source in files.items():
+        try:
+            kept[name] = manifest.put_file(directory, source)
+        except OSError as error:
+            raise BadFiles(f"{source} cannot be copied", why=error.strerror or str(error)) from error
+    return kept
+
+
+def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
+    """Let every file appear under its name in a directory; what it holds stays in the pack."""
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, digest in kept.items():
+        path = where / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to((pack / manifest.BLOBS / digest).absolute())
+
+
+def _checked(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or path == PurePosixPath("."):
+        raise BadFiles(f"a file cannot be called {name!r}", why="members find it below their working directory")
+    return str(path)
+
+
+def _below(name: str, path: Path) -> Iterator[tuple[str, Path]]:
+    if path.is_dir():
+        for root, directories, inside in os.walk(path):
+            directories[:] = sorted(one for one in directories if one not in _SKIPPED)
+            for one in sorted(inside):
+                source = Path(root, one)
+                yield from _below(f"{name}/{source.relative_to(path).as_posix()}", source)
+    elif path.is_file():
+        yield name, path
+    elif path.exists():
+        raise BadFiles(f"{path} is neither a file nor a directory", do="leave it out of files=")
+    else:
+        raise BadFiles(f"there is no file {path}", do="paths are relative to the directory that Python runs in")

@@ -1,0 +1,61 @@
+"""Trains an experiment with PyTorch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.errors import BadExperiment
+from shoal.torch import join
+from shoal.worker.evaluation import numbers_of
+from shoal.worker.experiment import Experiment
+
+
+def train(experiment: Experiment, *, evaluates: bool) -> None:
+    """The loop of a member; `evaluates` says that members evaluate for themselves at the end of every epoch."""
+    model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
+    run = join()
+    run.attach(*(part for part in (model, optimizer, scheduler) if part is not None))
+    if experiment.evaluation is not None:
+        wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
+        run.evaluate(partial(experiment.evaluation, model), **wish)
+    batches = run.batches(experiment.data, experiment.size, experiment.epochs, experiment.seed, **experiment.batching)
+    for batch in batches:
+        loss, weight = _loss(experiment, batch)
+        run.backward(loss, weight)
+        optimizer.step()
+        ended = run.epoch_ended
+        if scheduler is not None and (experiment.scheduler_each == "step" or ended):
+            scheduler.step()
+        optimizer.zero_grad()
+        run.log(loss=loss)
+        if ended and evaluates and experiment.evaluation is not None:
+            run.log(**evaluate(experiment))
+    if experiment.save:
+        run.save(experiment.save)
+
+
+def evaluate(experiment: Experiment) -> dict[str, float]:
+    """The figures of the model as it is now."""
+    model = experiment.model
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = experiment.evaluation(model)
+    model.train(training)
+    return numbers_of(found, None)
+
+
+def _loss(experiment: Experiment, batch: Any) -> tuple[Any, float | None]:
+    if experiment.training_step is not None:
+        found = experiment.training_step(experiment.model, batch)
+        return found if isinstance(found, tuple) else (found, None)
+    assert experiment.loss is not None
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise BadExperiment(
+            f"a batch of the data is a {type(batch).__name__}, not a pair of inputs and targets",
+            do="pass training_step=… instead of loss=…",
+        )
+    return experiment.loss(experiment.model(batch[0]), batch[1]), None

@@ -1,0 +1,95 @@
+"""`shoal.run` with a Keras model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras")
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(180)]
+
+PROGRAM = """
+import json
+import shoal
+
+
+def experiment_fn():
+    import keras
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(192, 8)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    told = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", epoch, flush=True))
+    return shoal.Experiment(model=model, data=(x, y), size=48, epochs=3, evaluation=(x[:32], y[:32]), callbacks=[told],
+                            save="model.keras")
+
+
+if __name__ == "__main__":
+    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count=2)})
+    run.wait(150)
+    files = sorted(path.name for path in run.directory.iterdir())
+    print("TOLD", json.dumps({"metrics": run.metrics(), "logs": run.logs(), "files": files}))
+"""
+
+
+def told(tmp_path: Path, program: str) -> dict[str, Any]:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    ran = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=170)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout.partition("TOLD ")[2])
+    assert found["metrics"]["step"] == 12
+    assert {"loss", "mae", "val_loss", "val_mae"} <= set(found["metrics"])
+    return found
+
+
+def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) -> None:
+    found = told(tmp_path, PROGRAM)
+    assert found["logs"].count("| epoch 2") == 2
+    assert found["files"] == ["model.keras"]
+
+
+class Fitted:
+    """A compiled model that only takes note of how it is fitted."""
+
+    def fit(self, data: Any, **how: Any) -> None:
+        self.data, self.how = data, how
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_with_an_evaluator_the_trainers_do_not_evaluate(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.keras import experiment as training
+    from shoal.worker.experiment import Experiment
+
+    wishes: list[Any] = []
+    monkeypatch.setattr(training, "join", lambda: None)
+    monkeypatch.setattr(training, "Elastic", lambda *others, **wish: wishes.append((others, wish)))
+    model, held = Fitted(), (np.ones((4, 2)), np.ones(4))
+    made = Experiment(
+        model=model, data=held, size=4, epochs=2, evaluation=held, best="max:accuracy", patience=3, callbacks=["mine"]
+    )
+    training.train(made, evaluates=not beside)
+    assert model.how["validation_data"] is (None if beside else held)
+    assert model.how["epochs"] == 2
+    assert wishes == [(("mine",), {"evaluate": held, "best": "max:accuracy", "patience": 3, "export": None})]
+
+
+def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.keras import experiment as training
+
+    told: dict[str, float] = {}
+    run: Any = type("Run", (), {"log": lambda self, **figures: told.update(figures)})()
+    training._Telling(run, lambda: {"worst": 3}).on_epoch_end(0, {"loss": 1.0})
+    assert told == {"loss": 1.0, "worst": 3.0}

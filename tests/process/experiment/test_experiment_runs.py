@@ -1,0 +1,237 @@
+"""`shoal.run` from programs and from the prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.experiment import start
+from shoal.pack import manifest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+WITH_FILES = """
+def with_files():
+    import helper
+    assert open("data/one.csv").read() == "1,2"
+    assert helper.ANSWER == 42
+    assert json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker"
+    print("threads", os.environ["OMP_NUM_THREADS"], os.environ["MINE"], flush=True)
+    return experiment_fn()
+
+if __name__ == "__main__":
+    run = shoal.run(
+        with_files, roles={"trainer": shoal.Role(count="1:2", cpus=3, memory="4GiB")}, env={"MINE": "yours"},
+        files={"helper.py": "aside/other.py", "data": "data"}, lease_s=5)
+    view = run.wait(80)
+    tell(id=run.id, name=run.name, status=run.status(), metrics=run.metrics(), logs=run.logs(), losses=view.losses,
+         story=str(run.story()), model=(run.directory / "model.pt").is_file())
+"""
+
+TYPED = """
+run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count=2)})
+_ = run.wait(80)
+tell(status=run.status(), metrics=run.metrics())
+exit()
+"""
+
+FAILING = """
+def wrong():
+    print("tried", flush=True)
+    raise ValueError("no such thing")
+
+if __name__ == "__main__":
+    run = shoal.run(wrong, budget_user=0)
+    try:
+        run.wait(80)
+    except errors.RunFailed as error:
+        tell(code=error.code, why=error.why, logs=run.logs())
+"""
+
+UNUSED = """
+if __name__ == "__main__":
+    run = shoal.run(lambda: 7, budget_user=0)
+    try:
+        run.wait(80)
+    except errors.RunFailed as error:
+        tell(why=error.why)
+"""
+
+GREEDY = """
+if __name__ == "__main__":
+    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(memory="40MiB")}, budget_user=0)
+    try:
+        run.wait(80)
+    except errors.RunFailed as error:
+        tell(why=error.why)
+"""
+
+EVALUATED = """
+import dataclasses
+
+def with_a_best():
+    return dataclasses.replace(experiment_fn(), best="min:worst", export="best.pt")
+
+if __name__ == "__main__":
+    roles = {"trainer": shoal.Role(count=1), "evaluator": shoal.Role(memory="4GiB", cpus=1)}
+    run = shoal.run(with_a_best, roles=roles, checkpoint_every_steps=4)
+    view = run.wait(80)
+    tell(metrics=run.metrics(), step=view.evaluation.step, files=sorted(path.name for path in run.directory.iterdir()))
+"""
+
+LEFT = """
+import time
+if __name__ == "__main__":
+    run = shoal.run(experiment_fn, detach=DETACH)
+    while run.metrics()["step"] < 3:
+        time.sleep(0.1)
+    tell(id=run.id)
+"""
+
+STOPPED = """
+import time
+if __name__ == "__main__":
+    run = shoal.run(experiment_fn)
+    while run.metrics()["step"] < 3:
+        time.sleep(0.1)
+    run.scale("1:2")
+    view = run.stop("enough")
+    tell(status=view.status, checkpoint=view.checkpoint_step, story=str(run.story()))
+"""
+
+
+def test_a_program_trains_with_its_files_and_is_told_what_came_of_it(stage: Any) -> None:
+    (stage.path / "aside").mkdir()
+    (stage.path / "aside" / "other.py").write_text("ANSWER = 42\n")
+    (stage.path / "data").mkdir()
+    (stage.path / "data" / "one.csv").write_text("1,2")
+    del stage.environ["OMP_NUM_THREADS"]
+    (told,) = stage.finish(stage.begin(WITH_FILES))
+    assert (told["status"], told["name"], told["losses"]) == ("done", "with_files", 0)
+    assert told["metrics"]["step"] == 9
+    assert told["metrics"]["worst"] < 3
+    assert "local/0 | threads 3 yours" in told["logs"]
+    assert "the run ended with exit code 0" in told["story"]
+    assert told["model"], "the model was not saved where run.directory says"
+    assert stage.shoal("status", told["id"])["status"] == "done", "shoal status does not find it"
+
+
+def test_the_program_of_the_documentation_runs(stage: Any) -> None:
+    page = Path(__file__).parents[3] / "docs/howto/experiment.md"
+    (program, *_) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    stage.finish(stage.begin(program))
+    said = (stage.path / "out").read_text()
+    assert "'step': 80.0, 'epoch': 4.0" in said
+    assert Path(said.split()[-1]).is_file()
+
+
+def test_a_function_that_was_typed_is_trained(stage: Any) -> None:
+    pytest.importorskip("cloudpickle")
+    (told,) = stage.finish(stage.begin(TYPED, "-q", "-i"))
+    assert told["status"] == "done"
+    assert told["metrics"]["step"] == 9
+
+
+def test_an_error_of_the_function_has_a_code_and_its_own_words(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(FAILING))
+    assert told["code"] == "S332"
+    assert "error[S331] wrong raised ValueError: no such thing" in told["why"]
+    assert told["logs"].count("| tried") == 1
+    assert "ValueError: no such thing" in told["logs"]
+
+
+def test_what_is_no_experiment_is_named(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(UNUSED))
+    assert "error[S330]" in told["why"]
+    assert "returned an int" in told["why"]
+
+
+def test_a_member_that_uses_more_memory_than_its_role_has_is_ended(stage: Any) -> None:
+    text = GREEDY
+    (told,) = stage.finish(stage.begin(text, epochs=100_000))
+    assert "error[S405] it used" in told["why"]
+
+
+def test_an_evaluator_scores_the_experiment_beside_the_training(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(EVALUATED))
+    assert told["step"] == 9, "the last checkpoint was not evaluated"
+    assert told["metrics"]["worst"] < 3
+    assert told["files"] == ["best.pt", "model.pt"]
+
+
+def test_a_run_ends_with_the_process_that_started_it(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(LEFT.replace("DETACH", "False"), epochs=100_000))
+    view = stage.shoal("status", told["id"])
+    assert view["status"] == "stopped"
+    assert view["checkpoint_step"] >= 3
+    stage.shoal("resume", "--detach", told["id"])
+    stage.wait("it goes on", lambda: stage.shoal("status", told["id"])["step"] > view["checkpoint_step"])
+    assert stage.shoal("stop", told["id"])["status"] == "stopped"
+    stage.wait("all is gone", lambda: not stage.processes())
+
+
+def test_nothing_outlives_a_killed_program(stage: Any) -> None:
+    text = LEFT.replace("DETACH", "False").replace("    tell(id=run.id)", "    tell(id=run.id)\n    time.sleep(300)")
+    process = stage.begin(text, epochs=100_000)
+    stage.wait("it trains", stage.told)
+    process.kill()
+    process.wait()
+    stage.wait("all is gone", lambda: not stage.processes())
+
+
+def test_a_detached_run_goes_on_without_the_process_that_started_it(stage: Any) -> None:
+    process = stage.begin(LEFT.replace("DETACH", "True"), epochs=100_000)
+    assert process.wait(90) == 0, stage.output
+    (told,) = stage.told()
+    before = stage.shoal("status", told["id"])
+    assert before["status"] == "training"
+    assert stage.shoal("stop", told["id"])["status"] == "stopped"
+    stage.wait("all is gone", lambda: not stage.processes())
+
+
+def test_a_run_is_scaled_and_stopped_from_python(stage: Any) -> None:
+    (told,) = stage.finish(stage.begin(STOPPED, epochs=100_000))
+    assert told["status"] == "stopped"
+    assert told["checkpoint"] >= 3
+    assert "enough" in told["story"]
+
+
+def test_a_member_does_not_load_what_its_run_did_not_sign(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle")
+    start.pack(tmp_path, lambda: None, {})
+    blobs = tmp_path / start.PACK / manifest.BLOBS
+    (blob,) = blobs.iterdir()
+    blob.chmod(0o600)
+    blob.write_bytes(pickle.dumps(_Evil(str(tmp_path / "evil"))))
+    said = member(tmp_path)
+    assert "error[S530]" in said
+    assert not (tmp_path / "evil").exists(), "it was unpickled"
+    manifest.write(tmp_path / start.PACK, manifest.Manifest(manifest.Function("f", module="os")), "another token")
+    assert "error[S530] the pack of this run was not signed with its token" in member(tmp_path)
+
+
+class _Evil:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> object:
+        return (os.mkdir, (self.mark,))
+
+
+def member(directory: Path) -> str:
+    """What a member of a pack says, with everything around it but a coordinator."""
+    told = {"URL": "http://127.0.0.1:9", "TOKEN_FILE": str(directory / "token"), "RUN": "r", "MEMBER": "local/0"}
+    told |= {"INCARNATION": "1", "HOST": "127.0.0.1", "RUN_DIR": str(directory), "SETTINGS": json.dumps({})}
+    environ = {**os.environ, **{f"SHOAL_{name}": value for name, value in told.items()}}
+    command = [sys.executable, "-m", "shoal.experiment", str(directory / start.PACK)]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    return ran.stderr

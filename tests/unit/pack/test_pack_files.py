@@ -1,0 +1,67 @@
+"""Files are found by members under the names that they were given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadFiles
+from shoal.pack import files, manifest
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    root = tmp_path / "given"
+    (root / "package" / "deep").mkdir(parents=True)
+    (root / "package" / "__pycache__").mkdir()
+    (root / "data.csv").write_text("1,2\n")
+    (root / "same.csv").write_text("1,2\n")
+    (root / "package" / "__init__.py").write_text("")
+    (root / "package" / "deep" / "code.py").write_text("X = 1\n")
+    (root / "package" / "__pycache__" / "code.pyc").write_text("old")
+    return root
+
+
+def test_a_path_keeps_its_last_name_and_a_directory_its_shape(given: Path) -> None:
+    found = files.named([given / "data.csv", given / "package"])
+    assert sorted(found) == ["data.csv", "package/__init__.py", "package/deep/code.py"]
+
+
+def test_a_dict_names_them_anew(given: Path) -> None:
+    assert sorted(files.named({"in/train.csv": given / "data.csv", "p": str(given / "package" / "deep")})) == [
+        "in/train.csv",
+        "p/code.py",
+    ]
+
+
+def test_what_holds_the_same_is_kept_once_and_found_under_both_names(given: Path, tmp_path: Path) -> None:
+    pack, work = tmp_path / "pack", tmp_path / "work"
+    kept = files.put(pack, files.named([given / "data.csv", given / "same.csv", given / "package"]))
+    files.lay_out(pack, kept, work)
+    assert kept["data.csv"] == kept["same.csv"]
+    assert len(list((pack / manifest.BLOBS).iterdir())) == 3
+    assert (work / "same.csv").read_text() == "1,2\n"
+    assert (work / "package" / "deep" / "code.py").read_text() == "X = 1\n"
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "", "a/../../b", "."])
+def test_no_file_is_put_outside_of_the_working_directory(given: Path, name: str) -> None:
+    with pytest.raises(BadFiles):
+        files.named({name: given / "data.csv"})
+
+
+def test_two_files_of_one_name_are_refused(given: Path) -> None:
+    (given / "package" / "data.csv").write_text("another")
+    with pytest.raises(BadFiles, match="two of the files"):
+        files.named([given / "data.csv", given / "package" / "data.csv"])
+
+
+def test_what_is_not_there_or_not_a_file_is_refused(given: Path) -> None:
+    os.mkfifo(given / "pipe")
+    for wrong in ("nothing.csv", "pipe"):
+        with pytest.raises(BadFiles, match=wrong):
+            files.named([given / wrong])
+    with pytest.raises(BadFiles, match="one path"):
+        files.named(str(given / "data.csv"))  # type: ignore[arg-type]

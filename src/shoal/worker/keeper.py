@@ -55,6 +55,7 @@ class StateKeeper:
         settings = session.settings
         self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()
+        self._durable: int | None = None
         self._writer: AsyncWriter | None = None
         self._pending: Snapshot | None = None
 
@@ -75,6 +76,7 @@ class StateKeeper:
             _say(passed)
         self.load(found.header, found.buffers)
         self._last_step, self._last_time = found.entry.step, time.monotonic()
+        self._durable = found.entry.step
         return found.entry.step
 
     def newest(self) -> tuple[int, int] | None:
@@ -109,12 +111,12 @@ class StateKeeper:
         """All steps are committed: leave the last one in a checkpoint, if somebody waits to evaluate it."""
         if not self._session.settings.evaluator or not self._session.is_writer:
             return
-        if self._last_step != step:
-            self._last_step = step
-            self.checkpoint_now()
-        elif self._writer is not None:
+        if self._writer is not None:
             self._writer.close(wait_s=600.0)
             self._writer = None
+        # One that was due may not have been begun, because the one before it was still being written.
+        if self._durable != step:
+            self.checkpoint_now()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -132,6 +134,10 @@ class StateKeeper:
         snapshot.freeze_soon()
         writer.submit(snapshot, number, {"member": self._session.me}, fence=lambda: self._still_in(number))
 
+    def _written(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+        self._durable = step
+        self._session.checkpointed(step, path, size_bytes, seconds)
+
     def _still_in(self, number: int) -> bool:
         """A member whose world went on without it must not write."""
         world = self._session.world
@@ -143,7 +149,7 @@ class StateKeeper:
                 open_store(self._where),
                 self._run,
                 self._session.settings.checkpoint_keep,
-                on_done=self._session.checkpointed,
+                on_done=self._written,
                 on_error=_say,
             )
         return self._writer

@@ -1,0 +1,63 @@
+"""The end of a training that is evaluated is in a checkpoint, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config import Settings
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+from shoal.worker.keeper import Codec, StateKeeper
+from shoal.worker.solo import Solo
+
+
+class Busy:
+    """A writer that is still at the checkpoint before."""
+
+    busy = True
+
+    def close(self, wait_s: float) -> bool:
+        return wait_s > 0
+
+
+def keeper_at(path: Path, step: int, *, evaluator: bool = True) -> StateKeeper:
+    session = Solo()
+    session.settings = Settings(evaluator=evaluator, checkpoint_every_steps=1)
+    session.step = step
+    codec = Codec(lambda _parts: (b"", [np.zeros(8, np.uint8)]), lambda _parts, _header, _buffers: None)
+    return StateKeeper(session, "r", str(path), codec)
+
+
+def written(path: Path) -> list[int]:
+    return [entry.step for entry in checkpoint.entries(open_store(str(path)))]
+
+
+def test_an_end_whose_checkpoint_was_skipped_is_written_after_all(tmp_path: Path) -> None:
+    keeper = keeper_at(tmp_path, 5)
+    keeper._writer = Busy()  # type: ignore[assignment]
+    keeper.at_boundary(5)
+    assert written(tmp_path) == []
+    keeper.at_end(5)
+    assert written(tmp_path) == [5]
+
+
+def test_an_end_that_is_written_already_is_not_written_again(tmp_path: Path) -> None:
+    keeper = keeper_at(tmp_path, 5)
+    keeper.at_boundary(5)
+    keeper.at_end(5)
+    assert written(tmp_path) == [5]
+
+
+def test_an_end_that_was_restored_is_there(tmp_path: Path) -> None:
+    keeper_at(tmp_path, 5).checkpoint_now()
+    again = keeper_at(tmp_path, 5)
+    assert again.restore() == 5
+    again.at_end(5)
+    assert written(tmp_path) == [5]
+
+
+def test_without_an_evaluator_nothing_is_written_at_the_end(tmp_path: Path) -> None:
+    keeper_at(tmp_path, 5, evaluator=False).at_end(5)
+    assert written(tmp_path) == []

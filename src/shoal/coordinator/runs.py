@@ -167,6 +167,8 @@ class Runs:
     # --- evaluators, whose comings and goings concern nobody else
 
     def _evaluation(self, run: Run, event: Any, now: float, asked: Asked) -> None:
+        if isinstance(event, evaluation.Evaluated) and run.membership.stopping is not None:
+            return  # it is decided that the run ends; its last checkpoint is evaluated if it is resumed
         before = run.evaluation
         run.evaluation, instructions = evaluation.decide(before, event, now)
         asked.extend((run.name, instruction) for instruction in instructions)

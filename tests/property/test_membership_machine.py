@@ -348,7 +348,8 @@ class Membership(RuleBasedStateMachine):
                 model.say(ev.BecameReady(model.name, "f", model.step))
         elif isinstance(told, ev.Expel):
             model.break_world(answer=False)
-            model.world, model.broken = None, False
+            # What it was about to enter is given up, too: see Worlds._on_expelled.
+            model.world, model.formed, model.broken = None, None, False
             model.hello()
         elif isinstance(told, ev.AskRestore):
             model.step = self.checkpoint

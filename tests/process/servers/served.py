@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from stage import Stage
 
+from shoal.coordinator import records
+from shoal.coordinator.runs import Runs
+from shoal.core import events as ev
+from shoal.store import journal
+
 SCRIPT = Path(__file__).with_name("train.py")
 
 
@@ -70,17 +75,19 @@ class Served(Stage):
         return most
 
     def _absences(self) -> list[tuple[str, float, float]]:
-        """Whom the coordinator gave up, from when until it joined anew, on the clock of the records."""
+        """For whom the servers were told not to wait, from when until it joined anew, on the clock of the records."""
         monotonic = time.monotonic() - time.time()
         found: list[tuple[str, float, float]] = []
-        given_up: dict[str, float] = {}
-        for entry in self.journal():
-            member, at = entry["fields"].get("member", ""), entry["at"] + monotonic
-            if entry["kind"] == "Lost":
-                given_up.setdefault(member, at)
-            elif entry["kind"] == "Hello" and member in given_up:
-                found.append((member, given_up.pop(member), at))
-        return found + [(member, since, math.inf) for member, since in given_up.items()]
+        gone: dict[str, float] = {}
+        runs = Runs()
+        for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
+            event, at = journal.event_of(entry, records.KINDS), entry.at + monotonic
+            for _, told in runs.apply(entry.run, event, entry.at):
+                if isinstance(told, ev.TellGone):
+                    gone.setdefault(told.member, at)
+            if isinstance(event, ev.Hello) and event.member in gone:
+                found.append((event.member, gone.pop(event.member), at))
+        return found + [(member, since, math.inf) for member, since in gone.items()]
 
     def _held(self) -> list[tuple[str, int, float, float]]:
         """Tickets that were finished, as (trainer, clock, from, to)."""

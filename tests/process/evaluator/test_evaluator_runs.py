@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluated import EVALUATOR, Evaluated, evaluated
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 OFTEN = "checkpoint.every_steps=10"
 

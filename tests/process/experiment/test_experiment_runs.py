@@ -16,7 +16,7 @@ import pytest
 from shoal.experiment import start
 from shoal.pack import manifest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(180)]
 
 WITH_FILES = """
 def with_files():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ Coming = Callable[[], tuple[int, Any] | None]
 _fitting = threading.local()
 
 
-class Batches(DataAdapter):  # type: ignore[misc]
+class Batches(DataAdapter, ABC):  # type: ignore[misc]
     """What `shoal.batches` gives. Before the run begins it gives Keras a few samples to build the model with."""
 
     def __init__(self, size: int, seed: int, shares: str | None) -> None:
@@ -52,13 +53,13 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     # --- what a run asks
 
+    @abstractmethod
     def few(self) -> Any:
         """A few samples, to build the model with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
-        raise NotImplementedError
 
     def epoch_of(self, step: int) -> int:
         """Which of Keras' epochs a step belongs to."""

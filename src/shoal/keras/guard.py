@@ -76,3 +76,14 @@ class Guard:
                 do="add the losses, and apply their gradients once",
             )
         self._asked.append(Asked(gradients, variables))
+
+
+def only(kept: list[Asked]) -> Asked:
+    """The one thing that a train step asked of its optimizer."""
+    if not kept:
+        raise UnusableModel(
+            "train_step does not apply its optimizer",
+            why="without gradients there is nothing to sum",
+            do="call self.optimizer.apply_gradients in train_step",
+        )
+    return kept[0]

@@ -20,13 +20,14 @@ from shoal.keras.state import capture, restore
 from shoal.keras.trainer import LoopTrainer, Trainer
 from shoal.worker import evaluation, joining
 from shoal.worker.evaluator import EvaluatorSession
-from shoal.worker.keeper import Codec, StateKeeper, UserState
+from shoal.worker.keeper import Codec
 from shoal.worker.placed import PlacedSession
+from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
 
-class Run:
+class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
@@ -34,30 +35,9 @@ class Run:
             raise UnusableModel(
                 f"Keras cannot train with --sync {session.settings.sync} yet", do="train with --sync step"
             )
-        self._session = session
-        self._keeper = StateKeeper(session, name, directory, Codec(capture, restore))
+        super().__init__(session, name, directory, Codec(capture, restore))
         self._trainer: Trainer | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
-
-    @property
-    def step(self) -> int:
-        """How many steps have been committed."""
-        return self._session.step or 0
-
-    @property
-    def rank(self) -> int:
-        return self._session.rank
-
-    @property
-    def size(self) -> int:
-        """How many members the world has."""
-        return self._session.size
-
-    @property
-    def world(self) -> int:
-        """The number of the world that this member is in."""
-        world = self._session.world
-        return world.number if world is not None else 0
 
     @property
     def share(self) -> int:
@@ -66,17 +46,9 @@ class Run:
         return turn.samples if turn is not None else 0
 
     @property
-    def member(self) -> str:
-        return self._session.me
-
-    @property
     def is_writer(self) -> bool:
         """Whether this member is the one that writes files; another one may be, later."""
         return self._session.is_writer
-
-    def state(self, name: str, save: Any, load: Any) -> None:
-        """Make something of the script's own part of the state that joiners and checkpoints carry: plain values."""
-        self._keeper.parts[f"user:{name}"] = UserState(save, load)
 
     def evaluate(
         self,
@@ -109,11 +81,6 @@ class Run:
             model.save(part)
             os.replace(part, path)
             self._session.fulfil(path)
-
-    def close(self) -> None:
-        """Let go of connections; called by itself at the end of the process."""
-        self._keeper.close()
-        self._session.close()
 
     # --- what callbacks and loops ask
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
 from shoal.keras.backend import Arrays, Backend, Computed, Given, Logs
-from shoal.keras.guard import Guard
+from shoal.keras.guard import Guard, only
 
 
 class TensorFlow(Backend):
@@ -96,7 +96,7 @@ class TensorFlow(Backend):
         before = [tf.identity(one.value) for one in self.meters]
         with self._guard.keeping() as kept:
             logs = self.model.train_step(batch)
-        asked = _only(kept)
+        asked = only(kept)
         self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
         self._variables = asked.variables
         # Those of embeddings are sparse.
@@ -114,16 +114,6 @@ class TensorFlow(Backend):
             variable.assign(value)
         found: Logs = self.model.get_metrics_result()
         return found
-
-
-def _only(kept: list[Any]) -> Any:
-    if not kept:
-        raise UnusableModel(
-            "train_step does not apply its optimizer",
-            why="without gradients there is nothing to sum",
-            do="call self.optimizer.apply_gradients in train_step",
-        )
-    return kept[0]
 
 
 def _open_spec(leaf: Any) -> Any:

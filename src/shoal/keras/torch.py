@@ -8,11 +8,9 @@ import keras
 import torch
 from numpy.typing import NDArray
 
-from shoal.errors import UnusableModel
 from shoal.keras.backend import Arrays, Backend, Computed, Given, Logs
-from shoal.keras.guard import Guard
-
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+from shoal.keras.guard import Guard, only
+from shoal.worker.loop import tells_of_memory
 
 
 class Torch(Backend):
@@ -30,13 +28,7 @@ class Torch(Backend):
         before = [self.read(one).copy() for one in self.meters]
         with self._guard.keeping() as kept:
             logs = self.model.train_step(batch)
-        if not kept:
-            raise UnusableModel(
-                "train_step does not apply its optimizer",
-                why="without gradients there is nothing to sum",
-                do="call self.optimizer.apply in train_step",
-            )
-        asked = kept[0]
+        asked = only(kept)
         gradients = self._noted(asked.gradients, asked.variables)
         statistics, after = ([self.read(v) for v in some] for some in (self.statistics, self.meters))
         return Computed(logs, gradients, statistics, before, after)
@@ -74,6 +66,4 @@ class Torch(Backend):
         return dict(self.model.get_metrics_result())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+        return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)

@@ -13,9 +13,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from shoal.worker.loop import tells_of_memory
+
 # BatchNorm refuses to train on a single sample.
 PROBE_SAMPLES = 2
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 class Watch(Protocol):
@@ -33,9 +34,7 @@ class Watch(Protocol):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether smaller pieces may help."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+    return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)
 
 
 def guard_model(watch: Watch, model: torch.nn.Module) -> None:

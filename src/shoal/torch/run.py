@@ -26,18 +26,18 @@ from shoal.torch.trainer import Trainer
 from shoal.worker import evaluation
 from shoal.worker.data.feed import Feed
 from shoal.worker.evaluator import EvaluatorSession
-from shoal.worker.keeper import Codec, StateKeeper, UserState
+from shoal.worker.keeper import Codec
 from shoal.worker.placed import PlacedSession
+from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
 
-class Run:
+class Run(RunOfScript):
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        self._session = session
-        self._keeper = StateKeeper(session, name, directory, Codec(capture_bytes, restore))
+        super().__init__(session, name, directory, Codec(capture_bytes, restore))
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)
@@ -49,11 +49,6 @@ class Run:
         self._feeds = Feeds(self._trainer, self._keeper, session.settings)
 
     # --- where the run is
-
-    @property
-    def step(self) -> int:
-        """How many steps have been committed."""
-        return self._session.step or 0
 
     @property
     def epoch(self) -> int:
@@ -72,29 +67,10 @@ class Run:
         return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
     @property
-    def world(self) -> int:
-        """The number of the world that this member is in."""
-        world = self._session.world
-        return world.number if world is not None else 0
-
-    @property
-    def rank(self) -> int:
-        return self._session.rank
-
-    @property
-    def size(self) -> int:
-        """How many members the world has."""
-        return self._session.size
-
-    @property
     def share(self) -> int:
         """How many samples of the global batch this member has in this step."""
         turn = self._trainer.turn
         return turn.samples if turn is not None else 0
-
-    @property
-    def member(self) -> str:
-        return self._session.me
 
     @property
     def committed(self) -> bool:
@@ -128,10 +104,6 @@ class Run:
                 count = sum(name.startswith("scheduler") for name in self._keeper.parts)
                 self._keeper.parts[f"scheduler{count + 1}"] = part
         return parts[0] if len(parts) == 1 else parts
-
-    def state(self, name: str, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
-        """Make something of the script's own part of the state that joiners and checkpoints carry."""
-        self._keeper.parts[f"user:{name}"] = UserState(save, load)
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
@@ -239,11 +211,6 @@ class Run:
             torch.save(what, part)
             os.replace(part, path)
             self._session.fulfil(path)
-
-    def close(self) -> None:
-        """Let go of connections; called by itself at the end of the process."""
-        self._keeper.close()
-        self._session.close()
 
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer

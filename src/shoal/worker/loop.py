@@ -26,6 +26,8 @@ from shoal.worker.solo import Solo
 from shoal.worker.soundings import Soundings
 from shoal.worker.turn import Turn
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
 
 class Loop(ABC):
     """Does the steps of one run: every step is given out until all members have committed it."""
@@ -265,3 +267,10 @@ class Loop(ABC):
 def seed_of(seed: int, step: int, place: int) -> int:
     """Random numbers of a step depend on the step and the place in it alone, so that doing it again gives the same."""
     return hash((seed, step, place)) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def tells_of_memory(error: BaseException) -> bool:
+    """Whether smaller pieces may help, by what an error says: frameworks raise general ones, too."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
+    )

@@ -32,16 +32,11 @@ class Ahead(Protocol):
     def close(self) -> None: ...
 
 
-class ShareLoader:
-    """Reads slices of global batches from a map-style dataset, ahead of time or, if nothing does that, when asked.
+class Reader:
+    """What reads data when asked, or lets `ahead` do it before."""
 
-    `micro`, the largest number of samples in one piece, and the sizes of the order's batches may change between steps.
-    """
-
-    def __init__(self, order: Order, fetcher: Fetcher, ahead: Ahead | None = None, micro: int | None = None) -> None:
-        self.micro = micro
-        self.order = order
-        self._fetcher, self._ahead = fetcher, ahead
+    def __init__(self, ahead: Ahead | None) -> None:
+        self._ahead = ahead
         self._ghost_samples: list[Any] = []
         if ahead:
             weakref.finalize(self, ahead.close)
@@ -55,6 +50,19 @@ class ShareLoader:
         """Start the worker processes before the first batch is asked for; call it from the main thread."""
         if self._ahead:
             self._ahead.start()
+
+
+class ShareLoader(Reader):
+    """Reads slices of global batches from a map-style dataset, ahead of time or, if nothing does that, when asked.
+
+    `micro`, the largest number of samples in one piece, and the sizes of the order's batches may change between steps.
+    """
+
+    def __init__(self, order: Order, fetcher: Fetcher, ahead: Ahead | None = None, micro: int | None = None) -> None:
+        super().__init__(ahead)
+        self.micro = micro
+        self.order = order
+        self._fetcher = fetcher
 
     def sizes(self, span: Span) -> tuple[int, ...]:
         """How many samples each piece that `take` gives for this span has."""

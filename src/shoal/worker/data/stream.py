@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from shoal.errors import EmptyDataset
 from shoal.worker.data.fetch import Batch, Collate, Key, Watch, always, combine
 from shoal.worker.data.generators import Generators
 from shoal.worker.data.lane import Lane, Lengths, Shards
-from shoal.worker.data.loader import Ahead
+from shoal.worker.data.loader import Ahead, Reader
 
 GHOST_SAMPLES = 2
 # More steps than an epoch can have: how many there are is known only at its end.
@@ -95,27 +94,15 @@ class LaneSource:
         raise EmptyDataset("not one shard of the stream has a sample", do="check what the shards are read from")
 
 
-class LaneReader:
+class LaneReader(Reader):
     """This member's part of a stream; `ahead` reads it in a process of its own.
 
     What it learns of the shards' lengths is its state: with it, a resumed stream finds its place without reading.
     """
 
     def __init__(self, source: LaneSource, ahead: Ahead | None = None) -> None:
-        self._source, self._ahead = source, ahead
-        self._ghost_samples: list[Any] = []
-        if ahead:
-            weakref.finalize(self, ahead.close)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The worker process, if there is one."""
-        return self._ahead.pids if self._ahead else ()
-
-    def start(self) -> None:
-        """Start the worker process before the first batch is asked for; call it from the main thread."""
-        if self._ahead:
-            self._ahead.start()
+        super().__init__(ahead)
+        self._source = source
 
     def take(self, step_in_epoch: int, epoch: int, lane_range: tuple[int, int]) -> Taken:
         """What these lanes give to this step, wherever the reader was before."""

@@ -1,0 +1,58 @@
+"""What a run is to the script of a member, in any framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from shoal.worker.keeper import Codec, StateKeeper, UserState
+from shoal.worker.placed import PlacedSession
+from shoal.worker.session import Session
+from shoal.worker.solo import Solo
+
+
+class RunOfScript(ABC):
+    """Where the run is, and what the script adds to its state; frameworks add how to train."""
+
+    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str, codec: Codec) -> None:
+        self._session = session
+        self._keeper = StateKeeper(session, name, directory, codec)
+
+    @property
+    def step(self) -> int:
+        """How many steps have been committed."""
+        return self._session.step or 0
+
+    @property
+    def world(self) -> int:
+        """The number of the world that this member is in."""
+        world = self._session.world
+        return world.number if world is not None else 0
+
+    @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
+    def size(self) -> int:
+        """How many members the world has."""
+        return self._session.size
+
+    @property
+    @abstractmethod
+    def share(self) -> int:
+        """How many samples of the global batch this member has in this step."""
+
+    @property
+    def member(self) -> str:
+        return self._session.me
+
+    def state(self, name: str, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
+        """Make something of the script's own part of the state that joiners and checkpoints carry."""
+        self._keeper.parts[f"user:{name}"] = UserState(save, load)
+
+    def close(self) -> None:
+        """Let go of connections; called by itself at the end of the process."""
+        self._keeper.close()
+        self._session.close()

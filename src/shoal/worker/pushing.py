@@ -18,6 +18,7 @@ from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.frames import Answer, Bye, Call, Pull, Push, Raw, Turn
 from shoal.worker.handshake import CALL
 from shoal.worker.placed import PlacedSession
+from shoal.worker.presence import Presence
 from shoal.worker.sockets import disown, shut
 
 PAUSE_S = 0.05
@@ -36,8 +37,7 @@ class Pusher:
         self._guard = threading.Lock()
         self._dialled: tuple[str, str, threading.Event] | None = None
         self._reported: set[tuple[str, int]] = set()
-        self._presence: tuple[Seat, socket.socket] | None = None
-        self._closed = False
+        self._presence = Presence(self._be_seen_by)
         self.placement: Placement | None = None
         self.waits_for: tuple[str, ...] = ()
         session.adopted = self._adopted
@@ -100,13 +100,11 @@ class Pusher:
                 return
 
     def close(self) -> None:
+        self._presence.close()
         with self._guard:
-            self._closed = True
             for _, sock in self._socks.values():
                 disown(sock)
             self._socks.clear()
-            if self._presence is not None:
-                disown(self._presence[1])
 
     # --- asking until it is answered
 
@@ -221,21 +219,7 @@ class Pusher:
                     shut(sock)
             if self._dialled is not None and is_gone(*self._dialled[:2]):
                 self._dialled[2].set()
-        if placement is not None:
-            threading.Thread(target=self._show, args=(placement,), name="shoal-presence", daemon=True).start()
+        self._presence.show(placement.seat_of(placement.holdings[LEDGER].primary) if placement is not None else None)
 
-    def _show(self, placement: Placement) -> None:
-        """Be connected to whoever keeps the ledger, even while we compute for long: so it knows that we are there."""
-        seat = placement.seat_of(placement.holdings[LEDGER].primary)
-        if seat is None or (self._presence is not None and self._presence[0] == seat):
-            return
-        try:
-            sock = self._session.port.call(CALL, 0, seat, self._session.settings.connect_s, threading.Event())
-        except ExchangeBroken:
-            return  # it is tried again with the next placement, and whenever we have something to ask
-        with self._guard:
-            old, self._presence = self._presence, (seat, sock)
-            if self._closed:
-                disown(sock)
-        if old is not None:
-            disown(old[1])
+    def _be_seen_by(self, seat: Seat) -> socket.socket:
+        return self._session.port.call(CALL, 0, seat, self._session.settings.connect_s, threading.Event())

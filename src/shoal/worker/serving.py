@@ -54,18 +54,26 @@ class Server(Shelf):
         threading.Thread(target=self._drop, args=(member, incarnation), daemon=True).start()
 
     def watch(self) -> None:
-        """Drop trainers that the ledger counts on, but that are not connected any more."""
+        """Drop trainers that the ledger counts on, but that have not been connected for a lease.
+
+        A connection that ends is no death: of those the coordinator tells, unless it is away.
+        """
         part = self._parts.get(LEDGER)
         if not isinstance(part, LedgerPart) or self._primary(LEDGER, part.life) is not part:
             self._unseen.clear()
             return
         now = time.monotonic()
         for name, trainer in list(part.ledger.trainers.items()):
-            if self._callers[name, trainer.session]:
+            if self.connected(name, trainer.session):
                 self._unseen.pop(name, None)
             elif now - self._unseen.setdefault(name, now) > self._session.settings.lease_s:
                 del self._unseen[name]
+                log.warning("nobody waits for %s any more: it has not been connected for a lease", name)
                 self._drop(name, trainer.session)
+
+    def connected(self, member: str, session: str) -> bool:
+        """Whether a trainer has a connection to this server."""
+        return self._callers[member, session] > 0
 
     @property
     def leads(self) -> bool:
@@ -128,9 +136,6 @@ class Server(Shelf):
             disown(sock)
             with self._changed:
                 self._callers[member, session] -= 1
-                left = self._callers[member, session]
-            if not left:
-                self._drop(member, session)
 
     def _answer(self, hello: Hello, call: AnyCall, body: memoryview) -> Reply:
         if isinstance(call, Turn):

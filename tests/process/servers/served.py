@@ -75,9 +75,13 @@ class Served(Stage):
         return most
 
     def _absences(self) -> list[tuple[str, float, float]]:
-        """For whom the servers were told not to wait, from when until it joined anew, on the clock of the records."""
+        """For whom the servers did not wait, from when until when, on the clock of the records.
+
+        The coordinator tells them whom it has given up, until that joins anew. Those who were not connected for a lease
+        they drop themselves.
+        """
         monotonic = time.monotonic() - time.time()
-        found: list[tuple[str, float, float]] = []
+        found = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
         runs = Runs()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):

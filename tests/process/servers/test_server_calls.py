@@ -82,9 +82,13 @@ class Peer:
         frames.send(sock, call, [body])
         return frames.receive_answer(sock)[0]
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         for sock in self._socks.values():
             sock.close()
+        self._socks.clear()
+
+    def close(self) -> None:
+        self.hang_up()
         self.server.close()
         self.port.close()
 
@@ -226,17 +230,31 @@ def test_a_server_makes_nothing_up(peers: list[Peer]) -> None:
     a.failed.clear()
 
 
-def test_a_trainer_whose_connection_ends_is_dropped_and_its_ticket_comes_again(peers: list[Peer]) -> None:
+def test_a_trainer_that_is_not_connected_for_a_lease_is_dropped_and_its_ticket_comes_again(peers: list[Peer]) -> None:
     a, b, t, u = peers
     replicated(a, b)
     held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
     assert held is not None
     t.close()
-    until(lambda: a.server.ledger is not None and not a.server.ledger.trainers)
+    until(lambda: a.server.watch() or (a.server.ledger is not None and not a.server.ledger.trainers))
     found = u.ask(a, Turn(1, 2, None, 0.0, True)).granted
     assert found is not None
     assert found.ticket == held.ticket
     assert b.server.ledger == a.server.ledger
+
+
+def test_a_trainer_that_connects_anew_keeps_its_ticket(peers: list[Peer]) -> None:
+    a, b, t, u = peers
+    replicated(a, b)
+    held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    assert held is not None
+    t.hang_up()
+    until(lambda: not a.server.connected("t", "1"))
+    a.server.watch()
+    other = u.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    assert other is not None
+    assert other.ticket != held.ticket, "it was given to somebody else"
+    assert t.ask(a, Turn(1, 2, None, 0.0, True)).granted == held
 
 
 def test_whoever_waits_hears_for_whom(peers: list[Peer]) -> None:

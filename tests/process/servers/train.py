@@ -5,6 +5,7 @@ checked at the end is what was really applied, shard by shard.
 """
 
 import json
+import logging
 import os
 import sys
 import time
@@ -71,6 +72,12 @@ def main() -> None:
         base = {"event": event, "member": run.member, "pid": os.getpid(), "at": time.monotonic()}
         log.write(json.dumps(base | fields) + "\n")
 
+    class Drops(logging.Handler):
+        def emit(self, told: logging.LogRecord) -> None:
+            if told.levelno >= logging.WARNING:
+                record("dropped", whom=told.args[0])
+
+    logging.getLogger("shoal.serving").addHandler(Drops())
     torch.manual_seed(hash(run.member) % 1000)
     model = Counted()
     groups = [{"params": list(model.body.parameters())}, {"params": list(model.counters), "counts": True}]

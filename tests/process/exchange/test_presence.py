@@ -1,0 +1,102 @@
+"""Being seen: connected to whoever was named last, again when the connection is lost, and never through two doors."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shoal.core.world import Address, Seat
+from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.handshake import CALL, Hello
+from shoal.worker.port import Port
+from shoal.worker.presence import Presence
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+
+class Watcher:
+    """A port, and who is connected to it."""
+
+    def __init__(self, port: Port, name: str) -> None:
+        self.seat = Seat(name, "first", port.address)
+        self.socks: list[socket.socket] = []
+        self.most = 0
+        self._lock = threading.Lock()
+        port.serve(CALL, self._serve)
+
+    def _serve(self, _hello: Hello, sock: socket.socket) -> None:
+        with self._lock:
+            self.socks.append(sock)
+            self.most = max(self.most, len(self.socks))
+        with contextlib.suppress(OSError):
+            sock.recv(1)
+        with self._lock:
+            self.socks.remove(sock)
+        sock.close()
+
+
+def until(ready: Callable[[], object], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def watchers(make_ports: Callable[..., list[Port]]) -> tuple[Presence, Watcher, Watcher]:
+    me, *others = make_ports(3)
+    presence = Presence(lambda seat: me.call(CALL, 0, seat, 2.0, threading.Event()))
+    return presence, Watcher(others[0], "m1"), Watcher(others[1], "m2")
+
+
+def test_however_often_the_same_member_is_named_there_is_one_connection(
+    watchers: tuple[Presence, Watcher, Watcher],
+) -> None:
+    presence, first, second = watchers
+    for _ in range(20):
+        presence.show(first.seat)
+    until(lambda: first.socks)
+    kept = first.socks[0]
+    for _ in range(20):
+        presence.show(first.seat)
+    time.sleep(0.3)
+    assert first.socks == [kept]
+    assert first.most == 1
+    presence.show(second.seat)
+    until(lambda: second.socks and not first.socks)
+    presence.show(None)
+    until(lambda: not second.socks)
+    presence.close()
+
+
+def test_a_lost_connection_is_made_anew(watchers: tuple[Presence, Watcher, Watcher]) -> None:
+    presence, first, _ = watchers
+    presence.show(first.seat)
+    until(lambda: first.socks)
+    lost = first.socks[0]
+    lost.shutdown(socket.SHUT_RDWR)
+    until(lambda: first.socks and first.socks[0] is not lost)
+    presence.close()
+    until(lambda: not first.socks)
+
+
+def test_whoever_cannot_be_reached_is_tried_again() -> None:
+    refusals = iter(range(5))
+    mine, its = socket.socketpair()
+
+    def call(_seat: Seat) -> socket.socket:
+        if next(refusals, None) is not None:
+            raise ExchangeBroken("not yet")
+        return mine
+
+    presence = Presence(call)
+    presence.show(Seat("m1", "first", Address("127.0.0.1", 1)))
+    until(lambda: presence._held is not None)
+    presence.close()
+    assert its.recv(1) == b"", "it hears that we are gone"
+    its.close()

@@ -56,14 +56,14 @@ class Served(Stage):
         """Nobody began a ticket while somebody who finished its own was more than `bound` behind; the most there was.
 
         A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead. Nor
-        does one whose holder was given up, and had not joined anew, when it came to life again and finished: nobody
-        waited for it either.
+        does one whose holder was given up between asking for it and finishing it: nobody waited for that either, and
+        what it then pushes is too old, or known already.
         """
         away = self._absences()
         held = [
             (member, clock, began, ended)
-            for member, clock, began, ended in self._held()
-            if not any(who == member and since <= ended and began <= until for who, since, until in away)
+            for member, clock, asked, began, ended in self._held()
+            if not any(who == member and since <= ended and asked <= until for who, since, until in away)
         ]
         most = 0
         for event in [e for e in self.events() if e["event"] == "begin"]:
@@ -93,16 +93,19 @@ class Served(Stage):
                 found.append((event.member, gone.pop(event.member), at))
         return found + [(member, since, math.inf) for member, since in gone.items()]
 
-    def _held(self) -> list[tuple[str, int, float, float]]:
-        """Tickets that were finished, as (trainer, clock, from, to)."""
+    def _held(self) -> list[tuple[str, int, float, float, float]]:
+        """Tickets that were finished, as (trainer, clock, asked for, begun, finished)."""
         begun: dict[int, dict[str, Any]] = {}
+        asked: dict[int, float] = {}
+        last: dict[int, float] = {}
         found = []
         for event in self.events():
+            pid, at = event["pid"], event["at"]
             if event["event"] == "begin":
-                begun[event["pid"]] = event
-            elif event["event"] == "commit" and begun.get(event["pid"], {}).get("ticket") == event["ticket"]:
-                began = begun[event["pid"]]
-                found.append((event["member"], began["clock"], began["at"], event["at"]))
+                begun[pid], asked[pid] = event, last.get(pid, at)
+            elif event["event"] == "commit" and begun.get(pid, {}).get("ticket") == event["ticket"]:
+                found.append((event["member"], begun[pid]["clock"], asked[pid], begun[pid]["at"], at))
+            last[pid] = at
         return found
 
     def loss(self) -> float:

@@ -50,6 +50,9 @@ class Backend(ABC):
         """Let the model's optimizer be as it was."""
         self._guard.release()
 
+    def seed(self, seed: int) -> None:
+        """Let the framework's own random numbers start anew, if Keras draws any from it unasked."""
+
     @abstractmethod
     def compute(self, batch: Any) -> Computed:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""

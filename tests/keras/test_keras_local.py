@@ -107,7 +107,7 @@ def trained(
     ghosts: tuple[int, ...] = (),
     micro: int | None = None,
     emulate: str = "",
-    seat: Callable[[Seated, Any], None] = lambda _session, _model: None,
+    seat: Callable[[Seated, Any, Any], None] = lambda _session, _model, _run: None,
     **fit: Any,
 ) -> list[dict[str, Any]]:
     """What each member saw of a run of `model.fit`."""
@@ -116,8 +116,8 @@ def trained(
     def body(session: Seated) -> dict[str, Any]:
         as_told(session, sync, outer, emulate=emulate)
         model, seen = models[session.rank], Seen()
-        seat(session, model)
         run = shoal.Run(session, "test", "unused")
+        seat(session, model, run)
         found = shoal.batches(*data(), size=SIZE, shares=shares, micro=micro)
         history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run), seen], **fit)
         trainer = run._trainer
@@ -278,6 +278,13 @@ def test_a_ghost_takes_over_what_the_others_learned() -> None:
     assert members[2]["weights"]
 
 
+def test_a_ghost_learns_nothing_of_its_own() -> None:
+    members = trained(2, "local:1000", lambda: made(adam), epochs=1, ghosts=(1,))
+    moments = [any(one.any() for one in seen["optimizer"][2:]) for seen in members]
+    assert moments == [True, False]
+    assert members[1]["iterations"] == [IN_EPOCH]
+
+
 # --- what counts steps
 
 
@@ -404,7 +411,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)
         return made(adam, *layers, kind=Counting, run_eagerly=True)
 
-    def seat(session: Seated, model: Any) -> None:
+    def seat(session: Seated, model: Any, _run: Any) -> None:
         session.__class__ = Breaking
 
         def told(_samples: int) -> None:
@@ -428,7 +435,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step() -> None:
-    def seat(session: Seated, model: Any) -> None:
+    def seat(session: Seated, model: Any, _run: Any) -> None:
         def told(samples: int) -> None:
             last[session.rank] = samples
             # In the second batch of a round: the first one has been applied.
@@ -451,6 +458,22 @@ def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same
 
 
 # --- the state
+
+
+def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> None:
+    seen: dict[str, list[Weights]] = {"session": [], "keeper": []}
+
+    def seat(session: Seated, model: Any, run: Any) -> None:
+        def note(who: str) -> Callable[[], None]:
+            return lambda: seen[who].append(held(model.variables))
+
+        session.before_change, run._keeper.before_change = note("session"), note("keeper")  # type: ignore[method-assign]
+
+    (one,) = trained(1, "local:3", lambda: made(adam), seat=seat)
+    began = [precise(lambda: held(made().variables)), *one["weights"][:-1]]
+    for noted in seen.values():
+        for before in began:
+            assert any(all((a == b).all() for a, b in zip(now, before, strict=True)) for now in noted)
 
 
 def test_moments_and_the_outer_momentum_are_handed_over() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
 from shoal.keras.guard import Guard
+from shoal.worker.data.generators import Generators
 
 Logs = dict[str, Any]
 Arrays = list[NDArray[Any]]
@@ -51,7 +52,8 @@ class Backend(ABC):
         self._guard.release()
 
     def seed(self, seed: int) -> None:
-        """Let the framework's own random numbers start anew, if Keras draws any from it unasked."""
+        """Let all random numbers start anew but those of layers, which are variables."""
+        Generators().seed(seed)
 
     @abstractmethod
     def compute(self, batch: Any) -> Computed:

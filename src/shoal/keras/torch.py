@@ -22,6 +22,7 @@ class Torch(Backend):
         self._variables: list[Any] | None = None
 
     def seed(self, seed: int) -> None:
+        super().seed(seed)
         # Dropout without a seed of its own draws from here.
         torch.default_generator.manual_seed(seed)
 

@@ -16,7 +16,6 @@ from shoal.keras.backend import Arrays, Backend, Computed, Logs
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
 from shoal.worker.data.feed import Feed, IndexedFeed
-from shoal.worker.data.generators import Generators
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.flat import FlatSums, Like
 from shoal.worker.keeper import StateKeeper
@@ -154,7 +153,6 @@ class Trainer(Loop):
         return self._sums.blanks() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
 
     def _seed(self, seed: int) -> None:
-        Generators().seed(seed)
         self._backend.seed(seed)
         for number, variable in enumerate(self._seeds):
             halves = np.array([seed & 0xFFFF_FFFF, (seed >> 32) + number], np.uint32)

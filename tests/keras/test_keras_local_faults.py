@@ -13,7 +13,7 @@ import pytest
 
 from shoal.core.rounds import Rounds
 from shoal.testing.conformance import BOUND, KERAS_TENSORFLOW, Backend, TaskRun
-from shoal.testing.scripts.task import Floats, Task, gradients_of, outputs_of, flat
+from shoal.testing.scripts.task import Floats, Task, flat, gradients_of, outputs_of
 from shoal.testing.stage import closing
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]

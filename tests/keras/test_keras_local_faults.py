@@ -101,7 +101,7 @@ def check(run: TaskRun) -> None:
 
 
 def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
-    task = Task(epochs=40, momentum=0.0, decay=0.96875)
+    task = Task(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", SETTINGS, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths")
         run.until_size(3)
@@ -113,7 +113,7 @@ def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_rounds_survive_a_notice_a_loss_of_all_and_a_resume_with_fewer(tmp_path: Path) -> None:
-    task = Task(epochs=40, momentum=0.0, decay=0.96875)
+    task = Task(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "1:3", (*SETTINGS, "checkpoint.every_steps=3"), task=task)) as run:
         run.until_size(3)
         first = run.pids()["local/1"]

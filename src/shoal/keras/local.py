@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
+import numpy as np
+
 from shoal.core import sync
 from shoal.errors import NotForLocal
 from shoal.keras.backend import Arrays, Backend, Computed, Logs
@@ -113,10 +115,11 @@ class LocalTrainer(Trainer):
         """Sum the changes of all members by their weights; False if the world broke over it."""
         assert self._sums is not None
         assert self.feed is not None
+        part = turn.weight / turn.nominal
         for view, variable, value in zip(self._sums.views, self._trained, self._start.values, strict=False):
-            view[...] = self._backend.read(variable)
-            view -= value
-            view *= view.dtype.type(turn.weight / turn.nominal)
+            np.subtract(self._backend.read(variable), value, out=view, dtype=view.dtype)
+            if part != 1.0:
+                view *= view.dtype.type(part)
         if not self._exchange(turn):
             return False
         turn.data_s += self.feed.read_s

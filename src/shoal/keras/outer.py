@@ -40,7 +40,8 @@ class Outer:
                 velocity *= kind(self._momentum)
                 velocity += change
                 change += kind(self._momentum) * velocity
-            change *= kind(self._lr)
+            if self._lr != 1.0:
+                change *= kind(self._lr)
             change += value
             yield change.astype(value.dtype, copy=False)
 

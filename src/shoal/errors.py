@@ -549,7 +549,9 @@ class NotForLocal(TrainingError):
 
     Between two exchanges members do different numbers of steps, on batches of their own: nothing may have to be
     exchanged within a batch (``run.sync_batchnorm``), the data must be one that can be indexed (no ``run.stream``, no
-    ``exact=``), and a scheduler is stepped after every batch, or once a round or an epoch.
+    ``exact=``, no tf.data pipeline), and a scheduler is stepped after every batch, or once a round or an epoch. An
+    optimizer of Keras neither keeps averages of the model (``use_ema``) nor counts batches
+    (``gradient_accumulation_steps``).
     """
 
     code = "S317"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config import parse_settings
@@ -34,6 +36,30 @@ def test_rounds_have_the_samples_of_steps_in_their_order(
     assert in_order(rounds) == in_order(steps)
     assert sum(rounds.batches_in(step) for step in range(rounds.total_steps)) == steps.total_steps
     assert all(rounds.batches_in(step) <= length for step in range(rounds.total_steps))
+
+
+@settings(deadline=None)
+@given(
+    samples=st.integers(1, 120),
+    size=st.integers(1, 40),
+    length=st.integers(1, 9),
+    every=st.integers(1, 50),
+    last=st.sampled_from(["keep", "drop"]),
+)
+def test_rounds_can_be_made_to_end_after_every_so_many_batches(
+    samples: int, size: int, length: int, every: int, last: str
+) -> None:
+    size = min(size, samples)
+    steps = Order(samples, size, 3, 1, last)  # type: ignore[arg-type]
+    rounds = Rounds.of(samples, size, length, 3, 1, last, every=every)  # type: ignore[arg-type]
+    assert in_order(rounds) == in_order(steps)
+    batches = [rounds.batches_in(step) for step in range(rounds.total_steps)]
+    assert sum(batches) == steps.total_steps
+    assert max(batches) <= length
+    assert [sum(batches[:end]) for end in rounds.ends] == list(range(every, steps.total_steps + 1, every))
+    # No more of them than there have to be.
+    edges = sorted({*range(0, steps.total_steps, every), *range(0, steps.total_steps + 1, steps.steps_per_epoch)})
+    assert len(batches) == sum(-(-(b - a) // length) for a, b in pairwise(edges))
 
 
 def test_a_round_ends_with_its_epoch_and_is_no_longer_than_one() -> None:

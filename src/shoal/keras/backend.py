@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
 from shoal.keras.guard import Guard
+from shoal.worker.data.generators import Generators
 
 Logs = dict[str, Any]
 Arrays = list[NDArray[Any]]
@@ -49,6 +50,10 @@ class Backend(ABC):
     def release(self) -> None:
         """Let the model's optimizer be as it was."""
         self._guard.release()
+
+    def seed(self, seed: int) -> None:
+        """Let all random numbers start anew but those of layers, which are variables."""
+        Generators().seed(seed)
 
     @abstractmethod
     def compute(self, batch: Any) -> Computed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,8 +16,10 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
+from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
 from shoal.errors import UnusableData, UnusableModel
+from shoal.keras.local import LocalTrainer
 from shoal.keras.sources import Source, SourceFetcher, is_tf_dataset, source_of
 from shoal.keras.trainer import Trainer
 from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
@@ -26,6 +29,7 @@ from shoal.worker.data.fetch import Key, always
 from shoal.worker.data.generators import Generators
 from shoal.worker.data.lane import Shards
 from shoal.worker.data.loader import ShareLoader
+from shoal.worker.data.rounds import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.stream import LaneReader, LaneSource
 from shoal.worker.keeper import StateKeeper
 
@@ -45,8 +49,9 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
         self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
         self._feed: Feed | None = None
-        # Steps of one of Keras' epochs; none if that has to be found out.
+        # Steps of one of Keras' epochs; none if that has to be found out, or if `ends` says where each of them ends.
         self.length: int | None = None
+        self.ends: tuple[int, ...] = ()
         self.coming: Coming | None = None
         # Which of its epochs Keras is in.
         self.now = 0
@@ -64,13 +69,15 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
     def epoch_of(self, step: int) -> int:
         """Which of Keras' epochs a step belongs to."""
         assert self._feed is not None
+        if self.ends:
+            return bisect_right(self.ends, step)
         return step // self.length if self.length else self._feed.cursor(step).epoch
 
     def epoch_before(self, step: int) -> int:
         """Which of Keras' epochs the step before this one, which comes next, belongs to."""
         assert self._feed is not None
-        if self.length:
-            return max(0, step - 1) // self.length
+        if self.length or self.ends:
+            return self.epoch_of(max(0, step - 1))
         cursor = self._feed.cursor(step)
         return max(0, cursor.epoch - 1) if cursor.index == 0 else cursor.epoch
 
@@ -157,6 +164,10 @@ class IndexedBatches(Batches):
 
     def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         wished = wanted(settings.batch, self.size, len(self._source))
+        if isinstance(loop, LocalTrainer):
+            if wished.bounds is not None:
+                loop.refuse("batch=auto", "pass a number, or train with --sync step")
+            return self._rounds(loop.length, wished.size, keeper, settings, epochs)
         order = Order(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
         if wished.bounds is not None and self.length is not None:
             raise UnusableData("steps_per_epoch has no meaning with batch=auto", do="leave it out, or pass a batch")
@@ -178,6 +189,21 @@ class IndexedBatches(Batches):
         keeper.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.soundings.noise)
         return feed, described
 
+    def _rounds(
+        self, length: int, size: int, keeper: StateKeeper, settings: Any, epochs: int
+    ) -> tuple[Feed, dict[str, Any]]:
+        """Rounds of so many global batches; `steps_per_epoch` counts those."""
+        samples, every = len(self._source), self.length
+        plain = Order(samples=samples, size=size, epochs=1, **self._how)
+        needed = max(1, math.ceil(epochs * every / plain.steps_per_epoch)) if every else epochs
+        order = Rounds.of(samples, size, length, needed, every=every, **self._how)
+        self.length, self.ends = None if every else order.steps_per_epoch, order.ends
+        balance = balance_of(settings, self.shares, 0, FIRST_ROUNDS)
+        keeper.parts["shares"] = balance
+        loader = BatchLoader(order, SourceFetcher(self._source, order, self._classes), None, self._micro)
+        described = {"samples": samples, "size": size, "epochs": epochs, "length": every} | self._how
+        return RoundFeed(order, loader, balance), described
+
 
 class StreamedBatches(Batches):
     """Batches of a tf.data pipeline, which can only be read from its start: shards of it are, side by side."""
@@ -195,7 +221,9 @@ class StreamedBatches(Batches):
     def few(self) -> Any:
         return _stacked(list(self._dataset.take(2).as_numpy_iterator()))
 
-    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:  # noqa: ARG002
+    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+        if isinstance(loop, LocalTrainer):
+            loop.refuse("a tf.data pipeline", "pass arrays or a PyDataset, or train with --sync step")
         if wanted(settings.batch, self.size, self.size).bounds is not None:
             raise UnusableData("batch=auto cannot be used with a tf.data pipeline", do="pass a number as batch")
         layout = LaneLayout.of(self._shards, self.size, None, epochs, self.seed, False)

@@ -129,9 +129,8 @@ class Elastic(_Forwarding):
         batches = self._batches()
         if params["steps"] != UNLIMITED:
             batches.length = params["steps"]
-        else:
-            # The same dictionary is shown to the progress bar.
-            params["steps"] = batches.length
+        # The same dictionary is shown to the progress bar; it counts rounds, if there are any.
+        params["steps"] = None if self._joined().in_rounds else batches.length
         super().set_params(params)
 
     def set_model(self, model: Any) -> None:

@@ -16,6 +16,7 @@ from shoal.keras.backend import backend_of
 from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
 from shoal.keras.guard import Guard
+from shoal.keras.local import LocalLoopTrainer, LocalTrainer
 from shoal.keras.state import capture, restore
 from shoal.keras.trainer import LoopTrainer, Trainer
 from shoal.worker import evaluation, joining
@@ -31,17 +32,19 @@ class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        if isinstance(session, PlacedSession) or sync.parse(session.settings.sync).local:
+        if isinstance(session, PlacedSession):
             raise UnusableModel(
                 f"Keras cannot train with --sync {session.settings.sync} yet", do="train with --sync step"
             )
         super().__init__(session, name, directory, Codec(capture, restore))
+        # Whether what is a step to the run is a round of several global batches.
+        self.in_rounds = bool(sync.parse(session.settings.sync).local)
         self._trainer: Trainer | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
     def share(self) -> int:
-        """How many samples of the global batch this member has in this step."""
+        """How many samples of the global batch, or of the round, this member has in this step."""
         turn = self._trainer.turn if self._trainer is not None else None
         return turn.samples if turn is not None else 0
 
@@ -89,7 +92,8 @@ class Run(RunOfScript):
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
+        kind = LocalTrainer if self.in_rounds else Trainer
+        trainer = kind(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
@@ -104,7 +108,8 @@ class Run(RunOfScript):
             model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
-        trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
+        kind = LocalLoopTrainer if self.in_rounds else LoopTrainer
+        trainer = kind(self._session_of_steps, self._keeper, backend_of(model, guard))
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         iterate_with(None)  # batches that are made from now on are for somebody else

@@ -21,6 +21,11 @@ class Torch(Backend):
         self._places: list[int] = []
         self._variables: list[Any] | None = None
 
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        # Dropout without a seed of its own draws from here.
+        torch.default_generator.manual_seed(seed)
+
     def compute(self, batch: Any) -> Computed:
         batch = keras.tree.map_structure(
             lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from shoal.core.goodput import Law, law_for
 from shoal.errors import SecondLoop, UnusableModel
-from shoal.keras.backend import Arrays, Backend, Logs
+from shoal.keras.backend import Arrays, Backend, Computed, Logs
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
 from shoal.worker.data.feed import Feed, IndexedFeed
-from shoal.worker.data.generators import Generators
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.flat import FlatSums, Like
 from shoal.worker.keeper import StateKeeper
@@ -143,15 +142,18 @@ class Trainer(Loop):
     def _undo_uncommitted(self) -> None:
         turn = self.turn
         if turn is not None and not turn.committed:
-            for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
-                variable.assign(value)
+            self._put_statistics()
             self.put_meters_back()
+
+    def _put_statistics(self) -> None:
+        for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
+            variable.assign(value)
 
     def _blanks(self) -> list[Blank] | None:
         return self._sums.blanks() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
 
     def _seed(self, seed: int) -> None:
-        Generators().seed(seed)
+        self._backend.seed(seed)
         for number, variable in enumerate(self._seeds):
             halves = np.array([seed & 0xFFFF_FFFF, (seed >> 32) + number], np.uint32)
             variable.assign(halves.astype(str(variable.dtype)))
@@ -174,29 +176,47 @@ class Trainer(Loop):
         if turn.backwards == 0:
             self._kept_meters = computed.before
         found = self._summed(turn, computed.gradients, (computed.statistics, computed.after))
+        results = self._change(turn, found, computed)
+        return results if results is not None and results.keys() == computed.logs.keys() else computed.logs
+
+    def _change(self, turn: Turn, found: Arrays | None, computed: Computed) -> Logs | None:  # noqa: ARG002
+        """Apply these gradients, if any; what the metrics say if that made a step."""
         if found is None:
-            return computed.logs
+            return None
         self._take_over(turn)
         with self._gained(turn):
-            results = backend.apply(found, self._kept_statistics, self._kept_meters)
+            results = self._backend.apply(found, self._kept_statistics, self._kept_meters)
         self._commit(turn)
-        return results if results.keys() == computed.logs.keys() else computed.logs
+        return results
 
     def _summed(self, turn: Turn, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
         """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
+        self._count(turn, now)
+        if self._session.broken:
+            return None
+        self._load(turn, gradients)
+        if not turn.last_piece:
+            return None
+        self._rest(turn.samples, turn.pieces[-1].samples)
+        if not (self._exchange(turn) and self._may_apply()):
+            return None
+        assert self._sums is not None
+        return self._sums.views
+
+    def _count(self, turn: Turn, now: tuple[Arrays, Arrays]) -> None:
+        """A piece was computed."""
         self._now = now
         if turn.backwards == 0:
             self._squares = self._sounding(turn)
         turn.backwards += 1
         turn.own = float(turn.pieces[turn.piece].samples)
         turn.weight += turn.own
-        if self._session.broken:
-            return None
-        self._load(turn, gradients)
-        if not (turn.last_piece and self._exchange(turn) and self._may_apply()):
-            return None
-        assert self._sums is not None
-        return self._sums.views
+
+    def _rest(self, samples: int, last: int) -> None:
+        """Take as long as a slower machine would, if that is asked for."""
+        if self._pace is not None:
+            self._pace.before_exchange(samples, last)
+            self._pace.after_backward()
 
     # --- a global batch that is chosen while training
 
@@ -248,9 +268,6 @@ class Trainer(Loop):
         sums, exchange = self._sums, turn.exchange
         assert sums is not None
         turn.sending = True
-        if self._pace is not None:
-            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
-            self._pace.after_backward()
         if turn.empty:
             sums.blank()
         if self._squares is not None:
@@ -340,10 +357,13 @@ class LoopTrainer(Trainer):
                 f"step {turn.step} ended without optimizer.apply", do="apply the optimizer once for each batch"
             )
         # Only now is the optimizer surely done.
+        self._done(turn)
+
+    def _done(self, turn: Turn) -> None:
+        """The optimizer has applied what it was given of a piece, if anything."""
         if self._applied is turn:
             self._take_over(turn)
-            for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
-                variable.assign(value)
+            self._put_statistics()
             self._commit(turn)
 
 

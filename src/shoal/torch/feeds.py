@@ -23,12 +23,9 @@ from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
 from shoal.worker.data.loader import ShareLoader
-from shoal.worker.data.rounds import BatchLoader, RoundFeed
+from shoal.worker.data.rounds import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.stream import LaneReader
 from shoal.worker.keeper import StateKeeper
-
-# A round is many steps long: one of them tells as much as several steps do.
-FIRST_ROUNDS = (1, 2, 4)
 
 
 class Feeds:

@@ -258,12 +258,9 @@ class LocalTrainer(Trainer):
             return 0
         which = next(i for i, known in enumerate(self.schedulers) if known is scheduler)
         self._calls[which] += 1
-        return self._due(batch.turn, batch.number + 1) - self._due(batch.turn, batch.number)
-
-    def _due(self, turn: Turn, batches: int) -> int:
-        """The steps of a schedule after so many of our batches of a round."""
         assert self.feed is not None
-        return batches * self.feed.batches_in(turn.step) // len(self.feed.lots)
+        step = batch.turn.step
+        return self.feed.due(step, batch.number + 1) - self.feed.due(step, batch.number)
 
     def _every_batch(self, changes: Changes) -> list[bool]:
         """Which schedulers are stepped after every batch, by what all members tell of all but their last one."""
@@ -283,7 +280,7 @@ class LocalTrainer(Trainer):
         assert self.feed is not None
         steps = self.feed.batches_in(turn.step)
         for scheduler, every, calls in zip(self.schedulers, self._every, self._calls, strict=True):
-            done = self._due(turn, len(self.feed.lots) - 1) if calls else 0
+            done = self.feed.due(turn.step, len(self.feed.lots) - 1) if calls else 0
             self._ahead = steps - 1 - done if every else 0
             if self._ahead:
                 scheduler.step()

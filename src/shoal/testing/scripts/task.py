@@ -76,7 +76,7 @@ class Task:
         found = []
         for step in range(steps):
             ids = order.ids(step, 0, order.size_of(step))
-            gradients = _gradients(parameters, x[ids, 1:], y[ids])
+            gradients = gradients_of(parameters, x[ids, 1:], y[ids])
             rate = self.rate * self.decay ** order.cursor(step).epoch
             for one, speed, gradient in zip(parameters, speeds, gradients, strict=True):
                 speed *= self.momentum
@@ -92,7 +92,7 @@ class Task:
         totals: dict[int, float] = {}
         for step in range(len(trajectory)):
             ids = order.ids(step, 0, order.size_of(step))
-            off = _outputs(self._shaped(before[step]), x[ids, 1:]) - y[ids]
+            off = outputs_of(self._shaped(before[step]), x[ids, 1:]) - y[ids]
             epoch = order.cursor(step).epoch
             totals[epoch] = totals.get(epoch, 0.0) + float((off**2).sum())
         return [total / self.samples for total in list(totals.values())[: len(trajectory) // order.steps_per_epoch]]
@@ -151,13 +151,15 @@ def flat(parameters: Sequence[Any]) -> Floats:
     return np.concatenate([np.asarray(one, np.float64).reshape(-1) for one in parameters])
 
 
-def _outputs(parameters: Sequence[Floats], x: Floats) -> Floats:
+def outputs_of(parameters: Sequence[Floats], x: Floats) -> Floats:
+    """What the model says of these samples."""
     first, bias, second, last = parameters
     found: Floats = np.tanh(x @ first + bias) @ second + last
     return found
 
 
-def _gradients(parameters: Sequence[Floats], x: Floats, y: Floats) -> list[Floats]:
+def gradients_of(parameters: Sequence[Floats], x: Floats, y: Floats) -> list[Floats]:
+    """Those of the mean squared loss over these samples."""
     first, bias, second, last = parameters
     hidden = np.tanh(x @ first + bias)
     off = 2 * (hidden @ second + last - y) / len(x)

@@ -14,6 +14,9 @@ from shoal.worker.data.feed import IndexedFeed, Piece, told
 from shoal.worker.data.fetch import Batch, Key, cut
 from shoal.worker.data.loader import Foresight, ShareLoader, Span
 
+# A round is many steps long: one of them tells as much of the members' speeds as several steps do.
+FIRST_ROUNDS = (1, 2, 4)
+
 
 class BatchLoader(ShareLoader):
     """Reads one batch after the other, not all of a round at once."""
@@ -70,6 +73,10 @@ class RoundFeed(IndexedFeed):
     def batches_in(self, step: int) -> int:
         """How many global batches a round is worth."""
         return self._order.batches_in(step)
+
+    def due(self, step: int, batches: int) -> int:
+        """How many of those have passed after so many batches of this member's own, of its share of this round."""
+        return batches * self._order.batches_in(step) // len(self.lots)
 
     def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
         members = told(self.balance, world)

@@ -1,0 +1,534 @@
+"""Local training with Keras, several members in one process: what the same rounds are in plain NumPy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+keras = pytest.importorskip("keras")
+
+import shoal.keras as shoal  # noqa: E402
+from shoal.core.plan import split  # noqa: E402
+from shoal.core.rounds import Rounds, local_batches  # noqa: E402
+from shoal.errors import NotForLocal  # noqa: E402
+from shoal.testing.speeds import machines  # noqa: E402
+from shoal.testing.together import Seated, together  # noqa: E402
+from shoal.worker.exchange import ExchangeBroken  # noqa: E402
+from shoal.worker.solo import Solo  # noqa: E402
+
+pytestmark = pytest.mark.keras
+
+SAMPLES, SIZE = 40, 12
+IN_EPOCH = -(-SAMPLES // SIZE)
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+# Keras computes some constants of a loss, such as 1 / samples, in single precision on PyTorch.
+BOUND = 1e-10 if ON_TENSORFLOW else 1e-6
+if ON_TENSORFLOW:
+    import tensorflow as tf
+
+    # Members of one process wait for each other inside TensorFlow's threads: there must be one for each.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
+
+Optimizer = Callable[[], Any]
+Weights = list[Any]
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(SAMPLES, 6)), rng.normal(size=(SAMPLES, 1))
+
+
+def mlp(*more: Any, kind: type = keras.Sequential) -> Any:
+    keras.utils.set_random_seed(3)
+    return kind([keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), *more, keras.layers.Dense(1)])
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.05)
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.875)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def decaying() -> Any:
+    return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.5))
+
+
+def made(optimizer: Optimizer = momentum, *more: Any, **how: Any) -> Any:
+    model = mlp(*more, kind=how.pop("kind", keras.Sequential))
+    model.compile(**({"optimizer": optimizer(), "loss": "mse"} | how))
+    return model
+
+
+class Seen(keras.callbacks.Callback):
+    """Keeps what a member holds after every round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Weights] = []
+        self.iterations: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.weights.append(held(self.model.variables))
+        self.iterations.append(int(self.model.optimizer.iterations))
+
+
+def held(variables: Sequence[Any]) -> Weights:
+    return [keras.ops.convert_to_numpy(v).copy() for v in variables if "seed" not in v.path]
+
+
+def as_told(session: Solo, sync: str, outer: tuple[float, float] = (1.0, 0.0), **more: Any) -> None:
+    settings = {"sync": sync, "outer_lr": outer[0], "outer_momentum": outer[1]} | more
+    session.settings = msgspec.structs.replace(session.settings, **settings)
+
+
+def trained(
+    members: int,
+    sync: str,
+    make: Callable[[], Any] = made,
+    *,
+    shares: str = "equal",
+    outer: tuple[float, float] = (1.0, 0.0),
+    epochs: int = 2,
+    ghosts: tuple[int, ...] = (),
+    micro: int | None = None,
+    emulate: str = "",
+    seat: Callable[[Seated, Any, Any], None] = lambda _session, _model, _run: None,
+    **fit: Any,
+) -> list[dict[str, Any]]:
+    """What each member saw of a run of `model.fit`."""
+    models = precise(lambda: [make() for _ in range(members)])
+
+    def body(session: Seated) -> dict[str, Any]:
+        as_told(session, sync, outer, emulate=emulate)
+        model, seen = models[session.rank], Seen()
+        run = shoal.Run(session, "test", "unused")
+        seat(session, model, run)
+        found = shoal.batches(*data(), size=SIZE, shares=shares, micro=micro)
+        history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run), seen], **fit)
+        trainer = run._trainer
+        assert trainer is not None
+        optimizer = held(model.optimizer.variables)
+        return vars(seen) | {"history": history.history, "run": run, "optimizer": optimizer, "trainer": trainer}
+
+    found: list[dict[str, Any]] = precise(lambda: together(members, body, ghosts))
+    return found
+
+
+def precise(find: Callable[[], Any]) -> Any:
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        return find()
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
+def alike(members: list[dict[str, Any]]) -> None:
+    for one in members[1:]:
+        assert len(one["weights"]) == len(members[0]["weights"])
+        for mine, its in zip(one["weights"], members[0]["weights"], strict=True):
+            assert all((a == b).all() for a, b in zip(mine, its, strict=True))
+        assert one["iterations"] == members[0]["iterations"]
+        assert one["history"] == members[0]["history"]
+
+
+def close(one: Weights, other: Weights, within: float = BOUND) -> None:
+    for mine, its in zip(one, other, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=within)
+
+
+# --- the same in NumPy
+
+
+def simulated(
+    order: Rounds,
+    speeds: Sequence[int],
+    rate: Callable[[float], float],
+    decay: float,
+    outer: tuple[float, float] = (1.0, 0.0),
+) -> tuple[list[Weights], list[float]]:
+    """The weights after every round, and the sum of its losses, if members of these speeds train with momentum."""
+    (x, y), start = data(), held(made().variables)
+    inner = [[np.zeros_like(one) for one in start] for _ in speeds]
+    outside = [np.zeros_like(one) for one in start]
+    found, losses, done = [], [], 0
+    for step in range(order.total_steps):
+        size, batches = order.size_of(step), order.batches_in(step)
+        first, loss, change = 0, 0.0, [np.zeros_like(one) for one in start]
+        for member, share in enumerate(split(size, speeds)):
+            own = [one.copy() for one in start]
+            lots = local_batches(share, SIZE, len(speeds))
+            for number, samples in enumerate(lots):
+                ids = order.ids(step, first, first + samples)
+                first += samples
+                loss += samples * _go_down(
+                    own, inner[member], x[ids], y[ids], rate(done + number * batches // len(lots)), decay
+                )
+            for total, mine, before in zip(change, own, start, strict=True):
+                total += share / size * (mine - before)
+        for before, total, speed in zip(start, change, outside, strict=True):
+            speed *= outer[1]
+            speed += total
+            before += outer[0] * (total + outer[1] * speed)
+        done += batches
+        found.append([one.copy() for one in start])
+        losses.append(loss)
+    return found, losses
+
+
+def _go_down(weights: Weights, speeds: Weights, x: Any, y: Any, rate: float, decay: float) -> float:
+    """One step with momentum; the mean loss before it."""
+    first, bias, second, last = weights
+    hidden = np.tanh(x @ first + bias)
+    off = hidden @ second + last - y
+    out = 2 * off / len(x)
+    inside = (out @ second.T) * (1 - hidden**2)
+    for one, speed, gradient in zip(
+        weights, speeds, [x.T @ inside, inside.sum(0), hidden.T @ out, out.sum(0)], strict=True
+    ):
+        speed *= decay
+        speed -= rate * gradient
+        one += speed
+    return float((off**2).mean())
+
+
+@pytest.mark.parametrize(
+    ("sync", "speeds", "outer", "micro"),
+    [
+        ("local:2", (1,), (1.0, 0.0), None),
+        ("local:3", (1, 3), (0.5, 0.5), None),
+        ("local:2", (1, 2, 5), (0.75, 0.25), 3),
+    ],
+)
+def test_rounds_are_what_they_are_in_numpy(
+    sync: str, speeds: tuple[int, ...], outer: tuple[float, float], micro: int | None
+) -> None:
+    order = Rounds.of(SAMPLES, SIZE, int(sync[-1]), epochs=2)
+    expected, losses = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
+    shares = f"fixed:{','.join(map(str, speeds))}" if len(speeds) > 1 else "equal"
+    members = trained(len(speeds), sync, shares=shares, outer=outer, micro=micro)
+    alike(members)
+    seen = members[0]
+    assert seen["run"].step == len(seen["weights"]) == order.total_steps
+    for mine, its in zip(seen["weights"], expected, strict=True):
+        close(mine, its)
+    per_epoch = np.array(losses).reshape(2, -1).sum(1) / SAMPLES
+    np.testing.assert_allclose(seen["history"]["loss"], per_epoch, rtol=1e-5)
+
+
+def test_rounds_of_one_batch_with_plain_averaging_are_steps() -> None:
+    # Shares of 8 and 4 are one batch each.
+    stepped, local = (trained(2, sync, lambda: made(sgd), shares="fixed:2,1") for sync in ("step", "local:1"))
+    for one, other in zip(stepped[0]["weights"], local[0]["weights"], strict=True):
+        close(one, other)
+    np.testing.assert_allclose(stepped[0]["history"]["loss"], local[0]["history"]["loss"], rtol=1e-5)
+
+
+def test_one_member_alone_does_all_its_steps_one_after_the_other() -> None:
+    def normed() -> Any:
+        return made(adam, keras.layers.BatchNormalization(), keras.layers.Dropout(0.0))
+
+    stepped, local = trained(1, "step", normed)[0], trained(1, "local:3", normed)[0]
+    assert len(local["weights"]) == 4
+    close(stepped["weights"][-1], local["weights"][-1])
+    close(stepped["optimizer"], local["optimizer"])
+    assert stepped["history"].keys() == local["history"].keys()
+    for name, values in stepped["history"].items():
+        np.testing.assert_allclose(local["history"][name], values, rtol=1e-5)
+
+
+def test_members_hold_the_same_bits_and_keep_their_own_moments() -> None:
+    members = trained(
+        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), shares="fixed:1,2,5", outer=(0.7, 0.9)
+    )
+    alike(members)
+    moving_mean = 4
+    assert abs(members[0]["weights"][-1][moving_mean]).max() > 1e-4
+    assert any((a != b).any() for a, b in zip(members[0]["optimizer"], members[1]["optimizer"], strict=True))
+
+
+def test_how_many_batches_a_member_has_is_learned_from_its_speed() -> None:
+    sample_s, speeds = 0.006, (1, 0.25)
+    text = machines(*speeds, sample_s=sample_s)
+    members = trained(2, "local:1000", shares="model", epochs=8, emulate=text)
+    alike(members)
+    for one, speed in zip(members, speeds, strict=True):
+        turn = one["trainer"].turn
+        assert turn.data_s + turn.compute_s >= 0.99 * sample_s / speed * turn.samples, (
+            "not all of its batches were slow"
+        )
+    assert members[0]["run"].share > members[1]["run"].share
+
+
+def test_a_ghost_takes_over_what_the_others_learned() -> None:
+    members = trained(
+        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), ghosts=(2,)
+    )
+    alike(members)
+    assert members[2]["weights"]
+
+
+def test_a_ghost_learns_nothing_of_its_own() -> None:
+    def make() -> Any:
+        model = made(adam)
+        model.optimizer.build(model.trainable_variables)
+        for moment in model.optimizer.variables[2:]:
+            moment.assign(keras.ops.ones(moment.shape, "float64"))
+        return model
+
+    members = trained(2, "local:1000", make, epochs=1, ghosts=(1,))
+    as_before = [all((one == 1.0).all() for one in seen["optimizer"][2:]) for seen in members]
+    assert as_before == [False, True]
+    assert members[1]["iterations"] == [IN_EPOCH]
+
+
+# --- what counts steps
+
+
+@pytest.mark.parametrize("speeds", [(5, 1), (1, 2, 6)])
+def test_iterations_and_schedules_are_where_they_are_without_rounds(speeds: tuple[int, ...]) -> None:
+    order = Rounds.of(SAMPLES, SIZE, 3, epochs=2)
+    expected, _ = precise(lambda: simulated(order, speeds, lambda at: 0.05 * 0.5 ** (at / 3), 0.0))
+    members = trained(len(speeds), "local:3", lambda: made(decaying), shares=f"fixed:{','.join(map(str, speeds))}")
+    alike(members)
+    assert members[0]["iterations"] == [3, 4, 7, 8]
+    for mine, its in zip(members[0]["weights"], expected, strict=True):
+        # Keras keeps the rate of a schedule in single precision.
+        close(mine, its, within=1e-6)
+
+
+def test_a_schedule_of_epochs_is_one_of_epochs() -> None:
+    rates: list[float] = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    def body(session: Seated) -> None:
+        as_told(session, "local:2")
+        run = shoal.Run(session, "test", "unused")
+        halving = keras.callbacks.LearningRateScheduler(lambda epoch, _rate: 0.5**epoch)
+        found = shoal.batches(*data(), size=SIZE)
+        made().fit(found, epochs=3, verbose=0, callbacks=[shoal.Elastic(halving, Note(), run=run)])
+
+    together(1, body)
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_steps_per_epoch_counts_global_batches() -> None:
+    order = Rounds.of(SAMPLES, SIZE, 2, epochs=3, every=3)
+    expected, losses = precise(lambda: simulated(order, (2, 1), lambda _: 0.05, 0.875))
+    members = trained(2, "local:2", shares="fixed:2,1", epochs=3, steps_per_epoch=3)
+    alike(members)
+    seen = members[0]
+    # Epochs of Keras end after 3, 6 and 9 batches, those of the data after 4 and 8: rounds are 2 1, 1 2, 2 1.
+    assert seen["iterations"] == [2, 3, 4, 6, 8, 9]
+    assert len(seen["history"]["loss"]) == 3
+    for mine, its in zip(seen["weights"], expected, strict=False):
+        close(mine, its)
+    sizes = [order.size_of(step) for step in range(6)]
+    means = [sum(losses[i : i + 2]) / sum(sizes[i : i + 2]) for i in (0, 2, 4)]
+    np.testing.assert_allclose(seen["history"]["loss"], means, rtol=1e-5)
+
+
+# --- loops of one's own
+
+
+@only_tensorflow
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loop_with_a_gradient_tape_does_the_same_rounds(traced: bool) -> None:
+    speeds, outer = (1, 3), (0.5, 0.5)
+    order = Rounds.of(SAMPLES, SIZE, 3, epochs=2)
+    expected, _ = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
+    models = precise(lambda: [mlp() for _ in speeds])
+
+    def body(session: Seated) -> tuple[int, int, Weights]:
+        as_told(session, "local:3", outer)
+        model, run = models[session.rank], shoal.Run(session, "test", "unused")
+        optimizer = shoal.elastic(momentum(), model, run)
+
+        def train(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        step = tf.function(train, reduce_retracing=True) if traced else train
+        for x, y in shoal.batches(*data(), size=SIZE, epochs=2, shares="fixed:1,3", micro=4):
+            step(tf.constant(x), tf.constant(y))
+        return run.step, int(optimizer.iterations), held(model.variables)
+
+    for steps, iterations, weights in precise(lambda: together(2, body)):
+        assert (steps, iterations) == (order.total_steps, 2 * IN_EPOCH)
+        close(weights, expected[-1])
+
+
+# --- rounds that do not commit
+
+
+class Breaking(Seated):
+    """A session whose world breaks when it is told to, and is there again at the next turn."""
+
+    broken = False
+    broke = 0
+
+    def fail(self, broken: ExchangeBroken) -> None:
+        self.broken = True
+        self.broke += 1
+
+    def turn(self) -> int:
+        self.broken = False
+        return super().turn()
+
+    def may_apply(self) -> bool:
+        if getattr(self, "refuses", False) and self.step == 1:
+            self.refuses = False
+            self.fail(ExchangeBroken("told to"))
+            return False
+        return True
+
+
+class Counting(keras.Sequential):
+    """Calls back whenever it computes a batch."""
+
+    told: Callable[[int], None]
+    count = 0
+
+    def train_step(self, given: Any) -> Any:
+        found = super().train_step(given)
+        self.count += 1
+        self.told(len(given[0]))
+        return found
+
+
+@pytest.mark.parametrize("at", [2, 3, 6, 0])
+def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
+    # In the second or the last batch of the first round, or in the middle of a later one; 0: when all is summed.
+    def make() -> Any:
+        layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)
+        return made(adam, *layers, kind=Counting, run_eagerly=True)
+
+    def seat(session: Seated, model: Any, _run: Any) -> None:
+        session.__class__ = Breaking
+
+        def told(_samples: int) -> None:
+            if breaks and at and model.count == at:
+                session.fail(ExchangeBroken("told to"))
+
+        model.told = told
+        session.refuses = breaks and not at  # type: ignore[attr-defined]
+        sessions.append(session)
+
+    sessions: list[Any] = []
+    breaks = False
+    (undisturbed,) = trained(1, "local:3", make, outer=(0.7, 0.9), seat=seat)
+    breaks = True
+    (disturbed,) = trained(1, "local:3", make, outer=(0.7, 0.9), seat=seat)
+    assert [session.broke for session in sessions] == [0, 1]
+    alike([undisturbed, disturbed])
+    assert all((a == b).all() for a, b in zip(undisturbed["optimizer"], disturbed["optimizer"], strict=True))
+    one, other = (seen["trainer"]._outer.velocities for seen in (undisturbed, disturbed))
+    assert all((a.value == b.value).all() for a, b in zip(one, other, strict=True))
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step() -> None:
+    def seat(session: Seated, model: Any, _run: Any) -> None:
+        def told(samples: int) -> None:
+            last[session.rank] = samples
+            # In the second batch of a round: the first one has been applied.
+            if session.rank == limited and samples > 4 and model.count > 1:
+                raise MemoryError("it does not fit")
+
+        model.told = told
+
+    def make() -> Any:
+        return made(adam, kind=Counting, run_eagerly=True)
+
+    found = []
+    for limited in (None, 1):
+        last = [0, 0]
+        members = trained(2, "local:2", make, seat=seat)
+        alike(members)
+        assert last == [8, 8 if limited is None else 2]
+        found.append(members[0])
+    close(found[0]["weights"][-1], found[1]["weights"][-1])
+
+
+# --- the state
+
+
+def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> None:
+    seen: dict[str, list[Weights]] = {"session": [], "keeper": []}
+
+    def seat(session: Seated, model: Any, run: Any) -> None:
+        def note(who: str) -> Callable[[], None]:
+            return lambda: seen[who].append(held(model.variables))
+
+        session.before_change, run._keeper.before_change = note("session"), note("keeper")  # type: ignore[method-assign]
+
+    (one,) = trained(1, "local:3", lambda: made(adam), seat=seat)
+    began = [precise(lambda: held(made().variables)), *one["weights"][:-1]]
+    for noted in seen.values():
+        for before in began:
+            assert any(all((a == b).all() for a, b in zip(now, before, strict=True)) for now in noted)
+
+
+def test_moments_and_the_outer_momentum_are_handed_over() -> None:
+    (one,) = trained(1, "local:2", lambda: made(adam), outer=(0.7, 0.9))
+    run, trainer = one["run"], one["trainer"]
+    header, buffers = run._keeper.capture()
+    saved = [raw.copy() for raw in buffers]
+    held_before = [velocity.value.copy() for velocity in trainer._outer.velocities]
+    assert all(value.any() for value in held_before)
+    for velocity in trainer._outer.velocities:
+        velocity.value[...] = 7.0
+    run._keeper.load(header, saved)
+    for velocity, before in zip(trainer._outer.velocities, held_before, strict=True):
+        assert (velocity.value == before).all()
+
+
+# --- what cannot be done
+
+
+def refused(match: str, optimizer: Optimizer = adam, given: Any = None, **settings: Any) -> None:
+    session = Solo()
+    as_told(session, "local:2", **settings)
+    found = shoal.batches(*(given or data()), size=8)
+    with pytest.raises(NotForLocal, match=match):
+        made(optimizer).fit(found, verbose=0, callbacks=[shoal.Elastic(run=shoal.Run(session, "test", "unused"))])
+
+
+def test_what_members_cannot_do_for_themselves_is_refused() -> None:
+    refused("batch=auto", batch="auto:4:40")
+    refused("use_ema", lambda: keras.optimizers.Adam(0.01, use_ema=True))
+    refused("gradient_accumulation_steps", lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+
+
+@only_tensorflow
+def test_a_stream_is_refused() -> None:
+    refused("tf.data", given=(tf.data.Dataset.from_tensor_slices(data()).batch(4),))
+
+
+@only_tensorflow
+def test_all_of_this_holds_on_the_torch_backend() -> None:
+    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        here, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

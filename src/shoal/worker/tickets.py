@@ -148,10 +148,11 @@ class TicketLoop(ABC):
             yield from self._tickets(feed, seed)
             over = True
         finally:
+            assert self._pusher is not None
             if not over and sys.exc_info()[0] is GeneratorExit:
+                self._pusher.bye()
                 session.quit()
             feed.close()
-            assert self._pusher is not None
             self._pusher.close()
 
     def _tickets(self, feed: IndexedFeed, seed: int) -> Iterator[Any]:

@@ -17,6 +17,8 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
+sys.path += [str(Path(__file__).parents[1] / "process" / name) for name in ("faults", "servers")]
+from served import Served  # noqa: E402
 from town import Placed, town  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
@@ -26,6 +28,8 @@ from shoal.errors import NotForServers  # noqa: E402
 from shoal.keras.backend import backend_of  # noqa: E402
 from shoal.keras.guard import Guard  # noqa: E402
 from shoal.keras.vault import Vault, gradients_of  # noqa: E402
+from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
+from shoal.testing.stage import closing  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 
@@ -113,6 +117,25 @@ def check_same(mine: dict[str, Any], its: dict[str, Any]) -> None:
     assert mine["history"].keys() == its["history"].keys()
     for name, values in its["history"].items():
         np.testing.assert_allclose(mine["history"][name], values, rtol=1e-5)
+
+
+class KerasServed(Served):
+    """One run of train_served.py."""
+
+    script = Path(__file__).with_name("train_served.py")
+
+    def check_counts(self) -> None:
+        done, epochs = self.of("done"), self.plan["epochs"]
+        assert done
+        for one in done:
+            assert one["counts"] == [[epochs], [epochs]], f"{one['member']} found {one['counts']}"
+            assert one["step"] == self.order().total_steps
+        assert len({one["sum"] for one in done}) == 1, "trainers end with different parameters"
+        for one in done:
+            assert one["saved"] == one["sum"], "another model was saved"
+        rows = (self.records / "epochs.csv").read_text().splitlines()
+        assert sum(row.startswith("epoch,") for row in rows) == 1, "several trainers wrote at a time"
+        assert len(rows) > epochs // 2, "nobody wrote what callbacks write"
 
 
 # --- what is learned
@@ -301,7 +324,7 @@ def test_a_trainer_that_stops_early_gives_its_ticket_back() -> None:
     def stopping(name: str) -> list[Any]:
         return [Stop()] if name == "trainer-0" else []
 
-    early, late = fitted(prepare, trainers=2, callbacks=stopping, sync="stale:0")
+    early, late = fitted(prepare, trainers=2, callbacks=stopping, sync="stale:0", lease_s=100)
     assert len(early["history"]["loss"]) == 1
     assert early["step"] < late["step"] == STEPS
 
@@ -347,9 +370,41 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused_by_the_servers() -> No
         fitted(prepare, servers=1)
 
 
+# --- whole runs
+
+
+@only_tensorflow
+@pytest.mark.process
+def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every shard counts every sample exactly once an epoch, and nobody is ever further ahead than the bound."""
+    for name, value in KERAS_TENSORFLOW.environ.items():
+        monkeypatch.setenv(name, value)
+    calm = ("lease_s=4", "budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+    settings = ("sync=stale:1", "servers=2", *calm)
+    with closing(KerasServed(tmp_path, "2:2", settings, samples=256, batch=32, epochs=10, pause_s=0.03)) as run:
+        run.until(run.replicated, "every part to have a backup")
+        run.until_step(5)
+        run.kill("local/1")
+        run.until_step(run.step() + 10)
+        run.kill("local/server-0")
+        run.until_step(run.step() + 10)
+        run.shoal("stop", run.name)
+        run.finish(exit_code=75)
+        reached = run.step()
+        assert reached < run.order().total_steps, "the run was over before it was stopped"
+        run.process = run.start("resume", run.shoal("ps", "--all")[0]["run"])
+        run.finish()
+        run.check_counts()
+        assert run.check_bound(1) == 1, "the bound was never reached, so nothing was tested"
+        resumed = max(e["at"] for e in run.of("ready"))
+        assert min(e["ticket"][0] for e in run.of("begin") if e["at"] > resumed) >= reached - 4, "it began anew"
+
+
 @only_tensorflow
 def test_all_of_this_holds_on_the_torch_backend() -> None:
-    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not runs", __file__]
+    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not runs and not refused", __file__]
     environ = os.environ | {"KERAS_BACKEND": "torch"}
     done = subprocess.run(here, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

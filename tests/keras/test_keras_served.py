@@ -30,6 +30,7 @@ from shoal.keras.guard import Guard  # noqa: E402
 from shoal.keras.vault import Vault, gradients_of  # noqa: E402
 from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
 from shoal.testing.stage import closing  # noqa: E402
+from shoal.worker.pushing import Abandoned, Pusher  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 
@@ -133,6 +134,12 @@ class KerasServed(Served):
         assert len({one["sum"] for one in done}) == 1, "trainers end with different parameters"
         for one in done:
             assert one["saved"] == one["sum"], "another model was saved"
+        newest = 0
+        for one in self.commits():
+            if one["ticket"][0] >= newest:  # others count for nothing
+                newest = one["ticket"][0]
+                rate = 0.1 * 0.9 ** (newest // self.order().steps_per_epoch)
+                assert abs(one["rate"] - rate) < 1e-12, f"{one} has another learning rate than {rate}"
         rows = (self.records / "epochs.csv").read_text().splitlines()
         assert sum(row.startswith("epoch,") for row in rows) == 1, "several trainers wrote at a time"
         assert len(rows) > epochs // 2, "nobody wrote what callbacks write"
@@ -166,11 +173,21 @@ def test_one_trainer_with_servers_trains_and_measures_as_keras_does_without_trac
     check_same(found, alone(prepare("server")))
 
 
-def test_a_schedule_counts_the_steps_of_the_run() -> None:
+def test_a_schedule_and_averages_are_those_of_one_process_and_a_ticket_done_again_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def prepare(_name: str) -> Any:
         rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-        return model_with(keras.optimizers.Adam(rate), normal)
+        return model_with(keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.8), normal)
 
+    real, tries = Pusher.push, iter([False, False, True])
+
+    def push(*given: Any) -> None:
+        if next(tries, False):
+            raise Abandoned("it does not count")
+        real(*given)
+
+    monkeypatch.setattr(Pusher, "push", push)
     (found,) = fitted(prepare, servers=1)
     check_same(found, alone(prepare("")))
     assert int(found["model"].optimizer.iterations) == STEPS
@@ -404,7 +421,18 @@ def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_
 
 @only_tensorflow
 def test_all_of_this_holds_on_the_torch_backend() -> None:
-    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not runs and not refused", __file__]
+    here = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not runs and not refused",
+        __file__,
+    ]
     environ = os.environ | {"KERAS_BACKEND": "torch"}
     done = subprocess.run(here, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

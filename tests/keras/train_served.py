@@ -57,7 +57,7 @@ def recording(real: Callable[..., Any], record: Callable[..., None]) -> Callable
         time.sleep(PLAN.get("pause_s", 0.0))
         logs = real(trainer, batch)
         if trainer.committed:
-            record("commit", step=trainer._session.step, **told)
+            record("commit", step=trainer._session.step, rate=float(trainer.model.optimizer.learning_rate), **told)
         return logs
 
     return piece
@@ -90,7 +90,8 @@ def main() -> None:
     numbered = np.hstack([np.arange(SAMPLES)[:, None], x])
     data = shoal.batches(numbered, np.sin(x.sum(1, keepdims=True)), size=BATCH, seed=5)
     written = keras.callbacks.CSVLogger(str(OUT / "epochs.csv"))
-    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[shoal.Elastic(written)])
+    lowered = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate if epoch else rate)
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[shoal.Elastic(lowered, written)])
     run.save(OUT / "final.keras", model)
     counts = [np.unique(keras.ops.convert_to_numpy(one)).tolist() for one in model.layers[0].counted]
     saved = keras.models.load_model(OUT / "final.keras", {"Counter": Counter}, compile=False)

@@ -178,7 +178,7 @@ class TicketTrainer(TicketLoop):
         if turn.backwards == 0:
             # What callbacks did since the ticket was granted, such as a validation, says nothing of our speed.
             turn.given_at = time.perf_counter() - turn.data_s
-            self._open_ticket()
+            self._open_ticket(turn)
         try:
             computed = backend.compute(batch)
         except Exception as error:
@@ -195,12 +195,15 @@ class TicketTrainer(TicketLoop):
             self._push(turn)
         return computed.logs
 
-    def _open_ticket(self) -> None:
-        self._sums = {}
-        if self._first_rate is not None and self.epoch_of(self._first_rate[1]) >= self.epoch_of(self.entered - 1):
-            # Callbacks have just begun an epoch here that others had begun before.
-            self._backend.optimizer.learning_rate = self._first_rate[0]
-        self._first_rate, self._came_in = None, True
+    def _open_ticket(self, turn: TicketTurn) -> None:
+        self._sums, self._came_in = {}, True
+        if self._first_rate is not None:
+            rate, step = self._first_rate
+            if self.epoch_of(step) >= self.epoch_of(turn.granted.ticket.step):
+                # Callbacks have begun an epoch here that others had begun before.
+                self._backend.optimizer.learning_rate = rate
+            else:
+                self._first_rate = None
 
     def _add(self, turn: TicketTurn, gradients: Arrays, variables: Sequence[Any]) -> None:
         samples = turn.pieces[turn.piece].samples
@@ -249,7 +252,7 @@ class TicketLoopTrainer(TicketTrainer):
         if turn is None or turn.committed or turn.backwards > turn.piece:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
         if turn.backwards == 0:
-            self._open_ticket()
+            self._open_ticket(turn)
         self._add(turn, [one.copy() for one in gradients], variables)
 
     def _check_piece(self, turn: TicketTurn, number: int) -> None:

@@ -132,7 +132,7 @@ class TicketTrainer(TicketLoop):
     def _take_over(self, part: int, body: memoryview) -> None:
         layout, optimizer = self._layout, self._backend.optimizer
         assert layout is not None
-        rate, step = take_over(layout, part, averages_of(optimizer, layout.trained[part]), self._backend.read, body)
+        rate, step = take_over(layout, part, averages_of(optimizer, layout.trained[part]), body)
         if self._rate is not None and not self._came_in and not math.isnan(rate):
             # Others have trained before: whatever their callbacks made of the rate stands.
             self._first_rate = rate, step

@@ -43,10 +43,12 @@ class Layout:
     """Which variables of a model are in which part; the same on every member."""
 
     def __init__(self, model: Any, read: Read, parts: int) -> None:
+        self._read = read
+        self._likes: dict[int, NDArray[Any]] = {}
         trained = list(model.trainable_variables)
         frozen = weights_of(model) - {id(v) for v in trained}
         weights = [*trained, *(v for v in model.non_trainable_variables if id(v) in frozen)]
-        sizes_bytes = [read(v).nbytes for v in weights]
+        sizes_bytes = [self.like(v).nbytes for v in weights]
         self.kept = kept_of(model)
         self.parts = {
             number: [weights[i] for i in indices]
@@ -55,6 +57,12 @@ class Layout:
         self.trained = {
             number: [v for v in variables if id(v) not in frozen] for number, variables in self.parts.items()
         }
+
+    def like(self, variable: Any) -> NDArray[Any]:
+        """An array of a variable's shape and type that takes no memory; to read the variable would take a copy."""
+        if id(variable) not in self._likes:
+            self._likes[id(variable)] = np.broadcast_to(np.zeros((), self._read(variable).dtype), variable.shape)
+        return self._likes[id(variable)]
 
     def kept_in(self, part: int) -> list[Any]:
         """The first shard carries along what layers keep."""
@@ -68,7 +76,7 @@ class _Lane:
     """How far one shard is, and what it steps with."""
 
     def __init__(self, layout: Layout, part: int, script: Any, backend: Backend) -> None:
-        self.trained = layout.trained[part]
+        self.trained, self._like = layout.trained[part], layout.like
         self.sums: list[NDArray[Any] | None] = [None] * len(self.trained)
         self.weight = 0.0
         self.samples = 0
@@ -107,7 +115,7 @@ class _Lane:
                 self.optimizer.learning_rate = self.rate
             self.optimizer._iterations.assign(self.steps)
             gradients = [
-                (one / one.dtype.type(self.weight)).astype(self._backend.read(v).dtype, copy=False)
+                (one / one.dtype.type(self.weight)).astype(self._like(v).dtype, copy=False)
                 for v, one in zip(self.trained, self.sums, strict=True)
                 if one is not None
             ]
@@ -157,13 +165,13 @@ class Vault:
         with self._lock:
             lane, kept = self._lanes[part], self.layout.kept_in(part)
             places = [index for index, there in enumerate(told.present) if there]
-            likes = [self._backend.read(v) for v in (*(lane.trained[index] for index in places), *kept)]
+            likes = [self.layout.like(v) for v in (*(lane.trained[index] for index in places), *kept)]
             pieces = arrays_of(body, likes)
             for index, gradient in zip(places, pieces[: len(places)], strict=True):
                 lane.add(index, gradient, told.weight)
             fraction = min(1.0, samples / self._order.size_of(told.step))
-            for variable, now, pushed in zip(kept, likes[len(places) :], pieces[len(places) :], strict=True):
-                variable.assign(_blended(now, pushed, fraction))
+            for variable, pushed in zip(kept, pieces[len(places) :], strict=True):
+                variable.assign(_blended(self._backend.read(variable), pushed, fraction))
             lane.weight += told.weight
             lane.samples += samples
             lane.set_rate(told.rate, told.step)
@@ -211,9 +219,9 @@ class Vault:
         with self._lock:
             lane = self._new_lane(part)
             variables = [*self.layout.variables_of(part), *lane.state()]
-            likes = [self._backend.read(v) for v in variables]
-            wanted = [v for v, there in zip(lane.trained, saved.sums, strict=True) if there]
-            likes += [np.empty(v.shape, _exact(self._backend.read(v))) for v in wanted]
+            likes = [*map(self.layout.like, self.layout.variables_of(part)), *map(self._backend.read, lane.state())]
+            wanted = [self.layout.like(v) for v, there in zip(lane.trained, saved.sums, strict=True) if there]
+            likes += [np.broadcast_to(np.zeros((), _exact(one)), one.shape) for one in wanted]
             if [len(one) for one in buffers] != [one.nbytes for one in likes]:
                 raise StateMalformed(
                     f"the state of shard {part} is not that of this model",
@@ -246,10 +254,10 @@ def gradients_of(
     return msgspec.msgpack.encode(How(*how, present)), [as_bytes(one) for one in arrays]
 
 
-def take_over(layout: Layout, part: int, averages: Sequence[Any], read: Read, body: memoryview) -> tuple[float, int]:
+def take_over(layout: Layout, part: int, averages: Sequence[Any], body: memoryview) -> tuple[float, int]:
     """Write pulled variables into a trainer's model; the learning rate that came along, and the step that it is of."""
     variables = [*layout.variables_of(part), *averages]
-    *values, rate = arrays_of(body, [*(read(v) for v in variables), np.zeros(2)])
+    *values, rate = arrays_of(body, [*map(layout.like, variables), np.zeros(2)])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     return float(rate[0]), int(rate[1])

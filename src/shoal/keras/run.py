@@ -11,13 +11,14 @@ from typing import Any
 import keras
 
 from shoal.core import sync
-from shoal.errors import NotAttached, UnusableModel
+from shoal.errors import NotAttached
 from shoal.keras.backend import backend_of
 from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
 from shoal.keras.guard import Guard
 from shoal.keras.local import LocalLoopTrainer, LocalTrainer
 from shoal.keras.state import capture, restore
+from shoal.keras.ticketed import AnyTrainer, TicketLoopTrainer, TicketTrainer
 from shoal.keras.trainer import LoopTrainer, Trainer
 from shoal.worker import evaluation, joining
 from shoal.worker.evaluator import EvaluatorSession
@@ -32,14 +33,10 @@ class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        if isinstance(session, PlacedSession):
-            raise UnusableModel(
-                f"Keras cannot train with --sync {session.settings.sync} yet", do="train with --sync step"
-            )
         super().__init__(session, name, directory, Codec(capture, restore))
         # Whether what is a step to the run is a round of several global batches.
         self.in_rounds = bool(sync.parse(session.settings.sync).local)
-        self._trainer: Trainer | None = None
+        self._trainer: AnyTrainer | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
@@ -87,13 +84,14 @@ class Run(RunOfScript):
 
     # --- what callbacks and loops ask
 
-    def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> Trainer:
+    def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> AnyTrainer:
         """Join the run with this model; returns when the first step of this member can be done."""
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        kind = LocalTrainer if self.in_rounds else Trainer
-        trainer = kind(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
+        backend, session = backend_of(model, Guard(model.optimizer), jit), self._session
+        kind = self._kind(Trainer, LocalTrainer, TicketTrainer)
+        trainer: AnyTrainer = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
@@ -108,13 +106,20 @@ class Run(RunOfScript):
             model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
-        kind = LocalLoopTrainer if self.in_rounds else LoopTrainer
-        trainer = kind(self._session_of_steps, self._keeper, backend_of(model, guard))
+        backend, session = backend_of(model, guard), self._session
+        kind = self._kind(LoopTrainer, LocalLoopTrainer, TicketLoopTrainer)
+        trainer: LoopTrainer | TicketLoopTrainer = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         iterate_with(None)  # batches that are made from now on are for somebody else
         self._follow_if_evaluator(model)
         return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
+
+    def _kind(self, of_steps: Any, of_rounds: Any, of_tickets: Any) -> Any:
+        """The loop for how closely members keep together."""
+        if isinstance(self._session, PlacedSession):
+            return of_tickets
+        return of_rounds if self.in_rounds else of_steps
 
     def _follow_if_evaluator(self, model: Any) -> None:
         """An evaluator does not train, and ends here."""
@@ -122,11 +127,6 @@ class Run(RunOfScript):
         wished = wish(evaluate, model, **asked)
         if isinstance(self._session, EvaluatorSession):
             raise evaluation.follow(self._session, self._keeper, wished, model.save)
-
-    @property
-    def _session_of_steps(self) -> Session | Solo:
-        assert not isinstance(self._session, PlacedSession)
-        return self._session
 
     def _identity(self, model: Any, optimizer: Any, described: dict[str, Any]) -> str:
         variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]

@@ -616,7 +616,7 @@ class BadRole(UsageError):
 
     The roles are ``trainer``, ``server`` and ``evaluator``, each a ``shoal.Role`` with ``count`` (a number, or MIN:MAX
     for trainers), ``memory`` (such as ``"2GiB"``) and ``cpus``. A run has at most one evaluator, and none beside an
-    unmodified script (``--compat``) or servers (``--sync stale:K`` and ``async``).
+    unmodified script (``--compat``), whose checkpoints are its own.
     """
 
     code = "S123"

@@ -19,11 +19,12 @@ from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
+from shoal.torch.parted import load
 from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer, TicketTurn
 from shoal.torch.trainer import Trainer
-from shoal.worker import evaluation
+from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
@@ -37,7 +38,7 @@ class Run(RunOfScript):
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        super().__init__(session, name, directory, Codec(capture_bytes, restore))
+        super().__init__(session, name, directory, parted.reading(session, Codec(capture_bytes, restore), load))
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)

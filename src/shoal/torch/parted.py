@@ -30,12 +30,12 @@ def _check(model: torch.nn.Module, layout: Layout, found: Mapping[int, list[torc
     """Tensors have no names there, so that those that one of the two lacks have to tell what differs."""
     if all([_kind(t) for t in layout.tensors_of(part)] == [_kind(t) for t in there] for part, there in found.items()):
         return
-    here = [(name, _kind(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
-    theirs = Counter(_kind(tensor) for tensors in found.values() for tensor in tensors)
-    ours = Counter(kind for _, kind in here)
-    only_here = [f"{name} {kind}" for name, kind in here if ours[kind] > theirs[kind]]
-    only_there = list((theirs - ours).elements())
-    texts = {"only here": only_here, "only there": only_there}
+    left = Counter(_kind(tensor) for tensors in found.values() for tensor in tensors)
+    only_here = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        left[kind := _kind(tensor)] -= 1
+        only_here += [f"{name} {kind}"] if left[kind] < 0 else []
+    texts = {"only here": only_here, "only there": list(left.elements())}
     why = "; ".join(f"{text}: {', '.join(names[:5])}" for text, names in texts.items() if names)
     raise ModelDiffers(
         "the parameters and buffers of the run do not fit the model that this process has built",

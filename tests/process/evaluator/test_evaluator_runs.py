@@ -190,3 +190,13 @@ def scrape(run: Evaluated) -> str:
     request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return str(answer.read().decode())
+
+
+def test_an_unmodified_script_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with evaluated(tmp_path) as run:
+        refused = run.start("run", "--compat", "torchrun", "--evaluator", str(run.script))
+        assert refused.wait(60) == 3
+        assert "error[S123] an unmodified script (--compat torchrun) cannot have an evaluator" in run.output
+        assert "leave --evaluator out and evaluate in the script" in run.output
+        assert "--evaluator" in run.output
+        run.finish()

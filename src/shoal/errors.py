@@ -602,6 +602,16 @@ class NothingToEvaluate(TrainingError):
     code = "S322"
 
 
+class BadMetric(TrainingError):
+    """Something that is no number was given to ``run.log``.
+
+    Numbers of Python, and scalars of NumPy, PyTorch and TensorFlow are shown with the run, as are arrays with one
+    element. Text is not, nor are arrays: log their mean, or one of their elements.
+    """
+
+    code = "S323"
+
+
 class UnknownEngine(UsageError):
     """``shoal.run(on=…)`` names nothing that can start machines.
 

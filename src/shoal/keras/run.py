@@ -21,6 +21,7 @@ from shoal.keras.trainer import LoopTrainer, Trainer
 from shoal.worker import evaluation, joining
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
+from shoal.worker.metrics import checked
 from shoal.worker.placed import PlacedSession
 from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
@@ -66,8 +67,9 @@ class Run(RunOfScript):
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
+        numbers = checked(metrics)
         if self._trainer is not None:
-            self._trainer.metrics.update({name: float(value) for name, value in metrics.items()})
+            self._trainer.metrics.update(numbers)
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Write the model once, atomically, whichever member gets to do it."""

@@ -28,6 +28,7 @@ from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
+from shoal.worker.metrics import checked, refuse
 from shoal.worker.placed import PlacedSession
 from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
@@ -195,10 +196,10 @@ class Run(RunOfScript):
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
+        tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
+        numbers = checked({name: one for name, one in metrics.items() if name not in tensors})
         if self.committed or self._trainer.turn is None:
-            self._trainer.metrics.update(
-                (k, v.detach() if isinstance(v, torch.Tensor) else v) for k, v in metrics.items()
-            )
+            self._trainer.metrics.update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
         """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it."""
@@ -245,3 +246,11 @@ class Run(RunOfScript):
         parameters, buffers, optimizer, _ = fingerprint(trainer.model, trainer.optimizers[0], {}).split("-")
         parts = {"parameters": parameters, "buffers": buffers, "optimizer": optimizer} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose number is read when it is told, so that nobody waits for a device here."""
+    if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+        raise refuse(name, kind, f"it is on {tensor.device} and has shape {tuple(tensor.shape)}")
+    return tensor.detach()

@@ -26,6 +26,7 @@ from shoal.wire.messages import Spent
 from shoal.worker.data.feed import Feed, IndexedFeed, Piece
 from shoal.worker.keeper import StateKeeper
 from shoal.worker.loop import seed_of
+from shoal.worker.metrics import finite
 from shoal.worker.pace import pace_of
 from shoal.worker.placed import PlacedSession
 from shoal.worker.pushing import Abandoned, Pusher
@@ -373,7 +374,7 @@ class TicketTrainer:
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
-            "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            "metrics": finite(self.metrics),
             "spent": Spent(**self._spent),
             "clock": turn.granted.clock if turn is not None else 0,
             "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,

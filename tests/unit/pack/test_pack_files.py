@@ -83,7 +83,7 @@ def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, st
     blob = tmp_path / "pack" / manifest.BLOBS / kept["package/deep/code.py"]
     blob.chmod(0o600)
     blob.write_text("X = 2\n")
-    with pytest.raises(PackDamaged, match="package/deep/code.py is not what was given") as raised:
+    with pytest.raises(PackDamaged, match=r"code\.py is not what was given") as raised:
         files.check(kept, work)
     assert raised.value.where == str(work / "package" / "deep" / "code.py")
 
@@ -91,8 +91,8 @@ def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, st
 def test_a_file_that_was_exchanged_is_not_taken(laid_out: tuple[dict[str, str], Path]) -> None:
     kept, work = laid_out
     (work / "data.csv").unlink()
-    with pytest.raises(PackDamaged, match="data.csv of files= cannot be read"):
+    with pytest.raises(PackDamaged, match=r"data\.csv of files= cannot be read"):
         files.check(kept, work)
     (work / "data.csv").write_text("3,4\n")
-    with pytest.raises(PackDamaged, match="data.csv is not what was given"):
+    with pytest.raises(PackDamaged, match=r"data\.csv is not what was given"):
         files.check(kept, work)

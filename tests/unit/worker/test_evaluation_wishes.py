@@ -13,7 +13,9 @@ from shoal.errors import BadEvaluation, StoreUnusable
 from shoal.worker import evaluation as el
 
 
-@pytest.mark.parametrize("result", [None, 0.9, [0.9], {}, {"loss": "low"}, {"loss": np.zeros(2)}, {"loss": None}])
+@pytest.mark.parametrize(
+    "result", [None, 0.9, [0.9], {}, {"loss": "low"}, {"loss": "0.5"}, {"loss": np.zeros(2)}, {"loss": None}]
+)
 def test_what_is_no_dict_of_numbers_is_refused(result: Any) -> None:
     with pytest.raises(BadEvaluation):
         el.numbers_of(result, None)

@@ -60,5 +60,5 @@ def test_a_tensor_of_a_graph_is_refused(run: Run) -> None:
         return x
 
     # TensorFlow wraps what it does not know.
-    with pytest.raises(Exception, match="S323(.|\n)*its value is not known yet"):
+    with pytest.raises(Exception, match=r"S323(.|\n)*its value is not known yet"):
         traced(tf.constant(1.0))

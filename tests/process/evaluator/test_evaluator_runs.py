@@ -198,5 +198,5 @@ def test_an_unmodified_script_is_refused_before_anything_starts(tmp_path: Path) 
         assert refused.wait(60) == 3
         assert "error[S123] an unmodified script (--compat torchrun) cannot have an evaluator" in run.output
         assert "leave --evaluator out and evaluate in the script" in run.output
-        assert "--evaluator" in run.output
+        assert "where  --evaluator" in run.output, "the coordinator had to say it"
         run.finish()

@@ -54,6 +54,12 @@ def test_what_is_no_number_is_refused_where_it_is_logged(run: Run, value: Any) -
     assert run._trainer._status()["metrics"] == {}, "a part of it was taken"
 
 
+def test_of_an_array_its_shape_is_told() -> None:
+    with pytest.raises(BadMetric) as raised:
+        checked({"bad": np.zeros((2, 3))})
+    assert raised.value.why == "its shape is (2, 3)"
+
+
 def test_it_is_refused_also_in_a_step_that_does_not_count(run: Run) -> None:
     class Uncommitted:
         committed = False

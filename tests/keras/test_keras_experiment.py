@@ -78,12 +78,21 @@ def test_with_an_evaluator_the_trainers_do_not_evaluate(beside: bool, monkeypatc
     monkeypatch.setattr(training, "Elastic", lambda *others, **wish: wishes.append((others, wish)))
     model, held = Fitted(), (np.ones((4, 2)), np.ones(4))
     made = Experiment(
-        model=model, data=held, size=4, epochs=2, evaluation=held, best="max:accuracy", patience=3, callbacks=["mine"]
+        model=model,
+        data=held,
+        size=4,
+        epochs=2,
+        evaluation=held,
+        best="max:accuracy",
+        patience=3,
+        callbacks=["mine"],
+        jit_compile=beside,
     )
     training.train(made, evaluates=not beside)
     assert model.how["validation_data"] is (None if beside else held)
     assert model.how["epochs"] == 2
-    assert wishes == [(("mine",), {"evaluate": held, "best": "max:accuracy", "patience": 3, "export": None})]
+    wish = {"evaluate": held, "best": "max:accuracy", "patience": 3, "export": None, "jit_compile": beside}
+    assert wishes == [(("mine",), wish)]
 
 
 def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +102,12 @@ def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypat
     run: Any = type("Run", (), {"log": lambda self, **figures: told.update(figures)})()
     training._Telling(run, lambda: {"worst": 3}).on_epoch_end(0, {"loss": 1.0})
     assert told == {"loss": 1.0, "worst": 3.0}
+
+
+@pytest.mark.parametrize("wrong", ["auto", None, 1])
+def test_whether_to_use_xla_is_said_with_yes_or_no(wrong: Any) -> None:
+    from shoal.errors import UnusableModel
+    from shoal.keras import Elastic
+
+    with pytest.raises(UnusableModel, match="jit_compile cannot be"):
+        Elastic(jit_compile=wrong)

@@ -181,7 +181,8 @@ def export(path: str, write: Write) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         write(part)
         os.replace(part, path)
-    except OSError as error:
+    # PyTorch raises the latter for a disk that is full.
+    except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise StoreUnusable(

@@ -52,13 +52,14 @@ def test_only_a_function_can_evaluate() -> None:
         el.wish({"loss": 1.0}, None, None, None)  # type: ignore[arg-type]
 
 
-def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path, kind: type[Exception]) -> None:
     path = tmp_path / "best.pt"
     el.export(str(path), lambda part: Path(part).write_text("first"))
 
     def half(part: str) -> None:
         Path(part).write_text("sec")
-        raise OSError("the disk is full")
+        raise kind("the disk is full")
 
     with pytest.raises(StoreUnusable, match="could not be written"):
         el.export(str(path), half)

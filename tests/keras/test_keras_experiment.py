@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("keras")
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 PROGRAM = """
 import json
@@ -37,17 +37,25 @@ def experiment_fn():
 
 if __name__ == "__main__":
     run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count=2)})
-    run.wait(150)
+    view = run.wait(450)
     files = sorted(path.name for path in run.directory.iterdir())
-    print("TOLD", json.dumps({"metrics": run.metrics(), "logs": run.logs(), "files": files}))
+    found = view.evaluation
+    about = {"evaluated": found.step, "best": found.best_step} if found else {}
+    print("TOLD", json.dumps({"metrics": run.metrics(), "logs": run.logs(), "files": files, **about}))
 """
+
+
+EVALUATED = PROGRAM.replace('save="model.keras")', 'best="min:loss", export="best.keras", save="model.keras")').replace(
+    'roles={"trainer": shoal.Role(count=2)}',
+    'roles={"trainer": shoal.Role(), "evaluator": shoal.Role(cpus=1)}, checkpoint_every_steps=4, preload="keras"',
+)
 
 
 def told(tmp_path: Path, program: str) -> dict[str, Any]:
     script = tmp_path / "program.py"
     script.write_text(program)
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    ran = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=170)
+    ran = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.partition("TOLD ")[2])
     assert found["metrics"]["step"] == 12
@@ -59,6 +67,23 @@ def test_an_experiment_trains_evaluates_and_saves_a_keras_model(tmp_path: Path) 
     found = told(tmp_path, PROGRAM)
     assert found["logs"].count("| epoch 2") == 2
     assert found["files"] == ["model.keras"]
+
+
+def test_an_evaluator_scores_a_keras_experiment_and_keeps_its_best_model(tmp_path: Path) -> None:
+    import keras
+
+    found = told(tmp_path, EVALUATED)
+    assert found["evaluated"] == 12, "the end of the training was not evaluated"
+    assert "val_loss" not in found["logs"], "the trainer evaluated, too"
+    assert found["files"] == ["best.keras", "model.keras"]
+    (best,) = (tmp_path / "home").glob("coordinators/*/work/best.keras")
+    model = keras.models.load_model(best)
+    # A line is fitted: every step makes it better.
+    assert model.optimizer.iterations == found["best"] == 12
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(192, 8)).astype("float32")[:32]
+    scored = model.evaluate(x, x.sum(1, keepdims=True), verbose=0, return_dict=True)
+    assert scored["loss"] == pytest.approx(found["metrics"]["val_loss"], rel=1e-5)
 
 
 class Fitted:

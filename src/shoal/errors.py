@@ -188,7 +188,8 @@ class NotForServers(TrainingError):
 
     Servers apply gradients tensor by tensor, as they arrive: there is no moment at which one process has the whole
     gradient of a step. So there is no GradScaler, no schedule that needs a metric, no BatchNorm over the whole batch,
-    and no ``run.stream``. All of that works with ``--sync step``.
+    and no ``run.stream``; in Keras no loss scaling, no ``global_clipnorm`` and no tf.data pipeline. All of that works
+    with ``--sync step``. Keras' optimizers are made anew for every part of a model, from what ``get_config`` returns.
     """
 
     code = "S316"

@@ -68,6 +68,7 @@ class Order:
     """The order in which `epochs` passes over `samples` samples are cut into global batches of `size`.
 
     `decisions` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
+    With a `limit` there are so many steps at most.
 
     >>> Order(samples=10, size=4, shuffle=False).ids(2, 0, 2)
     array([8, 9])
@@ -82,11 +83,12 @@ class Order:
     last: Last = "keep"
     shuffle: bool = True
     decisions: tuple[tuple[int, int], ...] = ()
+    limit: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("size", "epochs"):
+        for name in ("size", "epochs", "limit"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise BadSize(f"{name}={value}", why=f"{name} must be at least 1", do=f"pass a positive {name}")
         if self.last not in ("keep", "drop"):
             raise BadSize(f"last={self.last!r}", why="unknown policy", do='pass last="keep" or last="drop"')
@@ -117,7 +119,8 @@ class Order:
     @cached_property
     def total_steps(self) -> int:
         """How many steps there are if no further decision is made."""
-        return self._stretches[-1].end(self.epochs)
+        end = self._stretches[-1].end(self.epochs)
+        return end if self.limit is None else min(end, self.limit)
 
     def cursor(self, step: int) -> Cursor:
         """Where `step` is; the step after the last one is (epochs, 0)."""

@@ -41,10 +41,19 @@ class Backend(ABC):
         self.model, self._guard = model, guard
         self.statistics: list[Any] = []
         self.meters: list[Any] = []
+        # Which of the variables had a gradient; which they were, if they are not all that the model trains.
+        self._places: list[int] = []
+        self._variables: list[Any] | None = None
 
     @property
     def optimizer(self) -> Any:
         return self._guard.optimizer
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables whose gradients were computed last."""
+        variables = self._variables or self.model.trainable_variables
+        return [variables[place] for place in self._places]
 
     def release(self) -> None:
         """Let the model's optimizer be as it was."""
@@ -61,6 +70,10 @@ class Backend(ABC):
     @abstractmethod
     def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
         """What the optimizer would have done with these gradients; what the metrics say when they hold `meters`."""
+
+    @abstractmethod
+    def applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
+        """What applies gradients of these variables with an optimizer that was built for them, on a server."""
 
     @abstractmethod
     def read(self, variable: Any) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
 from shoal.errors import UnusableData, UnusableModel
 from shoal.keras.sources import Source, SourceFetcher, is_tf_dataset, source_of
-from shoal.keras.trainer import Trainer
+from shoal.keras.ticketed import AnyTrainer
 from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
@@ -58,7 +58,7 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         """A few samples, to build the model with."""
 
     @abstractmethod
-    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
 
     def epoch_of(self, step: int) -> int:
@@ -83,8 +83,12 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         if self.coming is None:
             yield self.few()
             return
-        while (found := self.coming()) is not None and self.epoch_of(found[0]) == self.now:
+        while (found := self.coming()) is not None and self.in_epoch(found[0]):
             yield found[1]
+
+    def in_epoch(self, step: int) -> bool:
+        """Whether a step belongs to Keras' epoch, or to one that Keras has ended already."""
+        return self.epoch_of(step) <= self.now
 
     def begin(self, coming: Coming, feed: Feed) -> None:
         """From now on, give out what the run says comes next."""
@@ -155,7 +159,7 @@ class IndexedBatches(Batches):
         assert found is not None
         return found[0]
 
-    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         wished = wanted(settings.batch, self.size, len(self._source))
         order = Order(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
         if wished.bounds is not None and self.length is not None:
@@ -164,7 +168,8 @@ class IndexedBatches(Batches):
             self.length = order.steps_per_epoch
         elif self.length is not None:
             needed = math.ceil(epochs * self.length / order.steps_per_epoch)
-            order = Order(samples=len(self._source), size=wished.size, epochs=max(1, needed), **self._how)
+            how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
+            order = Order(samples=len(self._source), size=wished.size, **how)
         balance = balance_of(settings, self.shares, ahead=0)
         balance.rules.check(wished.size)
         keeper.parts["shares"] = balance
@@ -195,7 +200,7 @@ class StreamedBatches(Batches):
     def few(self) -> Any:
         return _stacked(list(self._dataset.take(2).as_numpy_iterator()))
 
-    def feed(self, loop: Trainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:  # noqa: ARG002
+    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:  # noqa: ARG002
         if wanted(settings.batch, self.size, self.size).bounds is not None:
             raise UnusableData("batch=auto cannot be used with a tf.data pipeline", do="pass a number as batch")
         layout = LaneLayout.of(self._shards, self.size, None, epochs, self.seed, False)

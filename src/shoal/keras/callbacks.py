@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.batches import UNLIMITED, Batches, forget_passed, passed_to_fit
 from shoal.keras.run import Run, join
-from shoal.keras.trainer import Trainer
+from shoal.keras.ticketed import AnyTrainer
 
 # They write files, which only one member is to do.
 WRITING = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -121,7 +122,10 @@ class Elastic(_Forwarding):
         super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
         self._run, self._jit = run, jit_compile
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
-        self._trainer: Trainer | None = None
+        self._trainer: AnyTrainer | None = None
+        # Keras ends an epoch after so many calls of the train function, if it was told how many.
+        self._limit: int | None = None
+        self._calls = 0
         self._came_at_the_end: dict[str, Any] | None = None
         # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
         self._begun = self._ended = 0
@@ -130,7 +134,7 @@ class Elastic(_Forwarding):
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()
         if params["steps"] != UNLIMITED:
-            batches.length = params["steps"]
+            self._limit = batches.length = params["steps"]
         else:
             # The same dictionary is shown to the progress bar.
             params["steps"] = batches.length
@@ -151,15 +155,14 @@ class Elastic(_Forwarding):
         self._trainer = run.begin(model, batches, self.params["epochs"], self._jit)
         self._trainer.coming()
         # Whoever comes in between two epochs ends the first of them, if the others have not yet done so.
-        model._initial_epoch = max(batches.epoch_before(run.step), self._ended)
+        model._initial_epoch = max(batches.epoch_before(self._trainer.entered), self._ended)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         batches, done = self._batches(), self._joined().step
-        batches.now = epoch
-        if self._trainer is not None and done and batches.epoch_before(done) == epoch:
-            # Keras has just reset the metrics of those of its steps that others did.
-            self._trainer.put_meters_back()
-            self._came_at_the_end = self._trainer.results()
+        batches.now, self._calls = epoch, 0
+        if self._trainer is not None:
+            inside = bool(done) and batches.epoch_before(done) == epoch
+            self._came_at_the_end = self._trainer.missed(inside)
         # What callbacks do when an epoch begins or ends is done once, and handed over: a learning rate that each
         # epoch lowers must not be lowered again by who comes in.
         if self._begun <= epoch:
@@ -172,13 +175,12 @@ class Elastic(_Forwarding):
             logs |= self._told.get(epoch, {})
             return
         # Keras knows of no metrics if it has seen no step of this epoch here.
-        found = self._came_at_the_end or {}
-        logs |= {name: float(value) for name, value in found.items() if name not in logs}
+        logs |= {name: float(value) for name, value in (self._came_at_the_end or {}).items()}
         self._came_at_the_end = None
         self.forward("on_epoch_end", epoch, logs)
         self._ended, self._told[epoch] = epoch + 1, {name: float(value) for name, value in logs.items()}
         self._told.pop(epoch - KEPT_EPOCHS, None)
-        self._joined().log(**self._told[epoch])
+        self._joined().log(**{name: value for name, value in self._told[epoch].items() if not math.isnan(value)})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
@@ -196,9 +198,19 @@ class Elastic(_Forwarding):
                 next(source)  # whether the epoch is over
             assert self._trainer is not None
             self._came_at_the_end = None
-            return self._trainer.step()
+            self._calls += 1
+            logs = self._trainer.step()
+            # With servers an epoch may have more tickets than Keras was told steps: all others are done in the last.
+            while self._calls == self._limit and self._goes_on():
+                logs = self._trainer.step()
+            return logs
 
         model.train_function = train
+
+    def _goes_on(self) -> bool:
+        """Whether there is more to do in Keras' epoch."""
+        found = self._trainer.coming() if self._trainer is not None else None
+        return found is not None and self._batches().in_epoch(found[0])
 
     def _batches(self) -> Batches:
         found = passed_to_fit()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from shoal.core import sync
 from shoal.errors import NotAttached, UnusableModel
-from shoal.keras.backend import backend_of
+from shoal.keras.backend import Backend, backend_of
 from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
 from shoal.keras.guard import Guard
+from shoal.keras.parted import load
 from shoal.keras.state import capture, restore
+from shoal.keras.ticketed import AnyTrainer, TicketLoopTrainer, TicketTrainer
 from shoal.keras.trainer import LoopTrainer, Trainer
-from shoal.worker import evaluation, joining
+from shoal.worker import evaluation, joining, parted
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
 from shoal.worker.metrics import checked
@@ -32,12 +34,13 @@ class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        if isinstance(session, PlacedSession) or sync.parse(session.settings.sync).local:
+        if sync.parse(session.settings.sync).local:
             raise UnusableModel(
                 f"Keras cannot train with --sync {session.settings.sync} yet", do="train with --sync step"
             )
-        super().__init__(session, name, directory, Codec(capture, restore))
-        self._trainer: Trainer | None = None
+        super().__init__(session, name, directory, parted.reading(session, Codec(capture, restore), self._load))
+        self._trainer: AnyTrainer | None = None
+        self._backend: Backend | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
@@ -86,12 +89,15 @@ class Run(RunOfScript):
 
     # --- what callbacks and loops ask
 
-    def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> Trainer:
+    def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> AnyTrainer:
         """Join the run with this model; returns when the first step of this member can be done."""
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        trainer = Trainer(self._session_of_steps, self._keeper, backend_of(model, Guard(model.optimizer), jit))
+        backend, session = backend_of(model, Guard(model.optimizer), jit), self._session
+        self._backend = backend
+        kind = TicketTrainer if isinstance(session, PlacedSession) else Trainer
+        trainer: AnyTrainer = kind(session, self._keeper, backend)  # type: ignore[arg-type]
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
@@ -106,7 +112,10 @@ class Run(RunOfScript):
             model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
-        trainer = LoopTrainer(self._session_of_steps, self._keeper, backend_of(model, guard))
+        backend, session = backend_of(model, guard), self._session
+        self._backend = backend
+        kind = TicketLoopTrainer if isinstance(session, PlacedSession) else LoopTrainer
+        trainer: LoopTrainer | TicketLoopTrainer = kind(session, self._keeper, backend)  # type: ignore[arg-type]
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         iterate_with(None)  # batches that are made from now on are for somebody else
@@ -120,10 +129,9 @@ class Run(RunOfScript):
         if isinstance(self._session, EvaluatorSession):
             raise evaluation.follow(self._session, self._keeper, wished, model.save)
 
-    @property
-    def _session_of_steps(self) -> Session | Solo:
-        assert not isinstance(self._session, PlacedSession)
-        return self._session
+    def _load(self, _parts: Mapping[str, Any], shards: parted.Parts) -> None:
+        assert self._backend is not None
+        load(self._backend, shards)
 
     def _identity(self, model: Any, optimizer: Any, described: dict[str, Any]) -> str:
         variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]

@@ -29,8 +29,6 @@ class TensorFlow(Backend):
         self._computing: Callable[[Any], tuple[Any, ...]] | None = None
         self._applying: Callable[..., Logs] | None = None
         self._results: Callable[[], Logs] = model.get_metrics_result
-        self._places: list[int] = []
-        self._variables: list[Any] | None = None
         self._jit = jit
         self.traces = 0
         if not model.run_eagerly:
@@ -75,6 +73,14 @@ class TensorFlow(Backend):
             )
         held = [[tf.constant(one) for one in some] for some in (statistics, meters)]
         return dict(self._applying([_tensor(one) for one in gradients], *held))
+
+    def applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def apply(gradients: list[Any]) -> None:
+            optimizer.apply(gradients, variables)
+
+        applying = apply if self.model.run_eagerly else tf.function(apply)
+        return lambda gradients: applying([tf.convert_to_tensor(one) for one in gradients])
 
     def read(self, variable: Any) -> NDArray[Any]:
         return np.asarray(variable.value.read_value() if hasattr(variable.value, "read_value") else variable.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,17 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.keras.backend import Arrays, Backend, Computed, Given, Logs
-from shoal.keras.guard import Guard, only
+from shoal.keras.guard import only
 from shoal.worker.loop import tells_of_memory
 
 
 class Torch(Backend):
     """Runs the model's train_step as it is."""
-
-    def __init__(self, model: Any, guard: Guard) -> None:
-        super().__init__(model, guard)
-        self._places: list[int] = []
-        self._variables: list[Any] | None = None
 
     def compute(self, batch: Any) -> Computed:
         batch = keras.tree.map_structure(
@@ -57,6 +53,17 @@ class Torch(Backend):
             whole[place] = torch.from_numpy(one).to(device=value.device, dtype=value.dtype)
         with torch.no_grad():
             self._guard.apply(whole, self._variables)
+
+    def applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
+        def apply(gradients: Arrays) -> None:
+            tensors = [
+                torch.from_numpy(one).to(device=v.value.device, dtype=v.value.dtype)
+                for one, v in zip(gradients, variables, strict=True)
+            ]
+            with torch.no_grad():
+                optimizer.apply(tensors, variables)
+
+        return apply
 
     def read(self, variable: Any) -> NDArray[Any]:
         found: NDArray[Any] = variable.value.detach().cpu().numpy()

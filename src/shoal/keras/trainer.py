@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from shoal.core.goodput import Law, law_for
 from shoal.errors import SecondLoop, UnusableModel
 from shoal.keras.backend import Arrays, Backend, Logs
+from shoal.keras.kinds import loss_in, reseed, seeds_of, statistics_of, weights_of
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
 from shoal.worker.data.feed import Feed, IndexedFeed
-from shoal.worker.data.generators import Generators
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.flat import FlatSums, Like
 from shoal.worker.keeper import StateKeeper
@@ -39,12 +39,7 @@ class Trainer(Loop):
         super().__init__(session, keeper)
         self._backend = backend
         model = backend.model
-        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
-        # Weights that are frozen change in no step.
-        frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
-        self._statistics = [
-            v for v in model.non_trainable_variables if not _is_seed(v) and _is_float(v) and id(v) not in frozen
-        ]
+        self._seeds, self._statistics = seeds_of(model), statistics_of(model)
         self._meters: list[Any] = []
         self._sums: FlatSums | None = None
         self._likes = [Like(v.shape, str(v.dtype)) for v in model.trainable_variables]
@@ -57,7 +52,7 @@ class Trainer(Loop):
         self._now: tuple[Arrays, Arrays] = [], []
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         # These change only when a step is applied, which waits for those who read them.
-        self._at_rest = frozen | {id(v) for v in backend.optimizer.variables}
+        self._at_rest = weights_of(model) | {id(v) for v in backend.optimizer.variables}
         keeper.parts["model"] = Variables(lambda: model.variables, self._read_for_others)
         keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, self._read_for_others)
         keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, self._read_for_others)
@@ -94,6 +89,19 @@ class Trainer(Loop):
                 break
             found = self.coming()
         return logs
+
+    @property
+    def entered(self) -> int:
+        """The step that this member begins with; what came before it may have been the end of an epoch."""
+        return self._session.step or 0
+
+    def missed(self, inside: bool) -> Logs | None:
+        """What the metrics say when Keras begins an epoch, if this member comes in `inside` it."""
+        if not inside:
+            return None
+        # Keras has just reset the metrics of those of its steps that others did.
+        self.put_meters_back()
+        return self.results()
 
     def put_meters_back(self) -> None:
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
@@ -151,10 +159,7 @@ class Trainer(Loop):
         return self._sums.blanks() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
 
     def _seed(self, seed: int) -> None:
-        Generators().seed(seed)
-        for number, variable in enumerate(self._seeds):
-            halves = np.array([seed & 0xFFFF_FFFF, (seed >> 32) + number], np.uint32)
-            variable.assign(halves.astype(str(variable.dtype)))
+        reseed(self._seeds, seed)
 
     def _check_piece(self, turn: Turn, number: int) -> None:
         """The loop's body is ours."""
@@ -279,18 +284,11 @@ class Trainer(Loop):
         part, (statistics, meters) = turn.weight / total if total else 0.0, self._now
         changes = [one.astype(np.float64) - kept for one, kept in zip(meters, self._kept_meters, strict=True)]
         if not turn.empty:
-            turn.loss = self._own_loss(changes)
+            turn.loss = loss_in(self._backend.model, self._meters, changes)
         numbers = [part * one.astype(np.float64) for one in statistics]
         numbers += [np.zeros_like(one) if turn.empty else one for one in changes]
         if numbers:
             np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
-
-    def _own_loss(self, changes: Arrays) -> float:
-        """The sum of the losses of our samples, if the model keeps count of it."""
-        tracker = getattr(self._backend.model, "_loss_tracker", None)
-        held = tracker.variables[0] if tracker is not None and tracker.variables else None
-        place = next((number for number, v in enumerate(self._meters) if v is held), None)
-        return float(changes[place]) if place is not None else 0.0
 
     def _take_over(self, turn: Turn) -> None:
         """Everybody's statistics and metrics are ours."""
@@ -354,11 +352,3 @@ def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Array
         found.append(flat[start : start + like.size].reshape(like.shape).astype(like.dtype))
         start += like.size
     return found
-
-
-def _is_seed(variable: Any) -> bool:
-    return str(variable.path).endswith("seed_generator_state")
-
-
-def _is_float(variable: Any) -> bool:
-    return "float" in str(variable.dtype)

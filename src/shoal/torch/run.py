@@ -22,7 +22,7 @@ from shoal.torch.memory import guard_model
 from shoal.torch.parted import load
 from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
-from shoal.torch.ticketed import TicketTrainer, TicketTurn
+from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
 from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
@@ -33,6 +33,7 @@ from shoal.worker.placed import PlacedSession
 from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
 from shoal.worker.solo import Solo
+from shoal.worker.tickets import TicketTurn
 
 
 class Run(RunOfScript):

@@ -74,6 +74,14 @@ class Correspondence:
             self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
             return self._claims[name] == "granted"
 
+    def offer(self, name: str) -> bool:
+        """Whether it is our turn to do something that is never done; asks for it, and does not wait."""
+        with self._changed:
+            if name not in self._claims:
+                self._claims[name] = "asked"
+                self._say(messages.Claim(name))
+            return self._claims[name] == "granted"
+
     def fulfil(self, name: str) -> None:
         with self._changed:
             self._claims[name] = "fulfilled"

@@ -25,6 +25,8 @@ from shoal.worker.session import PREEMPTED, RunOver
 from shoal.worker.snapshot import Bytes
 from shoal.worker.sockets import disown
 
+WRITING = "write what callbacks write"
+
 
 class PlacedSession(Correspondence):
     """A member of a run that has servers: a trainer or a server."""
@@ -59,7 +61,8 @@ class PlacedSession(Correspondence):
 
     @property
     def is_writer(self) -> bool:
-        return False
+        """Whether this trainer is the one that writes files; if it goes, it is another's turn."""
+        return not self.serves and self.offer(WRITING)
 
     def begin(self, fingerprint: str) -> None:
         """The model is built: ask to be admitted."""
@@ -174,6 +177,7 @@ class PlacedSession(Correspondence):
         self._restore_asked = True
 
     def _on_expelled(self, _message: messages.Expelled) -> None:
+        self._claims.pop(WRITING, None)
         self.placement = None
         self.adopted(None)
         self._say_hello_again()
@@ -207,7 +211,7 @@ class PlacedSession(Correspondence):
         """The script left its loop: the others go on without this member."""
         with self._changed:
             self._done = True
-            self._say(messages.Left(self.step))
+            self._say(messages.Done(self.step or 0))
         self.phase("done")
 
     status: Callable[[], dict[str, Any]]

@@ -16,7 +16,7 @@ from shoal.core.order import Order
 from shoal.core.shards import LEDGER
 from shoal.store import checkpoint
 from shoal.store.blobs import open_store
-from shoal.torch.serve import END_TRIES, _Service
+from shoal.worker.service import END_TRIES, _Service
 
 ORDER = Order(samples=32, size=8, epochs=1)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch
 
 from shoal.core.clock import Ledger
 from shoal.core.order import Order
@@ -18,10 +16,10 @@ from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
 from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
-from shoal.torch.vault import Vault
 from shoal.wire import messages
 from shoal.worker import parted
 from shoal.worker.keeper import StateKeeper
+from shoal.worker.parts import Vault
 from shoal.worker.placed import PlacedSession
 from shoal.worker.serving import Server
 from shoal.worker.session import PREEMPTED, RunOver
@@ -34,18 +32,9 @@ END_TRIES = 25
 
 
 def serve(
-    session: PlacedSession,
-    keeper: StateKeeper,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    schedulers: Sequence[Any],
-    order: Order,
-    ledger: Ledger,
-    identity: str,
+    session: PlacedSession, keeper: StateKeeper, vault: Vault, order: Order, ledger: Ledger, identity: str
 ) -> RunOver:
     """Serve until the run ends, or until we are told to go; what the process then ends with."""
-    parts = 1 + session.settings.servers
-    vault = Vault(model, optimizers, schedulers, order, parts)
     server = Server(session, vault, order, ledger)
     session.adopted, session.gone, session.outstanding = server.adopt, server.gone, server.outstanding
     service = _Service(session, keeper, server, order)

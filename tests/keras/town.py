@@ -1,0 +1,123 @@
+"""Trainers and servers in one process, one thread each, with real sockets between them and no coordinator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.config import Settings
+from shoal.core.shards import LEDGER, Holding, Placement
+from shoal.core.world import Seat
+from shoal.wire.credentials import Credentials
+from shoal.worker.correspondence import Correspondence
+from shoal.worker.environment import Environment
+from shoal.worker.placed import PlacedSession
+from shoal.worker.port import Port
+from shoal.worker.session import RunOver
+
+PATIENCE_S = 60.0
+
+
+class Silent:
+    """A line that nobody listens at."""
+
+    down_for_s = 0.0
+
+    def send(self, message: Any) -> None:
+        """Nobody hears it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Placed(PlacedSession):
+    """A session whose placement is given to it by hand."""
+
+    def __init__(self, name: str, role: str, settings: Settings, where: str) -> None:
+        told = Environment("http://127.0.0.1:9", "", "town", name, "1", "127.0.0.1", {}, settings, where, role)
+        Correspondence.__init__(self, told, Credentials("token"))
+        self._link = Silent()
+        self.serves = role == "server"
+        self.placement = None
+        self.adopted = self.gone = self.heard_of = lambda *_told: None
+        self.outstanding = list
+        self._restore_asked, self._failure = False, None
+        self.port = Port(b"token", "town", name, "1", "127.0.0.1")
+        self.address = self.port.address
+        self.writes = name == "trainer-0"
+
+    @property
+    def is_writer(self) -> bool:
+        return self.writes
+
+    def claim(self, name: str) -> bool:
+        return True
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._ready
+
+    def place(self, placement: Placement) -> None:
+        with self._changed:
+            self.placement = placement
+            self.adopted(placement)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+
+def town(
+    trainers: int, servers: int, body: Callable[[Placed], Any], where: str = "", sync: str = "stale:1", **settings: Any
+) -> list[Any]:
+    """Let every member do `body`, which ends for servers when all trainers are done; what trainers return."""
+    values = Settings(sync=sync, servers=servers, checkpoint_every_s=0, **settings)
+    served = [Placed(f"server-{number}", "server", values, where) for number in range(servers)]
+    trained = [Placed(f"trainer-{number}", "trainer", values, where) for number in range(trainers)]
+    results: dict[str, Any] = {}
+    failures: list[BaseException] = []
+
+    def work(session: Placed) -> None:
+        try:
+            results[session.me] = body(session)
+        except RunOver as over:
+            if not session.serves:
+                failures.append(over)
+        except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that asked
+            failures.append(error)
+
+    threads = {one.me: threading.Thread(target=work, args=(one,), daemon=True) for one in (*served, *trained)}
+    for thread in threads.values():
+        thread.start()
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(one.is_waiting for one in (*served, *trained)) and not failures:
+            assert time.monotonic() < deadline, "not all of them got ready"
+            time.sleep(0.01)
+        placement = _placement(served)
+        for one in (*served, *trained):
+            one.place(placement)
+        while any(threads[one.me].is_alive() for one in trained) and not failures:
+            assert time.monotonic() < deadline, "it takes too long"
+            time.sleep(0.01)
+    finally:
+        for one in (*served, *trained):
+            one.end()
+        for thread in threads.values():
+            thread.join(5)
+        for one in (*served, *trained):
+            one.close()
+    if failures:
+        raise failures[0]
+    return [results[one.me] for one in trained]
+
+
+def _placement(servers: list[Placed]) -> Placement:
+    seats = tuple(Seat(one.me, "1", one.address) for one in servers)
+    shards = tuple(Holding(one.me) for one in servers)
+    assert LEDGER == 0
+    return Placement(1, 1, seats, (Holding(servers[0].me), *shards), fresh=True)

@@ -1,12 +1,16 @@
-"""What an evaluator on its own core costs the trainers: step time with and without it, as ratios of one repetition.
+"""What an evaluator on its own core costs the trainers: step time with and without it.
 
-python -m benchmarks.evaluator [--quick] [--json FILE]
+python -m benchmarks.evaluator [--quick] [--json FILE]      about 18 minutes, 5 with --quick, on a quiet machine
 
-One trainer has the first core, the evaluator the last one; it scores for most of the time. Checkpoints are written
-every few seconds, more often than is usual, and are measured by themselves too. Sides take turns, so that whatever else
-the machine does hits all of them; the trainer's CPU time says what remains on a machine that is not quiet. `shared`
-leaves it to the system which core each of them gets. At last, within one run, the evaluator is stopped and let go on in
-turns of a few seconds, which shows its own part even where the machine's mood changes from run to run.
+One trainer has the first core; the evaluator, the coordinator and the agent have the last one. Checkpoints are written
+every few seconds, more often than is usual, and are measured by themselves too. The evaluator scores for most of the
+time; how much of it is told. Runs of the sides take turns, and each turn begins with another side, so that whatever
+else the machine does hits all of them. A side's figure is the median over its runs of the mean step; its slow-down is
+the ratio of medians, with the lowest and the highest ratio of a single turn as its spread. The trainer's CPU time says
+what remains on a machine that is not quiet. `shared` leaves it to the system which core each process gets.
+
+At last, within one run, the evaluator is stopped and let go on in turns of two seconds, which shows its own part even
+where the machine's mood changes from run to run.
 """
 
 from __future__ import annotations
@@ -21,20 +25,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 SCRIPT = Path(__file__).with_name("scripts") / "evaluated.py"
+CORES = sorted(os.sched_getaffinity(0))
 EVERY_S = 5.0
-WARM_UP_S = 3.0
+# What is measured begins so long after the first step, and not before the first evaluation.
+WARM_UP_S = EVERY_S + 1.0
 GOAL = 1.03
 TURN_S = 2.0
 SETTLE_S = 0.2
-
-Steps = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +50,40 @@ class Side:
     pin: bool = True
 
 
-SIDES = (
-    Side("alone", evaluator=False, checkpoints=False),
-    Side("checkpoints", evaluator=False, checkpoints=True),
-    Side("evaluator", evaluator=True, checkpoints=True),
-    Side("shared", evaluator=True, checkpoints=True, pin=False),
-)
+ALONE = Side("alone", evaluator=False, checkpoints=False)
+CHECKPOINTS = Side("checkpoints", evaluator=False, checkpoints=True)
+EVALUATOR = Side("evaluator", evaluator=True, checkpoints=True)
+SHARED = Side("shared", evaluator=True, checkpoints=True, pin=False)
 
 
-def times_of(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[bytes]], None]) -> list[Steps]:
-    """When each step of one run ended, and the trainer's CPU time by then."""
+def idle(_process: subprocess.Popen[bytes], _folder: Path) -> None:
+    """There is nothing to do while a run goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """When each step of one run ended and the trainer's CPU time by then; from when to when the evaluator scored."""
+
+    begins_at: float
+    steps: list[tuple[float, float]]
+    scored: list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The mean step of one run and its CPU time, in seconds, and the part of the time that the evaluator scored."""
+
+    step_s: float
+    cpu_s: float
+    scoring: float
+
+
+def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] = idle) -> Told:
+    """One run of a side."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times.json"
-        plan = {"out": str(out), "seconds": seconds, "score_s": 0.9 * EVERY_S, "pin": side.pin}
+        cores = {"trainer": CORES[0], "evaluator": CORES[-1]} if side.pin else {}
+        plan = {"out": folder, "seconds": seconds, "score_s": 0.9 * EVERY_S, "cores": cores}
+        plan |= {"evaluator": side.evaluator, "warm_up_s": WARM_UP_S}
         environ = {
             **os.environ,
             "SHOAL_HOME": f"{folder}/home",
@@ -69,85 +95,130 @@ def times_of(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[b
         options += ["--set", f"checkpoint.every_s={EVERY_S if side.checkpoints else 0}"]
         command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
         with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
-            meanwhile(process)
-            assert process.wait(10 * seconds + 60) == 0
-        found: list[Steps] = json.loads(out.read_text())
-    return found
+            if side.pin:
+                # What it starts is there too, until the script moves the trainer away.
+                os.sched_setaffinity(process.pid, {CORES[-1]})
+            meanwhile(process, Path(folder))
+            if process.wait(10 * seconds + 180) != 0:
+                raise RuntimeError(f"a run of {side.name} ended with {process.returncode}")
+        scores = Path(folder) / "scores.jsonl"
+        scored = [json.loads(line) for line in scores.read_text().splitlines()] if scores.exists() else []
+        trained = json.loads((Path(folder) / "steps.json").read_text())
+        return Told(trained["begins_at"], trained["steps"], scored)
 
 
-def measure(side: Side, seconds: float) -> Steps:
-    """The mean time of a step in one run, and the trainer's CPU time, in seconds, after its first few seconds."""
-    times = times_of(side, seconds, lambda _process: None)
-    kept = [pair for pair in times if pair[0] - times[0][0] > WARM_UP_S]
+def figures_of(told: Told) -> Figures:
+    """What a run says after its first few seconds."""
+    kept = [pair for pair in told.steps if pair[0] >= told.begins_at]
     (first, first_cpu), (last, last_cpu), count = kept[0], kept[-1], len(kept) - 1
-    return (last - first) / count, (last_cpu - first_cpu) / count
+    scoring_s = sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in told.scored)
+    return Figures((last - first) / count, (last_cpu - first_cpu) / count, scoring_s / (last - first))
 
 
-def in_turns(seconds: float) -> tuple[list[float], list[float]]:
-    """The median step times of turns with the evaluator stopped, and of those with it at work."""
+def in_turns(seconds: float) -> list[tuple[float, float]]:
+    """The median step times of turns with the evaluator stopped, each with that of the turn at work that follows."""
     turns: list[tuple[float, bool]] = []
 
-    def alternate(process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None:
-            family = psutil.Process(process.pid).children(recursive=True)
-            for one in [one for one in family if _title(one).startswith("shoal local/evaluator-0")]:
-                stop = not turns or not turns[-1][1]
+    def alternate(process: subprocess.Popen[bytes], folder: Path) -> None:
+        evaluator: psutil.Process | None = None
+        try:
+            while process.poll() is None and (not turns or time.monotonic() - turns[0][0] < seconds):
+                if (folder / "scoring").exists():
+                    evaluator = evaluator or evaluator_of(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.suspend() if stop else one.resume()
-                turns.append((time.monotonic(), stop))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TURN_S)
-            if turns and time.monotonic() - turns[0][0] > seconds:
-                return
+                    if evaluator is not None:
+                        stop = not turns or not turns[-1][1]
+                        evaluator.suspend() if stop else evaluator.resume()
+                        turns.append((time.monotonic(), stop))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TURN_S)
+        finally:
+            # A run waits for its evaluator.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if evaluator is not None:
+                    evaluator.resume()
 
-    times = [at for at, _ in times_of(SIDES[2], seconds, alternate)]
-    found: tuple[list[float], list[float]] = ([], [])
+    told = played(EVALUATOR, seconds, alternate)
+    return pairs_of(turns, [at for at, _ in told.steps if at >= told.begins_at])
+
+
+def evaluator_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
+    for one in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(one.cmdline()).startswith("shoal local/evaluator-0"):
+                return one
+    return None
+
+
+def pairs_of(turns: Sequence[tuple[float, bool]], times: Sequence[float]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    stopped_s: float | None = None
     for (begins, stopped), (ends, _) in itertools.pairwise(turns):
         inside = [at for at in times if begins + SETTLE_S < at < ends]
         steps = [after - before for before, after in itertools.pairwise(inside)]
-        if steps and begins > times[0] + WARM_UP_S:
-            found[0 if stopped else 1].append(statistics.median(steps))
+        if not steps or begins < times[0]:
+            stopped_s = None
+        elif stopped:
+            stopped_s = statistics.median(steps)
+        elif stopped_s is not None:
+            found.append((stopped_s, statistics.median(steps)))
     return found
 
 
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+def slowdown(mine: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of medians, and the lowest and the highest ratio of a turn."""
+    ratios = [one / other for one, other in zip(mine, base, strict=True)]
+    return statistics.median(mine) / statistics.median(base), min(ratios), max(ratios)
 
 
-def ratio(found: list[Steps], base: list[Steps], which: int) -> float:
-    return statistics.median(one[which] / alone[which] for one, alone in zip(found, base, strict=True))
+def shown(ratio: float, low: float, high: float) -> str:
+    return f"{ratio - 1:+.1%} ({low - 1:+.1%} … {high - 1:+.1%})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short repetition")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 5 minutes")
     parser.add_argument("--json", type=Path, help="where all figures go")
     given = parser.parse_args()
-    repetitions, seconds = (1, 8.0) if given.quick else (7, 25.0)
-    found: dict[str, list[Steps]] = {side.name: [] for side in SIDES}
+    if len(CORES) < 2:
+        parser.error("this needs two cores: one for the trainer and one for its evaluator")
+    sides = (ALONE, CHECKPOINTS, EVALUATOR) if given.quick else (ALONE, CHECKPOINTS, EVALUATOR, SHARED)
+    repetitions, seconds, turns_s = (3, 12.0, 60.0) if given.quick else (7, 20.0, 120.0)
+    found: dict[str, list[Figures]] = {side.name: [] for side in sides}
     for number in range(repetitions):
-        turn = number % len(SIDES)
-        for side in (*SIDES[turn:], *SIDES[:turn]):
-            steps = measure(side, seconds)
-            found[side.name].append(steps)
-            told = f"{1e3 * steps[0]:8.2f} ms, {1e3 * steps[1]:8.2f} ms of CPU"
-            print(f"{number + 1}/{repetitions}  {side.name:<12}{told}", flush=True)
-    print(f"\n{'side':<12}{'step, ms':>10}{'slow-down':>11}{'of CPU':>10}")
-    for side in SIDES:
-        mine, base = found[side.name], found["alone"]
-        slower = ratio(mine, base, 0)
-        verdict = (" met" if slower <= GOAL else " NOT met") if side.name == "evaluator" else ""
-        step_ms = 1e3 * statistics.median(one[0] for one in mine)
-        print(f"{side.name:<12}{step_ms:>10.2f}{slower - 1:>11.1%}{ratio(mine, base, 1) - 1:>10.1%}{verdict}")
-    stopped, working = in_turns(20.0 if given.quick else 120.0)
-    if stopped and working:
-        slower = statistics.median(after / before for before, after in zip(stopped, working, strict=False))
-        print(f"in turns, {len(stopped)} stopped and {len(working)} at work: {slower - 1:.1%}")
+        first = number % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            figures = figures_of(played(side, seconds))
+            found[side.name].append(figures)
+            told = f"{1e3 * figures.step_s:8.2f} ms, {1e3 * figures.cpu_s:8.2f} ms of CPU"
+            print(f"{number + 1}/{repetitions}  {side.name:<12}{told}, scoring {figures.scoring:.0%}", flush=True)
+    report(found)
+    pairs = in_turns(turns_s)
+    if pairs:
+        told = shown(*slowdown([working for _, working in pairs], [stopped for stopped, _ in pairs]))
+        print(f"in {len(pairs)} turns of one run, at work against stopped: {told}")
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+        given.json.write_text(json.dumps(as_json(found, pairs), indent=1))
+
+
+def report(found: dict[str, list[Figures]]) -> None:
+    print(f"\n{'side':<12}{'step, ms':>10}   {'slow-down (of single turns)':<30}{'of CPU':<30}{'scoring':>8}")
+    base = found[ALONE.name]
+    for name, mine in found.items():
+        slower = slowdown([one.step_s for one in mine], [one.step_s for one in base])
+        cpu = slowdown([one.cpu_s for one in mine], [one.cpu_s for one in base])
+        step_ms = 1e3 * statistics.median(one.step_s for one in mine)
+        scoring = statistics.median(one.scoring for one in mine)
+        print(f"{name:<12}{step_ms:>10.2f}   {shown(*slower):<30}{shown(*cpu):<30}{scoring:>8.0%}")
+    slower = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in base])
+    own = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in found[CHECKPOINTS.name]])
+    print(f"\ngoal: at most {GOAL - 1:+.0%}, checkpoints included: {'met' if slower[0] <= GOAL else 'NOT met'}")
+    print(f"of it the evaluator's own, against checkpoints alone: {shown(*own)}")
+
+
+def as_json(found: dict[str, list[Figures]], pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    sides = {name: [[one.step_s, one.cpu_s, one.scoring] for one in mine] for name, mine in found.items()}
+    return {"cores": CORES, "sides": sides, "in_turns": pairs}
 
 
 if __name__ == "__main__":

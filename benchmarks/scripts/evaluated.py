@@ -14,13 +14,23 @@ import shoal.torch as shoal
 
 PLAN = json.loads(os.environ["PLAN"])
 ROLE = os.environ.get("SHOAL_ROLE", "trainer")
-CORES = sorted(os.sched_getaffinity(0))
 BATCH, CLASSES = 64, 10
+PATIENCE_S = 120.0
+
+
+def begun(first_at: float) -> float:
+    """When what is measured began, 0 if it has not yet: an evaluator has to be at work."""
+    now = time.monotonic()
+    if PLAN["evaluator"] and not (Path(PLAN["out"]) / "scoring").exists():
+        if now > first_at + PATIENCE_S:
+            raise TimeoutError(f"no evaluation began within {PATIENCE_S:.0f} s")
+        return 0.0
+    return now if now > first_at + PLAN["warm_up_s"] else 0.0
 
 
 def main() -> None:
-    if PLAN["pin"]:
-        os.sched_setaffinity(0, {CORES[-1] if ROLE == "evaluator" else CORES[0]})
+    if PLAN["cores"]:
+        os.sched_setaffinity(0, {PLAN["cores"][ROLE]})
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.randn(2048, 3, 16, 16), torch.randint(0, CLASSES, (2048,))
@@ -33,26 +43,30 @@ def main() -> None:
 
     def score() -> dict[str, float]:
         """As much work as fits between two checkpoints, so that the evaluator is busy most of the time."""
-        until = time.monotonic() + PLAN["score_s"]
+        (Path(PLAN["out"]) / "scoring").touch()
+        began = time.monotonic()
+        until = began + PLAN["score_s"]
         hits = 0
-        while time.monotonic() < until:
+        while time.monotonic() < until and not (Path(PLAN["out"]) / "steps.json").exists():
             hits = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(256), y.split(256), strict=True))
+        with (Path(PLAN["out"]) / "scores.jsonl").open("a") as told:
+            told.write(json.dumps([began, time.monotonic()]) + "\n")
         return {"accuracy": hits / len(x)}
 
     run.evaluate(score, best="max:accuracy")
     times: list[tuple[float, float]] = []
-    ends_at = 0.0
+    begins_at = 0.0
     for a, b in run.batches(torch.utils.data.TensorDataset(x, y), BATCH, 10_000, seed=0):
         loss = nn.functional.cross_entropy(model(a), b)
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         times.append((time.monotonic(), time.process_time()))
-        ends_at = ends_at or times[0][0] + PLAN["seconds"]
-        if times[-1][0] > ends_at:
+        begins_at = begins_at or begun(times[0][0])
+        if begins_at and times[-1][0] > begins_at + PLAN["seconds"]:
             break
     if ROLE == "trainer":
-        Path(PLAN["out"]).write_text(json.dumps(times))
+        (Path(PLAN["out"]) / "steps.json").write_text(json.dumps({"begins_at": begins_at, "steps": times}))
 
 
 if __name__ == "__main__":

@@ -605,6 +605,16 @@ class NothingToEvaluate(TrainingError):
     code = "S322"
 
 
+class BadMetric(TrainingError):
+    """Something that is no number was given to ``run.log``.
+
+    Numbers of Python, and scalars of NumPy, PyTorch and TensorFlow are shown with the run, as are arrays with one
+    element. Text is not, nor are arrays: log their mean, or one of their elements.
+    """
+
+    code = "S323"
+
+
 class UnknownEngine(UsageError):
     """``shoal.run(on=…)`` names nothing that can start machines.
 
@@ -619,7 +629,7 @@ class BadRole(UsageError):
 
     The roles are ``trainer``, ``server`` and ``evaluator``, each a ``shoal.Role`` with ``count`` (a number, or MIN:MAX
     for trainers), ``memory`` (such as ``"2GiB"``) and ``cpus``. A run has at most one evaluator, and none beside an
-    unmodified script (``--compat``) or servers (``--sync stale:K`` and ``async``).
+    unmodified script (``--compat``), whose checkpoints are its own.
     """
 
     code = "S123"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).with_name("train_evaluated.py")
 
 
-def run(path: Path, **plan: Any) -> tuple[str, list[dict[str, Any]]]:
+def run(path: Path, *settings: str, **plan: Any) -> tuple[str, list[dict[str, Any]]]:
     """The output of a run, and what was evaluated in it."""
     environ = {
         **os.environ,
@@ -28,7 +29,8 @@ def run(path: Path, **plan: Any) -> tuple[str, list[dict[str, Any]]]:
         "OMP_NUM_THREADS": "1",
         "TERM": "dumb",
     }
-    options = ("--evaluator", "--set", "checkpoint.every_steps=10", "--set", "preload=keras")
+    set_ = [word for one in ("checkpoint.every_steps=10", "preload=keras", *settings) for word in ("--set", one)]
+    options = ("--evaluator", *set_)
     command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,3 +53,15 @@ def test_keras_ends_early_with_success(tmp_path: Path) -> None:
     output, found = run(tmp_path, epochs=100_000, best="max:loss", patience=2)
     assert len(found) >= 3
     assert "stopped early: 2 evaluations did not improve on loss" in output
+
+
+def test_what_servers_hold_of_a_keras_model_is_evaluated(tmp_path: Path) -> None:
+    output, found = run(tmp_path, "sync=stale:2", "servers=2", epochs=20, best="min:loss")
+    assert found[-1]["step"] == 80, "the end of the training was not evaluated"
+    best = min(found, key=lambda one: one["metrics"]["loss"])
+    x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")[:64]
+    model = keras.models.load_model(tmp_path / "best.keras")
+    scored = model.evaluate(x, x.sum(1, keepdims=True), verbose=0, return_dict=True)
+    assert scored["loss"] == pytest.approx(best["metrics"]["loss"], rel=1e-5)
+    assert scored["loss"] < 1.0, "nothing was learned"
+    assert "evaluated step 80" in output

@@ -9,8 +9,8 @@ import click
 import msgspec
 
 from shoal.cli.frame import Frame, with_frame, with_place
-from shoal.core import sync as synchrony
-from shoal.errors import BadEmulation, BadRole, BadSync
+from shoal.core.compat import no_evaluator
+from shoal.errors import BadEmulation, BadSync
 from shoal.launch import render as launching
 from shoal.launch import sources
 from shoal.launch.place import Place
@@ -91,10 +91,8 @@ def command(
             where=choices.source("sync"),
             why="a script that does not use shoal.torch exchanges its gradients by itself",
         )
-    if evaluating(choices) and (compat or synchrony.parse(choices.text("sync")).served):
-        beside = f"--compat {compat}" if compat else f"--sync {choices.text('sync')}"
-        where = choices.source("evaluator")
-        raise BadRole(f"an evaluator cannot be used with {beside}", where=where, do="leave one of them out")
+    if compat and evaluating(choices):
+        raise no_evaluator(compat, choices.source("evaluator"))
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
     directory = launching.new_directory(place.home)
     launch = launching.render(directory, choices, spec)

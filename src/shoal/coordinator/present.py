@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shoal.coordinator import records
@@ -50,11 +51,16 @@ def measure(run: Run, live: Live) -> records.Measured | None:
         loss=loss,
         # Members of a world measure the rate of the whole of it, because they know everybody's share from the pulse.
         samples_per_s=(sum if served else max)(beat.samples_per_s for beat in said),
-        metrics=next((beat.metrics for beat in said if beat.metrics), {}),
+        metrics=next((finite for beat in said if (finite := _finite(beat.metrics))), {}),
         batch=first.batch,
         noise=first.noise,
         idle=first.idle,
     )
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """The journal has no words for what is not finite."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def is_news(found: records.Measured, last: records.Measured | None) -> bool:

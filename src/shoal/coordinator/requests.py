@@ -135,9 +135,8 @@ def _with_evaluator(spec: RunSpec, settings: dict[str, records.Value]) -> dict[s
         settings["evaluator"] = asked.count == 1
     if not settings["evaluator"]:
         return settings
-    if spec.compat or sync.parse(str(settings["sync"])).served:
-        beside = f"--compat {spec.compat}" if spec.compat else f"--sync {settings['sync']}"
-        raise BadRole(f"an evaluator cannot be used with {beside}", do="leave one of them out")
+    if spec.compat:
+        raise compat.no_evaluator(spec.compat)
     usual = Settings()
     # The command sends all settings, set or not: what differs from the default is somebody's wish.
     if (settings["checkpoint.every_s"], settings["checkpoint.every_steps"]) == (usual.checkpoint_every_s, 0):

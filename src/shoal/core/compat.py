@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.errors import BadRole
+
 TORCHRUN, TF, PS = "torchrun", "tf", "ps"
 KINDS = (TORCHRUN, TF, PS)
 FIRST_PORT, PORTS = 20000, 12000
@@ -27,6 +29,16 @@ class Task:
 
     type: str
     index: int
+
+
+def no_evaluator(kind: str, where: str = "") -> BadRole:
+    """Why an unmodified script is not evaluated, and what to do instead."""
+    return BadRole(
+        f"an unmodified script (--compat {kind}) cannot have an evaluator",
+        where=where,
+        why="it writes checkpoints of its own, which Shoal cannot read, and does not say how to evaluate them",
+        do="leave --evaluator out and evaluate in the script, or use shoal.torch or shoal.keras instead of --compat",
+    )
 
 
 def tasks(kind: str, count: int, servers: int) -> tuple[Task, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.core.compat import task_config
 from shoal.errors import ExperimentFailed, IncompleteEnvironment, ShoalError
-from shoal.pack import function, manifest
+from shoal.pack import files, function, manifest
 from shoal.wire import credentials
 from shoal.worker import environment
 from shoal.worker.experiment import Experiment, framework_of
@@ -23,6 +23,7 @@ def main(pack: str) -> None:
     # For those who read it; it names no others, because who is there changes, and they meet through Shoal.
     os.environ.setdefault("TF_CONFIG", task_config(told.role, told.member))
     contents = manifest.read(Path(pack), credentials.read(told.token_file).token)
+    files.check(contents.files, Path.cwd())
     experiment = _called(contents, pack)
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)

@@ -145,9 +145,6 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value]) -> dict[s
 
 def _check_together(roles: Mapping[str, Role], choices: Choices) -> None:
     served = sync.parse(choices.text("sync")).served
-    if choices.found["evaluator"].value and served:
-        do = "leave the role out; trainers evaluate at the end of every epoch then"
-        raise BadRole(f"a run with sync={choices.text('sync')!r} has no evaluator", do=do)
     if SERVER in roles and not served:
         raise BadRole(
             f"a run with sync={choices.text('sync')!r} has no servers",

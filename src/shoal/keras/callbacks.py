@@ -109,6 +109,8 @@ class Elastic(_Forwarding):
         patience: int | None = None,
         export: str | os.PathLike[str] | None = None,
     ) -> None:
+        if not isinstance(jit_compile, bool):
+            raise UnusableModel(f"jit_compile cannot be {jit_compile!r}", do="pass True or False: it is never guessed")
         self._callbacks = list(callbacks)
         for one in callbacks:
             if isinstance(one, keras.callbacks.BackupAndRestore):

@@ -18,7 +18,8 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
     run, model, evaluation = join(), experiment.model, experiment.evaluation
     score = partial(evaluation, model) if callable(evaluation) else None
     wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
-    elastic = Elastic(*experiment.callbacks, evaluate=score or evaluation, **(wish if evaluation is not None else {}))
+    wish = wish if evaluation is not None else {}
+    elastic = Elastic(*experiment.callbacks, jit_compile=experiment.jit_compile, evaluate=score or evaluation, **wish)
     model.fit(
         _data(experiment),
         epochs=experiment.epochs,

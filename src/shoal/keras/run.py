@@ -5,24 +5,26 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from shoal.core import sync
 from shoal.errors import NotAttached
-from shoal.keras.backend import backend_of
+from shoal.keras.backend import Backend, backend_of
 from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
 from shoal.keras.guard import Guard
 from shoal.keras.local import LocalLoopTrainer, LocalTrainer
+from shoal.keras.parted import load
 from shoal.keras.state import capture, restore
 from shoal.keras.ticketed import AnyTrainer, TicketLoopTrainer, TicketTrainer
 from shoal.keras.trainer import LoopTrainer, Trainer
-from shoal.worker import evaluation, joining
+from shoal.worker import evaluation, joining, parted
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
+from shoal.worker.metrics import checked
 from shoal.worker.placed import PlacedSession
 from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
@@ -33,10 +35,11 @@ class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        super().__init__(session, name, directory, Codec(capture, restore))
+        super().__init__(session, name, directory, parted.reading(session, Codec(capture, restore), self._load))
         # Whether what is a step to the run is a round of several global batches.
         self.in_rounds = bool(sync.parse(session.settings.sync).local)
         self._trainer: AnyTrainer | None = None
+        self._backend: Backend | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
@@ -66,8 +69,9 @@ class Run(RunOfScript):
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
+        numbers = checked(metrics)
         if self._trainer is not None:
-            self._trainer.metrics.update({name: float(value) for name, value in metrics.items()})
+            self._trainer.metrics.update(numbers)
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Write the model once, atomically, whichever member gets to do it."""
@@ -90,6 +94,7 @@ class Run(RunOfScript):
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         backend, session = backend_of(model, Guard(model.optimizer), jit), self._session
+        self._backend = backend
         kind = self._kind(Trainer, LocalTrainer, TicketTrainer)
         trainer: AnyTrainer = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
@@ -107,6 +112,7 @@ class Run(RunOfScript):
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
         backend, session = backend_of(model, guard), self._session
+        self._backend = backend
         kind = self._kind(LoopTrainer, LocalLoopTrainer, TicketLoopTrainer)
         trainer: LoopTrainer | TicketLoopTrainer = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
@@ -127,6 +133,10 @@ class Run(RunOfScript):
         wished = wish(evaluate, model, **asked)
         if isinstance(self._session, EvaluatorSession):
             raise evaluation.follow(self._session, self._keeper, wished, model.save)
+
+    def _load(self, _parts: Mapping[str, Any], shards: parted.Parts) -> None:
+        assert self._backend is not None
+        load(self._backend, shards)
 
     def _identity(self, model: Any, optimizer: Any, described: dict[str, Any]) -> str:
         variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]

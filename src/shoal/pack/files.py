@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from shoal.errors import BadFiles
+from shoal.errors import BadFiles, PackDamaged
 from shoal.pack import manifest
 
 PathLike = str | os.PathLike[str]
 Files = Sequence[PathLike] | Mapping[str, PathLike]
 _SKIPPED = ("__pycache__",)
+_AGAIN = "start the run again, and let it write to other names than those of files="
 
 
 def named(files: Files) -> dict[str, Path]:
@@ -52,6 +53,25 @@ def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
         path = where / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
+
+
+def check(kept: Mapping[str, str], where: Path) -> None:
+    """An error unless every file in a directory holds what it held when it was copied into the pack."""
+    for name, digest in kept.items():
+        path = where / name
+        try:
+            found = manifest.hash_of(path)
+        except OSError as error:
+            raise PackDamaged(
+                f"{name} of files= cannot be read", where=str(path), why=error.strerror or str(error), do=_AGAIN
+            ) from error
+        if found != digest:
+            raise PackDamaged(
+                f"{name} is not what was given with files=",
+                where=str(path),
+                why="it was changed after shoal.run had copied it",
+                do=_AGAIN,
+            )
 
 
 def _checked(name: str) -> str:

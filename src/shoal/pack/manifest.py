@@ -91,6 +91,15 @@ def put_file(directory: Path, source: Path) -> str:
     return digest.hexdigest()
 
 
+def hash_of(path: Path) -> str:
+    """The hash of what a file holds now."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def get_bytes(directory: Path, wanted: str) -> bytes:
     """What has this hash, and nothing else."""
     path = directory / BLOBS / wanted

@@ -19,14 +19,16 @@ from shoal.torch.fingerprint import fingerprint
 from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
+from shoal.torch.parted import load
 from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
-from shoal.worker import evaluation
+from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
+from shoal.worker.metrics import checked, refuse
 from shoal.worker.placed import PlacedSession
 from shoal.worker.script import RunOfScript
 from shoal.worker.session import Session
@@ -38,7 +40,7 @@ class Run(RunOfScript):
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        super().__init__(session, name, directory, Codec(capture_bytes, restore))
+        super().__init__(session, name, directory, parted.reading(session, Codec(capture_bytes, restore), load))
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)
@@ -195,10 +197,10 @@ class Run(RunOfScript):
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
+        tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
+        numbers = checked({name: one for name, one in metrics.items() if name not in tensors})
         if self.committed or self._trainer.turn is None:
-            self._trainer.metrics.update(
-                (k, v.detach() if isinstance(v, torch.Tensor) else v) for k, v in metrics.items()
-            )
+            self._trainer.metrics.update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
         """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it."""
@@ -245,3 +247,11 @@ class Run(RunOfScript):
         parameters, buffers, optimizer, _ = fingerprint(trainer.model, trainer.optimizers[0], {}).split("-")
         parts = {"parameters": parameters, "buffers": buffers, "optimizer": optimizer} | described
         return ";".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose number is read when it is told, so that nobody waits for a device here."""
+    if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+        raise refuse(name, kind, f"it is on {tensor.device} and has shape {tuple(tensor.shape)}")
+    return tensor.detach()

@@ -24,6 +24,7 @@ from shoal.errors import (
 from shoal.wire import messages
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import StateKeeper
+from shoal.worker.metrics import number_of
 from shoal.worker.session import RunOver
 
 LOOK_S = 5.0
@@ -157,8 +158,8 @@ def numbers_of(result: Any, goal: Goal | None) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in result.items():
         try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+            numbers[str(name)] = number_of(value)
+        except TypeError as error:
             kind = type(value).__name__
             raise BadEvaluation(f"{name} is a {kind}, not a number", why=str(error), do=do) from error
     if not numbers:
@@ -180,7 +181,8 @@ def export(path: str, write: Write) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         write(part)
         os.replace(part, path)
-    except OSError as error:
+    # PyTorch raises the latter for a disk that is full.
+    except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise StoreUnusable(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shoal.errors import BadExperiment
 
-ONLY_KERAS = ("callbacks",)
+ONLY_KERAS = ("callbacks", "jit_compile")
 ONLY_TORCH = ("optimizer", "scheduler", "loss", "training_step")
 
 
@@ -17,7 +17,8 @@ class Experiment:
     """What to train and how to evaluate it: what the function given to `shoal.run` returns, in every member.
 
     Keras: a compiled `model`; `data` as `shoal.keras.batches` takes it, `(x, y)` for arrays; `evaluation` is what
-    `validation_data` would be; `callbacks` are those of `model.fit`::
+    `validation_data` would be; `callbacks` are those of `model.fit`; `jit_compile` is that of `shoal.keras.Elastic`,
+    because the one that the model was compiled with does not tell what you asked for::
 
         Experiment(model=model, data=(x, y), size=512, epochs=10, evaluation=(x_test, y_test))
 
@@ -48,6 +49,7 @@ class Experiment:
     save: str = ""
     batching: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Any] = ()
+    jit_compile: bool = False
     optimizer: Any = None
     scheduler: Any = None
     scheduler_each: Literal["step", "epoch"] = "step"

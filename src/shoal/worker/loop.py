@@ -19,6 +19,7 @@ from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.exchange import GatherTicket
 from shoal.worker.keeper import StateKeeper
 from shoal.worker.meter import Meter
+from shoal.worker.metrics import finite
 from shoal.worker.pace import pace_of
 from shoal.worker.session import Session
 from shoal.worker.shadow import Blank
@@ -259,7 +260,7 @@ class Loop(ABC):
             "total_steps": feed.total if feed is not None else None,
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
-            "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            "metrics": finite(self.metrics),
             **self.meter.status(),
         }
 

@@ -79,6 +79,11 @@ class _Tally(msgspec.Struct):
     header: bytes
 
 
+def vault_header(meta: bytes) -> bytes:
+    """What the vault said of a captured shard."""
+    return msgspec.msgpack.decode(meta, type=_Tally).header
+
+
 class Shard(Part):
     """Some of the parameters. `taken` are the tickets that are in them, as far as they could come again.
 

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from shoal.core.clock import Ledger
 from shoal.core.order import Order
@@ -18,24 +17,18 @@ from shoal.store import checkpoint
 from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
 from shoal.wire import messages
+from shoal.worker import parted
 from shoal.worker.keeper import StateKeeper
 from shoal.worker.parts import Vault
 from shoal.worker.placed import PlacedSession
 from shoal.worker.serving import Server
 from shoal.worker.session import PREEMPTED, RunOver
-from shoal.worker.snapshot import Bytes, Snapshot
+from shoal.worker.snapshot import Snapshot
 
 TICK_S = 0.2
 LEAD_MARGIN_S = 5.0
 MARGIN_S = 1.0
-
-Parts = dict[int, tuple[bytes, list[Bytes]]]
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a checkpoint: for each part its own, and how many of the buffers are its."""
-
-    parts: list[tuple[int, bytes, int]]
+END_TRIES = 25
 
 
 def serve(
@@ -62,6 +55,8 @@ class _Service:
         self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()
         self._writing: threading.Thread | None = None
+        self._tried = self._tries = 0
+        server.sealed = not settings.evaluator
 
     def run(self) -> RunOver:
         session, server = self._session, self._server
@@ -79,6 +74,7 @@ class _Service:
                 session.say(messages.Left(None))
                 return session.goodbye(PREEMPTED, f"left the run: {session.leaving}")
             self._checkpoint_if_due()
+            self._seal_if_over()
 
     def _may_go(self) -> bool:
         """Whether somebody else holds all that we held, or our time is up; then a checkpoint is what we leave."""
@@ -117,16 +113,27 @@ class _Service:
             self._writing = threading.Thread(target=self._write, name="shoal-checkpoint", daemon=True)
             self._writing.start()
 
+    def _seal_if_over(self) -> None:
+        """Leave the end of the training in a checkpoint, if somebody waits to evaluate it; then trainers may go."""
+        server, total = self._server, self._order.total_steps
+        if server.sealed or not server.leads or self._step() < total:
+            return
+        if self._writing is not None:
+            self._writing.join(60.0)
+        if self._tried < total:
+            self._tries += 1
+            self._write()
+        # What cannot be written is said, but holds up nobody.
+        server.sealed = self._tried >= total or self._tries >= END_TRIES
+
     def _write(self) -> None:
         began, found, placement = time.monotonic(), self._server.gather(), self._session.placement
         if found is None or placement is None:
             return  # somebody was just changing places; it is tried again at once
         self._last_step, self._last_time = self._step(), began
         ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
-        header = _Header([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(found.items())])
-        buffers = [buffer for _, (_, owned) in sorted(found.items()) for buffer in owned]
-        step = self._order.steps_within(ledger.finished_samples)
-        snapshot = Snapshot(step, msgspec.msgpack.encode(header), buffers, readers=1)
+        step = self._tried = self._order.steps_within(ledger.finished_samples)
+        snapshot = Snapshot(step, *parted.whole(found), readers=1)
         store = open_store(self._keeper.where)
         run, me, number = self._session.environment.run, self._session.me, placement.number
         try:
@@ -150,11 +157,7 @@ class _Service:
         except NoCheckpoint:
             self._session.restored(None)
             return
-        parts: Parts = {}
-        buffers = iter(found.buffers)
-        for part, meta, count in msgspec.msgpack.decode(found.header, type=_Header).parts:
-            parts[part] = (meta, [np.asarray(next(buffers)) for _ in range(count)])
-        self._server.restore(parts)
+        self._server.restore(parted.apart(found.header, found.buffers))
         self._last_step, self._last_time = found.entry.step, time.monotonic()
         self._session.restored(found.entry.step)
 

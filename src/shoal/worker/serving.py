@@ -44,6 +44,7 @@ class Server(Shelf):
         super().__init__(session, vault, sizes, ledger)
         self._callers: Counter[tuple[str, str]] = Counter()
         self._unseen: dict[str, float] = {}
+        self.sealed = True
         session.port.serve(CALL, self._serve_trainer)
         session.port.serve(COPY, self._serve_primary)
 
@@ -175,6 +176,9 @@ class Server(Shelf):
         number = part.seen_number
         if isinstance(outcome, clock.Granted):
             return Answer("granted", granted=outcome, number=number)
+        if isinstance(outcome, clock.Over) and not self.sealed:
+            # Once trainers are told, all servers end, and nobody is left to write the state.
+            return Answer("wait", "the last checkpoint is written")
         if isinstance(outcome, clock.Over):
             return Answer("over", finished_samples=outcome.finished_samples, number=number)
         if isinstance(outcome, clock.Wait):

@@ -23,6 +23,7 @@ from shoal.worker.data.feed import Feed, IndexedFeed, Piece
 from shoal.worker.frames import Raw
 from shoal.worker.keeper import StateKeeper
 from shoal.worker.loop import seed_of
+from shoal.worker.metrics import finite
 from shoal.worker.pace import pace_of
 from shoal.worker.parts import Vault
 from shoal.worker.placed import PlacedSession
@@ -293,7 +294,7 @@ class TicketLoop(ABC):
             "share": turn.samples if turn is not None else 0,
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
-            "metrics": {name: float(value) for name, value in list(self.metrics.items())},
+            "metrics": finite(self.metrics),
             "spent": Spent(**self._spent),
             "clock": turn.granted.clock if turn is not None else 0,
             "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,

@@ -175,13 +175,6 @@ def test_members_that_train_for_themselves_are_evaluated_too(tmp_path: Path) -> 
         assert len(run.worlds()) == 1
 
 
-def test_an_evaluator_beside_servers_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "2", "sync=stale:2") as run:
-        run.finish(exit_code=3)
-        assert "S123" in run.output
-        assert "an evaluator cannot be used with --sync stale:2" in run.output
-
-
 def test_a_score_that_is_no_number_is_no_improvement(tmp_path: Path) -> None:
     with evaluated(
         tmp_path, "1", OFTEN, epochs=2500, pause_s=0.01, hold=6, bad="nan", best="max:peak", patience=2
@@ -197,3 +190,13 @@ def scrape(run: Evaluated) -> str:
     request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return str(answer.read().decode())
+
+
+def test_an_unmodified_script_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with evaluated(tmp_path) as run:
+        refused = run.start("run", "--compat", "torchrun", "--evaluator", str(run.script))
+        assert refused.wait(60) == 3
+        assert "error[S123] an unmodified script (--compat torchrun) cannot have an evaluator" in run.output
+        assert "leave --evaluator out and evaluate in the script" in run.output
+        assert "where  --evaluator" in run.output, "the coordinator had to say it"
+        run.finish()

@@ -13,6 +13,7 @@ import shoal.torch as shoal
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])
 ROLE = os.environ.get("SHOAL_ROLE", "trainer")
+WAITED = {"evaluations": 0, "gate": 0}
 torch.set_num_threads(1)
 
 
@@ -32,17 +33,23 @@ class Counting(torch.nn.Module):
 
 def hold(step: int) -> None:
     """Wait where the test needs the evaluator to have come so far, however slow the machine is."""
-    needed = min(PLAN.get("hold", 0), step // 20) if step % 20 == 0 else 0
-    gate = step == PLAN.get("gate")
+    needed = min(PLAN.get("hold", 0), step // 20)
+    gate = step >= PLAN.get("gate", 10**9) and not WAITED["gate"]
     deadline = time.monotonic() + 240.0
-    while time.monotonic() < deadline and (evaluations() < needed or (gate and not (OUT / "go").exists())):
-        time.sleep(0.02)
+    if needed > WAITED["evaluations"] or gate:
+        while time.monotonic() < deadline and (evaluations() < needed or (gate and not (OUT / "go").exists())):
+            time.sleep(0.02)
+        WAITED.update(evaluations=needed, gate=int(gate or WAITED["gate"]))
 
 
 def group() -> str:
     """How the session of this process is treated where sessions share the processor."""
     file = Path("/proc/self/autogroup")
     return file.read_text().strip() if file.exists() else ""
+
+
+def sum_of(model: torch.nn.Module) -> float:
+    return float(sum(tensor.double().sum() for tensor in model.state_dict().values()))
 
 
 def evaluations() -> int:
@@ -69,9 +76,10 @@ def main() -> None:
         time.sleep(PLAN.get("score_s", 0.0))
         seen = int(model.seen)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        record("evaluate", step=run.step, seen=seen, training=model.training, nice=os.nice(0), group=group())
+        about = {"training": model.training, "nice": os.nice(0), "group": group()}
+        record("evaluate", step=run.step, seen=seen, sum=sum_of(model), **about)
         returned = {"text": "good", "word": {"loss": "good"}, "nan": {"peak": float("nan")}}.get(PLAN.get("bad"))
-        return returned or {"loss": loss, "step": seen, "peak": -abs(seen - PLAN.get("peak", 10**6))}
+        return returned or {"loss": loss, "step": seen, "peak": -abs(run.step - PLAN.get("peak", 10**6))}
 
     record("ready", role=ROLE)
     if PLAN.get("bad") != "unasked":
@@ -86,7 +94,7 @@ def main() -> None:
         if run.committed:
             record("commit", step=run.step - 1, world=run.world, size=run.size)
             hold(run.step)
-    record("done", step=run.step)
+    record("done", step=run.step, sum=sum_of(model))
 
 
 if __name__ == "__main__":

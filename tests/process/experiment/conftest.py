@@ -68,9 +68,11 @@ class Stage:
         self._started.append(process)
         return process
 
-    def finish(self, process: subprocess.Popen[str], exit_code: int = 0) -> list[dict[str, Any]]:
+    def finish(
+        self, process: subprocess.Popen[str], exit_code: int = 0, patience_s: float = PATIENCE_S
+    ) -> list[dict[str, Any]]:
         """What the program told, when it has ended."""
-        process.wait(PATIENCE_S)
+        process.wait(patience_s)
         assert process.returncode == exit_code, self.output
         self.wait("all is gone", lambda: not self.processes())
         return self.told()

@@ -218,6 +218,18 @@ def test_a_member_does_not_load_what_its_run_did_not_sign(tmp_path: Path) -> Non
     assert "error[S530] the pack of this run was not signed with its token" in member(tmp_path)
 
 
+def test_a_member_does_not_train_on_a_file_that_was_changed(tmp_path: Path) -> None:
+    given = tmp_path / "given.csv"
+    given.write_text("1,2")
+    start.pack(tmp_path, manifest.read, {"data.csv": given})
+    (blob,) = (tmp_path / start.PACK / manifest.BLOBS).iterdir()
+    blob.chmod(0o600)
+    blob.write_text("1,3")
+    said = member(tmp_path)
+    assert "error[S530] data.csv is not what was given with files=" in said
+    assert "start the run again" in said
+
+
 class _Evil:
     def __init__(self, mark: str) -> None:
         self.mark = mark
@@ -232,6 +244,7 @@ def member(directory: Path) -> str:
     told |= {"INCARNATION": "1", "HOST": "127.0.0.1", "RUN_DIR": str(directory), "SETTINGS": json.dumps({})}
     environ = {**os.environ, **{f"SHOAL_{name}": value for name, value in told.items()}}
     command = [sys.executable, "-m", "shoal.experiment", str(directory / start.PACK)]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    work = directory / start.WORK
+    ran = subprocess.run(command, env=environ, cwd=work, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
     return ran.stderr

@@ -271,6 +271,19 @@ def test_whoever_waits_hears_for_whom(peers: list[Peer]) -> None:
     assert "ahead of u" in answer.reason
 
 
+def test_nobody_is_told_that_all_is_over_before_the_end_is_written(peers: list[Peer]) -> None:
+    a, _, t, _ = peers
+    a.server.adopt(placed(1, Holding("a"), a))
+    a.server.sealed = False
+    answer = t.ask(a, Turn(1, 1, None, 0.0, True))
+    while answer.granted is not None:
+        answer = t.ask(a, Turn(1, 1, answer.granted.ticket, 1.0, True))
+    assert (answer.kind, answer.reason) == ("wait", "the last checkpoint is written")
+    a.server.sealed = True
+    answer = t.ask(a, Turn(1, 1, None, 0.0, True))
+    assert (answer.kind, answer.finished_samples) == ("over", 64)
+
+
 def test_an_earlier_life_is_void(peers: list[Peer]) -> None:
     a, _, t, _ = peers
     a.server.adopt(placed(1, Holding("a"), a))

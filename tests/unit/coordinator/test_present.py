@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shoal.coordinator import present, records
 from shoal.coordinator.runs import Runs
 from shoal.core import events as ev
@@ -53,6 +55,15 @@ def test_members_are_shown_with_where_their_time_goes_and_the_run_with_what_was_
         (13, 0.001, 0.052, 0.0, 0.003),
         (0, 0.0, 0.0, 0.0, 0.0),
     ]
+
+
+def test_a_figure_that_is_no_number_is_not_shown_and_is_no_news() -> None:
+    runs, live = trained_by(1), present.Live()
+    live.said = {"m/0": Beat(1, 7, "compute", 0.0, metrics={"nan": math.nan, "inf": math.inf, "fine": 1.0})}
+    found = present.measure(runs.runs["r"], live)
+    assert found is not None
+    assert found.metrics == {"fine": 1.0}
+    assert not present.is_news(found, present.measure(runs.runs["r"], live))
 
 
 def test_figures_of_a_run_outlive_it() -> None:

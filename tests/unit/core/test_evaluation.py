@@ -127,3 +127,11 @@ def test_whoever_is_gone_is_forgotten_and_what_it_found_is_not() -> None:
 def test_a_goal_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(BadEvaluation, match=text):
         el.parse(text)
+
+
+@pytest.mark.parametrize("best", ["max:loss", "min:loss"])
+def test_what_is_no_number_is_not_better_than_nothing(best: str) -> None:
+    goal = el.parse(best)
+    assert goal is not None
+    assert not goal.better(float("nan"), None)
+    assert goal.better(0.0, None)

@@ -37,7 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"roles": {"server": shoal.Role(count=2)}}, BadRole, "has no servers"),
         ({"roles": {"server": shoal.Role(count="1:2")}, "sync": "async"}, BadRole, "only the number of trainers"),
         ({"roles": {"evaluator": shoal.Role(count=2)}}, BadRole, "cannot have 2 evaluators"),
-        ({"roles": {"evaluator": shoal.Role()}, "sync": "async"}, BadRole, "has no evaluator"),
         ({"members": 3}, BadSettings, "roles="),
         ({"leas_s": 3}, BadSettings, "did you mean lease_s"),
         ({"lease_s": "soon"}, BadSettings, "lease_s"),

@@ -42,6 +42,7 @@ def test_a_keras_model_on_the_torch_backend_is_a_keras_model() -> None:
             "more than one way to compute a loss",
         ),
         (Experiment(model=TORCH, optimizer=1, loss=print, data=1, size=8, callbacks=[1]), "torch model with callbacks"),
+        (Experiment(model=TORCH, optimizer=1, loss=print, data=1, size=8, jit_compile=True), "model with jit_compile"),
         (Experiment(model=TORCH, optimizer=1, loss=print, data=1, size=8, evaluation=(1, 2)), "is a tuple"),
         (Experiment(model=KERAS, data=1, size=8, optimizer=1), "keras model with optimizer"),
         (Experiment(model=KERAS, data=None, size=8), "no data"),

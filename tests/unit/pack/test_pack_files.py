@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import BadFiles
+from shoal.errors import BadFiles, PackDamaged
 from shoal.pack import files, manifest
 
 
@@ -65,3 +65,34 @@ def test_what_is_not_there_or_not_a_file_is_refused(given: Path) -> None:
             files.named([given / wrong])
     with pytest.raises(BadFiles, match="one path"):
         files.named(str(given / "data.csv"))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def laid_out(given: Path, tmp_path: Path) -> tuple[dict[str, str], Path]:
+    kept = files.put(tmp_path / "pack", files.named([given / "data.csv", given / "package"]))
+    files.lay_out(tmp_path / "pack", kept, tmp_path / "work")
+    return kept, tmp_path / "work"
+
+
+def test_files_that_nobody_touched_are_taken(laid_out: tuple[dict[str, str], Path]) -> None:
+    files.check(*laid_out)
+
+
+def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    kept, work = laid_out
+    blob = tmp_path / "pack" / manifest.BLOBS / kept["package/deep/code.py"]
+    blob.chmod(0o600)
+    blob.write_text("X = 2\n")
+    with pytest.raises(PackDamaged, match=r"code\.py is not what was given") as raised:
+        files.check(kept, work)
+    assert raised.value.where == str(work / "package" / "deep" / "code.py")
+
+
+def test_a_file_that_was_exchanged_is_not_taken(laid_out: tuple[dict[str, str], Path]) -> None:
+    kept, work = laid_out
+    (work / "data.csv").unlink()
+    with pytest.raises(PackDamaged, match=r"data\.csv of files= cannot be read"):
+        files.check(kept, work)
+    (work / "data.csv").write_text("3,4\n")
+    with pytest.raises(PackDamaged, match=r"data\.csv is not what was given"):
+        files.check(kept, work)

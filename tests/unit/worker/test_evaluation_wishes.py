@@ -13,7 +13,9 @@ from shoal.errors import BadEvaluation, StoreUnusable
 from shoal.worker import evaluation as el
 
 
-@pytest.mark.parametrize("result", [None, 0.9, [0.9], {}, {"loss": "low"}, {"loss": np.zeros(2)}, {"loss": None}])
+@pytest.mark.parametrize(
+    "result", [None, 0.9, [0.9], {}, {"loss": "low"}, {"loss": "0.5"}, {"loss": np.zeros(2)}, {"loss": None}]
+)
 def test_what_is_no_dict_of_numbers_is_refused(result: Any) -> None:
     with pytest.raises(BadEvaluation):
         el.numbers_of(result, None)
@@ -50,13 +52,14 @@ def test_only_a_function_can_evaluate() -> None:
         el.wish({"loss": 1.0}, None, None, None)  # type: ignore[arg-type]
 
 
-def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path, kind: type[Exception]) -> None:
     path = tmp_path / "best.pt"
     el.export(str(path), lambda part: Path(part).write_text("first"))
 
     def half(part: str) -> None:
         Path(part).write_text("sec")
-        raise OSError("the disk is full")
+        raise kind("the disk is full")
 
     with pytest.raises(StoreUnusable, match="could not be written"):
         el.export(str(path), half)

@@ -1,0 +1,112 @@
+"""With an evaluator, trainers are told that all is over only when the end is in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import Settings
+from shoal.core.clock import Ledger
+from shoal.core.order import Order
+from shoal.core.shards import LEDGER
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+from shoal.worker.service import END_TRIES, _Service
+
+ORDER = Order(samples=32, size=8, epochs=1)
+
+
+class Served:
+    """A server that keeps the ledger, as its service sees it."""
+
+    def __init__(self, *, finished: int = 32, leads: bool = True, settles_after: int = 0) -> None:
+        self.leads, self.sealed = leads, True
+        self.ledger = Ledger(2, finished_samples=finished)
+        self.gathered = 0
+        self._settles_after = settles_after
+
+    def gather(self) -> Any:
+        self.gathered += 1
+        if self.gathered <= self._settles_after:
+            return None
+        return {LEDGER: (msgspec.msgpack.encode(self.ledger), []), 1: (b"shard", [np.zeros(4, np.uint8)])}
+
+
+def service(path: Path, server: Any, *, evaluator: bool = True) -> Any:
+    session: Any = SimpleNamespace(
+        settings=Settings(evaluator=evaluator),
+        me="local/server-0",
+        environment=SimpleNamespace(run="r"),
+        placement=SimpleNamespace(number=3),
+        checkpointed=lambda *_told: None,
+    )
+    return _Service(session, SimpleNamespace(where=str(path)), server, ORDER)  # type: ignore[arg-type]
+
+
+def written(path: Path) -> list[int]:
+    return [entry.step for entry in checkpoint.entries(open_store(str(path)))]
+
+
+def test_the_end_is_written_before_it_is_told(tmp_path: Path) -> None:
+    server = Served()
+    served = service(tmp_path, server)
+    assert not server.sealed
+    served._seal_if_over()
+    assert server.sealed
+    assert written(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("server", [Served(finished=31), Served(leads=False)])
+def test_it_is_not_written_before_the_end_or_by_others(tmp_path: Path, server: Served) -> None:
+    service(tmp_path, server)._seal_if_over()
+    assert not server.sealed
+    assert server.gathered == 0
+
+
+def test_without_an_evaluator_nobody_waits(tmp_path: Path) -> None:
+    server = Served()
+    service(tmp_path, server, evaluator=False)._seal_if_over()
+    assert server.sealed
+    assert written(tmp_path) == []
+
+
+def test_an_end_that_is_written_already_is_not_written_again(tmp_path: Path) -> None:
+    server = Served()
+    served = service(tmp_path, server)
+    served._write()
+    served._seal_if_over()
+    assert server.sealed
+    assert server.gathered == 1
+
+
+def test_while_parts_change_places_it_is_tried_again(tmp_path: Path) -> None:
+    server = Served(settles_after=2)
+    served = service(tmp_path, server)
+    for _ in range(2):
+        served._seal_if_over()
+        assert not server.sealed
+    served._seal_if_over()
+    assert server.sealed
+    assert written(tmp_path) == [4]
+
+
+def test_an_end_that_cannot_be_had_holds_up_nobody_for_long(tmp_path: Path) -> None:
+    server = Served(settles_after=10**6)
+    served = service(tmp_path, server)
+    for _ in range(END_TRIES):
+        assert not server.sealed
+        served._seal_if_over()
+    assert server.sealed
+
+
+def test_an_end_that_cannot_be_written_holds_up_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    server = Served()
+    service(tmp_path / "taken", server)._seal_if_over()
+    assert server.sealed
+    assert "error[S5" in capsys.readouterr().err

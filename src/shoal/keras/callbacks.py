@@ -98,6 +98,9 @@ class Elastic(_Forwarding):
     scores the model on: (x, y), or a function; `best`, `patience` and `export` are as in `Run.evaluate`.
     """
 
+    # By which data that is passed to `model.fit` sees that somebody trains with it.
+    makes_elastic = True
+
     def __init__(
         self,
         *callbacks: Any,

@@ -50,6 +50,11 @@ class Backend(ABC):
         """Let the model's optimizer be as it was."""
         self._guard.release()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first step takes far longer than others, and that can be got over with beforehand."""
+        return False
+
     @abstractmethod
     def compute(self, batch: Any) -> Computed:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""

@@ -40,7 +40,8 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         self, size: int, seed: int, shares: str | None, shuffle: bool, class_weight: Mapping[int, float] | None
     ) -> None:
         self.size, self.seed, self.shares = size, seed, shares
-        self.shuffle, self.class_weight = shuffle, class_weight
+        self.shuffle = shuffle
+        self._classes = class_weight
         self.epochs = 1
         # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
         self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
@@ -107,9 +108,9 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
     def _passed_to_fit(self) -> Batches:
         asked = asked_of(self)
         if self.coming is None and (classes := asked["class_weight"]) is not None:
-            if self.class_weight not in (None, classes):
+            if self._classes not in (None, classes):
                 raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
-            self.class_weight = classes
+            self._classes = classes
         # Keras tells callbacks nothing of the data that it is about to fit a model to.
         _fitting.batches = self
         return self
@@ -162,7 +163,7 @@ class IndexedBatches(Batches):
 
     def few(self) -> Any:
         order = Order(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)
-        fetcher = SourceFetcher(self._source, order, self.class_weight)
+        fetcher = SourceFetcher(self._source, order, self._classes)
         with fetcher.generators.preserved():
             found = fetcher.read(Key(0, 0, order.size, None), always)
         assert found is not None
@@ -181,7 +182,7 @@ class IndexedBatches(Batches):
         balance = balance_of(settings, self.shares, ahead=self._reading.depth)
         balance.rules.check(wished.size)
         keeper.parts["shares"] = balance
-        fetcher = SourceFetcher(self._source, order, self.class_weight)
+        fetcher = SourceFetcher(self._source, order, self._classes)
         loader = ShareLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
         described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
         if wished.bounds is None:

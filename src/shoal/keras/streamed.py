@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,8 +67,25 @@ class StreamedBatches(Batches):
 
     def _batch(self, samples: Sequence[Any]) -> Any:
         stacked = keras.tree.map_structure(lambda *parts: np.stack(parts), *samples)
-        return weighed(stacked, self.class_weight)
+        return weighed(stacked, self._classes)
 
     def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
         shard = self._dataset.shard(self._shards, number)
-        return lambda: iter(shard.as_numpy_iterator())
+        return lambda: _Shard(shard)
+
+
+class _Shard:
+    """An iterator that is let go of at once: TensorFlow waits for all that the pipeline is reading ahead."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._held = [dataset.as_numpy_iterator()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._held[0])
+
+    def close(self) -> None:
+        # The thread holds the last reference.
+        threading.Thread(target=self._held.clear, daemon=True).start()

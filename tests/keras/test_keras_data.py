@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -301,7 +300,7 @@ def test_items_that_are_not_alike_are_told_rather_than_lost() -> None:
             found = super().__getitem__(number)
             return tuple(one[:5] for one in found) if number == 3 else found
 
-    with pytest.raises(UnusableData, match="item 3 .* has 5 samples"):
+    with pytest.raises(UnusableData, match=r"item 3 .* has 5 samples"):
         model_of().fit(shoal.batches(Uneven(), size=7), verbose=0, callbacks=[shoal.Elastic(run=alone())])
 
 
@@ -391,3 +390,145 @@ def test_batches_are_for_training_only() -> None:
         fit(callbacks=[])
     with pytest.raises(NotAttached, match="nobody trains"):
         next(iter(shoal.batches(*data(), size=SIZE)))
+
+
+# --- coming and going
+
+
+def test_a_stream_is_let_go_of_though_its_pipeline_is_held_up() -> None:
+    held, released = threading.Event(), threading.Event()
+
+    def hold(x: Any) -> Any:
+        if x[0] >= 30:
+            held.set()
+            released.wait(60)
+        return x
+
+    def slow(x: Any, y: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(hold, [x], tf.float32), [2]), y
+
+    class Stop(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert held.wait(20), "nothing is read ahead"
+            self.model.stop_training = True
+
+    def train() -> None:
+        batches = shoal.batches(slices(data()).map(slow).batch(8).prefetch(8), size=4, shards=1)
+        model_of().fit(batches, verbose=0, callbacks=[shoal.Elastic(run=alone()), Stop()])
+
+    fitting = threading.Thread(target=train, daemon=True)
+    fitting.start()
+    fitting.join(30)
+    try:
+        assert not fitting.is_alive(), "the end of the training waits for what nobody wants"
+    finally:
+        released.set()
+
+
+def test_the_first_step_is_got_over_with_before_joining_and_changes_nothing() -> None:
+    layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
+    model = model_of(*layers, optimizer="adam", metrics=["mae"])
+    found: dict[str, Any] = {}
+
+    def numbers() -> list[Any]:
+        held = (*model.variables, *model.metrics_variables, *model.optimizer.variables)
+        return [keras.ops.convert_to_numpy(one).tolist() for one in held]
+
+    class Joining(Solo):
+        def begin(self, *_: Any, **__: Any) -> None:
+            found["traces"], found["now"] = run._trainer._backend.traces, numbers()  # type: ignore[union-attr]
+            found["drawn"] = np.random.random()
+
+    run = shoal.Run(Joining(), "test", "unused")
+    batches = shoal.batches(*data(), size=SIZE)
+    model._symbolic_build(data_batch=batches.few())
+    model.optimizer.build(model.trainable_variables)
+    before = numbers()
+    np.random.seed(5)
+    model.fit(batches, verbose=0, callbacks=[shoal.Elastic(run=run)])
+    assert found["traces"] == run._trainer._backend.traces == 1  # type: ignore[union-attr]
+    assert found["now"] == before
+    np.random.seed(5)
+    assert found["drawn"] == np.random.random()
+
+
+EPOCHS, LENGTH = 6, 4
+
+
+class Told(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts what it is told, and lowers the learning rate at the end of every epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        # No plain value, so that it is not handed over.
+        self.own: deque[Any] = deque()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun.append(epoch)
+        self.own.append(("begin", epoch))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ended.append(epoch)
+        self.own.append(("end", epoch))
+        self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.own.append(("validate", len(self.ended)))
+
+
+class Boundary(Solo):
+    """Keeps the state of the run at one step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.state = at, (b"", [])
+
+    def begin(self, fingerprint: str, keeper: Any, on_cpu: bool = True) -> None:
+        self.keeper = keeper
+
+    def turn(self) -> int:
+        if self.step == self.at:
+            header, buffers = self.keeper.capture()
+            self.state = header, [one.copy() for one in buffers]
+        return super().turn()
+
+
+class Hung(Boundary):
+    """Is given the state of a later step when it comes to one."""
+
+    def __init__(self, at: int, later: Boundary) -> None:
+        super().__init__(at)
+        self.later: Boundary | None = later
+
+    def turn(self) -> int:
+        if self.step == self.at and self.later is not None:
+            self.keeper.load(*self.later.state)
+            self.step, self.later = self.later.at, None
+        return Solo.turn(self)
+
+
+@pytest.mark.parametrize("later", [4 * LENGTH, 4 * LENGTH + 2], ids=["between epochs", "amid an epoch"])
+def test_a_member_that_missed_epochs_ends_and_validates_none_of_them_again(later: int) -> None:
+    def fitted(session: Boundary) -> tuple[Told, dict[str, list[float]], list[Any]]:
+        told, model = Told(), model_of()
+        elastic = shoal.Elastic(told, run=shoal.Run(session, "test", "unused"))
+        batches = shoal.batches(*data(), size=10)
+        history = model.fit(batches, epochs=EPOCHS, validation_data=data(), verbose=0, callbacks=[elastic]).history
+        return told, history, [keras.ops.convert_to_numpy(one) for one in model.variables]
+
+    there = Boundary(later)
+    theirs, usual, weights = fitted(there)
+    assert theirs.begun == theirs.ended == list(range(EPOCHS))
+    ours, history, mine = fitted(Hung(LENGTH + 2, there))
+    assert ours.begun == ours.ended == list(range(EPOCHS)), "with what was handed over, each epoch is seen once"
+    own = 3 if later % LENGTH == 0 else 4
+    ends = [number for what, number in ours.own if what == "end"]
+    assert ends == [0, *range(own, EPOCHS)], "epochs that others have ended"
+    assert sum(what == "validate" for what, _ in ours.own) == len(ends)
+    assert history.keys() == usual.keys()
+    for name, values in usual.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+    for one, other in zip(mine, weights, strict=True):
+        np.testing.assert_array_equal(one, other)

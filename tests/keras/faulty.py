@@ -1,7 +1,8 @@
 """The conformance suite's script for Keras, with points of a step at which members kill themselves.
 
 POINTS lists them, one death each: the next one is died at by the last member of a world of three, once it has a share.
-With STREAM the data is a tf.data pipeline that can only be read from its start.
+With STREAM the data is a tf.data pipeline that can only be read from its start, with PIPELINE one that can be indexed,
+and that is read ahead.
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ def main() -> None:
     if "STREAM" in os.environ:
         pipeline = tf.data.Dataset.from_tensor_slices(data).filter(lambda x, y: True).batch(30)
         batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, shares="equal", shards=4)
+    elif "PIPELINE" in os.environ:
+        pipeline = tf.data.Dataset.from_tensor_slices(data).map(lambda x, y: (x, y)).batch(30)
+        batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, workers=1, prefetch=2)
     else:
         batches = shoal.batches(*data, size=task.batch, seed=task.seed, shares="equal")
     record.ready()

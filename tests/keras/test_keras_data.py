@@ -18,7 +18,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("a matter of TensorFlow", allow_module_level=True)
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData  # noqa: E402
+from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
 from shoal.keras.streamed import StreamedBatches  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
@@ -192,6 +192,11 @@ def test_a_pipeline_that_cannot_be_shared_out_is_refused_with_the_remedy(kind: s
     with pytest.raises(UnusableData, match=told) as raised:
         shoal.batches(make(), size=4)
     assert raised.value.do
+
+
+def test_a_pipeline_that_shuffles_is_not_left_to_do_so() -> None:
+    with pytest.raises(UnusableData, match="another order"):
+        shoal.batches(slices(data()).shuffle(8).batch(8), size=SIZE, shuffle=False)
 
 
 def test_a_pipeline_that_something_ends_is_used_though_it_repeats() -> None:
@@ -371,6 +376,12 @@ def test_class_weight_is_honoured_wherever_it_is_passed() -> None:
 def test_what_keras_would_ignore_is_refused(how: dict[str, Any], remedy: str) -> None:
     with pytest.raises(UnusableData, match=remedy):
         fit(**how)
+
+
+def test_steps_that_keras_would_do_together_are_refused() -> None:
+    found = shoal.batches(*data(), size=SIZE)
+    with pytest.raises(UnusableModel, match="steps_per_execution"):
+        model_of(steps_per_execution=2).fit(found, verbose=0, callbacks=[shoal.Elastic(run=alone())])
 
 
 def test_what_says_the_same_as_the_batches_is_fine() -> None:

@@ -14,7 +14,7 @@ from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
 from shoal.errors import NotAttached, UnusableData, UnusableModel
-from shoal.keras.fitting import asked_of
+from shoal.keras.fitting import asked_of, check_use
 from shoal.keras.reading import Reading
 from shoal.keras.sources import Found, Source, SourceFetcher, is_tf_dataset, source_of
 from shoal.keras.trainer import Trainer
@@ -106,8 +106,8 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         return self._passed_to_fit()
 
     def _passed_to_fit(self) -> Batches:
-        asked = asked_of(self)
-        if self.coming is None and (classes := asked["class_weight"]) is not None:
+        check_use(self)
+        if self.coming is None and (classes := asked_of(self).get("class_weight")) is not None:
             if self._classes not in (None, classes):
                 raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
             self._classes = classes

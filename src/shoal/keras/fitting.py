@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.errors import NotAttached, UnusableData
+from shoal.errors import NotAttached, UnusableData, UnusableModel
 
 ASKING = ("fit", "evaluate", "predict")
 # Those whose meaning is that of an argument of shoal.batches.
@@ -17,16 +17,23 @@ OURS = {
 }
 
 
-def asked_of(data: Any) -> Mapping[str, Any]:
-    """The arguments of the call of `fit` that asks for `data`; raises if it is not fit, or cannot be done as asked."""
+def check_use(data: Any) -> None:
+    """Raise if somebody else than `fit` asks for `data`, or it is to be what `fit` validates with."""
     name, told = _call()
     trains = name == "fit" and told["x"] is data
-    if not trains:
+    if name and not trains:
         raise UnusableData(
-            f"shoal.batches cannot be {'validation_data' if name == 'fit' else 'what model.' + name + ' is given'}",
+            f"shoal.batches cannot be {'validation_data' if name == 'fit' else f'what model.{name} is given'}",
             why="it is this member's share of the training data",
             do="pass the arrays or the dataset themselves",
         )
+
+
+def asked_of(data: Any) -> Mapping[str, Any]:
+    """The arguments of the call of `fit` that asks for `data`; raises if it cannot be done as asked."""
+    _, told = _call()
+    if not told:
+        return {}
     for argument, instead in OURS.items():
         if told[argument] is not None:
             raise UnusableData(
@@ -42,6 +49,12 @@ def asked_of(data: Any) -> Mapping[str, Any]:
             f"model.fit was called with initial_epoch={told['initial_epoch']}",
             why="the run itself knows in which epoch it is",
             do="leave it out: shoal resume goes on where the run was",
+        )
+    if told["self"].steps_per_execution > 1:
+        raise UnusableModel(
+            f"the model was compiled with steps_per_execution={told['self'].steps_per_execution}",
+            why="every step is summed over the members",
+            do="leave it out",
         )
     _check_callbacks(told["callbacks"])
     return told
@@ -59,7 +72,7 @@ def _check_callbacks(callbacks: Any) -> None:
 
 
 def _call() -> tuple[str, Mapping[str, Any]]:
-    """The method of the model that is being called, and its arguments.
+    """The method of the model that is being called, and its arguments; nothing if they cannot be told.
 
     They are read from its frame: nothing that it calls is given all of them.
     """
@@ -69,4 +82,4 @@ def _call() -> tuple[str, Mapping[str, Any]]:
         if inside and frame.f_code.co_name in ASKING:
             return frame.f_code.co_name, frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
-    return "iterate over", {}
+    return "", {}

@@ -197,9 +197,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a stream in any order": (
         lambda: (
-            tf.data.Dataset.range(4)
-            .interleave(lambda n: slices(data()), num_parallel_calls=2, deterministic=False)
-            .batch(8)
+            slices(data()).filter(lambda x, y: True).map(doubled, num_parallel_calls=2, deterministic=False).batch(8)
         ),
         "another order",
     ),

@@ -2,7 +2,8 @@
 
 POINTS lists them, one death each: the next one is died at by the last member of a world of three, once it has a share;
 ``forward@1`` is the second time that it gets there in a step, which it does only where steps are rounds.
-With STREAM the data is a tf.data pipeline that can only be read from its start.
+With STREAM the data is a tf.data pipeline that can only be read from its start, with PIPELINE one that can be indexed,
+and that is read ahead.
 """
 
 from __future__ import annotations
@@ -119,6 +120,9 @@ def main() -> None:
     if "STREAM" in os.environ:
         pipeline = tf.data.Dataset.from_tensor_slices(data).filter(lambda x, y: True).batch(30)
         batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, shares="equal", shards=4)
+    elif "PIPELINE" in os.environ:
+        pipeline = tf.data.Dataset.from_tensor_slices(data).map(lambda x, y: (x, y)).batch(30)
+        batches = shoal.batches(pipeline, size=task.batch, seed=task.seed, workers=1, prefetch=2)
     else:
         batches = shoal.batches(*data, size=task.batch, seed=task.seed, shares="equal")
     record.ready()

@@ -65,6 +65,16 @@ def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_t
         check_losses(run, task.order.total_steps)
 
 
+def test_what_was_read_ahead_for_a_member_that_dies_is_read_by_another(tmp_path: Path) -> None:
+    task = Task(epochs=12)
+    environ = {"PIPELINE": "1", "POINTS": json.dumps(["forward", "in the exchange"])}
+    with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ=environ)) as run:
+        run.until(lambda: len(list(run.records.glob("*.died"))) == 2, "all deaths")
+        run.release()
+        run.finish()
+        run.check()
+
+
 def test_a_tf_data_pipeline_is_read_exactly_once_whoever_dies(tmp_path: Path) -> None:
     task = Task(samples=210, batch=16, epochs=6)
     environ = {"STREAM": "1", "POINTS": json.dumps(["forward", "in the exchange", "after"])}

@@ -64,6 +64,11 @@ class Backend(ABC):
         """Let all random numbers start anew but those of layers, which are variables."""
         Generators().seed(seed)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first step takes far longer than others, and that can be got over with beforehand."""
+        return False
+
     @abstractmethod
     def compute(self, batch: Any) -> Computed:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""

@@ -6,33 +6,30 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-import keras
-import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
-from shoal.core.stream import LaneLayout
-from shoal.errors import UnusableData, UnusableModel
+from shoal.errors import NotAttached, UnusableData, UnusableModel
+from shoal.keras.fitting import asked_of, check_use
 from shoal.keras.local import LocalTrainer
-from shoal.keras.sources import Source, SourceFetcher, is_tf_dataset, source_of
+from shoal.keras.reading import Reading
+from shoal.keras.sources import Found, Source, SourceFetcher, is_tf_dataset, source_of
 from shoal.keras.ticketed import AnyTrainer
 from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
-from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
+from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.data.fetch import Key, always
-from shoal.worker.data.generators import Generators
-from shoal.worker.data.lane import Shards
 from shoal.worker.data.loader import ShareLoader
 from shoal.worker.data.rounds import FIRST_ROUNDS, BatchLoader, RoundFeed
-from shoal.worker.data.stream import LaneReader, LaneSource
 from shoal.worker.keeper import StateKeeper
 
+SHARDS = 16
 # More steps than an epoch can have: Keras goes on until we say that it is over.
 UNLIMITED = 1 << 31
 
@@ -43,8 +40,12 @@ _fitting = threading.local()
 class Batches(DataAdapter, ABC):  # type: ignore[misc]
     """What `shoal.batches` gives. Before the run begins it gives Keras a few samples to build the model with."""
 
-    def __init__(self, size: int, seed: int, shares: str | None) -> None:
+    def __init__(
+        self, size: int, seed: int, shares: str | None, shuffle: bool, class_weight: Mapping[int, float] | None
+    ) -> None:
         self.size, self.seed, self.shares = size, seed, shares
+        self.shuffle = shuffle
+        self._classes = class_weight
         self.epochs = 1
         # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
         self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
@@ -87,6 +88,11 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         if self.coming is None and self.loop is not None:
             yield from self.loop(self)
             return
+        if self.coming is None and passed_to_fit() is not self:
+            raise NotAttached(
+                "nobody trains with these batches",
+                do="call shoal.elastic(optimizer, model) before shoal.batches, or pass them to model.fit",
+            )
         if self.coming is None:
             yield self.few()
             return
@@ -111,6 +117,11 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         return self._passed_to_fit()
 
     def _passed_to_fit(self) -> Batches:
+        check_use(self)
+        if self.coming is None and (classes := asked_of(self).get("class_weight")) is not None:
+            if self._classes not in (None, classes):
+                raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
+            self._classes = classes
         # Keras tells callbacks nothing of the data that it is about to fit a model to.
         _fitting.batches = self
         return self
@@ -155,14 +166,17 @@ class IndexedBatches(Batches):
         last: Literal["keep", "drop"],
         micro: int | None,
         class_weight: Mapping[int, float] | None,
+        reading: Reading,
     ) -> None:
-        super().__init__(size, seed, shares)
-        self._source, self._micro, self._classes = source, micro, class_weight
+        super().__init__(size, seed, shares, shuffle, class_weight)
+        self._source, self._micro, self._reading = source, micro, reading
         self._how: dict[str, Any] = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
 
     def few(self) -> Any:
         order = Order(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)
-        found = SourceFetcher(self._source, order, self._classes).read(Key(0, 0, order.size, None), always)
+        fetcher = SourceFetcher(self._source, order, self._classes)
+        with fetcher.generators.preserved():
+            found = fetcher.read(Key(0, 0, order.size, None), always)
         assert found is not None
         return found[0]
 
@@ -181,14 +195,15 @@ class IndexedBatches(Batches):
             needed = math.ceil(epochs * self.length / order.steps_per_epoch)
             how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
             order = Order(samples=len(self._source), size=wished.size, **how)
-        balance = balance_of(settings, self.shares, ahead=0)
+        balance = balance_of(settings, self.shares, ahead=self._reading.depth)
         balance.rules.check(wished.size)
         keeper.parts["shares"] = balance
-        loader = ShareLoader(order, SourceFetcher(self._source, order, self._classes), None, self._micro)
+        fetcher = SourceFetcher(self._source, order, self._classes)
+        loader = ShareLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
         described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
         if wished.bounds is None:
             return IndexedFeed(order, loader, balance), described
-        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.batch_law), ahead=1)
+        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.batch_law), ahead=max(1, balance.ahead))
         loop.auto = auto
         loop.soundings.every = min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
         keeper.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.soundings.noise)
@@ -203,45 +218,13 @@ class IndexedBatches(Batches):
         needed = max(1, math.ceil(epochs * every / plain.steps_per_epoch)) if every else epochs
         order = Rounds.of(samples, size, length, needed, every=every, **self._how)
         self.length, self.ends = None if every else order.steps_per_epoch, order.ends
+        # What is read ahead of a round is little.
         balance = balance_of(settings, self.shares, 0, FIRST_ROUNDS)
         keeper.parts["shares"] = balance
-        loader = BatchLoader(order, SourceFetcher(self._source, order, self._classes), None, self._micro)
+        fetcher = SourceFetcher(self._source, order, self._classes)
+        loader = BatchLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
         described = {"samples": samples, "size": size, "epochs": epochs, "length": every} | self._how
         return RoundFeed(order, loader, balance), described
-
-
-class StreamedBatches(Batches):
-    """Batches of a tf.data pipeline, which can only be read from its start: shards of it are, side by side."""
-
-    def __init__(self, dataset: Any, size: int, seed: int, shares: str | None, *, shards: int, batched: bool) -> None:
-        super().__init__(size, seed, shares)
-        if dataset.cardinality() == -1:
-            raise UnusableData(
-                "the tf.data pipeline has no end",
-                why="with repeat() nobody knows where an epoch ends",
-                do="leave repeat() out, and pass epochs to model.fit",
-            )
-        self._dataset, self._shards = dataset.unbatch() if batched else dataset, shards
-
-    def few(self) -> Any:
-        return _stacked(list(self._dataset.take(2).as_numpy_iterator()))
-
-    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
-        if isinstance(loop, LocalTrainer):
-            loop.refuse("a tf.data pipeline", "pass arrays or a PyDataset, or train with --sync step")
-        if wanted(settings.batch, self.size, self.size).bounds is not None:
-            raise UnusableData("batch=auto cannot be used with a tf.data pipeline", do="pass a number as batch")
-        layout = LaneLayout.of(self._shards, self.size, None, epochs, self.seed, False)
-        opened = Shards([self._opener(number) for number in range(self._shards)])
-        reader = LaneReader(LaneSource(opened, layout, _stacked, Generators(), kept_steps=1))
-        feed = StreamFeed(layout, reader, balance_of(settings, self.shares or "equal", ahead=0))
-        keeper.parts["shares"], keeper.parts["stream"] = feed.balance, feed
-        described = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
-        return feed, described
-
-    def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
-        shard = self._dataset.shard(self._shards, number)
-        return lambda: iter(shard.as_numpy_iterator())
 
 
 def forget_passed() -> None:
@@ -273,30 +256,53 @@ def batches(
     class_weight: Mapping[int, float] | None = None,
     shares: str | None = None,
     micro: int | None = None,
-    shards: int = 16,
+    workers: int | None = None,
+    prefetch: int = 2,
+    shards: int | None = None,
     batched: bool = True,
 ) -> Batches:
     """This member's share of every global batch of `size` samples, each sample once an epoch, for `model.fit`.
 
     `data` is what `model.fit` takes: arrays (with `y` and `sample_weight`), a PyDataset, or a tf.data pipeline, whose
-    elements are batches unless `batched=False`; it is read in `shards` parts and must give the same elements in the
-    same order whenever it is read. `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and
-    `micro` are those of `shoal.torch`.
+    elements are batches unless `batched=False`. A pipeline that cannot be indexed, or with `shards`, is read as a
+    stream in so many parts, and must give the same elements in the same order whenever it is read. `workers` read
+    `prefetch` steps ahead each: as many as a PyDataset says, one for a pipeline that ends with prefetch(), else none.
+    `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are those of `shoal.torch`.
     """
     if is_tf_dataset(data):
-        if y is not None or sample_weight is not None or class_weight is not None:
+        if y is not None or sample_weight is not None:
             raise UnusableData(
                 "y and weights cannot be passed beside a tf.data pipeline", do="let the pipeline give them"
             )
-        found: Batches = StreamedBatches(data, size, seed, shares, shards=shards, batched=batched)
+        found = _found(data, batched, seed, shuffle, shards)
     else:
-        source = source_of(data, y, sample_weight, seed, shuffle)
-        found = IndexedBatches(
-            source, size, seed, shares, shuffle=shuffle, last=last, micro=micro, class_weight=class_weight
-        )
-    found.epochs = epochs
-    return found
+        found = source_of(data, y, sample_weight, seed, shuffle)
+    given: dict[str, Any] = {"size": size, "seed": seed, "shares": shares, "class_weight": class_weight}
+    if found is not None:
+        reading = Reading(found.workers if workers is None else workers, prefetch, found.processes)
+        made: Batches = IndexedBatches(found.source, shuffle=shuffle, last=last, micro=micro, reading=reading, **given)
+    else:
+        made = _streamed(data, batched, shards or SHARDS, given, {"last": last, "micro": micro, "workers": workers})
+    made.epochs = epochs
+    return made
 
 
-def _stacked(samples: Sequence[Any]) -> Any:
-    return keras.tree.map_structure(lambda *parts: np.stack(parts), *samples)
+def _found(pipeline: Any, batched: bool, seed: int, shuffle: bool, shards: int | None) -> Found | None:
+    """The samples of a tf.data pipeline by number, if they can be had so and are not asked for in shards."""
+    from shoal.keras import pipelines
+
+    pipelines.check(pipeline, batched)
+    return pipelines.by_index(pipeline, batched, seed, shuffle) if shards is None else None
+
+
+def _streamed(pipeline: Any, batched: bool, shards: int, given: dict[str, Any], more: dict[str, Any]) -> Batches:
+    from shoal.keras.streamed import StreamedBatches
+
+    for name, value in more.items():
+        if value not in (None, 0, "keep"):
+            raise UnusableData(
+                f"{name}={value!r} cannot be used with a tf.data pipeline that is read as a stream",
+                why="it is read from its start, by TensorFlow itself",
+                do="leave it out; prefetch(…) in the pipeline reads ahead",
+            )
+    return StreamedBatches(pipeline, shards=shards, batched=batched, **given)

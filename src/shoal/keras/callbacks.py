@@ -99,6 +99,9 @@ class Elastic(_Forwarding):
     scores the model on: (x, y), or a function; `best`, `patience` and `export` are as in `Run.evaluate`.
     """
 
+    # By which data that is passed to `model.fit` sees that somebody trains with it.
+    makes_elastic = True
+
     def __init__(
         self,
         *callbacks: Any,
@@ -142,6 +145,9 @@ class Elastic(_Forwarding):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
+        # What others made of an epoch that this member missed is handed over; the model is not that of then any more.
+        should = model._should_eval
+        model._should_eval = lambda epoch, freq: self._ended <= epoch and should(epoch, freq)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # First, because they reset themselves: what the others hand over comes after it.
@@ -186,7 +192,7 @@ class Elastic(_Forwarding):
             self._trainer.end()
         # What is fitted next has data of its own.
         forget_passed()
-        del self.model.make_train_function
+        del self.model.make_train_function, self.model._should_eval
         self.forward("on_train_end", logs)
 
     def _make_train_function(self, model: Any) -> None:

@@ -100,6 +100,9 @@ class Run(RunOfScript):
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
+        if isinstance(trainer, Trainer):
+            # Now, because others would wait for it later.
+            trainer.rehearse(batches.few())
         trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
         batches.begin(trainer.coming, feed)
         trainer.epoch_of = batches.epoch_of

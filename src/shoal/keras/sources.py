@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.order import Order
-from shoal.errors import UnusableData
-from shoal.worker.data.fetch import Batch, Fetcher, Watch
+from shoal.errors import ShoalError, UnusableData
+from shoal.worker.data.fetch import Batch, Fetcher, Watch, failed, sample_seed
 from shoal.worker.data.generators import Generators
 
 Rows = NDArray[np.int64]
@@ -31,6 +32,14 @@ class Source(ABC):
     @abstractmethod
     def rows(self, ids: Rows, epoch: int) -> Batch:
         """One batch of these samples."""
+
+
+class Found(NamedTuple):
+    """A source, and who reads ahead from it if nothing else is asked for: so many threads, or processes."""
+
+    source: Source
+    workers: int = 0
+    processes: bool = False
 
 
 class Arrays(Source):
@@ -55,34 +64,38 @@ class Arrays(Source):
 
 
 class Items(Source):
-    """A PyDataset: its items are batches of its own, which are read whole, by whoever has most of one.
+    """A PyDataset, or what is like one: its items are batches of its own, which are read whole.
 
-    Items are shuffled, samples within an item are not: a PyDataset does that itself.
+    Items are shuffled, samples within an item are not: a PyDataset does that itself. `seeding` says whether the global
+    random generators are seeded before an item is read, so that it is the same whoever reads it.
     """
 
     shuffled = False
 
-    def __init__(self, dataset: Any, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: Any, seed: int, shuffle: bool, what: str = "PyDataset") -> None:
         try:
             count = dataset.num_batches
         except NotImplementedError:
             count = None
         if count is None:
             raise UnusableData(
-                "the PyDataset has no length",
+                f"the {what} has no length",
                 why="without one nobody knows where an epoch ends",
                 do="define __len__, the number of its batches",
             )
         if count < 1:
-            raise UnusableData("the PyDataset is empty", do="check what it is made from")
-        self._dataset, self._count = dataset, int(count)
-        self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._items = Order(samples=self._count, size=1, epochs=1, seed=seed, shuffle=shuffle)
-        self._size = _length(self._item(0))
-        # Whichever item is last in an epoch, the short one is: its place does not depend on the order.
-        self._last = _length(self._item(self._count - 1))
+            raise UnusableData(f"the {what} is empty", do="check what it is made from")
+        self.seeding = True
+        self._dataset, self._count, self._seed, self._what = dataset, int(count), seed, what
+        self._kept: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._keeping = threading.Lock()
+        with Generators().preserved():
+            self._size, self._last = (_length(self._item(number, 0)) for number in (0, self._count - 1))
         if self._last > self._size:
-            raise UnusableData("the last item of the PyDataset is longer than the first", do="make all items alike")
+            raise UnusableData(f"the last item of the {what} is longer than the first", do="make all items alike")
+        # Whichever item is last in an epoch, the short one is: its place does not depend on the order.
+        whole = self._count - 1 if self._last < self._size else self._count
+        self._items = Order(samples=whole, size=1, epochs=1, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         return (self._count - 1) * self._size + self._last
@@ -92,25 +105,37 @@ class Items(Source):
         numbers, starts = np.unique(ids // self._size, return_index=True)
         for number in numbers[np.argsort(starts)]:
             inside = ids[ids // self._size == number] % self._size
-            item = self._item(self._which(int(number), epoch))
+            item = self._checked(self._which(int(number), epoch), epoch)
             parts.append(keras.tree.map_structure(lambda one, inside=inside: _pick(one, inside), item))
         return keras.tree.map_structure(_joined, *parts) if len(parts) > 1 else parts[0]
 
     def _which(self, number: int, epoch: int) -> int:
         """The item that takes this place in an epoch; the short one stays last."""
-        if number == self._count - 1 and self._last < self._size:
-            return number
-        shuffled = [int(one) for one in self._items.ids_at(epoch, 0, self._count)]
-        if self._last < self._size:
-            shuffled.remove(self._count - 1)
-        return shuffled[number]
+        return int(self._items.ids_at(epoch, number, number + 1)[0]) if number < self._items.samples else number
 
-    def _item(self, number: int) -> Any:
-        if number not in self._kept:
-            self._kept[number] = self._dataset[number]
-            while len(self._kept) > KEPT_ITEMS:
-                self._kept.popitem(last=False)
-        return self._kept[number]
+    def _checked(self, number: int, epoch: int) -> Any:
+        item, expected = self._item(number, epoch), self._last if number == self._count - 1 else self._size
+        if _length(item) != expected:
+            raise UnusableData(
+                f"item {number} of the {self._what} has {_length(item)} samples, not {expected}",
+                why="where a sample is must be known without reading all items",
+                do="give all items but the last as many samples",
+            )
+        return item
+
+    def _item(self, number: int, epoch: int) -> Any:
+        place = epoch, number
+        with self._keeping:
+            item = self._kept.get(place)
+        if item is None:
+            if self.seeding:
+                Generators().seed(sample_seed(self._seed, epoch, number))
+            item = self._dataset[number]
+            with self._keeping:
+                self._kept[place] = item
+                while len(self._kept) > KEPT_ITEMS:
+                    self._kept.popitem(last=False)
+        return item
 
 
 class SourceFetcher(Fetcher):
@@ -118,16 +143,24 @@ class SourceFetcher(Fetcher):
 
     def __init__(self, source: Source, order: Order, class_weight: Mapping[int, float] | None = None) -> None:
         super().__init__(source, order, list, Generators())
-        self._classes = dict(class_weight) if class_weight is not None else None
+        self._classes = class_weight
 
     @property
     def quiet(self) -> bool:
-        return isinstance(self._source, Arrays)
+        return not isinstance(self._source, Items)
 
     def _batch(self, ids: Rows, epoch: int, watch: Watch) -> Batch | None:
         if not watch(int(ids[0])):
             return None
-        return self._weighed(self._source.rows(ids, epoch))
+        try:
+            found = self._source.rows(ids, epoch)
+        except ShoalError:
+            raise
+        except Exception as error:
+            which = f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}"
+            what = f"one of {which} cannot be read: {type(error).__name__}: {error}"
+            raise failed(what, which, "look for it in the data; all samples must be alike", error) from error
+        return weighed(found, self._classes)
 
     def _one_by_one(self, ids: Rows, epoch: int, watch: Watch) -> list[Any] | None:
         """For ghosts: a batch is all that they need."""
@@ -137,26 +170,36 @@ class SourceFetcher(Fetcher):
     def collate(self, samples: list[Any]) -> Batch:
         return samples[0]
 
-    def _weighed(self, batch: Any) -> Any:
-        if self._classes is None:
-            return batch
-        x, y, weight = (*batch, None)[:3]
-        labels = np.asarray(y)
-        if labels.ndim > 1:
-            labels = labels.argmax(-1) if labels.shape[-1] != 1 else labels.reshape(len(labels))
-        of_class = np.array([self._classes.get(round(float(one)), 1.0) for one in labels], keras.config.floatx())
-        return x, y, of_class if weight is None else of_class * np.asarray(weight)
+
+def weighed(batch: Any, classes: Mapping[int, float] | None) -> Any:
+    """A batch whose samples count as much as their class says, on top of the weights that they have."""
+    if classes is None:
+        return batch
+    x, y, weight = (*batch, None, None)[:3] if isinstance(batch, tuple | list) else (batch, None, None)
+    if y is None or keras.tree.is_nested(y):
+        raise UnusableData(
+            "class_weight needs labels, and one output",
+            why=f"the data has {'no labels' if y is None else 'several'}",
+            do="pass sample_weight to shoal.batches, or let the data give weights",
+        )
+    labels = np.asarray(y)
+    if labels.ndim > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] != 1 else labels.reshape(len(labels))
+    of_class = np.array([classes.get(round(float(one)), 1.0) for one in labels], keras.config.floatx())
+    return x, y, of_class if weight is None else of_class * np.asarray(weight)
 
 
-def source_of(data: Any, y: Any, sample_weight: Any, seed: int, shuffle: bool) -> Source:
+def source_of(data: Any, y: Any, sample_weight: Any, seed: int, shuffle: bool) -> Found:
     """The source for whatever `model.fit` takes, as far as samples can be taken out of it by number."""
     if isinstance(data, keras.utils.PyDataset):
         _alone(y, sample_weight, "PyDataset")
-        return Items(data, seed, shuffle)
+        # As Keras does: one worker that is a thread is nobody.
+        workers = data.workers if data.workers > 1 or data.use_multiprocessing else 0
+        return Found(Items(data, seed, shuffle), workers, data.use_multiprocessing)
     if y is None and sample_weight is None:
         data = data if isinstance(data, tuple) else (data,)
-        return Arrays(data)
-    return Arrays((data, y) if sample_weight is None else (data, y, sample_weight))
+        return Found(Arrays(data))
+    return Found(Arrays((data, y) if sample_weight is None else (data, y, sample_weight)))
 
 
 def is_tf_dataset(data: Any) -> bool:

@@ -34,6 +34,11 @@ class TensorFlow(Backend):
         if not model.run_eagerly:
             self._results = tf.function(model.get_metrics_result)
 
+    @property
+    def compiles(self) -> bool:
+        # XLA compiles for one number of samples, which is not the one that comes.
+        return not self.model.run_eagerly and not self._jit
+
     def compute(self, batch: Any) -> Computed:
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
         if self._computing is None:

@@ -17,6 +17,7 @@ from shoal.keras.kinds import loss_in, reseed, seeds_of, statistics_of, weights_
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
 from shoal.worker.data.feed import Feed, IndexedFeed
+from shoal.worker.data.generators import Generators
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.flat import FlatSums, Like
 from shoal.worker.keeper import StateKeeper
@@ -59,6 +60,24 @@ class Trainer(Loop):
         keeper.parts["noise"] = self.soundings.noise
 
     # --- what the train function asks
+
+    def rehearse(self, batch: Any) -> None:
+        """Do the work of a step once, if that makes the first one faster; everything is put back as it was."""
+        backend = self._backend
+        if not backend.compiles:
+            return
+        held = (*backend.model.variables, *backend.model.metrics_variables, *backend.optimizer.variables)
+        before = [(one, backend.read(one).copy()) for one in {id(one): one for one in held}.values()]
+        self._find_meters()
+        with Generators().preserved():
+            try:
+                computed = backend.compute(batch)
+                self._fit(computed.gradients)
+                assert self._sums is not None
+                backend.apply(self._sums.views, computed.statistics, computed.after)
+            finally:
+                for variable, value in before:
+                    variable.assign(value)
 
     def begin(self, feed: Feed, identity: str, seed: int) -> None:
         """Join the run; returns when the first step of this member can be done."""
@@ -125,13 +144,16 @@ class Trainer(Loop):
     # --- the loop
 
     def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
-        model = self._backend.model
-        self._meters = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
-        self._backend.statistics, self._backend.meters = self._statistics, self._meters
+        self._find_meters()
         self._keep()
         self._keeper.loaded.append(self._keep)
         self._set_up()
         return True
+
+    def _find_meters(self) -> None:
+        model = self._backend.model
+        self._meters = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
+        self._backend.statistics, self._backend.meters = self._statistics, self._meters
 
     def _set_up(self) -> None:
         if self._sums is None:
@@ -253,12 +275,16 @@ class Trainer(Loop):
         finally:
             rate.assign(before)
 
-    def _load(self, turn: Turn, gradients: Arrays) -> None:
+    def _fit(self, gradients: Arrays) -> None:
+        """Have room for the sums of as many gradients as there are."""
         if len(gradients) != len(self._likes):
             # Some variables have no gradient, in any member alike.
             self._likes = [Like(one.shape, one.dtype) for one in gradients]
             self._sums = None
         self._set_up()
+
+    def _load(self, turn: Turn, gradients: Arrays) -> None:
+        self._fit(gradients)
         assert self._sums is not None
         self._sums.load(gradients, turn.own / turn.nominal, add=turn.backwards > 1)
         if self._squares is not None and is_halfway(turn):

@@ -71,6 +71,10 @@ class Fetcher:
         self._batched = hasattr(source, "__getitems__")
 
     @property
+    def source(self) -> Any:
+        return self._source
+
+    @property
     def quiet(self) -> bool:
         """Whether reading never touches a global random generator."""
         return False

@@ -696,3 +696,31 @@ class TooMuchMemory(LaunchError):
     """
 
     code = "S405"
+
+
+class BadPool(UsageError):
+    """A pool of machines in shoal.toml cannot be used as it is written.
+
+    Every ``[pool.NAME]`` names its engine; ``docs/pools.md`` lists what each engine can be told.
+    """
+
+    code = "S140"
+    exit_code = 3
+
+
+class EngineUnreachable(LaunchError):
+    """What starts machines for a pool does not answer now: a host, a controller, a cluster.
+
+    It is asked again by itself, with longer and longer pauses; meanwhile other pools are asked for what is missing.
+    """
+
+    code = "S430"
+
+
+class HireRefused(LaunchError):
+    """An engine will not start an agent as it was asked to: an unknown partition, a wrong key, a quota of zero.
+
+    Nothing was started. Correct the ``[pool.NAME]`` that the error names.
+    """
+
+    code = "S431"

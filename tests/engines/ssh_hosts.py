@@ -10,14 +10,12 @@ import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-
 from tests.netns.network import SUBNET, Network, ip, sweep
 
 SSHD = "/usr/sbin/sshd"
@@ -100,7 +98,9 @@ class SshNetwork(Network):
         init = ["unshare", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "bash", "-c"]
         with (path / "log").open("ab") as log:
             text = INIT.format(host=host, path=path, sshd=SSHD)
-            self._inits[host] = subprocess.Popen([*enter, *init, text], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._inits[host] = subprocess.Popen(
+                [*enter, *init, text], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         self._until_up(host)
 
     def _furnish(self, host: str, path: Path, sshd: str) -> None:
@@ -110,7 +110,9 @@ class SshNetwork(Network):
         shutil.copy(self._path / "id.pub", home / ".ssh" / "authorized_keys")
         _keygen(path / "host_key")
         (path / "sshd_config").write_text(SSHD_CONFIG.format(key=path / "host_key", more=sshd))
-        passwd = re.sub(r"(?m)^(root:[^:]*:0:0:[^:]*):[^:]*:.*$", rf"\1:{home}:/bin/bash", Path("/etc/passwd").read_text())
+        passwd = re.sub(
+            r"(?m)^(root:[^:]*:0:0:[^:]*):[^:]*:.*$", rf"\1:{home}:/bin/bash", Path("/etc/passwd").read_text()
+        )
         (path / "passwd").write_text(passwd)
         with (self._path / "known_hosts").open("a") as known:
             known.write(f"{self.address(host)} {(path / 'host_key.pub').read_text()}")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network
 
 import shoal
 from shoal.engines.ssh import Ssh
 from shoal.engines.ssh_command import SshOptions
 from shoal.testing.engines import Site
-from tests.engines.ssh_hosts import HUB, SshNetwork
 
 SOURCES = Path(shoal.__file__).parents[1]
 
@@ -26,8 +28,17 @@ class SshSite(Site):
     def __init__(self, path: Path, network: SshNetwork, *hosts: str, **options: Any) -> None:
         super().__init__(path)
         self.network = network
-        self.options = {"hosts": hosts, "config": str(network.config), "python": sys.executable, "connect_s": 3.0}
+        self.options: dict[str, Any] = {
+            "hosts": hosts,
+            "config": str(network.config),
+            "python": sys.executable,
+            "connect_s": 3.0,
+        }
         self.options |= {"setup": (f"export PYTHONPATH={SOURCES} OMP_NUM_THREADS=1",), **options}
+
+    def __enter__(self) -> SshSite:
+        super().__enter__()
+        return self
 
     def engine(self, **options: Any) -> Ssh:
         return Ssh("lab", SshOptions(**{**self.options, **options}))
@@ -59,6 +70,38 @@ class SshSite(Site):
         host = self.where(hire)
         inside = json.loads((self.home(host, hire) / "process.json").read_text())["pid"]
         return next(one for one in self.network.processes(host) if _number_inside(one.pid) == inside)
+
+    def agents_on(self, host: str) -> list[psutil.Process]:
+        """The agents of a host; their warm processes are forked from them and show the same command line."""
+        found = self.running(host, "shoal.agent")
+        return [one for one in found if one.ppid() not in {other.pid for other in found}]
+
+    def running(self, host: str, word: str) -> list[psutil.Process]:
+        """The processes of a host that have a word in their command lines."""
+        return [one for one in self.network.processes(host) if word in one.cmdline()]
+
+    def connections(self) -> list[int]:
+        """The processes of ssh that keep connections for engines; those of other tests are in other namespaces."""
+        here = os.stat("/proc/thread-self/ns/net").st_ino
+        found = [one.pid for one in psutil.process_iter(["cmdline"]) if "shoal-ssh-" in str(one.info["cmdline"])]
+        return [pid for pid in found if os.stat(f"/proc/{pid}/ns/net").st_ino == here]
+
+    @contextlib.contextmanager
+    def held_up(self, host: str) -> Iterator[Path]:
+        """While it is entered, nothing can be started on a host; the file for whose lock all wait."""
+        hires = self.network.home(host) / ".shoal" / "hires"
+        hires.mkdir(parents=True, exist_ok=True)
+        with (hires / f"lock-{host}").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield hires / f"lock-{host}"
+
+
+@contextlib.contextmanager
+def ssh_site(path: Path, *hosts: str, **options: Any) -> Iterator[SshSite]:
+    """Hosts that are up, and a pool of them."""
+    names = [text.partition("*")[0] for text in hosts]
+    with ssh_network(path / "net", *names) as network, SshSite(path, network, *hosts, **options) as site:
+        yield site
 
 
 def _number_inside(pid: int) -> int:

@@ -181,8 +181,7 @@ class Ssh(Engine):
     def watch(self, tag: str) -> list[Seen]:
         answers = self._look(tag)
         if not any(answers.values()):
-            whys = "; ".join(contact.why() for contact in self._contacts.values())
-            raise EngineUnreachable(f"no host of pool {self.pool} answers", where=f"pool {self.pool}", why=whys)
+            raise self._unreachable()
         found: dict[object, Seen] = {}
         for host, answer in answers.items():
             contact = self._contacts[host]
@@ -190,7 +189,17 @@ class Ssh(Engine):
                 seen = self._seen(contact, tag, one, silent=answer is None)
                 # Two names of one host show the same process twice.
                 found.setdefault((one["hire"], tuple(one["born"] or ()) or host), seen)
-        return list(found.values())
+        running = {seen.hire for seen in found.values() if seen.state == "running"}
+        return [seen for seen in found.values() if seen.state == "running" or seen.hire not in running]
+
+    def _unreachable(self) -> EngineUnreachable:
+        contacts = self._contacts.values()
+        return EngineUnreachable(
+            f"no host of pool {self.pool} answers",
+            where=f"pool {self.pool}",
+            why="; ".join(contact.why() for contact in contacts),
+            do="; ".join(dict.fromkeys(one.trouble.error.do for one in contacts if one.trouble is not None)),
+        )
 
     def _seen(self, contact: Contact, tag: str, one: Json, *, silent: bool) -> Seen:
         handle = ssh_command.handle(contact.host, tag, one["hire"])

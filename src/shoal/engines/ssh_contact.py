@@ -83,9 +83,9 @@ class Contact:
                 self._seen[tag] = (at, {**known, "hires": [*others, *instead]})
 
     def why(self) -> str:
-        """Since when it is silent, and why."""
+        """What is wrong with it, and since when."""
         since = time.strftime("%H:%M:%S", time.localtime(self.silent_since or time.time()))
-        return f"{self.host} does not answer since {since} ({self.trouble})"
+        return f"{self.trouble}, since {since}"
 
     def _failed(self, trouble: Trouble) -> None:
         self.trouble = trouble

@@ -8,6 +8,7 @@ which together belong to no other process; and the node and its boot, since a ho
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -16,12 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
+    from typing import IO, Any
 
     Json = dict[str, Any]
 
@@ -31,6 +33,8 @@ LOOK_S = 0.02
 TREE_S = 0.25
 MARGIN_S = 3.0
 TAIL_BYTES = 2000
+TOLD_S = 3600.0
+ADOPT_ORPHANS = 36
 
 
 def main() -> None:
@@ -53,17 +57,17 @@ def main() -> None:
 
 
 def look(request: Json) -> Json:
-    """All hires of a tag, how many others run here, and what this machine has."""
+    """All hires of a tag but those that ended long ago, how many others run here, and what this machine has."""
     mine, others = [], 0
     for tag, hire, home in _homes(_hires(request)):
         known = _record(home)
         if known is None or known["node"] != _node():
             continue
         alive = _alive(known)
-        if tag == request["tag"]:
+        if tag == request["tag"] and (alive or _age_s(home) < TOLD_S):
             said = "" if alive else _said(home, known)
             mine.append({"hire": hire, "alive": alive, "born": [known["pid"], known["born"]], "said": said})
-        else:
+        elif tag != request["tag"]:
             others += alive
         if not alive:
             _drop_token(home)
@@ -111,7 +115,7 @@ def cancel(request: Json) -> Json:
         known = _record(home)
     if known is not None and known["node"] != _node():
         return {"state": "ended"}
-    if known is not None and _alive(known):
+    if known is not None and known["boot"] == _boot():
         left = _end(home, known)
         if left:
             return {"state": "alive", "left": left}
@@ -196,13 +200,18 @@ def _drop_token(home: str) -> None:
                 _drop(home, "token")
 
 
+def _age_s(home: str) -> float:
+    """How long ago something was last written about it."""
+    paths = [os.path.join(home, name) for name in ("process.json", "agent.log")]
+    return time.time() - max(os.stat(path).st_mtime for path in paths if os.path.exists(path))
+
+
 def _said(home: str, known: Json) -> str:
     if known["boot"] != _boot():
         return "the host was started anew"
     try:
         with open(os.path.join(home, "agent.log"), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
+            return _tail(file)
     except OSError:
         return ""
 
@@ -237,10 +246,17 @@ def _become(home: str, script: str, grace_s: float) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    _, born, _ = _stat(os.getpid()) or ("", 0, 0)
-    note = {"pid": os.getpid(), "born": born, "boot": _boot(), "node": _node(), "grace_s": grace_s}
+    note = {
+        "pid": os.getpid(),
+        "born": (_stat(os.getpid()) or ("", 0))[1],
+        "boot": _boot(),
+        "node": _node(),
+        "grace_s": grace_s,
+    }
     _write(os.path.join(home, "process.json"), json.dumps(note))
-    os.execvp("sh", ["sh", "-c", script])
+    # Of the connection nothing is left to those who live longer than it does.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
+    os.execvpe("sh", ["sh", "-c", script], kept)
 
 
 def _record(home: str) -> Json | None:
@@ -266,23 +282,31 @@ def _same(pid: int, born: int) -> bool:
     return found is not None and found[1] == born and found[0] not in "ZX"
 
 
-def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State, time of birth and parent of a process."""
+def _stat(pid: int) -> tuple[str, int, int, int] | None:
+    """State, time of birth, parent and session of a process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(")")[2].split()
-        return words[0], int(words[19]), int(words[1])
+        return words[0], int(words[19]), int(words[1]), int(words[3])
     except (OSError, IndexError):
         return None
+
+
+def _living() -> dict[int, tuple[str, int, int, int]]:
+    found = ((pid, _stat(pid)) for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()])
+    return {pid: one for pid, one in found if one is not None and one[0] not in "ZX"}
+
+
+def _session(leader: int) -> set[tuple[int, int]]:
+    """All in the session that a process began; its number is nobody else's as long as one of them lives."""
+    return {(pid, born) for pid, (_, born, _, session) in _living().items() if session == leader}
 
 
 def _tree(known: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """These processes and all below them, as far as they live; each by its number and time of birth."""
     below: dict[int, list[tuple[int, int]]] = {}
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        found = _stat(pid)
-        if found is not None and found[0] not in "ZX":
-            below.setdefault(found[2], []).append((pid, found[1]))
+    for pid, (_, born, parent, _) in _living().items():
+        below.setdefault(parent, []).append((pid, born))
     todo, seen = [one for one in known if _same(*one)], set()
     while todo:
         one = todo.pop()
@@ -295,22 +319,30 @@ def _tree(known: set[tuple[int, int]]) -> set[tuple[int, int]]:
 def _end(home: str, known: Json) -> list[int]:
     """SIGTERM once, whoever asks how often: a second one would cut the grace short; what is left in spite of all."""
     root = (known["pid"], known["born"])
+    if not _same(*root):
+        return _kill(_left_by(root))
     mark = os.path.join(home, "ending")
     with contextlib.suppress(FileExistsError):
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         _signal({root}, signal.SIGTERM)
     tree: set[tuple[int, int]] = set()
-    deadline = _age_from(mark) + known["grace_s"] + MARGIN_S
+    deadline = _made_at(mark) + known["grace_s"] + MARGIN_S
     look_at = 0.0
     while _same(*root) and time.time() < deadline:
         if time.monotonic() >= look_at:
             tree |= _tree({root})
             look_at = time.monotonic() + TREE_S
         time.sleep(LOOK_S)
-    return _kill(tree | {root})
+    return _kill(tree | {root} | _left_by(root))
 
 
-def _age_from(mark: str) -> float:
+def _left_by(root: tuple[int, int]) -> set[tuple[int, int]]:
+    """Who is in the session of an agent; if its number is by now another's, so is the session."""
+    found = _stat(root[0])
+    return _session(root[0]) if found is None or found[1] == root[1] else set()
+
+
+def _made_at(mark: str) -> float:
     try:
         return min(time.time(), os.stat(mark).st_mtime)
     except FileNotFoundError:
@@ -372,20 +404,28 @@ def _gpus() -> int:
 
 
 def _unfit(check: str) -> Json | None:
-    """What keeps this machine from running an agent, if anything does."""
-    try:
-        done = subprocess.run(
-            ["sh", "-c", check],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHECK_S,
-        )
-    except subprocess.TimeoutExpired:
-        return {"state": "unfit", "exit": None, "said": "", "erred": f"it took longer than {CHECK_S:g} s"}
-    said, erred = (part.decode("utf-8", "replace")[-TAIL_BYTES:] for part in (done.stdout, done.stderr))
-    if done.returncode == 0 and said.strip().endswith("fit"):
+    """What keeps this machine from running an agent, if anything does; whatever the check started is ended with it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
+    # Files, not pipes: what a pool's setup leaves in the background would keep a pipe open.
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as erred:
+        try:
+            code: int | None = subprocess.call(
+                ["sh", "-c", check], stdin=subprocess.DEVNULL, stdout=said, stderr=erred, timeout=CHECK_S
+            )
+        except subprocess.TimeoutExpired:
+            code = None
+        me = (os.getpid(), (_stat(os.getpid()) or ("", 0))[1])
+        _kill(_tree({me}) - {me})
+        texts = [_tail(said), _tail(erred)]
+    if code == 0 and texts[0].strip().endswith("fit"):
         return None
-    return {"state": "unfit", "exit": done.returncode, "said": said, "erred": erred}
+    return {"state": "unfit", "exit": code, "said": texts[0], "erred": texts[1]}
+
+
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+    return file.read().decode("utf-8", "replace")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ _CAUSES = (
         r"Temporary failure in name resolution",
         EngineUnreachable,
         "the name {host} could not be looked up just now",
-        "check the name server of this machine",
+        "check the name server of this machine, or correct hosts in [pool.{pool}]",
     ),
     _Cause(
         r"Could not resolve hostname",
@@ -211,6 +211,6 @@ def _where(names: Mapping[str, str]) -> str:
 
 def _telling(said: str) -> str:
     """The line of what ssh printed that says most: not the frame around a warning, and not the last goodbye."""
-    lines = [line.strip() for line in said.splitlines() if line.strip(" @\r\n")]
+    lines = [line.strip("@ \t") for line in said.splitlines() if line.strip("@ \t")]
     telling = [line for line in lines if any(re.search(cause.said, line) for cause in _CAUSES)]
     return (telling or lines or ["it said nothing"])[0 if telling else -1][:300]

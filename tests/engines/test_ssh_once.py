@@ -1,0 +1,141 @@
+"""What is started over ssh is started once, and what is ended is ended whole, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.engines.ssh_hosts import why_not
+from tests.engines.ssh_site import SshSite, ssh_site
+
+from shoal.engines import ssh
+from shoal.errors import EngineUnreachable, HireRefused
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+
+if why := why_not():
+    pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
+
+
+def test_whoever_submits_a_hire_at_the_same_time_starts_it_once(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1*4", "h2*4") as site:
+        engines = [site.engine() for _ in range(3)]
+        hires = [f"pool-{number}" for number in (1, 2)]
+        handles: list[str] = []
+        threads = [
+            threading.Thread(target=lambda one=one, hire=hire: handles.append(one.submit(site.ask(hire))))
+            for one in engines
+            for hire in hires
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(handles) == sorted(3 * [f"h{number}/{site.tag}/pool-{number}" for number in (1, 2)])
+        site.until_agents(*hires)
+        assert len(site.agents_on("h1")) == len(site.agents_on("h2")) == 1
+
+
+def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
+    """The host is about to start it when all its connections end, and starts it after that."""
+    with ssh_site(tmp_path, "h1", "h2") as site:
+        engine = site.engine()
+        assert engine.offers()[0].count == 1
+        with site.held_up("h1") as held:
+            failed: list[BaseException] = []
+            thread = threading.Thread(target=lambda: _note_failure(failed, lambda: engine.submit(site.ask("pool-1"))))
+            thread.start()
+            site.until(lambda: _waiting_for(held), "h1 to be about to start it")
+            site.network.stop_sshd("h1")
+            thread.join(60)
+            assert isinstance(failed[0], EngineUnreachable), failed
+            with pytest.raises(EngineUnreachable, match="may have started pool-1"):
+                engine.submit(site.ask("pool-1"))
+            site.network.start_sshd("h1")
+        site.until_agents("pool-1")
+        site.until(lambda: _submits(engine, site, "pool-1") == f"h1/{site.tag}/pool-1", "the doubt to end")
+        assert not site.agents_on("h2")
+        assert len(site.agents_on("h1")) == 1
+
+
+def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "START_WITHIN_S", 1.0)
+    with ssh_site(tmp_path, "h1", "h2") as site:
+        engine = site.engine()
+        with site.held_up("h1"):
+            handles: list[str] = []
+            thread = threading.Thread(target=lambda: handles.append(engine.submit(site.ask("pool-1"))))
+            thread.start()
+            time.sleep(3.0)
+        thread.join(60)
+        assert handles == [f"h2/{site.tag}/pool-1"]
+        site.until_agents("pool-1")
+        assert not site.agents_on("h1")
+
+
+def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        setup = (*site.options["setup"], "setsid sleep 4711 &", "(sleep 4712 & sleep 4713) &")
+        engine = site.engine(setup=setup)
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        site.process("pool-1").suspend()
+        engine.cancel(handle)
+        assert not site.agents_on("h1")
+        assert not site.running("h1", "sleep")
+        engine.cancel(handle)
+        assert engine.watch(site.tag) == []
+
+
+def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine(setup=(*site.options["setup"], "sleep 4711 &"))
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        site.kill("pool-1")
+        site.until(lambda: not site.seen(engine), "it to be gone")
+        engine.cancel(handle)
+        assert not site.running("h1", "4711")
+
+
+def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
+    """An agent that is told to go twice goes at once."""
+    with ssh_site(tmp_path, "h1") as site:
+        script = tmp_path / "stubborn"
+        script.write_text("#!/bin/bash\ntrap 'echo told >>$HOME/told' TERM\nwhile :; do sleep 0.1; done\n")
+        script.chmod(0o755)
+        engine = site.engine(setup=(f"exec {script}",))
+        engine._contacts["h1"].proved = True
+        handle = engine.submit(site.ask("pool-1"))
+        site.until(lambda: str(script) in site.process("pool-1").cmdline(), "it to run")
+        threads = [threading.Thread(target=site.engine().cancel, args=(handle,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert (site.network.home("h1") / "told").read_text() == "told\n"
+        assert not site.seen(engine)
+
+
+def _waiting_for(path: Path) -> bool:
+    """Whether somebody waits for the lock of a file."""
+    inode = str(os.stat(path).st_ino)
+    return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
+    try:
+        do()
+    except (EngineUnreachable, HireRefused) as error:
+        into.append(error)
+
+
+def _submits(engine: ssh.Ssh, site: SshSite, hire: str) -> str:
+    try:
+        return engine.submit(site.ask(hire))
+    except EngineUnreachable:
+        return ""

@@ -74,6 +74,23 @@ def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tm
         assert site.process("pool-2").pid == before
 
 
+def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1", "h2", connect_s=1.0) as site:
+        engine = site.engine()
+        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        site.until_agents("pool-1", "pool-2")
+        hung = [one for one in site.network.processes("h2") if one.name() == "sshd"]
+        for process in hung:
+            process.suspend()
+        seen = site.seen(engine)
+        assert {hire: one.handle for hire, one in seen.items()} == handles
+        assert "h2 does not answer: nothing came for" in seen["pool-2"].why
+        assert not seen["pool-1"].why
+        for process in hung:
+            process.resume()
+        site.until(lambda: not site.seen(engine)["pool-2"].why, "h2 to answer again")
+
+
 def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
     with ssh_network(tmp_path / "net", "h1") as network:
         network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -79,14 +80,14 @@ def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: 
 
 def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
-        setup = (*site.options["setup"], "setsid sleep 4711 &", "(sleep 4712 & sleep 4713) &")
+        setup = (*site.options["setup"], "setsid sleep 4711 &", "(sleep 4711 & sleep 4711) &")
         engine = site.engine(setup=setup)
         handle = engine.submit(site.ask("pool-1"))
         site.until_agents("pool-1")
         site.process("pool-1").suspend()
         engine.cancel(handle)
         assert not site.agents_on("h1")
-        assert not site.running("h1", "sleep")
+        assert not site.running("h1", "4711")
         engine.cancel(handle)
         assert engine.watch(site.tag) == []
 
@@ -100,6 +101,23 @@ def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path) -> N
         site.until(lambda: not site.seen(engine), "it to be gone")
         engine.cancel(handle)
         assert not site.running("h1", "4711")
+
+
+@pytest.mark.parametrize("differs", ["born", "boot"])
+def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path: Path, differs: str) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine()
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        note = site.home("h1", "pool-1") / "process.json"
+        known = json.loads(note.read_text())
+        note.write_text(json.dumps({**known, differs: {"born": known["born"] - 1, "boot": "another"}[differs]}))
+        (seen,) = engine.watch(site.tag)
+        assert seen.state == "gone"
+        assert differs != "boot" or seen.why == "the host was started anew"
+        engine.cancel(handle)
+        assert len(site.agents_on("h1")) == 1
+        site.agents_on("h1")[0].kill()
 
 
 def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +56,8 @@ class Ssh(Engine):
         self._places = ssh_command.places(pool, options)
         # Nobody can guess it and put something of theirs there; short, because the names of sockets have to be.
         self._control = control or f"/tmp/shoal-ssh-{secrets.token_hex(6)}"
-        self._contacts = {one.host: Contact(pool, one, self._ssh, self._control) for one in self._places}
+        later = _Later(options.parallel)
+        self._contacts = {one.host: Contact(pool, one, self._ssh, self._control, later) for one in self._places}
         self._doubts: dict[tuple[str, str], _Doubt] = {}
         self._turns: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         called = {*self._contacts, *filter(None, [options.jump])}
@@ -261,6 +263,20 @@ class Ssh(Engine):
             raise EngineUnreachable(
                 "ssh has no place for its connections", where=self._control, why=error.strerror or ""
             ) from error
+
+
+class _Later:
+    """Does things in the background, not too many at once; whoever ends does not wait for them."""
+
+    def __init__(self, parallel: int) -> None:
+        self._turn = threading.Semaphore(parallel)
+
+    def __call__(self, do: Callable[[], object]) -> None:
+        threading.Thread(target=self._do, args=(do,), name="shoal-ssh-later", daemon=True).start()
+
+    def _do(self, do: Callable[[], object]) -> None:
+        with self._turn:
+            do()
 
 
 def _let_go(options: SshOptions, hosts: set[str], control: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import zlib
@@ -108,7 +109,7 @@ def leave_argv(options: SshOptions, host: str, control: str) -> tuple[str, ...]:
 def _ssh(options: SshOptions, control: str, port: int) -> Iterable[str]:
     settings = {
         "BatchMode": "yes",
-        "ConnectTimeout": f"{options.connect_s:.0f}",
+        "ConnectTimeout": f"{math.ceil(options.connect_s)}",
         "ConnectionAttempts": "1",
         "ServerAliveInterval": f"{ALIVE_S}",
         "ServerAliveCountMax": f"{ALIVE_COUNT}",
@@ -139,7 +140,7 @@ def helper(options: SshOptions) -> str:
     """
     python = boot.quoted(options.python) if options.python and not options.setup else "python3"
     major, minor = OLDEST_HELPER
-    too_old = f"sys.version_info < ({major}, {minor}) and sys.exit('{SHIFTED} ' + sys.version)"
+    too_old = f"sys.version_info < ({major}, {minor}) and sys.exit('{SHIFTED} ' + sys.version.split()[0])"
     return f'{python} -c "import json, sys; {too_old}; exec(json.loads(sys.stdin.readline()))"'
 
 

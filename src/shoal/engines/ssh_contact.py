@@ -8,7 +8,8 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from shoal.engines import ssh_command, ssh_there, ssh_trouble
@@ -23,10 +24,13 @@ Json = Mapping[str, Any]
 
 
 class Contact:
-    """A host. One that does not answer is left alone for a while, so that it costs the others no time."""
+    """A host. One that does not answer is asked again in the background, so that it costs the others no time."""
 
-    def __init__(self, pool: str, place: Place, options: SshOptions, control: str) -> None:
+    def __init__(
+        self, pool: str, place: Place, options: SshOptions, control: str, later: Callable[[Callable[[], object]], None]
+    ) -> None:
         self.place, self._pool, self._options, self._control = place, pool, options, control
+        self._later = later
         self.silent_since: float | None = None
         self.trouble: Trouble | None = None
         self.ahead_s = 0.0
@@ -35,6 +39,7 @@ class Contact:
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}
         self._ask_at = 0.0
         self._pause_s = PAUSE_S
+        self._asking = False
         self._lock = threading.Lock()
 
     @property
@@ -46,19 +51,27 @@ class Contact:
     def look(self, tag: str, *, within_s: float = 0.0, gpus: bool = False) -> Json | None:
         """What the host says is there, no older than `within_s`; None if it does not answer."""
         with self._lock:
+            if self.silent_since is not None:
+                if time.monotonic() >= self._ask_at and not self._asking:
+                    self._asking = True
+                    self._later(partial(self._ask, tag, gpus=gpus))
+                return None
             at, known = self._seen.get(tag, (0.0, None))
-            if known is not None and self.silent_since is None and time.monotonic() - at < within_s:
+            if known is not None and time.monotonic() - at < within_s:
                 return known
-            if time.monotonic() < self._ask_at:
-                return None
-            try:
-                answer = self.call({"do": "look", "tag": tag, "gpus": gpus}, self._options.connect_s)
-            except Trouble as trouble:
-                self._failed(trouble)
-                return None
-            self._answered()
-            self._seen[tag] = (time.monotonic(), answer)
-            return answer
+            return self._ask(tag, gpus=gpus)
+
+    def _ask(self, tag: str, *, gpus: bool) -> Json | None:
+        try:
+            answer = self.call({"do": "look", "tag": tag, "gpus": gpus}, self._options.connect_s)
+        except Trouble as trouble:
+            self._failed(trouble)
+            return None
+        finally:
+            self._asking = False
+        self._seen[tag] = (time.monotonic(), answer)
+        self.silent_since, self.trouble = None, None
+        return answer
 
     def last(self, tag: str) -> Json | None:
         """What was there when it last answered; None if it never did, or is silent for so long that all is lost."""
@@ -93,9 +106,6 @@ class Contact:
             self.silent_since, self._pause_s = time.time(), PAUSE_S
         self._ask_at = time.monotonic() + self._pause_s
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
-
-    def _answered(self) -> None:
-        self.silent_since, self.trouble, self._ask_at = None, None, 0.0
 
     # --- calls
 

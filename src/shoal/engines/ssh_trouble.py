@@ -188,10 +188,12 @@ def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, A
     version = before[-1] if before and last == "no shoal" else last
     python = agent_python(options)
     if last == "no shoal":
-        return _unfit(names, f"Shoal is not installed on {host}", f"tried {python}, Python {version}", "no shoal there")
+        return _unfit(names, f"Shoal is not installed on {host}", f"tried {python}", f"Python {version}")
     if answer["exit"] == 0 and re.fullmatch(r"[\d.]+\S*", version):
         oldest = ".".join(map(str, OLDEST_AGENT))
-        return _unfit(names, f"the Python of {host} is too old", f"tried {python}: {version}", f"needed is {oldest}")
+        return _unfit(
+            names, f"the Python of {host} is too old", f"tried {python}: Python {version}", f"needed is {oldest}"
+        )
     if answer["exit"] in (NOT_FOUND, NOT_RUNNABLE):
         return _unfit(names, f"there is no such Python on {host}", _telling(answer["erred"]), f"tried {python}")
     if answer["exit"] is None:

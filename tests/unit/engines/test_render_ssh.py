@@ -25,7 +25,7 @@ SSH = (
 )
 HELPER = (
     '-c "import json, sys; sys.version_info < (3, 7) and'
-    " sys.exit('shoal needs a newer Python here than ' + sys.version);"
+    " sys.exit('shoal needs a newer Python here than ' + sys.version.split()[0]);"
     ' exec(json.loads(sys.stdin.readline()))"'
 )
 SCRIPT = """\

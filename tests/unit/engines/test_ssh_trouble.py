@@ -137,7 +137,7 @@ def test_the_last_words_of_an_agent_are_its_error_and_the_cause() -> None:
 
 
 def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls = 1000.0, []
+    now, calls, waiting = 1000.0, [], []
 
     def call(self: Contact, request: object, more_s: float) -> dict[str, object]:
         calls.append(now)
@@ -145,9 +145,11 @@ def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeyp
 
     monkeypatch.setattr(Contact, "call", call)
     monkeypatch.setattr(ssh_contact.time, "monotonic", lambda: now)
-    contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c")
+    contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c", waiting.append)
     for _ in range(100):
         assert contact.look("tag") is None
+        while waiting:
+            waiting.pop()()
         now += 1.0
     assert calls == [1000.0, 1001.0, 1003.0, 1007.0, 1015.0, *range(1030, 1100, 15)]
     assert contact.why().startswith("gpu1 does not answer: nothing came for 3 s, since ")

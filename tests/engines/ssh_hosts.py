@@ -132,6 +132,15 @@ class SshNetwork(Network):
         """All that runs on a host, its init first."""
         return psutil.Process(self._inits[host].pid).children(recursive=True)
 
+    def running(self, host: str, word: str) -> list[psutil.Process]:
+        """The processes of a host that have a word in their command lines."""
+        found = []
+        for process in self.processes(host):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in process.cmdline():
+                    found.append(process)
+        return found
+
     def stop_sshd(self, host: str) -> None:
         """End sshd with all its connections; what it started goes on."""
         for process in self.processes(host):

@@ -73,12 +73,8 @@ class SshSite(Site):
 
     def agents_on(self, host: str) -> list[psutil.Process]:
         """The agents of a host; their warm processes are forked from them and show the same command line."""
-        found = self.running(host, "shoal.agent")
-        return [one for one in found if one.ppid() not in {other.pid for other in found}]
-
-    def running(self, host: str, word: str) -> list[psutil.Process]:
-        """The processes of a host that have a word in their command lines."""
-        return [one for one in self.network.processes(host) if word in one.cmdline()]
+        found = self.network.running(host, "shoal.agent")
+        return [one for one in found if one.is_running() and one.ppid() not in {other.pid for other in found}]
 
     def connections(self) -> list[int]:
         """The processes of ssh that keep connections for engines; those of other tests are in other namespaces."""

@@ -115,7 +115,7 @@ def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_pa
         assert [path.stat().st_mode & 0o777 for path in (token, *list(token.parents)[:3])] == [0o600, *3 * [0o700]]
         secret = site.ask("pool-1").credentials.token
         assert secret in token.read_text()
-        for process in site.network.processes("h1"):
+        for process in site.network.running("h1", "shoal.agent"):
             assert secret not in " ".join([*process.cmdline(), *process.environ().values()])
         others = [path for path in site.network.home("h1").rglob("*") if path.is_file() and path.name != "token"]
         assert not [path for path in others if secret in path.read_text(errors="replace")]

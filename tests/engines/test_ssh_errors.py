@@ -37,7 +37,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNetwork]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(network: SshNetwork) -> Iterator[None]:
     yield
-    assert not [one for one in network.processes("h1") if "shoal.agent" in one.cmdline()]
+    assert not network.running("h1", "shoal.agent")
     assert not list(network.home("h1").rglob("token*"))
 
 

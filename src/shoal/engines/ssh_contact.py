@@ -19,6 +19,7 @@ from shoal.engines.ssh_trouble import Trouble
 ENV = {"SSH_ASKPASS_REQUIRE": "never"}
 PAUSE_S, PAUSE_MAX_S = 1.0, 15.0
 LEAVE_S = 3.0
+LOOK_S = 5.0
 
 Json = Mapping[str, Any]
 
@@ -63,7 +64,7 @@ class Contact:
 
     def _ask(self, tag: str, *, gpus: bool) -> Json | None:
         try:
-            answer = self.call({"do": "look", "tag": tag, "gpus": gpus}, self._options.connect_s)
+            answer = self.call({"do": "look", "tag": tag, "gpus": gpus}, LOOK_S)
         except Trouble as trouble:
             self._failed(trouble)
             return None
@@ -135,24 +136,20 @@ class Contact:
 
     def _run(self, words: tuple[str, ...], text: str, within_s: float) -> tuple[int, str, str]:
         pipe = subprocess.PIPE
-        # Without a terminal, nothing on the way can ask the user for a password and wait.
-        with subprocess.Popen(
-            words,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            errors="replace",
-            env={**os.environ, **ENV},
-            start_new_session=True,
-        ) as process:
+        env = {**os.environ, **ENV}
+        try:
+            # Without a terminal, nothing on the way can ask the user for a password and wait.
+            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
+        except OSError as error:
+            raise ssh_trouble.no_ssh(self._pool, str(error)) from error
+        with process:
             try:
-                said, erred = process.communicate(text, timeout=within_s)
+                said, erred = process.communicate(text.encode(), timeout=within_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 self.leave()
                 raise ssh_trouble.silent(self._pool, self.host, within_s) from None
-        return process.returncode, said, erred
+        return process.returncode, said.decode(errors="replace"), erred.decode(errors="replace")
 
     def leave(self) -> None:
         """Let go of the shared connection."""

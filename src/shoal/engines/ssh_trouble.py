@@ -136,6 +136,12 @@ def silent(pool: str, host: str, within_s: float) -> Trouble:
     return Trouble(EngineUnreachable(what, where=_where({"pool": pool, "host": host}), why=why, do=do), True)
 
 
+def no_ssh(pool: str, why: str) -> Trouble:
+    """This machine cannot run ssh at all."""
+    do = "install OpenSSH's client on the machine of the coordinator"
+    return Trouble(HireRefused("ssh cannot be started here", where=f"pool {pool}", why=why, do=do))
+
+
 def of_answer(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> Trouble | None:
     """What a host could not do, if it says so."""
     if answer["state"] == "unfit":

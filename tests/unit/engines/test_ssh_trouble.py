@@ -153,3 +153,13 @@ def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeyp
         now += 1.0
     assert calls == [1000.0, 1001.0, 1003.0, 1007.0, 1015.0, *range(1030, 1100, 15)]
     assert contact.why().startswith("gpu1 does not answer: nothing came for 3 s, since ")
+
+
+def test_a_machine_without_ssh_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c", lambda _: None)
+    with pytest.raises(Trouble) as trouble:
+        contact.call({"do": "look"}, 1.0)
+    assert type(trouble.value.error) is HireRefused
+    assert trouble.value.error.what == "ssh cannot be started here"
+    assert not trouble.value.unsure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from tests.engines.ssh_hosts import ssh_network, why_not
 from tests.engines.ssh_site import SshSite, ssh_site
 
-from shoal.engines import ssh
 from shoal.engines.engine import Seen
 from shoal.errors import EngineUnreachable, HireRefused
 from shoal.testing.engines import SCENARIOS, Site
@@ -151,7 +149,6 @@ def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
             later.submit(site.ask("pool-2"))
         assert later.watch(other) == []
         engine.cancel(handle)
-        time.sleep(ssh.FRESH_S)
         assert later.submit(site.ask("pool-2")) == f"h1/{other}/pool-2"
         assert engine.watch(mine) == []
 

@@ -162,7 +162,21 @@ def test_a_full_disk(network: SshNetwork, tmp_path: Path) -> None:
     assert error.what == "no space is left on h1"
     assert str(tmp_path / "disk") in error.why
     assert network.on("h1", "find", str(tmp_path / "disk"), "-name", "token*") == ""
-    network.on("h1", "umount", str(tmp_path / "disk"))
+
+
+def test_what_runs_can_be_ended_when_the_disk_can_no_longer_be_written(network: SshNetwork, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    network.on("h1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "disk"))
+    some = engine(network, directory=str(tmp_path / "disk"), setup=("exec sleep 4711",))
+    some._contacts["h1"].proved = True
+    handle = some.submit(ASK)
+    network.on("h1", "mount", "--bind", str(tmp_path / "disk"), str(tmp_path / "disk"))
+    network.on("h1", "mount", "-o", "remount,bind,ro", str(tmp_path / "disk"))
+    with pytest.raises(EngineUnreachable, match="cannot be written"):
+        some.cancel(handle)
+    assert not network.running("h1", "4711")
+    assert [one.state for one in some.watch("tag")] == ["gone"]
+    some.close()
 
 
 def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path) -> None:
@@ -171,7 +185,6 @@ def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path)
     error = refusal(engine(network, directory=str(tmp_path / "disk")))
     assert error.what == "Shoal's directory on h1 cannot be written"
     assert "Read-only file system" in error.why
-    network.on("h1", "umount", str(tmp_path / "disk"))
 
 
 def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class Ssh(Engine):
         with self._turns[ask.tag, ask.hire]:
             self._resolve(ask)
             self._look(ask.tag, within_s=FRESH_S)
+            if not any(_room(contact, ask.tag) for contact in self._contacts.values()):
+                self._look(ask.tag)
             there = self._where(ask.tag, ask.hire)
             return ssh_command.handle(there or self._start_somewhere(ask), ask.tag, ask.hire)
 
@@ -115,13 +117,9 @@ class Ssh(Engine):
 
     def _start(self, ask: Ask, contact: Contact) -> str:
         """Start it there; why there is no room, if there is none."""
-        known = contact.last(ask.tag)
-        running = _running(known) if known is not None else 0
-        if running >= contact.place.room:
-            return _full(running, contact)
-        if not contact.proved:
-            contact.call({"do": "check", "check": ssh_command.check(self._ssh)}, CHECK_S)
-            contact.proved = True
+        if not _room(contact, ask.tag):
+            return _full(contact.place.room, contact)
+        self._prove(contact)
         request = {
             "do": "start",
             "tag": ask.tag,
@@ -140,6 +138,15 @@ class Ssh(Engine):
             raise Trouble(EngineUnreachable(f"{contact.host} was too slow to start {ask.hire}", where=contact.host))
         contact.note(ask.tag, ask.hire)
         return ""
+
+    def _prove(self, contact: Contact) -> None:
+        """See that an agent could run there, once."""
+        if not contact.proved:
+            try:
+                contact.call({"do": "check", "check": ssh_command.check(self._ssh)}, CHECK_S)
+            except Trouble as trouble:
+                raise Trouble(trouble.error) from trouble
+            contact.proved = True
 
     def _resolve(self, ask: Ask) -> None:
         """Find out whether a host started it when its connection broke, before it is started anywhere else."""
@@ -207,6 +214,7 @@ class Ssh(Engine):
         handle = ssh_command.handle(contact.host, tag, one["hire"])
         if not one["alive"]:
             words = last_words(one["said"])
+            contact.proved = False
             return Seen(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
         return Seen(one["hire"], handle, "running", contact.why() if silent else "")
 
@@ -238,14 +246,15 @@ class Ssh(Engine):
         if answer is None:
             return Offer(contact.host, 0, why=contact.why())
         running = _running(answer)
-        room = max(0, contact.place.room - running)
         why = [f"{running} of {contact.place.room} hires run there"] if running else []
         if answer["load"] > answer["cpus"]:
             why.append(f"its load is {answer['load']:.1f} on {answer['cpus']} processors")
         if answer["disk_free_bytes"] < LOW_DISK_BYTES:
             why.append(f"only {answer['disk_free_bytes'] / (1 << 20):.0f} MiB of disk are free")
         why += [contact.skew] if contact.skew else []
-        return Offer(contact.host, room, answer["cpus"], answer["gpus"], answer["memory_bytes"], "; ".join(why))
+        return Offer(
+            contact.host, _room(contact, NOBODY), answer["cpus"], answer["gpus"], answer["memory_bytes"], "; ".join(why)
+        )
 
     # --- all hosts
 
@@ -287,6 +296,12 @@ def _let_go(options: SshOptions, hosts: set[str], control: str) -> None:
 
 def _running(answer: Json) -> int:
     return int(answer["others"]) + sum(bool(one["alive"]) for one in answer["hires"])
+
+
+def _room(contact: Contact, tag: str) -> int:
+    """How many more it takes, as far as is known."""
+    known = contact.last(tag)
+    return max(0, contact.place.room - (_running(known) if known is not None else 0))
 
 
 def _full(running: int, contact: Contact) -> str:

@@ -84,9 +84,8 @@ def check(request: Json) -> Json:
 
 def start(request: Json) -> Json:
     """Start an agent unless it is there, there is no room, or the one who asked has given up since."""
-    hires = _hires(request)
-    home = _home(request)
-    _make(hires, home)
+    hires, home = _hires(request), _home(request)
+    _make(hires)
     with _locked(hires):
         known = _record(home)
         if known is not None and _alive(known):
@@ -96,6 +95,7 @@ def start(request: Json) -> Json:
             return {"state": "full", "running": running}
         if time.time() > request["start_by"]:
             return {"state": "late"}
+        _make(os.path.dirname(home), home)
         _drop(home, "ending")
         try:
             _write(os.path.join(home, "token"), request["credentials"])
@@ -151,9 +151,9 @@ def _names(path: str) -> list[str]:
         return []
 
 
-def _make(hires: str, home: str) -> None:
-    os.makedirs(os.path.dirname(hires), exist_ok=True)
-    for path in (hires, os.path.dirname(home), home):
+def _make(*paths: str) -> None:
+    os.makedirs(os.path.dirname(paths[0]), exist_ok=True)
+    for path in paths:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         os.chmod(path, 0o700)
@@ -163,7 +163,11 @@ def _make(hires: str, home: str) -> None:
 def _locked(hires: str) -> Iterator[None]:
     """Only one at a time starts something on this node."""
     path = os.path.join(hires, "lock-" + _node())
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # A disk that can no longer be written must not keep anybody from ending what runs.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -322,8 +326,7 @@ def _end(home: str, known: Json) -> list[int]:
     if not _same(*root):
         return _kill(_left_by(root))
     mark = os.path.join(home, "ending")
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    if _is_first(mark):
         _signal({root}, signal.SIGTERM)
     tree: set[tuple[int, int]] = set()
     deadline = _made_at(mark) + known["grace_s"] + MARGIN_S
@@ -342,11 +345,22 @@ def _left_by(root: tuple[int, int]) -> set[tuple[int, int]]:
     return _session(root[0]) if found is None or found[1] == root[1] else set()
 
 
+def _is_first(mark: str) -> bool:
+    """Whether nobody has made this mark before; where no mark can be made, everybody is the first."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _made_at(mark: str) -> float:
     try:
         return min(time.time(), os.stat(mark).st_mtime)
-    except FileNotFoundError:
-        return 0.0
+    except OSError:
+        return time.time()
 
 
 def _kill(known: set[tuple[int, int]]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -30,6 +32,7 @@ START_S = 15.0
 CHECK_S = 75.0
 END_MORE_S = 20.0
 LOW_DISK_BYTES = 1 << 30
+LEFT_S = 3600.0
 NOBODY = "-"
 
 
@@ -267,7 +270,9 @@ class Ssh(Engine):
 
     def _prepare(self) -> None:
         try:
-            os.makedirs(self._control, mode=0o700, exist_ok=True)
+            if not os.path.isdir(self._control):
+                _sweep(self._control.rpartition("-")[0])
+                os.makedirs(self._control, mode=0o700, exist_ok=True)
         except OSError as error:
             raise EngineUnreachable(
                 "ssh has no place for its connections", where=self._control, why=error.strerror or ""
@@ -292,6 +297,15 @@ def _let_go(options: SshOptions, hosts: set[str], control: str) -> None:
     if os.path.isdir(control):
         ssh_contact.leave(options, hosts, control)
         shutil.rmtree(control, ignore_errors=True)
+
+
+def _sweep(prefix: str) -> None:
+    """Remove what coordinators that were killed left; where a connection still is, its directory stays."""
+    for path in glob.glob(f"{prefix}-*"):
+        with contextlib.suppress(OSError):
+            found = os.stat(path, follow_symlinks=False)
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > LEFT_S:
+                os.rmdir(path)
 
 
 def _running(answer: Json) -> int:

@@ -30,6 +30,7 @@ class SupplyMachine(RuleBasedStateMachine):
         self.state = State()
         self.jobs: dict[str, dict[str, str]] = {name: {} for name in NAMES}
         self.agents: set[str] = set()
+        self.leaving: set[str] = set()
         self.line: deque[se.Instruction] = deque()
         self.reachable = dict.fromkeys(NAMES, True)
         self.submits: dict[str, int] = {}
@@ -112,6 +113,13 @@ class SupplyMachine(RuleBasedStateMachine):
             self.agents.add(name)
             self.tell(se.AgentHere(name))
 
+    @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9))
+    def a_machine_gets_a_notice(self, pool: str, pick: int) -> None:
+        agents = sorted(self.agents & self.jobs[pool].keys())
+        if agents:
+            self.leaving.add(agents[pick % len(agents)])
+            self.tell(se.AgentLeaving(agents[pick % len(agents)], "preempted soon"))
+
     @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9), heard=st.booleans())
     def a_job_vanishes(self, pool: str, pick: int, heard: bool) -> None:
         jobs = sorted(self.jobs[pool])
@@ -159,6 +167,9 @@ class SupplyMachine(RuleBasedStateMachine):
 
     def _go_on(self) -> None:
         self.pass_time(700.0)
+        for jobs in self.jobs.values():
+            for name in self.leaving & jobs.keys():
+                del jobs[name]
         for pool in NAMES:
             self.observe(pool)
         while self.line:

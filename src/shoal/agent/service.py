@@ -47,7 +47,10 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator."""
+    """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
+
+    `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None.
+    """
 
     url: str
     token_file: str
@@ -57,6 +60,7 @@ class AgentSettings:
     interface: str = ""
     grace_s: float = 30.0
     idle_s: float = 600.0
+    orphan_s: float | None = None
     connect_s: float = 5.0
     lifeline: int | None = None
     notice_source: str = ""
@@ -210,6 +214,10 @@ class Agent:
                     why=why,
                     do="start it again, or check its URL",
                 )
+            if self._settings.orphan_s is not None and time.time() > away_since + self._settings.orphan_s:
+                self._members.notice_all()
+                self._end(f"no coordinator answered for {self._settings.orphan_s:g} s", self._settings.grace_s)
+                continue
             if time.time() >= say_at:
                 self._say_waiting(away_since, until, why)
                 say_at = time.time() + _SAY_EVERY_S

@@ -23,6 +23,7 @@ from shoal.launch.sources import Choices, Option
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("--on", metavar="POOLS", help="Take machines from these pools of shoal.toml, such as spot,lab.")
 @click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
 @click.option(
     "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
@@ -53,6 +54,7 @@ def command(
     args: tuple[str, ...],
     members: str | None,
     name: str | None,
+    on: str | None,
     sync: str | None,
     servers: str | None,
     evaluator: bool,
@@ -72,6 +74,7 @@ def command(
     options = options_of(
         members=("-n", members),
         name=("--name", name),
+        on=("--on", on),
         sync=("--sync", sync),
         servers=("--servers", servers),
         evaluator=("--evaluator", "true" if evaluator else None),
@@ -129,13 +132,34 @@ def evaluating(choices: Choices) -> bool:
     return bool(choices.found["evaluator"].value)
 
 
+def _describe_pools(launch: Launch) -> list[str]:
+    """What each pool would be asked for, as its engine would be."""
+    from shoal.engines import pools
+    from shoal.engines.engine import Ask
+    from shoal.wire.credentials import Credentials
+
+    lines = []
+    for name, table in launch.pools.items():
+        pool, engine = pools.parse(name, table)
+        offered = f"up to {pool.limit} machines of {pool.slots} members"
+        lines += [
+            f"pool         {name}: {pool.engine}, {offered}" + (f", {pool.price_per_h:g}/h" if pool.price_per_h else "")
+        ]
+        shown = engine.render(Ask(f"{name}-1", "<coordinator>", launching.URL, Credentials("<token>"), pool.slots))
+        lines += [f"             {' '.join(shown.argv)}"]
+        lines += [f"             | {line}" for line in shown.text.splitlines()]
+    return lines
+
+
 def describe(launch: Launch, choices: Choices, place: Place) -> str:
     """What would be started, for people."""
     spec = launch.spec
     lines = []
     if launch.directory:
-        lines += [f"coordinator  {' '.join(launch.coordinator)}", f"agent        {' '.join(launch.agent)}"]
+        lines += [f"coordinator  {' '.join(launch.coordinator)}"]
+        lines += [f"agent        {' '.join(launch.agent)}"] if launch.agent else []
         lines += [f"directory    {launch.directory}"]
+        lines += _describe_pools(launch)
     else:
         lines += [f"coordinator  {place.url} (standing)"]
     if spec is not None:

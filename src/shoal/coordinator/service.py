@@ -28,6 +28,7 @@ from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
+from shoal.core import supply_events as se
 from shoal.errors import JournalUnwritable
 from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
@@ -76,6 +77,7 @@ class Service:
         self._ticked_at = self.clock.now()
         self._deaf_until = 0.0
         self._at_every_tick: list[Callable[[float], None]] = []
+        self.hire: Callable[[se.Instruction], None] = lambda _instruction: None
 
     # --- the one way in
 
@@ -167,6 +169,8 @@ class Service:
                 link = self.agents.get(instruction.agent)
                 if link is not None:
                     link.send(deliver.end_member(instruction))
+            elif isinstance(instruction, se.Submit | se.Cancel):
+                self.hire(instruction)
             elif isinstance(instruction, ev.Refuse):
                 self._refuse(run, instruction)
             else:

@@ -58,6 +58,7 @@ class Agent:
     away_since: float | None = None
     notice: str = ""
     notice_until: float = 0.0
+    pool: str = ""
 
     @property
     def usable(self) -> bool:
@@ -121,6 +122,12 @@ class Wanted:
     generation: int = 0
     regroup: str = ""
     not_before: float = 0.0
+    pools: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> int:
+        """How many processes that train or serve it could have at most."""
+        return self.max_members + (self.beside if self.compat else self.servers)
 
     @property
     def beside(self) -> int:
@@ -234,7 +241,7 @@ class _Draft:
     def fill_servers(self, run: Wanted) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
         while self.count(run, SERVER) < run.servers:
-            usable = [a for a in self.agents.values() if a.usable and (a.slots is None or self.room(a, run) > 0)]
+            usable = [a for a in self.offered(run) if a.slots is None or self.room(a, run) > 0]
             if not usable:
                 return
             here = [p.agent for p in self.of_run(run.run) if p.role == SERVER]
@@ -244,7 +251,7 @@ class _Draft:
     def fill_evaluators(self, run: Wanted) -> None:
         """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started."""
         while self.runs[run.run].seen and self.count(run, EVALUATOR) < run.evaluators:
-            usable = [a for a in self.agents.values() if a.usable]
+            usable = self.offered(run)
             if not usable:
                 return
             busy = [p.agent for p in self.processes.values() if p.alive]
@@ -257,9 +264,14 @@ class _Draft:
         return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: Wanted) -> None:
-        for agent in sorted(self.agents.values(), key=lambda a: a.order):
-            while agent.usable and self.room(agent, run) > 0:
+        for agent in self.offered(run):
+            while self.room(agent, run) > 0:
                 self.start_new(agent, run, "there is room for it")
+
+    def offered(self, run: Wanted) -> list[Agent]:
+        """The agents that a run may use now, in the order in which they came."""
+        found = [a for a in self.agents.values() if a.usable and (not run.pools or not a.pool or a.pool in run.pools)]
+        return sorted(found, key=lambda a: a.order)
 
     def room(self, agent: Agent, run: Wanted) -> int:
         """How many more processes that train or serve an agent can take; evaluators count nowhere."""
@@ -411,9 +423,7 @@ class _Draft:
     def layout(self, run: Wanted) -> list[Agent]:
         """The agent of each rank, if the group were started now."""
         places: list[Agent] = []
-        for agent in sorted(self.agents.values(), key=lambda a: a.order):
-            if not agent.usable:
-                continue
+        for agent in self.offered(run):
             room = run.max_members + run.beside - len(places)
             if agent.slots is not None:
                 others = sum(1 for p in self.processes.values() if p.agent == agent.name and p.run != run.run)
@@ -482,7 +492,7 @@ def _on_agent_joined(draft: _Draft, event: fe.AgentJoined) -> None:
     known = draft.agents.get(event.agent)
     order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
     notice = (known.notice, known.notice_until) if known else ("", 0.0)
-    draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice)
+    draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice, event.pool)
     living = set(event.members)
     for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
         if (p.run, p.member, p.incarnation) not in living and event.successor:
@@ -537,7 +547,7 @@ def _on_agent_notice(draft: _Draft, event: fe.AgentNotice) -> None:
 
 def _on_run_wanted(draft: _Draft, event: fe.RunWanted) -> None:
     wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
-    wanted = replace(wanted, evaluators=event.evaluators)
+    wanted = replace(wanted, evaluators=event.evaluators, pools=event.pools)
     draft.runs[event.run] = wanted
 
 

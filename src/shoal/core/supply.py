@@ -42,7 +42,8 @@ class Limits:
 class Hire:
     """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
 
-    `overdue` says that nobody counts on its coming any more; `spare_since`, since when no run needs it.
+    `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
+    `spare_since` is since when no run needs it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Hire:
     handle: str = ""
     running: bool = False
     overdue: bool = False
+    going: bool = False
     paid_since: float | None = None
     spare_since: float | None = None
     why: str = ""
@@ -90,21 +92,21 @@ def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.I
     return draft.freeze(), tuple(draft.asked)
 
 
-def due(state: State, now: float) -> tuple[se.WaitOver, ...]:
+def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     """The waits that are over."""
     limits = state.limits
-    fired = [se.WaitOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
+    fired = [se.PatienceOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
     for hire in state.hires.values():
         waited_s = now - hire.since
         patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
         if hire.status == SUBMITTED and hire.running and waited_s > limits.join_s:
-            fired.append(se.WaitOver("join", hire=hire.name))
+            fired.append(se.PatienceOver("join", hire=hire.name))
         elif hire.status == SUBMITTED and not hire.running and not hire.overdue and waited_s > patience_s:
-            fired.append(se.WaitOver("patience", hire=hire.name))
+            fired.append(se.PatienceOver("patience", hire=hire.name))
         elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
-            fired.append(se.WaitOver("cancel", hire=hire.name))
+            fired.append(se.PatienceOver("cancel", hire=hire.name))
         elif hire.spare_since is not None and now - hire.spare_since >= limits.surplus_s:
-            fired.append(se.WaitOver("surplus", hire=hire.name))
+            fired.append(se.PatienceOver("surplus", hire=hire.name))
     return tuple(fired)
 
 
@@ -139,7 +141,7 @@ def _serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> int:
     lacks = need.slots
     for hire in sorted((state.hires[name] for name in found), key=lambda one: _rank(need, one)):
         free = hire.slots - sum(found[hire.name].values())
-        if hire.pool not in need.pools or hire.overdue or lacks <= 0 or free <= 0:
+        if hire.pool not in need.pools or hire.overdue or hire.going or lacks <= 0 or free <= 0:
             continue
         found[hire.name][need.run] = found[hire.name].get(need.run, 0) + min(free, lacks)
         lacks -= min(free, lacks)
@@ -249,7 +251,7 @@ class _Draft:
         return standing.until <= self.now and standing.unreachable_since is None
 
     def _mark(self, hire: Hire, *, needed: bool) -> None:
-        if needed or hire.overdue:
+        if needed or hire.overdue or hire.going:
             if hire.spare_since is not None:
                 self.update(hire, spare_since=None)
             if hire.overdue and not self._is_wanted(hire):
@@ -330,7 +332,7 @@ def _gone(draft: _Draft, hire: Hire, why: str) -> None:
         return
     draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
     lived_s = draft.now - hire.since if hire.status == HERE else 0.0
-    if lived_s < draft.base.limits.young_s:
+    if lived_s < draft.base.limits.young_s and not hire.going:
         draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}")
 
 
@@ -357,11 +359,18 @@ def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
             draft.stand(hire.pool, until=0.0, why="")
 
 
+def _on_leaving(draft: _Draft, event: se.AgentLeaving) -> None:
+    """It has got a notice, and hands over; another is hired meanwhile."""
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status == HERE:
+        draft.update(hire, going=True, why=event.why)
+
+
 def _on_lost(draft: _Draft, event: se.AgentLost) -> None:
     """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
-        if draft.now - hire.since < draft.base.limits.young_s:
+        if draft.now - hire.since < draft.base.limits.young_s and not hire.going:
             draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
         draft.let_go(hire, event.why)
 
@@ -372,7 +381,7 @@ def _on_ended(draft: _Draft, event: se.Ended) -> None:
         draft.forget(hire)
 
 
-def _on_wait_over(draft: _Draft, event: se.WaitOver) -> None:
+def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
     hire = draft.hires.get(event.hire)
     if event.what == "pool" and event.pool in draft.standings:
         draft.stand(event.pool, until=0.0)
@@ -404,7 +413,8 @@ _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
     se.AgentHere: _on_joined,
+    se.AgentLeaving: _on_leaving,
     se.AgentLost: _on_lost,
     se.Ended: _on_ended,
-    se.WaitOver: _on_wait_over,
+    se.PatienceOver: _on_wait_over,
 }

@@ -94,6 +94,12 @@ class AgentHere:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentLeaving:
+    agent: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentLost:
     agent: str
     why: str
@@ -107,7 +113,9 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitOver:
+class PatienceOver:
+    """A wait for a hire or a pool is over; `what` says which."""
+
     what: str
     hire: str = ""
     pool: str = ""
@@ -121,9 +129,10 @@ Event = Union[
     Observed,
     PoolUnreachable,
     AgentHere,
+    AgentLeaving,
     AgentLost,
     Ended,
-    WaitOver,
+    PatienceOver,
 ]
 
 # --- instructions

@@ -9,21 +9,28 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shoal.config import parse_settings
-from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.engines import pools
+from shoal.errors import BadCount, BadPool, BadScript, HomeUnusable
+from shoal.launch import address
+from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
 from shoal.wire.views import RunSpec
 
 URL = "<url>"
-LOCAL_AGENT = "local"
+LOCAL_POOL = {"engine": "local"}
 KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,psutil"
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """A coordinator and an agent to start, and the run to submit to it, or to resume."""
+    """A coordinator and an agent to start, and the run to submit to it, or to resume.
+
+    There is no agent if the run takes its machines from `pools`.
+    """
 
     directory: str
     coordinator: tuple[str, ...]
@@ -32,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
     resume: str = ""
     members: tuple[int, int] | None = None
     made: bool = False
+    pools: dict[str, dict[str, Any]] = {}
 
 
 def new_directory(home: Path) -> Path:
@@ -43,12 +51,35 @@ def new_directory(home: Path) -> Path:
 def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
     """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
     python = (sys.executable, "-P", "-m")
-    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", "127.0.0.1", "--port", str(port))
+    tables = {name: dict(choices.pools.get(name, LOCAL_POOL)) for name in chosen_pools(choices)}
+    host = choices.text("host") or address.of_coordinator(table["engine"] for table in tables.values())
+    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
+    if tables:
+        return Launch(str(directory), coordinator, (), spec, pools=tables)
     token_file = str(directory / "token")
-    agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL_AGENT)
+    agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL)
     preload = "" if choices.text("preload") or spec is None else _preload(spec)
     options = ("--dir", str(directory), *agent_options(choices), *(("--preload", preload) if preload else ()))
     return Launch(str(directory), coordinator, (*agent, *options), spec)
+
+
+def chosen_pools(choices: Choices) -> tuple[str, ...]:
+    """The pools of ``--on``, checked; none for this machine as it is."""
+    names = tuple(name.strip() for name in choices.text("on").split(",") if name.strip())
+    if names in ((), (LOCAL,)) and LOCAL not in choices.pools:
+        return ()
+    for name in names:
+        if name not in choices.pools and name != LOCAL:
+            known = sorted({*choices.pools, LOCAL})
+            raise BadPool(
+                f"there is no pool {name!r}",
+                where=choices.source("on"),
+                do=f"describe it under [pool.{name}] in shoal.toml; there are: {', '.join(known)}",
+            )
+        pools.parse(name, choices.pools.get(name, LOCAL_POOL), str(choices.file or ""))
+    if len(set(names)) < len(names):
+        raise BadPool(f"a pool is named twice in {choices.text('on')!r}", where=choices.source("on"))
+    return names
 
 
 def _preload(spec: RunSpec) -> str:
@@ -90,6 +121,7 @@ def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: st
         module=module,
         settings=choices.for_run(),
         compat=compat,
+        on=chosen_pools(choices),
     )
 
 
@@ -133,6 +165,13 @@ def make(directory: Path, *, exist_ok: bool = False) -> None:
         raise HomeUnusable(
             f"{directory} cannot be made", why=error.strerror or str(error), do="set SHOAL_HOME to a directory of yours"
         ) from error
+
+
+def write_pools(directory: Path, tables: dict[str, dict[str, Any]]) -> None:
+    """Tell a coordinator that is still to be started which pools it may hire from."""
+    path = directory / "pools.json"
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(tables))
 
 
 def unmake(directory: Path) -> None:

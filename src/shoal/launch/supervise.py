@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch.client import Client, open_client
 from shoal.launch.find import OVER, read_text
-from shoal.launch.render import URL, Launch, make, unmake
+from shoal.launch.render import URL, Launch, make, unmake, write_pools
 from shoal.launch.services import Service
 from shoal.wire.views import RunView, ScaleAsk
 
 READY_S = 60.0
 GRACE_S = 8.0
+# What was hired has to be given back first.
+POOLS_GRACE_S = 60.0
 
 
 class Supervisor:
@@ -33,6 +35,8 @@ class Supervisor:
         """Start both, submit or resume the run; on failure nothing is left behind."""
         if self._launch.made:
             make(self._directory)
+        if self._launch.pools:
+            write_pools(self._directory, self._launch.pools)
         try:
             client = self._start()
             view = self._submit(client)
@@ -61,9 +65,9 @@ class Supervisor:
         if self._agent is not None:
             self._agent.end(GRACE_S)
         if client is not None:
-            self._coordinator.wait(GRACE_S)
+            self._coordinator.wait(POOLS_GRACE_S if self._launch.pools else GRACE_S)
             client.close()
-        self._coordinator.end(GRACE_S)
+        self._coordinator.end(POOLS_GRACE_S if self._launch.pools else GRACE_S)
         if self._launch.made and not self._accepted:
             unmake(self._directory)
 
@@ -76,9 +80,10 @@ class Supervisor:
         port = str(urlsplit(client.url).port)
         at = self._launch.coordinator.index("--port") + 1
         self._coordinator.argv = (*self._launch.coordinator[:at], port, *self._launch.coordinator[at + 1 :])
-        agent = tuple(client.url if part == URL else part for part in self._launch.agent)
-        self._agent = Service("agent", agent, self._directory / "agent.log")
-        self._agent.start()
+        if self._launch.agent:
+            agent = tuple(client.url if part == URL else part for part in self._launch.agent)
+            self._agent = Service("agent", agent, self._directory / "agent.log")
+            self._agent.start()
         return client
 
     def _wait_for(self, url_file: Path) -> Client:

@@ -17,7 +17,10 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name."""
+    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name.
+
+    `on` are the pools whose machines it may have, in its order; without them it uses those that are there.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -29,6 +32,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compat: str = ""
     resume: bool = False
     roles: dict[str, RoleSpec] = {}
+    on: tuple[str, ...] = ()
 
 
 class MemberView(msgspec.Struct, frozen=True):

@@ -87,6 +87,18 @@ def test_a_machine_that_is_lost_is_replaced_at_once() -> None:
     assert of(se.Submit, asked) == ["spot-2"]
 
 
+def test_a_machine_with_a_notice_is_replaced_while_it_hands_over() -> None:
+    world = World()
+    world.need(1)
+    world.deliver("spot-1")
+    asked = world.tell(se.AgentLeaving("spot-1", "preempted in 30 s"))
+    assert of(se.Submit, asked) == ["spot-2"]
+    assert of(se.Cancel, asked + world.wait(10)) == [], "it goes by itself"
+    world.tell(se.Observed("spot", (Sighting("spot-2", "job", running=True),)))
+    assert list(world.state.hires) == ["spot-2"]
+    assert world.state.standings.get("spot", supply.Standing()).strikes == 0, "that is nobody's fault"
+
+
 def test_a_machine_that_the_engine_lost_is_replaced_at_once() -> None:
     world = World()
     world.need(1)

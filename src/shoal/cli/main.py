@@ -24,6 +24,7 @@ VERBS = {
     "join": "Lend this machine to a coordinator's runs.",
     "coordinator": "Run a standing coordinator.",
     "nodes": "List the machines of the coordinators.",
+    "pools": "List pools of machines.",
     "doctor": "Look for what could go wrong on this machine.",
     "config": "Print every setting with its value and source.",
     "explain": "Explain an error code.",

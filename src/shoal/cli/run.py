@@ -139,7 +139,7 @@ def _describe_pools(launch: Launch) -> list[str]:
     from shoal.wire.credentials import Credentials
 
     lines = []
-    for name, table in launch.pools.items():
+    for name, table in (launch.hires.pools if launch.hires is not None else {}).items():
         pool, engine = pools.parse(name, table)
         offered = f"up to {pool.limit} machines of {pool.slots} members"
         lines += [

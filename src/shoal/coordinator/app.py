@@ -57,6 +57,7 @@ class Api:
             Route("/v1/runs/{run}/scale", _answering(self.scale), methods=["POST"]),
             Route("/v1/runs/{run}/resume", _answering(self.resume), methods=["POST"]),
             Route("/v1/agents", _answering(self.agents)),
+            Route("/v1/pools", _answering(self.pools)),
             Route("/v1/shutdown", _answering(self.shutdown), methods=["POST"]),
             Route("/metrics", self.metrics),
             WebSocketRoute("/v1/member", self.member),
@@ -99,6 +100,9 @@ class Api:
 
     async def agents(self, _request: Request) -> object:
         return self._service.agent_views()
+
+    async def pools(self, _request: Request) -> object:
+        return self._service.pool_views()
 
     async def shutdown(self, _request: Request) -> object:
         self._requests.shut_down("the coordinator is shut down")

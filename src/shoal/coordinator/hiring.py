@@ -13,9 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from shoal.coordinator.service import Service
 from shoal.core import supply
@@ -25,13 +22,11 @@ from shoal.engines import pools
 from shoal.engines.engine import Ask, Engine
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
 from shoal.wire import credentials
+from shoal.wire.hires import hiring_of
 
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
 CLOSE_S = 30.0
-POOLS = "pools.json"
-# A machine whose coordinator is gone for good must not be paid for any longer than this.
-AGENT_OPTIONS = ("--orphan", "1800")
 
 log = logging.getLogger("shoal.hiring")
 
@@ -176,11 +171,10 @@ class _Desk(threading.Thread):
 
 def open_pools(service: Service, directory: Path) -> Hiring | None:
     """Hire from the pools that the coordinator's directory describes; None if there are none."""
-    path = directory / POOLS
-    if not path.exists():
+    hires = hiring_of(directory)
+    if hires is None:
         return None
-    tables: dict[str, dict[str, Any]] = msgspec.json.decode(path.read_bytes())
-    found = {name: pools.parse(name, table, str(path)) for name, table in tables.items()}
+    found = {name: pools.parse(name, table, str(directory)) for name, table in hires.pools.items()}
     known = tuple(pool for pool, _ in found.values())
     if known != tuple(service.runs.supply.pools.values()):
         service.handle("", se.PoolsKnown(known))
@@ -188,7 +182,7 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     url = (directory / "url").read_text("ascii").strip()
 
     def ask_of(hire: str, slots: int) -> Ask:
-        return Ask(hire, service.name, url, token, slots or None, AGENT_OPTIONS)
+        return Ask(hire, service.name, url, token, slots or None, hires.agent)
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

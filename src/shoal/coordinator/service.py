@@ -34,7 +34,7 @@ from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
 from shoal.wire import messages as ms
-from shoal.wire.views import AgentView, RunView, StoryLine
+from shoal.wire.views import AgentView, PoolView, RunView, StoryLine
 
 log = logging.getLogger("shoal.coordinator")
 
@@ -306,6 +306,9 @@ class Service:
 
     def agent_views(self) -> list[AgentView]:
         return present.agent_views(self.runs, self.agents, self.clock.now())
+
+    def pool_views(self) -> list[PoolView]:
+        return present.pool_views(self.runs, self.clock.now())
 
     async def story(self, run: Run, member: str, after: int, limit: int) -> list[StoryLine]:
         await self.flush()

@@ -39,6 +39,9 @@ class Account:
     def of_run(self, run: str) -> Cost:
         return sum(self.runs.get(run, {}).values(), Cost())
 
+    def of_pool(self, pool: str) -> Cost:
+        return sum((pools.get(pool, Cost()) for pools in self.runs.values()), Cost())
+
     @property
     def total(self) -> Cost:
         return sum((self.of_run(run) for run in self.runs), Cost())

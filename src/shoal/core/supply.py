@@ -110,6 +110,11 @@ def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     return tuple(fired)
 
 
+def account_at(state: State, now: float) -> Account:
+    """What everything has cost up to now."""
+    return _Draft(state, now).account
+
+
 def is_news(state: State, event: se.Observed) -> bool:
     """Whether what a pool says there is differs from what we know."""
     mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}

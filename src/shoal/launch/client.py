@@ -12,7 +12,18 @@ import msgspec
 
 from shoal import __version__, errors
 from shoal.wire.messages import PROTOCOL
-from shoal.wire.views import AgentView, Health, LogPage, Problem, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
+from shoal.wire.views import (
+    AgentView,
+    Health,
+    LogPage,
+    PoolView,
+    Problem,
+    RunSpec,
+    RunView,
+    ScaleAsk,
+    StopAsk,
+    StoryLine,
+)
 
 T = TypeVar("T")
 
@@ -70,6 +81,9 @@ class Client:
 
     def agents(self) -> tuple[AgentView, ...]:
         return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
+
+    def pools(self) -> tuple[PoolView, ...]:
+        return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
 
     def shutdown(self) -> None:
         self._ask("POST", "/v1/shutdown", Any)

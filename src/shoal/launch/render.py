@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from shoal.errors import BadCount, BadPool, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
+from shoal.wire.hires import Hires, hiring_of
 from shoal.wire.views import RunSpec
 
 URL = "<url>"
@@ -29,7 +29,7 @@ KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,p
 class Launch(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
-    There is no agent if the run takes its machines from `pools`.
+    There is no agent if it hires them.
     """
 
     directory: str
@@ -39,7 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
     resume: str = ""
     members: tuple[int, int] | None = None
     made: bool = False
-    pools: dict[str, dict[str, Any]] = {}
+    hires: Hires | None = None
 
 
 def new_directory(home: Path) -> Path:
@@ -55,7 +55,10 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     host = choices.text("host") or address.of_coordinator(table["engine"] for table in tables.values())
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
     if tables:
-        return Launch(str(directory), coordinator, (), spec, pools=tables)
+        orphan = ("--orphan", choices.text("orphan_s"))
+        return Launch(str(directory), coordinator, (), spec, hires=Hires(tables, (*agent_options(choices), *orphan)))
+    if (before := hiring_of(directory)) is not None:
+        return Launch(str(directory), coordinator, (), spec, hires=before)
     token_file = str(directory / "token")
     agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL)
     preload = "" if choices.text("preload") or spec is None else _preload(spec)
@@ -165,13 +168,6 @@ def make(directory: Path, *, exist_ok: bool = False) -> None:
         raise HomeUnusable(
             f"{directory} cannot be made", why=error.strerror or str(error), do="set SHOAL_HOME to a directory of yours"
         ) from error
-
-
-def write_pools(directory: Path, tables: dict[str, dict[str, Any]]) -> None:
-    """Tell a coordinator that is still to be started which pools it may hire from."""
-    path = directory / "pools.json"
-    path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.encode(tables))
 
 
 def unmake(directory: Path) -> None:

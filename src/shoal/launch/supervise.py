@@ -11,14 +11,15 @@ from urllib.parse import urlsplit
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch.client import Client, open_client
 from shoal.launch.find import OVER, read_text
-from shoal.launch.render import URL, Launch, make, unmake, write_pools
+from shoal.launch.render import URL, Launch, make, unmake
 from shoal.launch.services import Service
+from shoal.wire import hires
 from shoal.wire.views import RunView, ScaleAsk
 
 READY_S = 60.0
 GRACE_S = 8.0
 # What was hired has to be given back first.
-POOLS_GRACE_S = 60.0
+HIRES_GRACE_S = 60.0
 
 
 class Supervisor:
@@ -35,8 +36,8 @@ class Supervisor:
         """Start both, submit or resume the run; on failure nothing is left behind."""
         if self._launch.made:
             make(self._directory)
-        if self._launch.pools:
-            write_pools(self._directory, self._launch.pools)
+        if self._launch.hires is not None:
+            hires.write(self._directory, self._launch.hires)
         try:
             client = self._start()
             view = self._submit(client)
@@ -65,9 +66,9 @@ class Supervisor:
         if self._agent is not None:
             self._agent.end(GRACE_S)
         if client is not None:
-            self._coordinator.wait(POOLS_GRACE_S if self._launch.pools else GRACE_S)
+            self._coordinator.wait(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
             client.close()
-        self._coordinator.end(POOLS_GRACE_S if self._launch.pools else GRACE_S)
+        self._coordinator.end(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
         if self._launch.made and not self._accepted:
             unmake(self._directory)
 

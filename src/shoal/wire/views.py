@@ -92,12 +92,39 @@ class Evaluation(msgspec.Struct, frozen=True):
     export: str = ""
 
 
+class CostView(msgspec.Struct, frozen=True):
+    """Machine seconds, what they cost, and what was saved against the price of machines that are not preempted."""
+
+    machine_s: float
+    spent: float
+    saved: float
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    """A pool of a coordinator: how many of its machines are here, and how many were asked for and are not.
+
+    `trouble` is why nothing more is asked of it, empty if something would be; `until` is when it is asked again.
+    """
+
+    pool: str
+    engine: str
+    limit: int
+    slots: int
+    price_per_h: float
+    here: int
+    waiting: int
+    trouble: str = ""
+    until: float | None = None
+    cost: CostView = CostView(0.0, 0.0, 0.0)
+
+
 class RunView(msgspec.Struct, frozen=True):
     """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable.
 
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
-    `tensorboard` is where event files are written, and `tensorboard_error` why they are not.
+    `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
+    machines that were hired for it.
     """
 
     run: str
@@ -134,6 +161,7 @@ class RunView(msgspec.Struct, frozen=True):
     evaluation: Evaluation | None = None
     tensorboard: str = ""
     tensorboard_error: str = ""
+    cost: CostView | None = None
 
 
 class AgentView(msgspec.Struct, frozen=True):
@@ -148,6 +176,7 @@ class AgentView(msgspec.Struct, frozen=True):
     beat_age_s: float
     load: float
     notice: str
+    pool: str = ""
 
 
 class StoryLine(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -24,12 +25,16 @@ SCRIPT = Path(__file__).with_name("train.py")
 class Hired(Stage):
     """A run that takes its machines from pools."""
 
-    def __init__(self, path: Path, on: str, members: str, pools: str, *settings: str, steps: int = 200) -> None:
+    def __init__(self, path: Path, on: str, members: str, pools: str, *settings: str, script: str, steps: int) -> None:
         self._on, self._folder = on, path / "project"
         self._folder.mkdir()
         (self._folder / "shoal.toml").write_text(pools)
+        (self._folder / "words.py").write_text("GREETING = 'hello'\n")
+        (self._folder / "secret.bin").write_text("not for others")
+        (self._folder / ".shoalignore").write_text("*.bin\n")
+        shutil.copy(SCRIPT, self._folder / "train.py")
         given = ("preload=torch,shoal.torch", "notice.grace_s=3", *settings)
-        super().__init__(path, SCRIPT, members, given, {"STEPS": str(steps)})
+        super().__init__(path, Path(script), members, given, {"STEPS": str(steps)})
 
     def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         before = Path.cwd()
@@ -77,8 +82,10 @@ class Hired(Stage):
 
 
 @contextlib.contextmanager
-def hired(path: Path, on: str, members: str, pools: str, *settings: str, steps: int = 200) -> Iterator[Hired]:
-    run = Hired(path, on, members, pools, *settings, steps=steps)
+def hired(
+    path: Path, on: str, members: str, pools: str, *settings: str, script: str = str(SCRIPT), steps: int = 200
+) -> Iterator[Hired]:
+    run = Hired(path, on, members, pools, *settings, script=script, steps=steps)
     try:
         yield run
     finally:
@@ -152,6 +159,20 @@ def test_a_coordinator_that_was_killed_while_it_hired_pays_for_nothing_unseen(tm
         run.until_size(3)
         assert len(run.agents()) == 3
         run.finish(patience_s=150)
+        run.check_leftovers()
+
+
+def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    pools = pool("far", 2, shared=False).replace("False", "false")
+    with hired(tmp_path, "far", "2", pools, "preload=torch,shoal.torch", script="train.py", steps=40) as run:
+        run.finish()
+        where = {Path(e["cwd"]) for e in run.of("ready")}
+        assert len(where) == 2, "each machine has a copy of its own"
+        assert not any(path.is_relative_to(folder) for path in where)
+        assert all((path / "words.py").exists() and not (path / "secret.bin").exists() for path in where)
+        assert run.output.count("sends ") == 1
+        assert "words.py" in run.output
         run.check_leftovers()
 
 

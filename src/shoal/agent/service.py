@@ -49,7 +49,8 @@ _LAST_WORDS_S = 2.0
 class AgentSettings:
     """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
 
-    `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None.
+    `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None. `apart` says
+    that this machine does not see the disk of who started the run.
     """
 
     url: str
@@ -61,6 +62,7 @@ class AgentSettings:
     grace_s: float = 30.0
     idle_s: float = 600.0
     orphan_s: float | None = None
+    apart: bool = False
     connect_s: float = 5.0
     lifeline: int | None = None
     notice_source: str = ""
@@ -83,6 +85,8 @@ class Agent:
             slots=settings.slots,
             interface=settings.interface,
             environ=environ,
+            cache=_home(environ) / "cache" / "blobs",
+            apart=settings.apart,
         )
         self._members = Members(home, settings.preload, self._outbox)
         self._ending = asyncio.Event()
@@ -272,6 +276,10 @@ class Agent:
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)
         self._end(reason, 0.0)
+
+
+def _home(environ: dict[str, str]) -> Path:
+    return Path(environ.get("SHOAL_HOME") or Path.home() / ".shoal")
 
 
 def _clock(at: float) -> str:

@@ -103,6 +103,10 @@ def command(
     launch = launching.render(directory, choices, spec)
     if place.url:
         launch = Launch(directory="", coordinator=(), agent=(), spec=spec)
+    if launch.ship:
+        from shoal.launch import luggage
+
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
     if dry_run:
         frame.answer(launch, lambda: describe(launch, choices, place))
         return

@@ -32,9 +32,9 @@ log = logging.getLogger("shoal.hiring")
 
 
 class Hiring:
-    """The pools of one coordinator. `ask_of` makes a hire's name and slots into what its engine is to start."""
+    """The pools of one coordinator. `ask_of` makes a hire of a pool, and its slots, into what is to be started."""
 
-    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[str, int], Ask]) -> None:
+    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[str, str, int], Ask]) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._desks = {name: _Desk(name, engine, ask_of, self._said) for name, engine in engines.items()}
@@ -88,10 +88,11 @@ class _Desk(threading.Thread):
     """Where one pool is asked. `asking` are those whose submission has not been heard of; `busy` that it has hires."""
 
     def __init__(
-        self, pool: str, engine: Engine, ask_of: Callable[[str, int], Ask], said: Callable[[se.Event], None]
+        self, pool: str, engine: Engine, ask_of: Callable[[str, str, int], Ask], said: Callable[[se.Event], None]
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
         self._pool, self._engine, self._ask_of, self._said = pool, engine, ask_of, said
+        self._tag = ask_of(pool, "", 0).tag
         self._line: queue.Queue[se.Submit | se.Cancel | None] = queue.Queue()
         self._stopped = threading.Event()
         self._end_all = False
@@ -142,14 +143,14 @@ class _Desk(threading.Thread):
 
     def _submit(self, asked: se.Submit) -> None:
         try:
-            handle = self._engine.submit(self._ask_of(asked.hire, asked.slots))
+            handle = self._engine.submit(self._ask_of(self._pool, asked.hire, asked.slots))
         except OSError as error:
             raise HireRefused("the engine could not be asked", why=str(error)) from error
         self._said(se.Submitted(self._pool, asked.hire, handle))
 
     def _look(self) -> None:
         try:
-            found = self._engine.watch(self._ask_of("", 0).tag)
+            found = self._engine.watch(self._tag)
         except ShoalError as error:
             self._said(se.PoolUnreachable(self._pool, _in_short(error)))
             return
@@ -163,7 +164,7 @@ class _Desk(threading.Thread):
 
     def _end_everything(self) -> None:
         try:
-            for one in self._engine.watch(self._ask_of("", 0).tag):
+            for one in self._engine.watch(self._tag):
                 self._engine.cancel(one.handle)
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
@@ -181,8 +182,9 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     token = credentials.read(directory / "token")
     url = (directory / "url").read_text("ascii").strip()
 
-    def ask_of(hire: str, slots: int) -> Ask:
-        return Ask(hire, service.name, url, token, slots or None, hires.agent)
+    def ask_of(pool: str, hire: str, slots: int) -> Ask:
+        apart = () if found[pool][1].shared else ("--apart",)
+        return Ask(hire, service.name, url, token, slots or None, (*hires.agent, *apart))
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

@@ -24,6 +24,8 @@ BORN_WITHIN_S = 0.01
 class Local(Engine):
     """Agents on this machine."""
 
+    usually_shared = True
+
     def render(self, ask: Ask) -> Rendered:
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -84,6 +85,17 @@ class Client:
 
     def pools(self) -> tuple[PoolView, ...]:
         return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
+
+    def send(self, contents: Mapping[str, Path | bytes]) -> int:
+        """Let the coordinator have what has these hashes, as far as it does not; how many it lacked."""
+        missing: tuple[str, ...] = self._ask("POST", "/v1/blobs", tuple[str, ...], tuple(contents))
+        for digest in missing:
+            found = contents[digest]
+            data = found if isinstance(found, bytes) else found.read_bytes()
+            status, answer = self._exchange("PUT", f"/v1/blobs/{digest}", data)
+            if status >= 400:
+                raise _problem(status, answer, self.url)
+        return len(missing)
 
     def shutdown(self) -> None:
         self._ask("POST", "/v1/shutdown", Any)

@@ -29,7 +29,7 @@ KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,p
 class Launch(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
-    There is no agent if it hires them.
+    There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is.
     """
 
     directory: str
@@ -40,6 +40,7 @@ class Launch(msgspec.Struct, frozen=True):
     members: tuple[int, int] | None = None
     made: bool = False
     hires: Hires | None = None
+    ship: str = ""
 
 
 def new_directory(home: Path) -> Path:
@@ -56,7 +57,8 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
     if tables:
         orphan = ("--orphan", choices.text("orphan_s"))
-        return Launch(str(directory), coordinator, (), spec, hires=Hires(tables, (*agent_options(choices), *orphan)))
+        hires = Hires(tables, (*agent_options(choices), *orphan))
+        return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
     if (before := hiring_of(directory)) is not None:
         return Launch(str(directory), coordinator, (), spec, hires=before)
     token_file = str(directory / "token")
@@ -83,6 +85,24 @@ def chosen_pools(choices: Choices) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise BadPool(f"a pool is named twice in {choices.text('on')!r}", where=choices.source("on"))
     return names
+
+
+def shipped(choices: Choices, spec: RunSpec | None) -> str:
+    """The directory that is sent along, if some machine does not see it."""
+    wish = choices.text("ship")
+    if spec is None or wish == "never":
+        return ""
+    taken = [pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in spec.on]
+    if wish == "auto" and all(engine.shared for engine in taken):
+        return ""
+    script = spec.argv[0]
+    if not spec.module and not (Path(spec.cwd) / script).resolve().is_relative_to(Path(spec.cwd).resolve()):
+        raise BadScript(
+            f"{script} is not below the directory that is sent to other machines",
+            where=spec.cwd,
+            do="start the run in the directory of your project",
+        )
+    return spec.cwd
 
 
 def _preload(spec: RunSpec) -> str:

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shoal.errors import CoordinatorUnreachable, ShoalError
+from shoal.launch import luggage
 from shoal.launch.client import Client, open_client
 from shoal.launch.find import OVER, read_text
 from shoal.launch.render import URL, Launch, make, unmake
@@ -104,7 +107,8 @@ class Supervisor:
     def _submit(self, client: Client) -> RunView:
         launch = self._launch
         if launch.spec is not None:
-            return client.submit(launch.spec)
+            sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
+            return client.submit(msgspec.structs.replace(launch.spec, project=sent))
         return resume(client, launch.resume, launch.members)
 
 

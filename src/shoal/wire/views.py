@@ -19,7 +19,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name.
 
-    `on` are the pools whose machines it may have, in its order; without them it uses those that are there.
+    `on` are the pools whose machines it may have, in its order; without them it uses those that are there. `project`
+    is the hash of what was sent along for machines that do not see `cwd`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resume: bool = False
     roles: dict[str, RoleSpec] = {}
     on: tuple[str, ...] = ()
+    project: str = ""
 
 
 class MemberView(msgspec.Struct, frozen=True):

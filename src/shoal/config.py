@@ -87,6 +87,7 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
     name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
     on: Annotated[str, Meta(description="pools to take machines from, in this order, such as spot,lab")] = ""
+    priority: Annotated[int, Meta(description="runs of higher priority get machines first")] = 0
     ship: Annotated[
         Literal["auto", "always", "never"], Meta(description="whether the project is sent along with the run")
     ] = "auto"

@@ -127,9 +127,9 @@ class Runs:
             self._supply(se.AgentLost(event.agent, "its agent did not come back"), now, asked)
 
     def _needs(self) -> tuple[se.Need, ...]:
-        """How many places each run could use, in the order in which they were submitted."""
+        """How many places each run could use: those of higher priority first, then in the order of submission."""
         needs = []
-        for run in self.runs.values():
+        for run in sorted(self.runs.values(), key=lambda run: -run.spec.priority):
             wanted = self.fleet.runs.get(run.name)
             if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
                 needs.append(se.Need(run.name, run.spec.on, wanted.places))
@@ -147,7 +147,8 @@ class Runs:
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
         servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
         restarts = restarts_of(run.settings)
-        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, run.spec.on)
+        asking = (run.spec.on, run.spec.priority)
+        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:

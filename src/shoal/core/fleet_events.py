@@ -59,6 +59,7 @@ class RunWanted:
     servers: int = 0
     evaluators: int = 0
     pools: tuple[str, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

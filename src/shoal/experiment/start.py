@@ -92,6 +92,7 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
         settings=choices.for_run(),
         roles=specs(roles),
         on=render.chosen_pools(choices),
+        priority=int(choices.text("priority")),
     )
 
 

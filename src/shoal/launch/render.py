@@ -145,6 +145,7 @@ def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: st
         settings=choices.for_run(),
         compat=compat,
         on=chosen_pools(choices),
+        priority=int(choices.text("priority")),
     )
 
 

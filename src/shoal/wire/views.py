@@ -20,7 +20,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name.
 
     `on` are the pools whose machines it may have, in its order; without them it uses those that are there. `project`
-    is the hash of what was sent along for machines that do not see `cwd`.
+    is the hash of what was sent along for machines that do not see `cwd`. Runs of higher `priority` get places first.
     """
 
     name: str
@@ -35,6 +35,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     roles: dict[str, RoleSpec] = {}
     on: tuple[str, ...] = ()
     project: str = ""
+    priority: int = 0
 
 
 class MemberView(msgspec.Struct, frozen=True):

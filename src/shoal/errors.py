@@ -739,3 +739,12 @@ class UnknownBlob(MembershipError):
     """The coordinator was asked for something to send along that it does not have."""
 
     code = "S212"
+
+
+class NotYours(MembershipError):
+    """A named user asked for something that only the owner of the coordinator, or of the run, may do.
+
+    ``shoal token NAME`` makes a token for a user, who may submit runs, see all and change its own.
+    """
+
+    code = "S213"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import shoal.torch as shoal
 
 OUT = Path(os.environ["RECORDS"])
-STEPS = int(os.environ.get("STEPS", "200"))
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ.get("STEPS", "200"))
 torch.set_num_threads(1)
 
 

@@ -23,6 +23,7 @@ VERBS = {
     "scale": "Change how many members a run may have.",
     "join": "Lend this machine to a coordinator's runs.",
     "coordinator": "Run a standing coordinator.",
+    "token": "Make or revoke the token of a user of a standing coordinator.",
     "nodes": "List the machines of the coordinators.",
     "pools": "List pools of machines.",
     "doctor": "Look for what could go wrong on this machine.",

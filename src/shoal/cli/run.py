@@ -98,11 +98,12 @@ def command(
         beside = f"--compat {compat}" if compat else f"--sync {choices.text('sync')}"
         where = choices.source("evaluator")
         raise BadRole(f"an evaluator cannot be used with {beside}", where=where, do="leave one of them out")
-    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
-    directory = launching.new_directory(place.home)
-    launch = launching.render(directory, choices, spec)
-    if place.url:
-        launch = Launch(directory="", coordinator=(), agent=(), spec=spec)
+    standing = bool(place.url)
+    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
+    if standing:
+        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
+    else:
+        launch = launching.render(launching.new_directory(place.home), choices, spec)
     if launch.ship:
         from shoal.launch import luggage
 

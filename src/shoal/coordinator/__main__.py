@@ -23,6 +23,7 @@ from shoal.coordinator import tls
 from shoal.coordinator.app import make_app
 from shoal.coordinator.auth import Guard, is_loopback
 from shoal.coordinator.hiring import open_pools
+from shoal.coordinator.keys import Keys
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
 from shoal.errors import BadCredentials, JournalUnwritable, PortInUse, ShoalError
@@ -120,7 +121,7 @@ def _config(
     service: Service, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
 ) -> uvicorn.Config:
     config = uvicorn.Config(
-        Guard(make_app(service, leave), token, loopback_only=is_loopback(host)),  # type: ignore[arg-type]
+        Guard(make_app(service, leave), Keys(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
         http=ImpatientProtocol,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,

@@ -16,6 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 import shoal
 from shoal.coordinator import logs
 from shoal.coordinator.agents import Agents
+from shoal.coordinator.auth import USER
 from shoal.coordinator.blobs import Blobs
 from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.members import Members
@@ -76,7 +77,7 @@ class Api:
         return self._service.run_views()
 
     async def create(self, request: Request) -> object:
-        return self._requests.create(await _body(request, RunSpec))
+        return self._requests.create(await _body(request, RunSpec), _user(request))
 
     async def run(self, request: Request) -> object:
         return self._service.view(self._requests.find(request.path_params["run"]).name)
@@ -93,15 +94,15 @@ class Api:
 
     async def stop(self, request: Request) -> object:
         ask = await _body(request, StopAsk, StopAsk())
-        return self._requests.stop(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.stop(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def scale(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk)
-        return self._requests.scale(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.scale(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def resume(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk) if await request.body() else None
-        return self._requests.resume(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.resume(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def agents(self, _request: Request) -> object:
         return self._service.agent_views()
@@ -240,6 +241,11 @@ async def _body(request: Request, kind: type[T], default: T | None = None) -> T:
         return msgspec.json.decode(bytes(data), type=kind)
     except msgspec.DecodeError as error:
         raise BadRequest("the request cannot be understood", why=str(error)) from error
+
+
+def _user(request: Request) -> str:
+    """Whose token the request came with; empty for the coordinator's own."""
+    return str(request.scope.get(USER, ""))
 
 
 def _page(request: Request) -> tuple[str, int, int]:

@@ -15,10 +15,11 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """A run was submitted. `settings` are checked and complete."""
+    """A run was submitted, by a named user or by who owns the coordinator. `settings` are checked and complete."""
 
     spec: RunSpec
     settings: dict[str, Value]
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)

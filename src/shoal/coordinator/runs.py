@@ -57,6 +57,7 @@ class Run:
     failed_at: float = 0.0
     pids: dict[str, int] = field(default_factory=dict)
     evaluation: evaluation.State = field(default_factory=evaluation.State)
+    user: str = ""
 
     @property
     def over(self) -> bool:
@@ -141,7 +142,9 @@ class Runs:
         low, high = event.spec.members
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
-        self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
+        run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
+        run.user = event.user
+        self.runs[name] = run
         self._want(self.runs[name], low, high, now, asked)
 
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:

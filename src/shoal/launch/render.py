@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -52,12 +53,10 @@ def new_directory(home: Path) -> Path:
 def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
     """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
     python = (sys.executable, "-P", "-m")
-    tables = {name: dict(choices.pools.get(name, LOCAL_POOL)) for name in chosen_pools(choices)}
-    host = choices.text("host") or address.of_coordinator(table["engine"] for table in tables.values())
+    hires = hires_of(choices, chosen_pools(choices))
+    host = choices.text("host") or address.of_coordinator(table["engine"] for table in hires.pools.values())
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
-    if tables:
-        orphan = ("--orphan", choices.text("orphan_s"))
-        hires = Hires(tables, (*agent_options(choices), *orphan))
+    if hires.pools:
         return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
     if (before := hiring_of(directory)) is not None:
         return Launch(str(directory), coordinator, (), spec, hires=before)
@@ -68,9 +67,22 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     return Launch(str(directory), coordinator, (*agent, *options), spec)
 
 
+def hires_of(choices: Choices, names: Collection[str] | None = None) -> Hires:
+    """What a coordinator may hire: from these pools, or from all that shoal.toml describes."""
+    tables = {name: dict(choices.pools.get(name, LOCAL_POOL)) for name in (choices.pools if names is None else names)}
+    for name, table in tables.items():
+        pools.parse(name, table, str(choices.file or ""))
+    return Hires(tables, (*agent_options(choices), "--orphan", choices.text("orphan_s")))
+
+
+def named_pools(choices: Choices) -> tuple[str, ...]:
+    """The pools of ``--on``."""
+    return tuple(name.strip() for name in choices.text("on").split(",") if name.strip())
+
+
 def chosen_pools(choices: Choices) -> tuple[str, ...]:
     """The pools of ``--on``, checked; none for this machine as it is."""
-    names = tuple(name.strip() for name in choices.text("on").split(",") if name.strip())
+    names = named_pools(choices)
     if names in ((), (LOCAL,)) and LOCAL not in choices.pools:
         return ()
     for name in names:
@@ -81,19 +93,24 @@ def chosen_pools(choices: Choices) -> tuple[str, ...]:
                 where=choices.source("on"),
                 do=f"describe it under [pool.{name}] in shoal.toml; there are: {', '.join(known)}",
             )
-        pools.parse(name, choices.pools.get(name, LOCAL_POOL), str(choices.file or ""))
     if len(set(names)) < len(names):
         raise BadPool(f"a pool is named twice in {choices.text('on')!r}", where=choices.source("on"))
     return names
 
 
 def shipped(choices: Choices, spec: RunSpec | None) -> str:
-    """The directory that is sent along, if some machine does not see it."""
-    wish = choices.text("ship")
-    if spec is None or wish == "never":
+    """The directory that is sent along, if some machine of the run's own pools does not see it."""
+    taken = [
+        pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in (spec.on if spec is not None else ())
+    ]
+    if spec is None or (choices.text("ship") == "auto" and all(engine.shared for engine in taken)):
         return ""
-    taken = [pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in spec.on]
-    if wish == "auto" and all(engine.shared for engine in taken):
+    return sent_away(choices, spec)
+
+
+def sent_away(choices: Choices, spec: RunSpec) -> str:
+    """The directory that is sent to whoever may not see it."""
+    if choices.text("ship") == "never" or (choices.text("ship") == "auto" and not spec.on):
         return ""
     script = spec.argv[0]
     if not spec.module and not (Path(spec.cwd) / script).resolve().is_relative_to(Path(spec.cwd).resolve()):
@@ -130,8 +147,13 @@ def agent_options(choices: Choices) -> tuple[str, ...]:
     return tuple(part for option, value in given.items() if value for part in (option, value))
 
 
-def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices) -> RunSpec:
-    """The run that is asked for, checked as far as it can be without starting it."""
+def spec_of(
+    script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices, standing: bool = False
+) -> RunSpec:
+    """The run that is asked for, checked as far as it can be without starting it.
+
+    A standing coordinator has pools of its own.
+    """
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
     default_name = script.rpartition(".")[2] if module else Path(script).stem
@@ -144,7 +166,7 @@ def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: st
         module=module,
         settings=choices.for_run(),
         compat=compat,
-        on=chosen_pools(choices),
+        on=named_pools(choices) if standing else chosen_pools(choices),
         priority=int(choices.text("priority")),
     )
 

@@ -43,7 +43,7 @@ class Supervisor:
             hires.write(self._directory, self._launch.hires)
         try:
             client = self._start()
-            view = self._submit(client)
+            view = hand_over(client, self._launch)
             self._accepted = True
             return client, view
         except BaseException:
@@ -104,12 +104,13 @@ class Supervisor:
             time.sleep(0.02)
         raise self._coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
 
-    def _submit(self, client: Client) -> RunView:
-        launch = self._launch
-        if launch.spec is not None:
-            sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
-            return client.submit(msgspec.structs.replace(launch.spec, project=sent))
+
+def hand_over(client: Client, launch: Launch) -> RunView:
+    """Submit the run of a launch with what is sent along, or resume it."""
+    if launch.spec is None:
         return resume(client, launch.resume, launch.members)
+    sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
+    return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 
 def resume(client: Client, run: str, members: tuple[int, int] | None) -> RunView:

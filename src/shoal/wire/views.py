@@ -127,7 +127,7 @@ class RunView(msgspec.Struct, frozen=True):
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
     `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
-    machines that were hired for it.
+    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator.
     """
 
     run: str
@@ -165,6 +165,7 @@ class RunView(msgspec.Struct, frozen=True):
     tensorboard: str = ""
     tensorboard_error: str = ""
     cost: CostView | None = None
+    user: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ def main() -> int:
         "--idle", type=float, default=600.0, help="seconds without members or coordinator before it gives up"
     )
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor of a pipe; its end ends everything")
-    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, or a plug-in")
+    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, slurm, or a plug-in")
     parser.add_argument("--notice-url", default="", help="base URL of the source, if it is not the usual one")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="modules that the warm process imports")
     given = parser.parse_args()

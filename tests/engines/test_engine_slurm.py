@@ -194,24 +194,33 @@ def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: Slur
 
 
 def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: SlurmSite) -> None:
+    hung = HangsAtSubmission("pool", site.options)
+    hung.controller = site.cluster.controller
+    with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
+        hung.submit(site.ask("pool-1"))
+    hung.controller.resume()
     engine = site.engine()
-    controller = site.cluster.controller
-    controller.suspend()
-    try:
-        with pytest.raises(EngineUnreachable):
-            Slurm._run(engine, engine.render(site.ask("pool-1")).argv, engine.render(site.ask("pool-1")).text)
-        with pytest.raises(EngineUnreachable):
-            engine.submit(site.ask("pool-1"))
-    finally:
-        controller.resume()
     handle = engine.submit(site.ask("pool-1"))
     # As if the look before it had come too early.
-    assert site.cluster.ask(*engine.render(site.ask("pool-1")).argv, text=engine.render(site.ask("pool-1")).text)
+    rendered = engine.render(site.ask("pool-1"))
+    assert site.cluster.ask(*rendered.argv, text=rendered.text).returncode == 0
     site.until_agents("pool-1")
-    assert len(engine.watch(site.tag)) == 1
+    assert len(site.cluster.ask("squeue", "--noheader").stdout.splitlines()) == 2
+    assert [one.state for one in engine.watch(site.tag)] == ["running"]
     engine.cancel(handle)
     site.until(lambda: not site.cluster.ask("squeue", "--noheader").stdout.strip(), "every job of it to be gone")
     site.until_agents()
+
+
+class HangsAtSubmission(Slurm):
+    """The controller hangs when a job is submitted; it takes the job when it goes on."""
+
+    controller: psutil.Process
+
+    def _run(self, argv, *given, **named):
+        if argv[0] == "sbatch":
+            self.controller.suspend()
+        return super()._run(argv, *given, **named)
 
 
 def test_what_a_coordinator_submitted_before_it_died_is_found_by_the_next(site: SlurmSite) -> None:

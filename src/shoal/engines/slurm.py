@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from shoal.engines import boot, slurm_jobs, slurm_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
-from shoal.engines.slurm_refusals import failure, not_installed
+from shoal.engines.slurm_refusals import failure, not_configured, not_installed
 from shoal.errors import EngineUnreachable, HireRefused, LaunchError
 from shoal.wire import credentials
 
@@ -146,12 +146,13 @@ class Slurm(Engine):
         return slurm_jobs.parse(said)
 
     def _hurry(self, jobs: Sequence[slurm_jobs.Job], tag: str) -> None:
-        """Slurm starts what it queued again two minutes later; it need not, so ask it not to wait."""
+        """Ask Slurm not to let two minutes pass before it starts what it has queued again."""
+        now, prefix = time.time(), slurm_jobs.job_name(tag, "")
         for job in jobs:
-            if slurm_jobs.is_delayed(job) and job.name.startswith(slurm_jobs.job_name(tag, "")):
+            if job.name.startswith(prefix) and slurm_jobs.is_delayed(job, now):
                 # If it cannot be asked, or the site does not allow it, the job starts those two minutes later.
                 with contextlib.suppress(LaunchError):
-                    self._run(("scontrol", "update", f"JobId={job.number}", "StartTime=now"))
+                    self._run(("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.ENOUGH_S}"))
 
     def _with_last_words(self, one: Seen, tag: str) -> Seen:
         words = boot_words(self._home(tag, one.hire)) if one.state == "gone" and "FAILED" in one.why else ""
@@ -161,6 +162,10 @@ class Slurm(Engine):
         """What a command of Slurm's prints, or why it did not do it."""
         if shutil.which(argv[0]) is None:
             raise not_installed(argv[0])
+        conf = os.environ.get("SLURM_CONF")
+        if conf and not os.path.exists(conf):
+            # Slurm's commands would wait a minute for it.
+            raise not_configured(f"SLURM_CONF names {conf}, which is not there")
         try:
             done = subprocess.run(
                 argv, input=text, env={**_environment(), **(env or {})}, capture_output=True, text=True, timeout=COMMAND_S

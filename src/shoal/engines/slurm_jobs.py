@@ -11,9 +11,24 @@ from dataclasses import dataclass
 from shoal.engines.engine import Seen
 
 # The name comes last: it is the only one that can hold a separator, in jobs that are not ours.
-FIELDS = ("JobID", "State", "Reason", "EndTime", "PreemptTime", "RestartCnt", "exit_code", "NodeList", "Name")
+FIELDS = (
+    "JobID",
+    "State",
+    "Reason",
+    "StartTime",
+    "EndTime",
+    "PreemptTime",
+    "RestartCnt",
+    "exit_code",
+    "NodeList",
+    "Name",
+)
 FORMAT = ",".join(f"{field}:|" for field in FIELDS)
-REQUEUED = "BeginTime"
+BEGIN = "BeginTime"
+# Slurm lets two minutes pass before what it queued again may start. Some it needs: what it still has to tell the old
+# node must not reach the new start there.
+DELAY_S = 150.0
+ENOUGH_S = 10
 # A job that is requeued is told to begin anew at least its time limit, which is a minute or more, from now.
 AHEAD_S = 30.0
 
@@ -62,11 +77,12 @@ LIMIT = re.compile(r"(Assoc|QOS)\w*(Max|Grp|Min|Usage)\w*")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A line of squeue. `status` is what wait() gave."""
+    """A line of squeue. `status` is what wait() gave; `start` of one that waits is when it may start."""
 
     number: str
     state: str
     reason: str
+    start: float | None
     end: float | None
     preempted: float | None
     restarts: int
@@ -89,12 +105,13 @@ def parse(text: str) -> list[Job]:
 
 
 def _job(line: str) -> Job:
-    number, state, reason, end, preempted, restarts, status, node, name = line.split("|", len(FIELDS) - 1)
+    number, state, reason, start, end, preempted, restarts, status, node, name = line.split("|", len(FIELDS) - 1)
     return Job(
         number=number,
         # "CANCELLED by 1000" and the like.
         state=state.partition(" ")[0],
         reason="" if reason in ("None", "(null)") else reason,
+        start=timestamp(start),
         end=timestamp(end),
         preempted=timestamp(preempted),
         restarts=int(restarts) if restarts.isdecimal() else 0,
@@ -146,9 +163,10 @@ def comes_back(job: Job, now: float) -> bool:
     return job.state == "COMPLETING" and (job.end is None or job.end > now + AHEAD_S)
 
 
-def is_delayed(job: Job) -> bool:
-    """Whether it waits only because Slurm lets two minutes pass after it queued a job again."""
-    return job.state == "PENDING" and job.reason == REQUEUED and job.restarts > 0
+def is_delayed(job: Job, now: float) -> bool:
+    """Whether it waits only because Slurm queued it again, and longer than it has to."""
+    delayed = job.state == "PENDING" and job.reason == BEGIN and job.restarts > 0
+    return delayed and job.start is not None and 2 * ENOUGH_S < job.start - now < DELAY_S
 
 
 def waits_for(job: Job) -> str:

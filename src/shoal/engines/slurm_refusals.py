@@ -77,12 +77,6 @@ REFUSALS = (
         "ask the site's administrators, or set another partition or account",
     ),
     ("unrecognized option|invalid option|requires an argument", "sbatch does not know an option", "extra", "correct it"),
-    (
-        "configuration source|slurm.conf",
-        "Slurm's commands find no cluster from this machine",
-        "",
-        "start the coordinator on a login node, or set SLURM_CONF",
-    ),
 )
 
 
@@ -93,7 +87,9 @@ def failure(argv: Sequence[str], said: str, given: Mapping[str, object], pool: s
         return EngineUnreachable("Slurm does not answer", where=argv[0], why=words)
     if FULL.search(said):
         return EngineUnreachable("Slurm takes no more jobs of this user now", where=argv[0], why=words)
-    if argv[0] != "sbatch" and "configuration source" not in said:
+    if "Could not establish a configuration source" in said:
+        return not_configured(words)
+    if argv[0] != "sbatch":
         return EngineUnreachable(f"{argv[0]} failed", where=" ".join(argv[:3]), why=words)
     for pattern, meaning, option, remedy in REFUSALS:
         if re.search(pattern, said, re.IGNORECASE):
@@ -101,6 +97,14 @@ def failure(argv: Sequence[str], said: str, given: Mapping[str, object], pool: s
             where = f"[pool.{pool}] {option} = {given[option]!r}" if is_given else f"[pool.{pool}]"
             return HireRefused(meaning, where=where, why=words, do=remedy)
     return HireRefused("Slurm refuses the job", where=f"[pool.{pool}]", why=words, do="correct the pool's options")
+
+
+def not_configured(why: str) -> HireRefused:
+    return HireRefused(
+        "Slurm's commands find no cluster from this machine",
+        why=why,
+        do="start the coordinator on a login node of the cluster, or set SLURM_CONF",
+    )
 
 
 def not_installed(command: str) -> HireRefused:

@@ -1,4 +1,4 @@
-"""A real Slurm of several nodes on this machine: own munge, own controller, own directories, loopback only, no systemd."""
+"""A real Slurm of several nodes on this machine: own munge, own controller, own directories, on loopback only."""
 
 from __future__ import annotations
 

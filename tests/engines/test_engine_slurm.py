@@ -17,13 +17,14 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from tests.engines.slurm_cluster import PATH, Cluster, missing
 
-from shoal.engines.engine import Engine
+from shoal.engines.engine import Ask, Engine
 from shoal.engines.slurm import Slurm, SlurmOptions
 from shoal.errors import EngineUnreachable, HireRefused
 from shoal.testing.engines import SCENARIOS, Site
+from shoal.wire.credentials import Credentials
 from shoal.wire.views import RunSpec
-from tests.engines.slurm_cluster import PATH, Cluster, missing
 
 pytestmark = [
     pytest.mark.engines,
@@ -115,7 +116,7 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
     site.until_agents("pool-1")
     first = site.agent_pid("pool-1")
     began = time.time()
-    site.cluster.ask("sbatch", "--partition=high", "--nodelist=n1", "--cpus-per-task=2", "--wrap=sleep 600")
+    _preempt(site, "n1")
     site.until(lambda: "another job takes its place" in _notice(site, "pool-1"), "the notice")
     within_s = _within_s(site.log("pool-1"))
     # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
@@ -128,7 +129,7 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
     assert "requeued" in site.why(engine, "pool-1")
     site.until(lambda: not psutil.pid_exists(first), "the agent to be ended")
     site.until(lambda: "no node is free" in site.why(engine, "pool-1"), "the hire to wait for a node only")
-    site.cluster.ask("scancel", "--name=wrap")
+    site.cluster.ask("scancel", "--name=rush")
     site.until(lambda: site.seen_as(engine, "pool-1", "running"), "the hire to come back")
     site.until_agents("pool-1")
     assert site.agent_pid("pool-1") != first
@@ -138,7 +139,7 @@ def test_where_nothing_is_queued_again_a_preempted_hire_is_gone(site: SlurmSite)
     engine = site.engine(partition="spot", cpus_per_task=2, requeue=False)
     engine.submit(site.ask("pool-1"))
     site.until_agents("pool-1")
-    site.cluster.ask("sbatch", "--partition=high", "--nodelist=n3", "--cpus-per-task=2", "--wrap=sleep 600")
+    _preempt(site, "n3")
     site.until(lambda: "PREEMPTED" in site.why(engine, "pool-1"), "the hire to be gone")
     assert site.seen_as(engine, "pool-1", "gone")
     site.until_agents()
@@ -180,8 +181,10 @@ def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: Slur
     engine.submit(site.ask("pool-1"))
     site.until_agents("pool-1")
     script, born = site.path / "member.py", site.path / "born"
-    script.write_text(f"import os, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
-                      f"open({str(born)!r}, 'a').write('x')\ntime.sleep(600)\n")
+    script.write_text(
+        f"import os, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
+        f"open({str(born)!r}, 'a').write('x')\ntime.sleep(600)\n"
+    )
     site.client.submit(RunSpec("run", (str(script),), str(site.path), (1, 1)))
     site.until(lambda: born.exists() and len(born.read_text()) == 3, "the member and its children")
     assert len(site.left()) >= 5, "the agent, its warm process, the member and two more"
@@ -370,11 +373,14 @@ def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
     assert offers["low"].count == 2
 
 
-def _ask(tag: str):  # noqa: ANN202
-    from shoal.engines.engine import Ask
-    from shoal.wire.credentials import Credentials
-
+def _ask(tag: str) -> Ask:
     return Ask("pool-1", tag, "http://127.0.0.1:1", Credentials("secret-token"))
+
+
+def _preempt(site: SlurmSite, node: str) -> None:
+    """Somebody's job comes before all others on this node."""
+    argv = ("sbatch", "--partition=high", f"--nodelist={node}", "--cpus-per-task=2", "--output=/dev/null")
+    assert site.cluster.ask(*argv, "--job-name=rush", "--wrap=sleep 600").returncode == 0
 
 
 def _notice(site: SlurmSite, hire: str) -> str:

@@ -70,7 +70,8 @@ def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0
             found: Source = entry.load()(url)
             return found
     raise BadNoticeSource(
-        f"there is no source of notices called {name!r}", do="use aws, gcp, azure, file:PATH, slurm, or install its plug-in"
+        f"there is no source of notices called {name!r}",
+        do="use aws, gcp, azure, file:PATH, slurm, or install its plug-in",
     )
 
 

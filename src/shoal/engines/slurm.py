@@ -32,8 +32,10 @@ COMMAND_S = 60.0
 # What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
-OURS = ("-J", "--job-name", "-a", "--array", "-d", "--dependency", "-o", "--output", "--parsable", "--wrap", "--signal")
-OURS += ("-M", "--clusters", "-W", "--wait", "-N", "--nodes", "-n", "--ntasks", "--test-only")
+OURS = frozenset(
+    ("-J", "--job-name", "-a", "--array", "-d", "--dependency", "-o", "--output", "-M", "--clusters", "-W", "--wait")
+    + ("-N", "--nodes", "-n", "--ntasks", "--parsable", "--wrap", "--signal", "--test-only")
+)
 
 
 class SlurmOptions(Options, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class SlurmOptions(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for option in self.extra:
             name = option.partition("=")[0]
-            if not option.startswith("-") or name in OURS or (name[:2] in OURS and name[:2] != "--"):
+            if not option.startswith("-") or name in OURS or name[:2] in OURS:
                 raise ValueError(f"extra cannot have {option!r}: it is no option of sbatch, or Shoal's own to set")
 
 
@@ -99,7 +101,9 @@ class Slurm(Engine):
             where.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             do = "set directory to one that this machine and the nodes share"
-            raise HireRefused("the directory of a hire cannot be made", where=str(where), why=str(error), do=do) from error
+            raise HireRefused(
+                "the directory of a hire cannot be made", where=str(where), why=str(error), do=do
+            ) from error
         credentials.write(where / "token", ask.credentials)
         self._looked = None
         try:
@@ -168,7 +172,12 @@ class Slurm(Engine):
             raise not_configured(f"SLURM_CONF names {conf}, which is not there")
         try:
             done = subprocess.run(
-                argv, input=text, env={**_environment(), **(env or {})}, capture_output=True, text=True, timeout=COMMAND_S
+                argv,
+                input=text,
+                env={**_environment(), **(env or {})},
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_S,
             )
         except subprocess.TimeoutExpired as error:
             raise EngineUnreachable("Slurm does not answer", where=argv[0], why=f"not in {COMMAND_S:g} s") from error
@@ -178,10 +187,11 @@ class Slurm(Engine):
         return done.stdout
 
 
+_NOT_SHARED = "shoal: $home/token is not on $(hostname): set directory to a shared one"
 _BEFORE = (
     # Slurm's warning, until the agent listens to it; it would end the script.
     "trap '' USR1",
-    '[ -r "$home/token" ] || { echo "shoal: $home/token is not on $(hostname): set directory to a shared one" >&2; exit 78; }',
+    f'[ -r "$home/token" ] || {{ echo "{_NOT_SHARED}" >&2; exit 78; }}',
 )
 
 

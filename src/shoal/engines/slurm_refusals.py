@@ -76,7 +76,12 @@ REFUSALS = (
         "partition",
         "ask the site's administrators, or set another partition or account",
     ),
-    ("unrecognized option|invalid option|requires an argument", "sbatch does not know an option", "extra", "correct it"),
+    (
+        "unrecognized option|invalid option|requires an argument",
+        "sbatch does not know an option",
+        "extra",
+        "correct it",
+    ),
 )
 
 

@@ -32,10 +32,8 @@ COMMAND_S = 60.0
 # What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
-OURS = frozenset(
-    ("-J", "--job-name", "-a", "--array", "-d", "--dependency", "-o", "--output", "-M", "--clusters", "-W", "--wait")
-    + ("-N", "--nodes", "-n", "--ntasks", "--parsable", "--wrap", "--signal", "--test-only")
-)
+SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
+LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap", "signal")
 
 
 class SlurmOptions(Options, frozen=True, kw_only=True):
@@ -65,7 +63,7 @@ class SlurmOptions(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for option in self.extra:
             name = option.partition("=")[0]
-            if not option.startswith("-") or name in OURS or name[:2] in OURS:
+            if not option.startswith("-") or name[:2] in SHORT or name.removeprefix("--") in LONG:
                 raise ValueError(f"extra cannot have {option!r}: it is no option of sbatch, or Shoal's own to set")
 
 

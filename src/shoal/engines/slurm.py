@@ -33,7 +33,7 @@ COMMAND_S = 60.0
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
 SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
-LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap", "signal")
+LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap")
 
 
 class SlurmOptions(Options, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ MessageTimeout=5
 SlurmdTimeout=8
 SlurmctldTimeout=5
 InactiveLimit=0
-KillWait=5
+KillWait=20
 WaitTime=0
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -32,6 +35,8 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(missing()), reason=f"SKIPPED: no Slurm on this machine: {missing()}"),
 ]
+
+TRAIN = Path(__file__).parents[1] / "process" / "faults" / "train.py"
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +204,30 @@ def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: Slur
     site.until(lambda: not site.left(), "its processes to be gone")
     assert "it was cancelled" in site.why(engine, "pool-1") or "it is being ended" in site.why(engine, "pool-1")
     assert "SIGTERM" in site.log("pool-1")
+
+
+def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: SlurmSite) -> None:
+    engine = site.engine()
+    handles = [engine.submit(replace(site.ask(hire), options=("--grace", "15"))) for hire in ("pool-1", "pool-2")]
+    site.until_agents("pool-1", "pool-2")
+    records = site.path / "records"
+    records.mkdir()
+    plan = {"RECORDS": str(records), "FAULTS": json.dumps({"epochs": 500, "pause_s": 0.03}), "OMP_NUM_THREADS": "1"}
+    site.client.submit(RunSpec("run", (str(TRAIN),), str(site.path), (1, 2), env=plan))
+    site.until(lambda: _last_commit(records).get("size") == 2, "a world of two")
+    engine.cancel(handles[0])
+    site.until(lambda: _last_commit(records).get("size") == 1, "a world of one")
+    journal = [json.loads(line) for line in (site.path / "coordinator" / "journal.jsonl").read_text().splitlines()]
+    left = [entry["fields"]["member"] for entry in journal if entry["kind"] == "MemberLeft"]
+    assert [name.partition("/")[0] for name in left] == ["pool-1"]
+    # Slurm has signalled the member, and its agent has too: that was one notice, and nothing broke.
+    assert not [entry for entry in journal if entry["kind"] == "WorldBroke"]
+
+
+def _last_commit(records: Path) -> dict[str, Any]:
+    lines = [line for file in records.glob("*.jsonl") for line in file.read_text().splitlines() if line.endswith("}")]
+    commits = [one for one in map(json.loads, lines) if one["event"] == "commit"]
+    return max(commits, key=lambda one: one["at"], default={})
 
 
 def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: SlurmSite) -> None:

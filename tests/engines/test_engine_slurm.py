@@ -242,7 +242,9 @@ def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: Slur
     rendered = engine.render(site.ask("pool-1"))
     assert site.cluster.ask(*rendered.argv, text=rendered.text).returncode == 0
     site.until_agents("pool-1")
-    assert len(site.cluster.ask("squeue", "--noheader").stdout.splitlines()) == 2
+    time.sleep(2.0)
+    states = site.cluster.ask("squeue", "--noheader", "--format=%T").stdout.split()
+    assert sorted(states) == ["PENDING", "RUNNING"], "the second waits for the end of the first"
     assert [one.state for one in engine.watch(site.tag)] == ["running"]
     engine.cancel(handle)
     site.until(lambda: not site.cluster.ask("squeue", "--noheader").stdout.strip(), "every job of it to be gone")
@@ -343,6 +345,19 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
     assert refused.value.do
     assert "[pool.pool]" in refused.value.where
     assert not site.home("pool-1").exists(), "nothing is left of it, least of all the token"
+
+
+def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = SlurmSite(tmp_path, slurm).engine(directory=str(tmp_path / "file"))
+    with pytest.raises(HireRefused, match="the token cannot be put") as refused:
+        engine.submit(_ask("t1"))
+    assert refused.value.why == "Not a directory"
+
+
+def test_a_partition_that_is_not_there_offers_nothing(slurm: Cluster, tmp_path: Path) -> None:
+    (offer,) = SlurmSite(tmp_path, slurm).engine(partition="nix").offers()
+    assert (offer.kind, offer.count) == ("nix", 0)
 
 
 def test_where_slurm_is_not_installed_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

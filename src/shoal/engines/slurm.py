@@ -24,7 +24,7 @@ from msgspec import Meta
 from shoal.engines import boot, slurm_jobs, slurm_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.slurm_refusals import failure, not_configured, not_installed
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import BadCredentials, EngineUnreachable, HireRefused, LaunchError
 from shoal.wire import credentials
 
 NOTICE_S = 60
@@ -95,21 +95,12 @@ class Slurm(Engine):
             return name
         where = self._home(ask.tag, ask.hire)
         rendered = self.render(ask)
-        try:
-            where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            do = "set directory to one that this machine and the nodes share"
-            raise HireRefused(
-                "the directory of a hire cannot be made", where=str(where), why=str(error), do=do
-            ) from error
-        credentials.write(where / "token", ask.credentials)
         self._looked = None
         try:
+            _prepare(where, ask)
             self._run(rendered.argv, rendered.text, rendered.env)
         except HireRefused:
-            (where / "token").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                where.rmdir()
+            _tidy(where)
             raise
         return name
 
@@ -131,8 +122,11 @@ class Slurm(Engine):
     def offers(self) -> list[Offer]:
         only = (f"--partition={self.options.partition}",) if self.options.partition else ()
         said = self._run(("sinfo", "--noheader", "--Node", f"--Format={slurm_nodes.FORMAT}", *only))
+        nodes = slurm_nodes.parse(said)
+        if not nodes:
+            return [Offer(self.options.partition or "Slurm", 0, why="Slurm shows no node there")]
         return slurm_nodes.offers(
-            slurm_nodes.parse(said),
+            nodes,
             cpus=self.options.cpus_per_task,
             memory_mib=slurm_nodes.mib(self.options.memory),
             gpus=slurm_nodes.wanted_gpus(self.options.gpus, self.options.gres),
@@ -225,6 +219,25 @@ def arguments(ask: Ask, options: SlurmOptions, home: Path) -> tuple[str, ...]:
         *(f"--{name}={value}" for name, value in given.items() if value),
         *options.extra,
     )
+
+
+def _prepare(where: Path, ask: Ask) -> None:
+    """Put what the job will need where it will look for it."""
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        credentials.write(where / "token", ask.credentials)
+    except (OSError, BadCredentials) as error:
+        why = error.why if isinstance(error, BadCredentials) else error.strerror or str(error)
+        do = "set directory to one that this machine and the nodes share, with room in it"
+        raise HireRefused(
+            "the token cannot be put where the nodes find it", where=str(where), why=why, do=do
+        ) from error
+
+
+def _tidy(where: Path) -> None:
+    with contextlib.suppress(OSError):
+        (where / "token").unlink(missing_ok=True)
+        where.rmdir()
 
 
 def boot_words(home: Path) -> str:

@@ -91,7 +91,8 @@ def failure(argv: Sequence[str], said: str, given: Mapping[str, object], pool: s
     if any(phrase in said for phrase in AWAY):
         return EngineUnreachable("Slurm does not answer", where=argv[0], why=words)
     if FULL.search(said):
-        return EngineUnreachable("Slurm takes no more jobs of this user now", where=argv[0], why=words)
+        do = "let some end, or have the limit raised: sacctmgr show associations user=$USER"
+        return EngineUnreachable("Slurm takes no more jobs of this user now", where=argv[0], why=words, do=do)
     if "Could not establish a configuration source" in said:
         return not_configured(words)
     if argv[0] != "sbatch":

@@ -30,7 +30,7 @@ def main() -> int:
     )
     parser.add_argument("--apart", action="store_true", help="this machine does not see the disk of who starts runs")
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor of a pipe; its end ends everything")
-    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, or a plug-in")
+    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, slurm, or a plug-in")
     parser.add_argument("--notice-url", default="", help="base URL of the source, if it is not the usual one")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="modules that the warm process imports")
     given = parser.parse_args()

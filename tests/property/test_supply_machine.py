@@ -120,6 +120,13 @@ class SupplyMachine(RuleBasedStateMachine):
             self.leaving.add(agents[pick % len(agents)])
             self.tell(se.AgentLeaving(agents[pick % len(agents)], "preempted soon"))
 
+    @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9))
+    def a_job_is_put_back_into_the_queue(self, pool: str, pick: int) -> None:
+        jobs = sorted(name for name, state in self.jobs[pool].items() if state == RUNNING)
+        if jobs:
+            self.jobs[pool][jobs[pick % len(jobs)]] = WAITING
+            self.agents.discard(jobs[pick % len(jobs)])
+
     @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9), heard=st.booleans())
     def a_job_vanishes(self, pool: str, pick: int, heard: bool) -> None:
         jobs = sorted(self.jobs[pool])

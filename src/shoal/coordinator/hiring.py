@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from shoal.coordinator.service import Service
+from shoal.core import fleet_events as fe
 from shoal.core import supply
 from shoal.core import supply_events as se
 from shoal.core.supply import ASKED
@@ -27,6 +28,9 @@ from shoal.wire.hires import hiring_of
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
 CLOSE_S = 30.0
+NOTICE_S = 60.0
+
+Ends = tuple[tuple[str, float], ...]
 
 log = logging.getLogger("shoal.hiring")
 
@@ -37,7 +41,9 @@ class Hiring:
     def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[str, str, int], Ask]) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._desks = {name: _Desk(name, engine, ask_of, self._said) for name, engine in engines.items()}
+        self._desks = {
+            name: _Desk(name, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
+        }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
         for desk in self._desks.values():
@@ -66,6 +72,20 @@ class Hiring:
         """In the thread of a desk."""
         self._loop.call_soon_threadsafe(self._take, event)
 
+    def _told_ends(self, ends: Ends) -> None:
+        """In the thread of a desk."""
+        self._loop.call_soon_threadsafe(self._warn, ends)
+
+    def _warn(self, ends: Ends) -> None:
+        """A machine that its engine is about to end has a notice, whether or not anybody there has heard of it."""
+        now = time.time()
+        for hire, until in ends:
+            agent = self._service.runs.fleet.agents.get(hire)
+            if agent is not None and agent.usable and until - now < NOTICE_S:
+                left_s = max(0.0, until - now)
+                notice = fe.AgentNotice(hire, left_s, f"its engine ends it in {left_s:.0f} s")
+                self._service.attempt(partial(self._service.handle, "", notice))
+
     def _take(self, event: se.Event) -> None:
         state = self._service.runs.supply
         if isinstance(event, se.Observed):
@@ -88,10 +108,15 @@ class _Desk(threading.Thread):
     """Where one pool is asked. `asking` are those whose submission has not been heard of; `busy` that it has hires."""
 
     def __init__(
-        self, pool: str, engine: Engine, ask_of: Callable[[str, str, int], Ask], said: Callable[[se.Event], None]
+        self,
+        pool: str,
+        engine: Engine,
+        ask_of: Callable[[str, str, int], Ask],
+        said: Callable[[se.Event], None],
+        ends: Callable[[Ends], None],
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
-        self._pool, self._engine, self._ask_of, self._said = pool, engine, ask_of, said
+        self._pool, self._engine, self._ask_of, self._said, self._ends = pool, engine, ask_of, said, ends
         self._tag = ask_of(pool, "", 0).tag
         self._line: queue.Queue[se.Submit | se.Cancel | None] = queue.Queue()
         self._stopped = threading.Event()
@@ -154,13 +179,13 @@ class _Desk(threading.Thread):
         except ShoalError as error:
             self._said(se.PoolUnreachable(self._pool, _in_short(error)))
             return
+        # Two pools may be of one cluster: each looks after its own.
+        mine = [one for one in sorted(found, key=lambda one: one.hire) if se.pool_of(one.hire) == self._pool]
         seen = tuple(
-            se.Sighting(one.hire, one.handle, one.state == "running", one.why)
-            for one in sorted(found, key=lambda one: one.hire)
-            if one.state != "gone"
+            se.Sighting(one.hire, one.handle, one.state == "running", one.why) for one in mine if one.state != "gone"
         )
-        ended = tuple((one.hire, one.why or "it ended") for one in found if one.state == "gone")
-        self._said(se.Observed(self._pool, seen, ended))
+        self._said(se.Observed(self._pool, seen, tuple((one.hire, one.why) for one in mine if one.state == "gone")))
+        self._ends(tuple((one.hire, one.until) for one in mine if one.until is not None and one.state == "running"))
 
     def _end_everything(self) -> None:
         try:

@@ -127,7 +127,7 @@ def is_news(state: State, event: se.Observed) -> bool:
         seen.hire not in mine
         or mine[seen.hire].status == ASKED
         or not mine[seen.hire].handle
-        or (seen.running and not mine[seen.hire].running)
+        or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
         or (seen.why and seen.why != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
         for seen in event.seen
     )
@@ -244,7 +244,7 @@ class _Draft:
         while lacks > 0 and living < pool.limit:
             number = self.base.count + 1
             self.base = replace(self.base, count=number)
-            hire = Hire(f"{name}-{number}", name, pool.slots, ASKED, self.now)
+            hire = Hire(se.name_of(name, number), name, pool.slots, ASKED, self.now)
             self.hires[hire.name] = hire
             reason = f"run {need.run} lacks {lacks} places"
             self.asked.append(se.Submit(name, hire.name, pool.slots, reason))
@@ -326,6 +326,9 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
         paid_since = draft.now if hire.paid_since is None else hire.paid_since
         since = draft.now if hire.status == SUBMITTED else hire.since
         hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
+    elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
+        # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
+        hire = draft.update(hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None)
     if hire.status == LEAVING and not hire.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
     draft.update(hire, handle=hire.handle or seen.handle, why=seen.why or hire.why)

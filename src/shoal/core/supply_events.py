@@ -42,6 +42,15 @@ class Sighting:
     why: str = ""
 
 
+def name_of(pool: str, number: int) -> str:
+    """The name of a hire, which tells its pool."""
+    return f"{pool}-{number}"
+
+
+def pool_of(hire: str) -> str:
+    return hire.rpartition("-")[0]
+
+
 # --- events
 
 

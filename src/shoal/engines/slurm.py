@@ -70,6 +70,7 @@ class SlurmOptions(Options, frozen=True, kw_only=True):
 class Slurm(Engine):
     """Agents as jobs of the Slurm whose commands are on this machine."""
 
+    usually_shared = True
     options_type = SlurmOptions
     options: SlurmOptions
 

@@ -99,6 +99,21 @@ def test_a_machine_with_a_notice_is_replaced_while_it_hands_over() -> None:
     assert world.state.standings.get("spot", supply.Standing()).strikes == 0, "that is nobody's fault"
 
 
+def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.deliver("spot-1")
+    world.tell(se.Observed("spot", (Sighting("spot-1", "job", running=True),)))
+    waiting = se.Observed("spot", (Sighting("spot-1", "job", running=False, why="requeued"),))
+    assert supply.is_news(world.state, waiting)
+    asked = world.tell(waiting, after_s=100.0) + world.tell(se.AgentLost("spot-1", "silent"), after_s=5.0)
+    assert of(se.Submit, asked) == of(se.Cancel, asked) == []
+    assert world.status() == {"spot-1": SUBMITTED}
+    assert world.state.account.of_run("run").machine_s == pytest.approx(100.0), "nobody pays for a queue"
+    world.tell(se.AgentHere("spot-1"))
+    assert world.status() == {"spot-1": HERE}
+
+
 def test_a_machine_that_the_engine_lost_is_replaced_at_once() -> None:
     world = World()
     world.need(1)

@@ -38,7 +38,7 @@ def test_a_hire_is_a_job_of_one_task_whose_script_becomes_the_agent():
     )
     assert found.text == (
         "#!/bin/sh\n"
-        "set -eu\n"
+        "set -e\n"
         "umask 077\n"
         "home=/shared/ann/.shoal/hires/c0ffee/lab-1\n"
         'mkdir -p "$home"\n'

@@ -158,7 +158,7 @@ def check(options: SshOptions) -> str:
         'import importlib.util as u; print("fit" if u.find_spec("shoal") else "no shoal")'
     )
     run = f"exec {boot.quoted(agent_python(options))} -c {shlex.quote(look)}"
-    return "\n".join(["set -eu", *options.setup, run]) + "\n"
+    return "\n".join(["set -e", *options.setup, run]) + "\n"
 
 
 def agent_python(options: SshOptions) -> str:

@@ -29,7 +29,7 @@ HELPER = (
     ' exec(json.loads(sys.stdin.readline()))"'
 )
 SCRIPT = """\
-set -eu
+set -e
 umask 077
 home="${SHOAL_HOME:-$HOME/.shoal}"/hires/c0ffee/lab-2
 mkdir -p "$home"

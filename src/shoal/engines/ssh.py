@@ -71,6 +71,10 @@ class Ssh(Engine):
         assert isinstance(self.options, SshOptions)
         return self.options
 
+    @property
+    def most(self) -> int:
+        return sum(place.room for place in self._places)
+
     def render(self, ask: Ask) -> Rendered:
         return self._rendered(ask, ssh_command.order(self._places, ask.hire)[0].host)
 
@@ -230,8 +234,11 @@ class Ssh(Engine):
                 where=handle,
                 do=f"name it in [pool.{self.pool}] again until {hire} is ended",
             )
+        self._prepare()
         try:
-            self._prepare()
+            known = contact.trouble
+            if known is not None and contact.look(tag) is None:
+                raise known
             answer = contact.call({"do": "cancel", "tag": tag, "hire": hire}, ssh_command.GRACE_S + END_MORE_S)
         except Trouble as trouble:
             raise EngineUnreachable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ def check(options: SshOptions) -> str:
 
 
 def agent_python(options: SshOptions) -> str:
-    return options.python or "python3"
+    """The one that runs here, where hosts see this disk; otherwise whatever they have."""
+    return options.python or (sys.executable if options.shared else "python3")
 
 
 def grace_s(ask: Ask) -> float:

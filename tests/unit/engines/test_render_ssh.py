@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from dataclasses import replace
 
 import msgspec
 import pytest
 
-from shoal.engines import ssh_command, ssh_there
+from shoal.engines import pools, ssh_command, ssh_there
 from shoal.engines.engine import Ask
 from shoal.engines.ssh import Ssh
 from shoal.engines.ssh_command import Place, SshOptions, order, places
@@ -105,6 +106,16 @@ def test_hires_that_follow_each_other_begin_with_different_hosts() -> None:
     assert order(among, "lab-2") == (among[1], among[2], among[0])
     assert order(among, "evaluator") == order(among, "evaluator")
     assert set(order(among, "evaluator")) == set(among)
+
+
+def test_hosts_that_see_this_disk_use_the_interpreter_that_runs_here() -> None:
+    assert f"\nexec {sys.executable} -P -m shoal.agent" in engine(shared=True).render(ASK).text
+
+
+def test_a_pool_has_no_more_than_its_hosts_take() -> None:
+    assert engine(hosts=["a", "b*3"], per_host=2).most == 5
+    assert pools.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 16})[0].limit == 2
+    assert pools.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 1})[0].limit == 1
 
 
 def test_a_host_says_itself_how_many_it_takes() -> None:

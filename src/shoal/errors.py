@@ -709,3 +709,55 @@ class TooMuchMemory(LaunchError):
     """
 
     code = "S405"
+
+
+class BadPool(UsageError):
+    """A pool of machines in shoal.toml cannot be used as it is written.
+
+    Every ``[pool.NAME]`` names its engine; ``docs/pools.md`` lists what each engine can be told.
+    """
+
+    code = "S140"
+    exit_code = 3
+
+
+class EngineUnreachable(LaunchError):
+    """What starts machines for a pool does not answer now: a host, a controller, a cluster.
+
+    It is asked again by itself, with longer and longer pauses; meanwhile other pools are asked for what is missing.
+    """
+
+    code = "S430"
+
+
+class HireRefused(LaunchError):
+    """An engine will not start an agent as it was asked to: an unknown partition, a wrong key, a quota of zero.
+
+    Nothing was started. Correct the ``[pool.NAME]`` that the error names.
+    """
+
+    code = "S431"
+
+
+class LuggageLost(LaunchError):
+    """What a run sends along (its project) did not arrive on a machine, or could not be written there.
+
+    Agents fetch it from the coordinator, over the one port that they talk to it on. See that its disk is not full.
+    """
+
+    code = "S432"
+
+
+class UnknownBlob(MembershipError):
+    """The coordinator was asked for something to send along that it does not have."""
+
+    code = "S212"
+
+
+class NotYours(MembershipError):
+    """A named user asked for something that only the owner of the coordinator, or of the run, may do.
+
+    ``shoal token NAME`` makes a token for a user, who may submit runs, see all and change its own.
+    """
+
+    code = "S213"

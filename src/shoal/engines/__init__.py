@@ -1,0 +1,1 @@
+"""What starts agents on machines: one file an engine, behind one interface."""

@@ -1,0 +1,124 @@
+"""What an engine is: it starts agents on machines, says what became of them, and ends them.
+
+A *hire* is one agent that was asked of an engine. It has a name, which is the agent's in all runs, and the tag of the
+coordinator whose it is. Engines keep no memory of their own: whatever they started can be found again by its tag, so
+that a coordinator that comes back finds what it had asked for, and what nobody knows of can be ended.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import msgspec
+
+from shoal.wire.credentials import Credentials
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own."""
+
+    hire: str
+    tag: str
+    url: str
+    credentials: Credentials
+    slots: int | None = None
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What would be handed to the engine: a command, and what is written to it. It holds no secret."""
+
+    argv: tuple[str, ...]
+    text: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A hire as the engine knows it. `why` says what it waits for, or how it ended; `until` when it will be ended.
+
+    `handle` is what the engine calls it, and what it is cancelled by.
+    """
+
+    hire: str
+    handle: str
+    state: Literal["waiting", "running", "gone"]
+    why: str = ""
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What could be had now, of one kind of machine: how many, None if nobody knows; `why` says what limits it."""
+
+    kind: str
+    count: int | None
+    cpus: int = 0
+    gpus: int = 0
+    memory_bytes: int = 0
+    why: str = ""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every engine can be told of a pool in shoal.toml: the interpreter there, shell lines before it, a directory.
+
+    `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
+    whether machines see the disk of who starts runs, so that nothing has to be sent: without it, the engine knows.
+    """
+
+    python: str = ""
+    setup: tuple[str, ...] = ()
+    directory: str = ""
+    shared: bool | None = None
+
+
+class Engine(ABC):
+    """One pool's engine. All but `render` may wait for others, and is called from threads.
+
+    Whatever cannot be reached just now raises EngineUnreachable, and is asked again; what the engine will never do as
+    it was asked raises HireRefused.
+    """
+
+    options_type: ClassVar[type[Options]] = Options
+    usually_shared: ClassVar[bool] = False
+
+    def __init__(self, pool: str, options: Options) -> None:
+        self.pool, self.options = pool, options
+
+    @property
+    def most(self) -> int | None:
+        """How many hires there can be at a time at the very most; None if nobody knows."""
+        return None
+
+    @property
+    def shared(self) -> bool:
+        """Whether machines see the disk of who starts runs."""
+        return self.usually_shared if self.options.shared is None else self.options.shared
+
+    @abstractmethod
+    def render(self, ask: Ask) -> Rendered:
+        """What `submit` would hand to the engine; pure."""
+
+    @abstractmethod
+    def submit(self, ask: Ask) -> str:
+        """Start an agent, or ask for a machine to start it on; its handle. What is there is not started twice."""
+
+    @abstractmethod
+    def watch(self, tag: str) -> list[Seen]:
+        """Everything that has this tag, whoever submitted it; those that ended may be left out."""
+
+    @abstractmethod
+    def cancel(self, handle: str) -> None:
+        """End a hire, and all that it started; one that is not there is as good as ended."""
+
+    @abstractmethod
+    def offers(self) -> list[Offer]:
+        """What could be had now, one for each kind of machine."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Let go of connections; hires live on."""

@@ -1,0 +1,141 @@
+"""This machine: an agent is a process of its own session, found again by a file that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from shoal.engines.boot import HIRES
+from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
+from shoal.errors import HireRefused
+from shoal.wire import credentials
+
+END_S = 10.0
+BORN_WITHIN_S = 0.01
+
+
+class Local(Engine):
+    """Agents on this machine."""
+
+    usually_shared = True
+
+    def render(self, ask: Ask) -> Rendered:
+        where = self._home(ask.tag, ask.hire)
+        slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
+        given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))
+        return Rendered((self._python, "-P", "-m", "shoal.agent", *given, *slots, *ask.options))
+
+    def submit(self, ask: Ask) -> str:
+        where = self._home(ask.tag, ask.hire)
+        known = _running(where)
+        if known is not None:
+            return str(where)
+        try:
+            where.mkdir(parents=True, exist_ok=True, mode=0o700)
+            credentials.write(where / "token", ask.credentials)
+            with (where / "agent.log").open("ab") as log:
+                process = subprocess.Popen(
+                    self.render(ask).argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise HireRefused("an agent could not be started here", where=str(where), why=str(error)) from error
+        _note(where, process.pid)
+        return str(where)
+
+    def watch(self, tag: str) -> list[Seen]:
+        found = []
+        for where in sorted((self._above / HIRES / tag).glob("*/")):
+            if not (where / "process.json").exists():
+                continue
+            here = _running(where) is not None
+            found.append(
+                Seen(where.name, str(where), "running" if here else "gone", "" if here else _last_words(where))
+            )
+        return found
+
+    def cancel(self, handle: str) -> None:
+        where = Path(handle)
+        process = _running(where)
+        if process is not None:
+            _end(process)
+        (where / "process.json").unlink(missing_ok=True)
+        (where / "token").unlink(missing_ok=True)
+
+    def offers(self) -> list[Offer]:
+        return [Offer("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
+
+    @property
+    def _python(self) -> str:
+        return self.options.python or sys.executable
+
+    @property
+    def _above(self) -> Path:
+        given = self.options.directory or os.environ.get("SHOAL_HOME") or "~/.shoal"
+        return Path(given).expanduser()
+
+    def _home(self, tag: str, hire: str) -> Path:
+        return self._above / HIRES / tag / hire
+
+
+def _note(where: Path, pid: int) -> None:
+    """Write down which process it is; the time of its birth tells it from another that gets its number later."""
+    born = psutil.Process(pid).create_time()
+    part = where / "process.json.part"
+    part.write_text(json.dumps({"pid": pid, "born": born}))
+    part.replace(where / "process.json")
+
+
+def _running(where: Path) -> psutil.Process | None:
+    try:
+        known = json.loads((where / "process.json").read_text())
+        process = psutil.Process(known["pid"])
+        born, status = process.create_time(), process.status()
+    except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+        return None
+    same = abs(born - known["born"]) < BORN_WITHIN_S
+    if same and status == psutil.STATUS_ZOMBIE:
+        _reap(process.pid)
+    return process if same and status != psutil.STATUS_ZOMBIE else None
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _end(process: psutil.Process) -> None:
+    """As an agent is told to go: it hands over and ends its members; whatever is left after that is killed."""
+    try:
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _reap(process.pid)
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            for one in (*process.children(recursive=True), process):
+                one.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _last_words(where: Path) -> str:
+    """The last error that the agent wrote, if it ended by one."""
+    try:
+        lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        lines = []
+    errors = [line for line in lines[-20:] if "error[" in line or " ERROR " in line]
+    return errors[-1].partition("error[")[2][:300].partition("] ")[2] if errors else "its process is gone"

@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,11 +133,21 @@ def main() -> int:
     small = {"object_store_memory": OBJECT_STORE_BYTES, "node_ip_address": "127.0.0.1", "include_log_monitor": False}
     head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": CLIENT_PORT, **small}
     cluster = Cluster(initialize_head=True, head_node_args=head)
+    threading.Thread(target=_reap, args=(cluster,), daemon=True).start()
     print(json.dumps({"address": cluster.address}), flush=True)
     for line in sys.stdin:
         cluster.add_node(**small, **json.loads(line))
         print(json.dumps({"added": True}), flush=True)
     return 0
+
+
+def _reap(cluster: Any) -> None:
+    """As the init of a machine would: to its workers, a raylet lives until it was waited for."""
+    while True:
+        for node in cluster.list_all_nodes():
+            for one in [one for kind in node.all_processes.values() for one in kind]:
+                one.process.poll()
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from shoal.engines.ray_link import Failed, Link
 from shoal.errors import EngineUnreachable, HireRefused
 
 CONNECT_S = 20.0
+CONNECT_INSIDE_S = 60.0
 PROBE_S = 2.0
 ANSWER_S = 6.0
 ANSWER_INSIDE_S = 20.0
@@ -137,9 +138,18 @@ class Ray(Engine):
     # --- how it is asked
 
     @property
+    def _through_client(self) -> bool:
+        return self.options.address.startswith("ray://")
+
+    @property
+    def _connect_s(self) -> float:
+        """For each of its clients, Ray starts a process on the head."""
+        return CONNECT_INSIDE_S if self._through_client else CONNECT_S
+
+    @property
     def _answer_s(self) -> float:
-        """Through Ray's client a worker may have to start before anything can be seen."""
-        return ANSWER_INSIDE_S if self.options.address.startswith("ray://") else ANSWER_S
+        """Through Ray's client, a worker may have to start before anything can be seen."""
+        return ANSWER_INSIDE_S if self._through_client else ANSWER_S
 
     def _ask(self, request: Mapping[str, Any], within_s: float) -> Any:
         link = self._connected()
@@ -164,10 +174,10 @@ class Ray(Engine):
                 self._link = self._start()
             link = self._link
         try:
-            link.ready.result(CONNECT_S)
+            link.ready.result(self._connect_s)
         except TimeoutError as error:
             self._drop(link)
-            raise self._unreachable(f"no connection within {CONNECT_S:g} s") from error
+            raise self._unreachable(f"no connection within {self._connect_s:g} s") from error
         except Failed as failed:
             self._drop(link)
             raise self._failure(failed) from failed

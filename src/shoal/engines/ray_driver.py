@@ -164,7 +164,8 @@ class Driver:
             **({"scheduling_strategy": _in_group(group)} if group else {}),
             **options,
         )
-        actor.remote(script, credentials)
+        made = actor.remote(script, credentials)
+        self._known[made._actor_id.hex()] = name
         deadline = time.monotonic() + CREATED_S
         while self._state(name) == "DEPENDENCIES_UNREADY" and time.monotonic() < deadline:
             time.sleep(LOOK_S)

@@ -54,10 +54,10 @@ class RayCluster:
         # Ray's sockets are below it, and their paths may have 107 bytes.
         self.directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")
         self.workers = 0
+        alone = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
         inside = 'ip link set lo up && exec "$0" "$@"'
         self._process = subprocess.Popen(
-            ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
-            + [sys.executable, "-P", __file__],
+            [*alone, "sh", "-c", inside, sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=open(os.path.join(self.directory, "cluster.log"), "wb"),  # noqa: SIM115 - the child's

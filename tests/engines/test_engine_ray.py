@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.engines.ray_cluster import RayCluster, why_not
 
 from shoal.engines.engine import Ask, Seen
 from shoal.engines.ray import DRIVER, Ray, RayOptions
@@ -21,7 +22,6 @@ from shoal.errors import EngineUnreachable, HireRefused
 from shoal.testing import engines as suite
 from shoal.testing.engines import SCENARIOS, Site
 from shoal.wire.credentials import Credentials
-from tests.engines.ray_cluster import RayCluster, why_not
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180), pytest.mark.xdist_group("ray")]

@@ -3,7 +3,8 @@
 A hire that waits for room is an actor that Ray cannot place yet. To Ray's autoscaler that is demand: where there is one
 it brings nodes for as long as hires wait, and takes them away when they idle, so growing needs nothing else.
 
-Ray itself is talked to by a process of its own (`ray_driver`), which is killed and started anew when it does not answer.
+Ray itself is talked to by a process of its own (`ray_driver`), which is killed when it does not answer, and started
+anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 
 from shoal.engines import boot
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
-from shoal.engines.ray_link import Failed, Link
+from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
 
 CONNECT_S = 20.0
@@ -158,7 +159,7 @@ class Ray(Engine):
         except TimeoutError as error:
             self._drop(link)
             raise self._unreachable(f"it did not answer within {within_s:g} s") from error
-        except Failed as failed:
+        except DriverError as failed:
             if failed.kind == "refused":
                 raise HireRefused("Ray refuses this", where=self._where, why=failed.why) from failed
             self._drop(link)
@@ -178,7 +179,7 @@ class Ray(Engine):
         except TimeoutError as error:
             self._drop(link)
             raise self._unreachable(f"no connection within {self._connect_s:g} s") from error
-        except Failed as failed:
+        except DriverError as failed:
             self._drop(link)
             raise self._failure(failed) from failed
         except CancelledError as error:
@@ -215,7 +216,7 @@ class Ray(Engine):
                 self._link = None
         link.kill()
 
-    def _failure(self, failed: Failed) -> EngineUnreachable | HireRefused:
+    def _failure(self, failed: DriverError) -> EngineUnreachable | HireRefused:
         """Why there is no conversation: what mends itself is asked again, what does not is said with its remedy."""
         where, why = self._where, failed.why
         if failed.kind == "never started":
@@ -312,9 +313,7 @@ def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offe
         counts[kind] = None if known is None or count is None else known + count
         whys[kind] = "" if counts[kind] != 0 else why_waiting(options, [node])
     cpus, gpus = math.ceil(options.cpus), math.ceil(options.gpus)
-    return [
-        Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())
-    ]
+    return [Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())]
 
 
 def node_kind(node: Mapping[str, Any]) -> str:
@@ -345,4 +344,6 @@ def brief(cause: str) -> str:
 
 
 def _listed(asked: Mapping[str, float | str]) -> str:
-    return ", ".join(f"{name} {amount:g}" if isinstance(amount, float) else f"{name}={amount}" for name, amount in asked.items())
+    return ", ".join(
+        f"{name} {amount:g}" if isinstance(amount, float) else f"{name}={amount}" for name, amount in asked.items()
+    )

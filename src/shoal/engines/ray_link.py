@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import threading
@@ -14,7 +15,7 @@ END_S = 8.0
 WORDS = 5
 
 
-class Failed(Exception):
+class DriverError(Exception):
     """The driver's answer: `kind` is what the engine decides by, `why` is for the user."""
 
     def __init__(self, kind: str, why: str) -> None:
@@ -49,11 +50,11 @@ class Link:
         threading.Thread(target=self._read_answers, name="ray-answers", daemon=True).start()
 
     def ask(self, request: Mapping[str, Any]) -> Future[Any]:
-        """Send a question; what it becomes is its answer, or Failed."""
+        """Send a question; what it becomes is its answer, or DriverError."""
         asked: Future[Any] = Future()
         with self._lock:
             if self.ended:
-                asked.set_exception(Failed("lost", self._last_words()))
+                asked.set_exception(DriverError("lost", self._last_words()))
                 return asked
             number, self._next = self._next, self._next + 1
             self._waiting[number] = asked
@@ -63,17 +64,14 @@ class Link:
                 self._process.stdin.flush()
             except OSError:
                 self._waiting.pop(number)
-                asked.set_exception(Failed("lost", self._last_words()))
+                asked.set_exception(DriverError("lost", self._last_words()))
         return asked
 
     def end(self) -> None:
         """Let it leave the cluster, in bounded time."""
         assert self._process.stdin is not None
-        with self._lock:
-            try:
-                self._process.stdin.close()
-            except OSError:
-                pass
+        with self._lock, contextlib.suppress(OSError):
+            self._process.stdin.close()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -92,7 +90,7 @@ class Link:
             if asked is None:
                 continue
             if "failed" in message:
-                asked.set_exception(Failed(message["failed"], message["why"]))
+                asked.set_exception(DriverError(message["failed"], message["why"]))
             else:
                 asked.set_result(message["ok"])
         self._process.wait()
@@ -102,7 +100,7 @@ class Link:
             left, self._waiting = list(self._waiting.values()), {}
         kind = "lost" if self._started.done() else "never started"
         for asked in left:
-            asked.set_exception(Failed(kind, self._last_words()))
+            asked.set_exception(DriverError(kind, self._last_words()))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -18,9 +18,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
+from msgspec import Meta
 
 from shoal.engines import boot
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
@@ -60,14 +61,14 @@ class RayOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     address: str = "auto"
     client: str = ""
-    cpus: float = 1.0
-    gpus: float = 0.0
-    memory_bytes: int = 0
+    cpus: Annotated[float, Meta(ge=0)] = 1.0
+    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
     resources: Mapping[str, float] = msgspec.field(default_factory=dict)
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     placement: Literal["pack", "spread"] = "pack"
     group: str = ""
-    grace_s: float = 30.0
+    grace_s: Annotated[float, Meta(ge=0)] = 30.0
 
 
 class Ray(Engine):

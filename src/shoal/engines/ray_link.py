@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import signal
 import subprocess
 import threading
 from collections import deque
@@ -13,6 +15,7 @@ from typing import Any
 
 END_S = 8.0
 WORDS = 5
+_CHATTER = re.compile(r"\[[^]]* [IW] \d+ \d+\]")
 
 
 class DriverError(Exception):
@@ -105,9 +108,10 @@ class Link:
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.strip():
+            if line.strip() and not _CHATTER.match(line):
                 self._words.append(line.strip())
 
     def _last_words(self) -> str:
-        words = " / ".join(self._words)[-600:]
-        return words or f"the process that talks to Ray ended with exit code {self._process.poll()}"
+        code = self._process.poll()
+        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        return " / ".join(self._words)[-600:] or f"the process that talks to Ray ended with {how}"

@@ -3,8 +3,7 @@
 A hire that waits for room is an actor that Ray cannot place yet. To Ray's autoscaler that is demand: where there is one
 it brings nodes for as long as hires wait, and takes them away when they idle, so growing needs nothing else.
 
-Ray itself is talked to by a process of its own (`ray_driver`), which is killed when it does not answer, and started
-anew.
+Ray itself is talked to by a process of its own (`ray_driver`), which may hang or die, and is then started anew.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -29,7 +28,9 @@ from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
 
 CONNECT_S = 20.0
-CONNECT_INSIDE_S = 60.0
+CONNECT_INSIDE_S = 45.0
+LATE_S = 2.0
+GIVE_UP_S = 60.0
 PROBE_S = 2.0
 ANSWER_S = 6.0
 ANSWER_INSIDE_S = 20.0
@@ -156,17 +157,12 @@ class Ray(Engine):
     def _ask(self, request: Mapping[str, Any], within_s: float) -> Any:
         link = self._connected()
         try:
-            return link.ask(request).result(within_s)
-        except TimeoutError as error:
-            self._drop(link)
-            raise self._unreachable(f"it did not answer within {within_s:g} s") from error
+            return self._await(link, link.ask(request), within_s)
         except DriverError as failed:
             if failed.kind == "refused":
                 raise HireRefused("Ray refuses this", where=self._where, why=failed.why) from failed
             self._drop(link)
             raise self._unreachable(failed.why) from failed
-        except CancelledError as error:
-            raise self._unreachable("the conversation was ended") from error
 
     def _connected(self) -> Link:
         """One conversation for all threads; whoever comes while it is opened waits with the others."""
@@ -176,16 +172,24 @@ class Ray(Engine):
                 self._link = self._start()
             link = self._link
         try:
-            link.ready.result(self._connect_s)
-        except TimeoutError as error:
-            self._drop(link)
-            raise self._unreachable(f"no connection within {self._connect_s:g} s") from error
+            self._await(link, link.ready, self._connect_s)
         except DriverError as failed:
             self._drop(link)
             raise self._failure(failed) from failed
-        except CancelledError as error:
-            raise self._unreachable("the conversation was ended") from error
         return link
+
+    def _await(self, link: Link, answer: Future[Any], within_s: float) -> Any:
+        """Wait for an answer: not for long if others are late, since then the cluster is away, or the driver hangs.
+
+        When the cluster comes back, a driver that waited for it answers at once, so it is given some time.
+        """
+        patience_s = within_s if link.late_since is None else min(within_s, LATE_S)
+        try:
+            return answer.result(patience_s)
+        except TimeoutError as error:
+            if link.late_for_s() > GIVE_UP_S:
+                self._drop(link)
+            raise self._unreachable(f"it did not answer within {patience_s:g} s") from error
 
     def _probe(self) -> None:
         """Ray tries for long to reach what is not there; a socket tells it at once."""

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ class Link:
         self._waiting: dict[int, Future[Any]] = {0: self._started, 1: self.ready}
         self._words: deque[str] = deque(maxlen=WORDS)
         self.ended = False
+        self.late_since: float | None = None
         # Ray lets all workers import from the directory in which a driver was started.
         self._process = subprocess.Popen(
             argv,
@@ -70,6 +72,14 @@ class Link:
                 asked.set_exception(DriverError("lost", self._last_words()))
         return asked
 
+    def late_for_s(self) -> float:
+        """How long it has been silent since an answer was first missed; to be asked when one is."""
+        now = time.monotonic()
+        with self._lock:
+            if self.late_since is None:
+                self.late_since = now
+            return now - self.late_since
+
     def end(self) -> None:
         """Let it leave the cluster, in bounded time."""
         assert self._process.stdin is not None
@@ -89,6 +99,7 @@ class Link:
         for line in self._process.stdout:
             message = json.loads(line)
             with self._lock:
+                self.late_since = None
                 asked = self._waiting.pop(message["id"], None)
             if asked is None:
                 continue

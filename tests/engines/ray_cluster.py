@@ -33,6 +33,7 @@ SETTINGS = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 
 

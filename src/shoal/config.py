@@ -86,6 +86,14 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
     name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
+    on: Annotated[str, Meta(description="pools to take machines from, in this order, such as spot,lab")] = ""
+    priority: Annotated[int, Meta(description="runs of higher priority get machines first")] = 0
+    ship: Annotated[
+        Literal["auto", "always", "never"], Meta(description="whether the project is sent along with the run")
+    ] = "auto"
+    ship_limit_mb: Annotated[float, Meta(gt=0, description="the largest project that is sent")] = 256.0
+    orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
+    host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose")] = ""
     preload: Annotated[str, Meta(description="modules that members find imported, such as torch,torchvision")] = ""
     notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure or file:PATH")] = ""
     notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""

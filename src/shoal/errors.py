@@ -724,3 +724,27 @@ class HireRefused(LaunchError):
     """
 
     code = "S431"
+
+
+class LuggageLost(LaunchError):
+    """What a run sends along (its project) did not arrive on a machine, or could not be written there.
+
+    Agents fetch it from the coordinator, over the one port that they talk to it on. See that its disk is not full.
+    """
+
+    code = "S432"
+
+
+class UnknownBlob(MembershipError):
+    """The coordinator was asked for something to send along that it does not have."""
+
+    code = "S212"
+
+
+class NotYours(MembershipError):
+    """A named user asked for something that only the owner of the coordinator, or of the run, may do.
+
+    ``shoal token NAME`` makes a token for a user, who may submit runs, see all and change its own.
+    """
+
+    code = "S213"

@@ -25,8 +25,12 @@ def main() -> int:
     parser.add_argument(
         "--idle", type=float, default=600.0, help="seconds without members or coordinator before it gives up"
     )
+    parser.add_argument(
+        "--orphan", type=float, default=None, help="seconds without coordinator before members are ended, too"
+    )
+    parser.add_argument("--apart", action="store_true", help="this machine does not see the disk of who starts runs")
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor of a pipe; its end ends everything")
-    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, or a plug-in")
+    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, slurm, or a plug-in")
     parser.add_argument("--notice-url", default="", help="base URL of the source, if it is not the usual one")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="modules that the warm process imports")
     given = parser.parse_args()
@@ -41,6 +45,8 @@ def main() -> int:
         interface=given.interface,
         grace_s=given.grace,
         idle_s=given.idle,
+        orphan_s=given.orphan,
+        apart=given.apart,
         lifeline=given.lifeline,
         notice_source=given.notice_source,
         notice_url=given.notice_url,

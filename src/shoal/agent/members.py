@@ -18,9 +18,10 @@ import msgspec
 import psutil
 
 from shoal.agent import causes, logs, memory, orders, probe, processes
+from shoal.agent.luggage import Luggage
 from shoal.agent.outbox import Outbox
 from shoal.agent.warm import WarmProcess
-from shoal.errors import MembershipError, ShoalError, WarmProcessFailed
+from shoal.errors import LuggageLost, MembershipError, ShoalError, WarmProcessFailed
 from shoal.wire.messages import LogLines, MemberExited, MemberStarted, StartMember
 
 log = logging.getLogger("shoal.agent")
@@ -45,7 +46,10 @@ _COLD_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What all members under this agent have in common."""
+    """What all members under this agent have in common. `apart` says that this machine sees nothing of the user's disk.
+
+    `cache` keeps what runs send along.
+    """
 
     url: str
     token_file: str
@@ -53,6 +57,8 @@ class Home:
     slots: int | None
     interface: str
     environ: Mapping[str, str]
+    cache: Path
+    apart: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +88,7 @@ class Members:
     def __init__(self, home: Home, preload: tuple[str, ...], outbox: Outbox) -> None:
         self._home = home
         self._outbox = outbox
+        self._luggage = Luggage(home.url, home.token_file, home.cache, home.directory / "runs")
         self._alive: dict[str, Member] = {}
         self._cores = probe.cores()
         self._core_speed = 0.0
@@ -117,11 +124,20 @@ class Members:
         self._alive[key] = member
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if order.project and (self._home.apart or not os.path.isdir(order.cwd)):
+                member.order = await self._unpacked(order)
             start = self._order(key, member, directory / f"{base}.log")
             member.warm = not start.cold
             await self.warm.start(start, START_WITHIN_S)
         except (ShoalError, OSError, ValueError) as error:
             self._never_started(key, error)
+
+    async def _unpacked(self, order: StartMember) -> StartMember:
+        """The order as it is on a machine that has only what the run sent along."""
+        run = _file_name(order.run)
+        where = await asyncio.to_thread(self._luggage.lay_out, order.project, run)
+        env = {**order.env, "SHOAL_RUN_DIR": str(self._home.directory / "runs" / run)}
+        return msgspec.structs.replace(order, cwd=str(where), env=env)
 
     def _on_start(self, key: str, pid: int) -> None:
         if (member := self._alive.get(key)) is None:
@@ -192,7 +208,7 @@ class Members:
         member.gone.set()
         code = error.code if isinstance(error, ShoalError) else "S402"
         text = error.what if isinstance(error, ShoalError) else str(error)
-        why = error.why if isinstance(error, WarmProcessFailed | MembershipError) else ""
+        why = error.why if isinstance(error, WarmProcessFailed | MembershipError | LuggageLost) else ""
         detail = f"error[{code}] {text}" + (f": {why}" if why else "")
         log.error("%s of run %s could not be started: %s", member.order.member, member.order.run, detail)
         self._outbox.put(MemberExited(*member.name, None, None, "infrastructure", detail))

@@ -1,4 +1,4 @@
-"""Where notices come from: clouds that are about to take a machine back, and files that scripts leave.
+"""Where notices come from: clouds that are about to take a machine back, Slurm, and files that scripts leave.
 
 A source is asked for by name; nothing is looked for by itself. Others can be installed under the entry-point group
 ``shoal.notice_sources``: a function that takes the base URL (or "") and returns a `Source`.
@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import email.utils
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -59,12 +60,18 @@ def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0
             return Polled(Azure(web).look, poll_s)
         case "file":
             return Polled(File(Path(rest)).look, min(poll_s, 0.5))
+        case "slurm":
+            # Late, because it makes notices of ours.
+            from shoal.agent.slurm import slurm_job
+
+            return slurm_job(rest, os.environ)
     for entry in entry_points(group=GROUP):
         if entry.name == name:
             found: Source = entry.load()(url)
             return found
     raise BadNoticeSource(
-        f"there is no source of notices called {name!r}", do="use aws, gcp, azure, file:PATH, or install its plug-in"
+        f"there is no source of notices called {name!r}",
+        do="use aws, gcp, azure, file:PATH, slurm, or install its plug-in",
     )
 
 

@@ -47,7 +47,11 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator."""
+    """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
+
+    `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None. `apart` says
+    that this machine does not see the disk of who started the run.
+    """
 
     url: str
     token_file: str
@@ -57,6 +61,8 @@ class AgentSettings:
     interface: str = ""
     grace_s: float = 30.0
     idle_s: float = 600.0
+    orphan_s: float | None = None
+    apart: bool = False
     connect_s: float = 5.0
     lifeline: int | None = None
     notice_source: str = ""
@@ -79,6 +85,8 @@ class Agent:
             slots=settings.slots,
             interface=settings.interface,
             environ=environ,
+            cache=_home(environ) / "cache" / "blobs",
+            apart=settings.apart,
         )
         self._members = Members(home, settings.preload, self._outbox)
         self._ending = asyncio.Event()
@@ -210,6 +218,10 @@ class Agent:
                     why=why,
                     do="start it again, or check its URL",
                 )
+            if self._settings.orphan_s is not None and time.time() > away_since + self._settings.orphan_s:
+                self._members.notice_all()
+                self._end(f"no coordinator answered for {self._settings.orphan_s:g} s", self._settings.grace_s)
+                continue
             if time.time() >= say_at:
                 self._say_waiting(away_since, until, why)
                 say_at = time.time() + _SAY_EVERY_S
@@ -264,6 +276,10 @@ class Agent:
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)
         self._end(reason, 0.0)
+
+
+def _home(environ: dict[str, str]) -> Path:
+    return Path(environ.get("SHOAL_HOME") or Path.home() / ".shoal")
 
 
 def _clock(at: float) -> str:

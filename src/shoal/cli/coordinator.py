@@ -11,8 +11,10 @@ import click
 
 from shoal.cli.frame import Frame, with_frame
 from shoal.launch import render as launching
+from shoal.launch import sources
 from shoal.launch.find import read_text
 from shoal.launch.place import home
+from shoal.wire.hires import write as write_hires
 
 READY_S = 60.0
 
@@ -28,11 +30,15 @@ def command(frame: Frame, host: str, port: int, directory: Path | None) -> None:
     """Run a standing coordinator.
 
     Stays in the foreground, and prints its URL and token file. Submit to it with shoal run --url, add machines with
-    shoal join. Started again on the same --dir it goes on where it was, and whoever trained meanwhile finds it again.
+    shoal join, let it hire from the pools of shoal.toml with shoal run --on. Started again on the same --dir it goes
+    on where it was, and whoever trained meanwhile finds it again.
     """
+    hires = launching.hires_of(sources.choose(Path.cwd(), os.environ))
     where = directory or launching.new_directory(home())
     fresh = not where.exists()
     launching.make(where, exist_ok=True)
+    if hires.pools:
+        write_hires(where, hires)
     from shoal.coordinator.__main__ import main
 
     threading.Thread(target=_announce, args=(frame, where), daemon=True).start()

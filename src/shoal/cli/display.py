@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import table
-from shoal.wire.views import MemberView, RunView, StoryLine
+from shoal.wire.views import CostView, MemberView, RunView, StoryLine
 
 PROGRESS_EVERY_S = 10.0
 SHARES = "SharesDecided"
@@ -225,3 +225,13 @@ class Forgiving:
             show(what)
         except OSError:
             self._gone = True
+
+
+def cost(found: CostView) -> str:
+    """What a run's machines have cost."""
+    parts = [f"{found.machine_s / 3600:.2f} machine hours"]
+    if found.spent:
+        parts.append(f"{found.spent:.2f} spent")
+    if found.saved:
+        parts.append(f"{found.saved:.2f} saved")
+    return ", ".join(parts)

@@ -38,7 +38,8 @@ def _text(views: list[RunView], now: float) -> str:
             f"{view.world_size} ({view.members_min}:{view.members_max})",
             table.span((view.ended or now) - view.started),
             "" if view.loss is None else f"{view.loss:.4g}",
+            view.user or "-",
         )
         for view in views
     ]
-    return table.columns(("run", "name", "status", "step", "members", "time", "loss"), rows)
+    return table.columns(("run", "name", "status", "step", "members", "time", "loss", "user"), rows)

@@ -23,6 +23,7 @@ from shoal.launch.sources import Choices, Option
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
 @click.option("--name", help="Name of the run.  [default: the script's]")
+@click.option("--on", metavar="POOLS", help="Take machines from these pools of shoal.toml, such as spot,lab.")
 @click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
 @click.option(
     "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
@@ -53,6 +54,7 @@ def command(
     args: tuple[str, ...],
     members: str | None,
     name: str | None,
+    on: str | None,
     sync: str | None,
     servers: str | None,
     evaluator: bool,
@@ -72,6 +74,7 @@ def command(
     options = options_of(
         members=("-n", members),
         name=("--name", name),
+        on=("--on", on),
         sync=("--sync", sync),
         servers=("--servers", servers),
         evaluator=("--evaluator", "true" if evaluator else None),
@@ -95,11 +98,16 @@ def command(
         beside = f"--compat {compat}" if compat else f"--sync {choices.text('sync')}"
         where = choices.source("evaluator")
         raise BadRole(f"an evaluator cannot be used with {beside}", where=where, do="leave one of them out")
-    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices)
-    directory = launching.new_directory(place.home)
-    launch = launching.render(directory, choices, spec)
-    if place.url:
-        launch = Launch(directory="", coordinator=(), agent=(), spec=spec)
+    standing = bool(place.url)
+    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
+    if standing:
+        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
+    else:
+        launch = launching.render(launching.new_directory(place.home), choices, spec)
+    if launch.ship:
+        from shoal.launch import luggage
+
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
     if dry_run:
         frame.answer(launch, lambda: describe(launch, choices, place))
         return
@@ -129,13 +137,34 @@ def evaluating(choices: Choices) -> bool:
     return bool(choices.found["evaluator"].value)
 
 
+def _describe_pools(launch: Launch) -> list[str]:
+    """What each pool would be asked for, as its engine would be."""
+    from shoal.engines import pools
+    from shoal.engines.engine import Ask
+    from shoal.wire.credentials import Credentials
+
+    lines = []
+    for name, table in (launch.hires.pools if launch.hires is not None else {}).items():
+        pool, engine = pools.parse(name, table)
+        offered = f"up to {pool.limit} machines of {pool.slots} members"
+        lines += [
+            f"pool         {name}: {pool.engine}, {offered}" + (f", {pool.price_per_h:g}/h" if pool.price_per_h else "")
+        ]
+        shown = engine.render(Ask(f"{name}-1", "<coordinator>", launching.URL, Credentials("<token>"), pool.slots))
+        lines += [f"             {' '.join(shown.argv)}"]
+        lines += [f"             | {line}" for line in shown.text.splitlines()]
+    return lines
+
+
 def describe(launch: Launch, choices: Choices, place: Place) -> str:
     """What would be started, for people."""
     spec = launch.spec
     lines = []
     if launch.directory:
-        lines += [f"coordinator  {' '.join(launch.coordinator)}", f"agent        {' '.join(launch.agent)}"]
+        lines += [f"coordinator  {' '.join(launch.coordinator)}"]
+        lines += [f"agent        {' '.join(launch.agent)}"] if launch.agent else []
         lines += [f"directory    {launch.directory}"]
+        lines += _describe_pools(launch)
     else:
         lines += [f"coordinator  {place.url} (standing)"]
     if spec is not None:

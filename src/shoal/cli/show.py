@@ -16,7 +16,7 @@ from shoal.errors import UsageError
 from shoal.launch.client import Client, open_client
 from shoal.launch.place import Place
 from shoal.launch.render import Launch
-from shoal.launch.supervise import Supervisor, resume
+from shoal.launch.supervise import Supervisor, hand_over
 from shoal.wire.views import RunView
 
 PANEL_EVERY_S = 0.4
@@ -43,7 +43,7 @@ def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
         raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
     client = open_client(place.url, place.token_file)
     client.check()
-    view = client.submit(launch.spec) if launch.spec is not None else resume(client, launch.resume, launch.members)
+    view = hand_over(client, launch)
     if detach:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, decisions, efficiency, evaluation, event_files, progress, spent
+from shoal.cli.display import PARTS, cost, decisions, efficiency, evaluation, event_files, progress, spent
 from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.launch import find
 from shoal.launch.place import Place
@@ -39,6 +39,8 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         f"time        {table.span((view.ended or now) - view.started)}",
         f"members     {view.losses} lost, {view.joins} joined",
     ]
+    if view.cost is not None:
+        lines.append(f"cost        {cost(view.cost)}")
     if told := efficiency(view):
         lines.append(f"efficiency  {', '.join(told)}")
     if found := evaluation(view):

@@ -22,6 +22,8 @@ import uvicorn
 from shoal.coordinator import tls
 from shoal.coordinator.app import make_app
 from shoal.coordinator.auth import Guard, is_loopback
+from shoal.coordinator.hiring import open_pools
+from shoal.coordinator.keys import Keys
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
 from shoal.errors import BadCredentials, JournalUnwritable, PortInUse, ShoalError
@@ -63,10 +65,11 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None) ->
         raise
     service = Service(directory, journal, Views(directory), name=directory.resolve().name)
     service.replay()
-    server = _Server(_config(service, token, directory, host, secure, lambda: server.leave()))
+    server = _Server(_config(service, token, directory, host, secure, lambda: server.end()))
     _announce(directory, host, listener.getsockname()[1], secure)
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
+    hiring = open_pools(service, directory)
     keepers = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.keep_views())]
     for keeper in keepers:
         keeper.add_done_callback(server.keeper_ended)
@@ -80,17 +83,27 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None) ->
         for keeper in keepers:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
+        if hiring is not None:
+            await asyncio.to_thread(hiring.close, server.for_good)
         service.close()
         (directory / "pid").unlink(missing_ok=True)
     return 1 if server.failed else 0
 
 
 class _Server(uvicorn.Server):
-    """Leaves at once: members find the coordinator again, so nobody needs to be waited for."""
+    """Leaves at once: members find the coordinator again, so nobody needs to be waited for.
+
+    `for_good` says that none comes after it, so that nothing that it hired may be left.
+    """
 
     failed = False
+    for_good = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.leave()
+
+    def end(self) -> None:
+        self.for_good = True
         self.leave()
 
     def leave(self) -> None:
@@ -108,7 +121,7 @@ def _config(
     service: Service, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
 ) -> uvicorn.Config:
     config = uvicorn.Config(
-        Guard(make_app(service, leave), token, loopback_only=is_loopback(host)),  # type: ignore[arg-type]
+        Guard(make_app(service, leave), Keys(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
         http=ImpatientProtocol,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,
@@ -203,7 +216,7 @@ def _write(path: Path, text: str) -> None:
 def _on_lifeline(descriptor: int, server: _Server) -> None:
     if os.read(descriptor, 4096) == b"":
         asyncio.get_running_loop().remove_reader(descriptor)
-        server.leave()
+        server.end()
 
 
 if __name__ == "__main__":

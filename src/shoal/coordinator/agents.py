@@ -53,7 +53,9 @@ class Agents:
         known = self._service.runs.machines.get(hello.agent)
         told = records.MachineKnown(hello.agent, hello.machine, hello.pid)
         successor = known is not None and known.pid != hello.pid
-        joined = fe.AgentJoined(hello.agent, hello.slots, host, hello.members, successor)
+        hire = self._service.runs.supply.hires.get(hello.agent)
+        pool = hire.pool if hire is not None else ""
+        joined = fe.AgentJoined(hello.agent, hello.slots, host, hello.members, successor, pool)
         if known != told:
             self._service.handle("", told)
         asked = self._service.record("", joined)

@@ -9,18 +9,20 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import shoal
 from shoal.coordinator import logs
 from shoal.coordinator.agents import Agents
+from shoal.coordinator.auth import USER
+from shoal.coordinator.blobs import Blobs
 from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.members import Members
 from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
-from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownRun
+from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownBlob, UnknownRun
 from shoal.wire import codec
 from shoal.wire.messages import PROTOCOL
 from shoal.wire.views import Health, Problem, RunSpec, ScaleAsk, StopAsk
@@ -42,6 +44,7 @@ class Api:
         self._members = Members(service)
         self._agents = Agents(service)
         self._requests = Requests(service)
+        self._blobs = Blobs(service.directory / "blobs")
         self._leave = leave
         self._leaving: asyncio.Task[None] | None = None
 
@@ -57,6 +60,10 @@ class Api:
             Route("/v1/runs/{run}/scale", _answering(self.scale), methods=["POST"]),
             Route("/v1/runs/{run}/resume", _answering(self.resume), methods=["POST"]),
             Route("/v1/agents", _answering(self.agents)),
+            Route("/v1/pools", _answering(self.pools)),
+            Route("/v1/blobs", _answering(self.missing), methods=["POST"]),
+            Route("/v1/blobs/{digest}", _answering(self.keep), methods=["PUT"]),
+            Route("/v1/blobs/{digest}", self.blob),
             Route("/v1/shutdown", _answering(self.shutdown), methods=["POST"]),
             Route("/metrics", self.metrics),
             WebSocketRoute("/v1/member", self.member),
@@ -70,7 +77,7 @@ class Api:
         return self._service.run_views()
 
     async def create(self, request: Request) -> object:
-        return self._requests.create(await _body(request, RunSpec))
+        return self._requests.create(await _body(request, RunSpec), _user(request))
 
     async def run(self, request: Request) -> object:
         return self._service.view(self._requests.find(request.path_params["run"]).name)
@@ -87,18 +94,35 @@ class Api:
 
     async def stop(self, request: Request) -> object:
         ask = await _body(request, StopAsk, StopAsk())
-        return self._requests.stop(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.stop(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def scale(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk)
-        return self._requests.scale(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.scale(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def resume(self, request: Request) -> object:
         ask = await _body(request, ScaleAsk) if await request.body() else None
-        return self._requests.resume(self._requests.find(request.path_params["run"]), ask)
+        return self._requests.resume(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def agents(self, _request: Request) -> object:
         return self._service.agent_views()
+
+    async def pools(self, _request: Request) -> object:
+        return self._service.pool_views()
+
+    async def missing(self, request: Request) -> object:
+        """Which of these hashes are not here yet."""
+        return self._blobs.missing(await _body(request, tuple[str, ...]))
+
+    async def keep(self, request: Request) -> object:
+        await self._blobs.put(request.path_params["digest"], request.stream())
+        return {}
+
+    async def blob(self, request: Request) -> Response:
+        try:
+            return FileResponse(self._blobs.path(request.path_params["digest"]))
+        except ShoalError as error:
+            return _problem(error)
 
     async def shutdown(self, _request: Request) -> object:
         self._requests.shut_down("the coordinator is shut down")
@@ -192,11 +216,17 @@ def _answering(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
         try:
             return Response(msgspec.json.encode(await endpoint(request)), media_type="application/json")
         except ShoalError as error:
-            status = 404 if isinstance(error, UnknownRun) else 507 if isinstance(error, StorageError) else 400
-            problem = Problem(error.code, error.what, error.where, error.why, error.do)
-            return Response(msgspec.json.encode(problem), status, media_type="application/json")
+            return _problem(error)
 
     return answer
+
+
+def _problem(error: ShoalError) -> Response:
+    unknown, full = isinstance(error, UnknownRun | UnknownBlob), isinstance(error, StorageError)
+    problem = Problem(error.code, error.what, error.where, error.why, error.do)
+    return Response(
+        msgspec.json.encode(problem), 404 if unknown else 507 if full else 400, media_type="application/json"
+    )
 
 
 async def _body(request: Request, kind: type[T], default: T | None = None) -> T:
@@ -211,6 +241,11 @@ async def _body(request: Request, kind: type[T], default: T | None = None) -> T:
         return msgspec.json.decode(bytes(data), type=kind)
     except msgspec.DecodeError as error:
         raise BadRequest("the request cannot be understood", why=str(error)) from error
+
+
+def _user(request: Request) -> str:
+    """Whose token the request came with; empty for the coordinator's own."""
+    return str(request.scope.get(USER, ""))
 
 
 def _page(request: Request) -> tuple[str, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import time
 from collections import deque
@@ -11,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import WrongToken
+from shoal.coordinator.keys import OWNER, Keys
+from shoal.errors import NotYours, WrongToken
 from shoal.wire.views import Problem
 
 Scope = dict[str, Any]
@@ -20,6 +20,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/v1/health",)
+OWNERS_PATHS = ("/v1/shutdown",)
+USER = "shoal.user"
 MAX_FAILURES = 30
 WINDOW_S = 10.0
 MAX_CLIENTS = 1000
@@ -43,11 +45,13 @@ class Failures:
 
 
 class Guard:
-    """Lets authenticated requests and sockets through to the app, and answers the others itself."""
+    """Lets authenticated requests and sockets through to the app, and answers the others itself.
 
-    def __init__(self, app: App, token: str, loopback_only: bool) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
+    Users ask for runs; only who has the coordinator's own token may be an agent or a member, or end the coordinator.
+    """
+
+    def __init__(self, app: App, keys: Keys, loopback_only: bool) -> None:
+        self._app, self._keys = app, keys
         self._loopback_only = loopback_only
         self._failures = Failures()
 
@@ -68,8 +72,12 @@ class Guard:
             return 403, Problem(WrongToken.code, "the request was not meant for this coordinator", why=foreign)
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            return None
+        user = self._keys.who(headers.get(b"authorization", b""))
+        if user is not None:
+            scope[USER] = user
+            if user == OWNER or (scope["type"] == "http" and scope["path"] not in OWNERS_PATHS):
+                return None
+            return 403, Problem(NotYours.code, f"{user} may not do this", do="use the coordinator's own token file")
         client = str((scope.get("client") or ("",))[0])
         if self._failures.too_many(client, time.monotonic()):
             return 429, Problem(WrongToken.code, "too many wrong tokens", do="wait ten seconds")

@@ -67,7 +67,7 @@ def start_member(
         **dict(asked.env),
     }
     return ms.StartMember(
-        asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart
+        asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart, spec.project
     )
 
 

@@ -9,9 +9,12 @@ from shoal.coordinator.links import AgentLink, MemberLink
 from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
+from shoal.core import supply
+from shoal.core.money import Account, Cost
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.core.supply_events import Pool
 from shoal.wire.messages import Beat, Spent
-from shoal.wire.views import AgentView, Decision, Evaluation, MemberView, RunView
+from shoal.wire.views import AgentView, CostView, Decision, Evaluation, MemberView, PoolView, RunView
 
 
 class Live:
@@ -105,6 +108,35 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         idle_now=now_idle,
         decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
         evaluation=_evaluation(run),
+        user=run.user,
+        cost=_shown(supply.account_at(runs.supply, now).of_run(run.name)) if run.spec.on else None,
+    )
+
+
+def _shown(cost: Cost) -> CostView:
+    return CostView(cost.machine_s, cost.spent, cost.saved)
+
+
+def pool_views(runs: Runs, now: float) -> list[PoolView]:
+    state, account = runs.supply, supply.account_at(runs.supply, now)
+    return [_pool_view(pool, state, account) for pool in state.pools.values()]
+
+
+def _pool_view(pool: Pool, state: supply.State, account: Account) -> PoolView:
+    standing = state.standings.get(pool.name, supply.Standing())
+    statuses = [hire.status for hire in state.hires.values() if hire.pool == pool.name]
+    blocked = standing.unreachable_since is not None or standing.until > 0
+    return PoolView(
+        pool=pool.name,
+        engine=pool.engine,
+        limit=pool.limit,
+        slots=pool.slots,
+        price_per_h=pool.price_per_h,
+        here=statuses.count(supply.HERE),
+        waiting=statuses.count(supply.ASKED) + statuses.count(supply.SUBMITTED),
+        trouble=standing.why if blocked else "",
+        until=standing.until or None,
+        cost=_shown(account.of_pool(pool.name)),
     )
 
 

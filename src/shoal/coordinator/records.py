@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from shoal.core import events, fleet_events
+from shoal.core import events, fleet_events, supply_events
 from shoal.core.evaluation import Evaluated
 from shoal.wire.messages import Machine
 from shoal.wire.views import RunSpec
@@ -15,10 +15,11 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """A run was submitted. `settings` are checked and complete."""
+    """A run was submitted, by a named user or by who owns the coordinator. `settings` are checked and complete."""
 
     spec: RunSpec
     settings: dict[str, Value]
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,6 @@ RunEvent = Union[RunCreated, RunResumed, StopRequested, MemberRaised, MachineKno
 
 KINDS: dict[str, type] = {
     kind.__name__: kind
-    for union in (events.Event, fleet_events.Event, RunEvent)
+    for union in (events.Event, fleet_events.Event, supply_events.Event, RunEvent)
     for kind in union.__args__  # type: ignore[attr-defined]
 }

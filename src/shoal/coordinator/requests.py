@@ -16,7 +16,19 @@ from shoal.coordinator.service import Service
 from shoal.core import compat, sync
 from shoal.core import events as ev
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
-from shoal.errors import AmbiguousRun, BadCount, BadRequest, BadRole, BadScript, BadSync, NotOver, RunOver, UnknownRun
+from shoal.errors import (
+    AmbiguousRun,
+    BadCount,
+    BadPool,
+    BadRequest,
+    BadRole,
+    BadScript,
+    BadSync,
+    NotOver,
+    NotYours,
+    RunOver,
+    UnknownRun,
+)
 from shoal.wire import messages as ms
 from shoal.wire.views import RunSpec, RunView, ScaleAsk, StopAsk
 
@@ -47,12 +59,19 @@ class Requests:
             raise AmbiguousRun(f"several runs are meant by {text}", why=names, do="use more of the id")
         return matching[0]
 
+    def of(self, user: str, text: str) -> Run:
+        """A run that this user may change: its own, or any if it is the coordinator's owner."""
+        run = self.find(text)
+        if user and run.user != user:
+            raise NotYours(f"{run.name} is a run of {run.user or 'the coordinator itself'}, not of {user}")
+        return run
+
     def _writable(self) -> None:
         trouble = self._service.still_in_trouble()
         if trouble is not None:
             raise trouble
 
-    def create(self, spec: RunSpec) -> RunView:
+    def create(self, spec: RunSpec, user: str = "") -> RunView:
         low, high = spec.members
         if not 1 <= low <= high:
             raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
@@ -64,10 +83,14 @@ class Requests:
         if spec.compat and sync.parse(str(settings["sync"])).served:
             what = f"an unmodified script cannot be run with --sync {settings['sync']}"
             raise BadSync(what, why="it exchanges its gradients itself", do="leave --sync or --compat out")
+        known = self._service.runs.supply.pools
+        if missing := [pool for pool in spec.on if pool not in known]:
+            there = f"there are: {', '.join(known)}" if known else "it has none"
+            raise BadPool(f"this coordinator has no pool {missing[0]!r}", do=f"name one of its pools; {there}")
         self._writable()
         name = self._new_id(spec.name)
         Path(self._service.run_dir(name)).mkdir(parents=True, exist_ok=True)
-        self._service.handle(name, records.RunCreated(spec, settings))
+        self._service.handle(name, records.RunCreated(spec, settings, user))
         return self._service.view(name)
 
     def _new_id(self, name: str) -> str:

@@ -12,15 +12,17 @@ from typing import Any, Union
 
 from shoal.config import Settings
 from shoal.coordinator import records
-from shoal.core import budget, compat, evaluation, events, membership, servers, sync
+from shoal.core import budget, compat, evaluation, events, membership, servers, supply, sync
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
+from shoal.core import supply_events as se
 from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunSpec
 
 Instruction = Union[
     events.Instruction,
     fe.Instruction,
+    se.Instruction,
     evaluation.Instruction,
     evaluation.TellCheckpoint,
     evaluation.TellTrained,
@@ -29,6 +31,7 @@ Asked = list[tuple[str, Instruction]]
 
 ENDED = ("done", "failed", "stopped", "resumable")
 _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
+_SUPPLY = tuple(kind for kind in se.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
 EARLY_GRACE_S = 600.0
 _VICTIMS = ("S204", "S207", "S209")
@@ -54,6 +57,7 @@ class Run:
     failed_at: float = 0.0
     pids: dict[str, int] = field(default_factory=dict)
     evaluation: evaluation.State = field(default_factory=evaluation.State)
+    user: str = ""
 
     @property
     def over(self) -> bool:
@@ -79,10 +83,11 @@ class Run:
 
 @dataclass(slots=True)
 class Runs:
-    """The runs, the fleet and the machines of one coordinator."""
+    """The runs, the fleet, the supply and the machines of one coordinator."""
 
     runs: dict[str, Run] = field(default_factory=dict)
     fleet: fl.State = field(default_factory=fl.State)
+    supply: supply.State = field(default_factory=supply.State)
     machines: dict[str, records.MachineKnown] = field(default_factory=dict)
 
     def apply(self, name: str, event: Any, now: float) -> Asked:
@@ -92,12 +97,44 @@ class Runs:
             self._create(name, event, now, asked)
         elif isinstance(event, records.MachineKnown):
             self.machines[event.agent] = event
+        elif isinstance(event, _SUPPLY):
+            self._supply(event, now, asked)
         elif isinstance(event, _FLEET):
             self._before_fleet(event, now, asked)
             self._fleet(event, now, asked)
+            self._tell_supply(event, now, asked)
         elif name in self.runs:
             self._run_event(self.runs[name], event, now, asked)
+        if (needs := self._needs()) != self.supply.needs:
+            self._supply(se.NeedsChanged(needs), now, asked)
         return asked
+
+    # --- machines, and what runs need of them
+
+    def _supply(self, event: se.Event, now: float, asked: Asked) -> None:
+        self.supply, instructions = supply.decide(self.supply, event, now)
+        going = [run.name for run in self.runs.values() if not run.over]
+        for instruction in instructions:
+            # What happens to machines concerns all who may use them.
+            told = going if isinstance(instruction, se.Tell) else [""]
+            asked.extend((name, instruction) for name in told)
+
+    def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
+        if isinstance(event, fe.AgentJoined):
+            self._supply(se.AgentHere(event.agent), now, asked)
+        elif isinstance(event, fe.AgentNotice):
+            self._supply(se.AgentLeaving(event.agent, event.cause), now, asked)
+        elif isinstance(event, fe.WaitOver) and event.what == "agent" and event.agent not in self.fleet.agents:
+            self._supply(se.AgentLost(event.agent, "its agent did not come back"), now, asked)
+
+    def _needs(self) -> tuple[se.Need, ...]:
+        """How many places each run could use: those of higher priority first, then in the order of submission."""
+        needs = []
+        for run in sorted(self.runs.values(), key=lambda run: -run.spec.priority):
+            wanted = self.fleet.runs.get(run.name)
+            if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
+                needs.append(se.Need(run.name, run.spec.on, wanted.places))
+        return tuple(needs)
 
     # --- the life of a run
 
@@ -105,13 +142,16 @@ class Runs:
         low, high = event.spec.members
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
-        self.runs[name] = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
+        run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
+        run.user = event.user
+        self.runs[name] = run
         self._want(self.runs[name], low, high, now, asked)
 
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
         servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
         restarts = restarts_of(run.settings)
-        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators)
+        asking = (run.spec.on, run.spec.priority)
+        wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
         self._fleet(wanted, now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:

@@ -28,12 +28,13 @@ from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
+from shoal.core import supply_events as se
 from shoal.errors import JournalUnwritable
 from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
 from shoal.wire import messages as ms
-from shoal.wire.views import AgentView, RunView, StoryLine
+from shoal.wire.views import AgentView, PoolView, RunView, StoryLine
 
 log = logging.getLogger("shoal.coordinator")
 
@@ -76,6 +77,7 @@ class Service:
         self._ticked_at = self.clock.now()
         self._deaf_until = 0.0
         self._at_every_tick: list[Callable[[float], None]] = []
+        self.hire: Callable[[se.Instruction], None] = lambda _instruction: None
 
     # --- the one way in
 
@@ -167,6 +169,8 @@ class Service:
                 link = self.agents.get(instruction.agent)
                 if link is not None:
                     link.send(deliver.end_member(instruction))
+            elif isinstance(instruction, se.Submit | se.Cancel):
+                self.hire(instruction)
             elif isinstance(instruction, ev.Refuse):
                 self._refuse(run, instruction)
             else:
@@ -302,6 +306,9 @@ class Service:
 
     def agent_views(self) -> list[AgentView]:
         return present.agent_views(self.runs, self.agents, self.clock.now())
+
+    def pool_views(self) -> list[PoolView]:
+        return present.pool_views(self.runs, self.clock.now())
 
     async def story(self, run: Run, member: str, after: int, limit: int) -> list[StoryLine]:
         await self.flush()

@@ -9,6 +9,7 @@ from shoal.coordinator import records
 from shoal.core import evaluation
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
+from shoal.core import supply_events as se
 from shoal.wire.views import StoryLine
 
 LINES_PER_ENTRY = 100
@@ -167,4 +168,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     fe.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
     fe.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
     fe.Tell: lambda i: (i.text, ""),
+    se.Submit: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
+    se.Cancel: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
+    se.Tell: lambda i: (i.text, ""),
 }

@@ -23,7 +23,8 @@ class Opened:
 class AgentJoined:
     """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
 
-    `successor` says that it is another process than the agent of that name before, whose members died with it.
+    `successor` says that it is another process than the agent of that name before, whose members died with it. `pool`
+    is where its machine was hired, empty if it came by itself.
     """
 
     agent: str
@@ -31,6 +32,7 @@ class AgentJoined:
     host: str
     members: tuple[tuple[str, str, str], ...] = ()
     successor: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class AgentNotice:
 
 @dataclass(frozen=True, slots=True)
 class RunWanted:
+    """`pools` are those that it may use, all if there are none; machines that came by themselves are everybody's."""
+
     run: str
     min_members: int
     max_members: int
@@ -54,6 +58,8 @@ class RunWanted:
     restarts: budget.BudgetSettings = DEFAULT_RESTARTS
     servers: int = 0
     evaluators: int = 0
+    pools: tuple[str, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

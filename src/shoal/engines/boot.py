@@ -16,7 +16,7 @@ def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token
     `$home` is the directory of the hire on that machine, which only its owner can read.
     """
     lines = [
-        "set -eu",
+        "set -e",
         "umask 077",
         f"home={home(ask.tag, ask.hire, options)}",
         'mkdir -p "$home"',

@@ -67,12 +67,14 @@ class Offer:
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What every engine can be told of a pool in shoal.toml: the interpreter there, shell lines before it, a directory.
 
-    `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent.
+    `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
+    whether machines see the disk of who starts runs, so that nothing has to be sent: without it, the engine knows.
     """
 
     python: str = ""
     setup: tuple[str, ...] = ()
     directory: str = ""
+    shared: bool | None = None
 
 
 class Engine(ABC):
@@ -83,9 +85,15 @@ class Engine(ABC):
     """
 
     options_type: ClassVar[type[Options]] = Options
+    usually_shared: ClassVar[bool] = False
 
     def __init__(self, pool: str, options: Options) -> None:
         self.pool, self.options = pool, options
+
+    @property
+    def shared(self) -> bool:
+        """Whether machines see the disk of who starts runs."""
+        return self.usually_shared if self.options.shared is None else self.options.shared
 
     @abstractmethod
     def render(self, ask: Ask) -> Rendered:

@@ -24,6 +24,8 @@ BORN_WITHIN_S = 0.01
 class Local(Engine):
     """Agents on this machine."""
 
+    usually_shared = True
+
     def render(self, ask: Ask) -> Rendered:
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
@@ -130,8 +132,10 @@ def _end(process: psutil.Process) -> None:
 
 
 def _last_words(where: Path) -> str:
+    """The last error that the agent wrote, if it ended by one."""
     try:
         lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
     except FileNotFoundError:
-        return "it said nothing"
-    return lines[-1][:300] if lines else "it said nothing"
+        lines = []
+    errors = [line for line in lines[-20:] if "error[" in line or " ERROR " in line]
+    return errors[-1].partition("error[")[2][:300].partition("] ")[2] if errors else "its process is gone"

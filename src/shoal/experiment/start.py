@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal import config
 from shoal.config import Value
 from shoal.core import sync
-from shoal.errors import BadRole, BadSettings, InsideMember, UnknownEngine
+from shoal.errors import BadRole, BadSettings, InsideMember
 from shoal.experiment.handle import RunHandle
 from shoal.experiment.keep import Keeper
 from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
@@ -44,33 +44,20 @@ def run(
 ) -> RunHandle:
     """Train what a function returns, and keep it training; returns as soon as the run is accepted.
 
-    `experiment_fn` is called in every member. `files` are paths, or names with paths, of files and directories that
-    members find in their working directory. `settings` are those of `shoal config`, with _ for the dot:
-    `checkpoint_every_s=60`. The run ends with this process, unless `detach=True`.
+    `experiment_fn` is called in every member. `on` names pools of shoal.toml, such as "spot,lab"; "local" is this
+    machine. `files` are paths, or names with paths, of files and directories that members find in their working
+    directory. `settings` are those of `shoal config`, with _ for the dot: `checkpoint_every_s=60`. The run ends with
+    this process, unless `detach=True`.
     """
     if "SHOAL_MEMBER" in os.environ:
         raise InsideMember("shoal.run was called inside a run", do='put the call under if __name__ == "__main__":')
-    if on not in ENGINES:
-        raise UnknownEngine(f"there is no engine {on!r}", do=f"the engines are: {', '.join(ENGINES)}")
     roles = {TRAINER: Role(), **(roles or {})}
     check(roles)
-    choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings))
+    choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings) | {"on": ("on=", on)})
     _check_together(roles, choices)
     contents = packed_files.named(files)
-    return ENGINES[on](experiment_fn, contents, roles, choices, dict(env or {}), detach)
-
-
-def _local(
-    experiment_fn: Callable[[], Experiment],
-    contents: Mapping[str, Path],
-    roles: Mapping[str, Role],
-    choices: Choices,
-    env: dict[str, str],
-    detach: bool,
-) -> RunHandle:
-    """Start a coordinator and an agent here for the run, as `shoal run` does."""
     directory = render.new_directory(home())
-    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, env)
+    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, dict(env or {}))
     launch = render.render(directory, choices, spec)
     render.make(directory)
     try:
@@ -79,10 +66,6 @@ def _local(
     except BaseException:
         render.unmake(directory)
         raise
-
-
-# Where runs are started, by the name that `on=` gives; every engine gets what `_local` gets.
-ENGINES: dict[str, Callable[..., RunHandle]] = {"local": _local}
 
 
 def pack(directory: Path, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]) -> None:
@@ -108,6 +91,8 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
         module=True,
         settings=choices.for_run(),
         roles=specs(roles),
+        on=render.chosen_pools(choices),
+        priority=int(choices.text("priority")),
     )
 
 

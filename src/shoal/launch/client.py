@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -12,7 +13,18 @@ import msgspec
 
 from shoal import __version__, errors
 from shoal.wire.messages import PROTOCOL
-from shoal.wire.views import AgentView, Health, LogPage, Problem, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
+from shoal.wire.views import (
+    AgentView,
+    Health,
+    LogPage,
+    PoolView,
+    Problem,
+    RunSpec,
+    RunView,
+    ScaleAsk,
+    StopAsk,
+    StoryLine,
+)
 
 T = TypeVar("T")
 
@@ -70,6 +82,20 @@ class Client:
 
     def agents(self) -> tuple[AgentView, ...]:
         return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
+
+    def pools(self) -> tuple[PoolView, ...]:
+        return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
+
+    def send(self, contents: Mapping[str, Path | bytes]) -> int:
+        """Let the coordinator have what has these hashes, as far as it does not; how many it lacked."""
+        missing: tuple[str, ...] = self._ask("POST", "/v1/blobs", tuple[str, ...], tuple(contents))
+        for digest in missing:
+            found = contents[digest]
+            data = found if isinstance(found, bytes) else found.read_bytes()
+            status, answer = self._exchange("PUT", f"/v1/blobs/{digest}", data)
+            if status >= 400:
+                raise _problem(status, answer, self.url)
+        return len(missing)
 
     def shutdown(self) -> None:
         self._ask("POST", "/v1/shutdown", Any)

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+LOCAL = "local"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -8,22 +8,30 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from shoal.config import parse_settings
-from shoal.errors import BadCount, BadScript, HomeUnusable
+from shoal.engines import pools
+from shoal.errors import BadCount, BadPool, BadScript, HomeUnusable
+from shoal.launch import address
+from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
+from shoal.wire.hires import Hires, hiring_of
 from shoal.wire.views import RunSpec
 
 URL = "<url>"
-LOCAL_AGENT = "local"
+LOCAL_POOL = {"engine": "local"}
 KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,psutil"
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """A coordinator and an agent to start, and the run to submit to it, or to resume."""
+    """A coordinator and an agent to start, and the run to submit to it, or to resume.
+
+    There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is.
+    """
 
     directory: str
     coordinator: tuple[str, ...]
@@ -32,6 +40,8 @@ class Launch(msgspec.Struct, frozen=True):
     resume: str = ""
     members: tuple[int, int] | None = None
     made: bool = False
+    hires: Hires | None = None
+    ship: str = ""
 
 
 def new_directory(home: Path) -> Path:
@@ -43,12 +53,73 @@ def new_directory(home: Path) -> Path:
 def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
     """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
     python = (sys.executable, "-P", "-m")
-    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", "127.0.0.1", "--port", str(port))
+    hires = hires_of(choices, chosen_pools(choices))
+    host = choices.text("host") or address.of_coordinator(table["engine"] for table in hires.pools.values())
+    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
+    if hires.pools:
+        return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
+    if (before := hiring_of(directory)) is not None:
+        return Launch(str(directory), coordinator, (), spec, hires=before)
     token_file = str(directory / "token")
-    agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL_AGENT)
+    agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL)
     preload = "" if choices.text("preload") or spec is None else _preload(spec)
     options = ("--dir", str(directory), *agent_options(choices), *(("--preload", preload) if preload else ()))
     return Launch(str(directory), coordinator, (*agent, *options), spec)
+
+
+def hires_of(choices: Choices, names: Collection[str] | None = None) -> Hires:
+    """What a coordinator may hire: from these pools, or from all that shoal.toml describes."""
+    tables = {name: dict(choices.pools.get(name, LOCAL_POOL)) for name in (choices.pools if names is None else names)}
+    for name, table in tables.items():
+        pools.parse(name, table, str(choices.file or ""))
+    return Hires(tables, (*agent_options(choices), "--orphan", choices.text("orphan_s")))
+
+
+def named_pools(choices: Choices) -> tuple[str, ...]:
+    """The pools of ``--on``."""
+    return tuple(name.strip() for name in choices.text("on").split(",") if name.strip())
+
+
+def chosen_pools(choices: Choices) -> tuple[str, ...]:
+    """The pools of ``--on``, checked; none for this machine as it is."""
+    names = named_pools(choices)
+    if names in ((), (LOCAL,)) and LOCAL not in choices.pools:
+        return ()
+    for name in names:
+        if name not in choices.pools and name != LOCAL:
+            known = sorted({*choices.pools, LOCAL})
+            raise BadPool(
+                f"there is no pool {name!r}",
+                where=choices.source("on"),
+                do=f"describe it under [pool.{name}] in shoal.toml; there are: {', '.join(known)}",
+            )
+    if len(set(names)) < len(names):
+        raise BadPool(f"a pool is named twice in {choices.text('on')!r}", where=choices.source("on"))
+    return names
+
+
+def shipped(choices: Choices, spec: RunSpec | None) -> str:
+    """The directory that is sent along, if some machine of the run's own pools does not see it."""
+    taken = [
+        pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in (spec.on if spec is not None else ())
+    ]
+    if spec is None or (choices.text("ship") == "auto" and all(engine.shared for engine in taken)):
+        return ""
+    return sent_away(choices, spec)
+
+
+def sent_away(choices: Choices, spec: RunSpec) -> str:
+    """The directory that is sent to whoever may not see it."""
+    if choices.text("ship") == "never" or (choices.text("ship") == "auto" and not spec.on):
+        return ""
+    script = spec.argv[0]
+    if not spec.module and not (Path(spec.cwd) / script).resolve().is_relative_to(Path(spec.cwd).resolve()):
+        raise BadScript(
+            f"{script} is not below the directory that is sent to other machines",
+            where=spec.cwd,
+            do="start the run in the directory of your project",
+        )
+    return spec.cwd
 
 
 def _preload(spec: RunSpec) -> str:
@@ -76,8 +147,13 @@ def agent_options(choices: Choices) -> tuple[str, ...]:
     return tuple(part for option, value in given.items() if value for part in (option, value))
 
 
-def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices) -> RunSpec:
-    """The run that is asked for, checked as far as it can be without starting it."""
+def spec_of(
+    script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices, standing: bool = False
+) -> RunSpec:
+    """The run that is asked for, checked as far as it can be without starting it.
+
+    A standing coordinator has pools of its own.
+    """
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
     default_name = script.rpartition(".")[2] if module else Path(script).stem
@@ -90,6 +166,8 @@ def spec_of(script: str, arguments: tuple[str, ...], *, module: bool, compat: st
         module=module,
         settings=choices.for_run(),
         compat=compat,
+        on=named_pools(choices) if standing else chosen_pools(choices),
+        priority=int(choices.text("priority")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shoal.errors import BadConfigFile, BadSettings, UsageError
 
 Option = tuple[str, Value]
 FILES = ("shoal.toml", "pyproject.toml")
+POOL = "pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class Sourced:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """All settings with their sources, and the file that was read, if any."""
+    """All settings with their sources, the file that was read, if any, and the pools that it describes."""
 
     found: Mapping[str, Sourced]
     file: Path | None
+    pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
         return str(self.found[name].value)
@@ -71,7 +73,7 @@ def choose(
         put(_without_run(name.strip()), value.strip(), f"--set {assignment}")
     for name, (option, value) in options.items():
         put(name, value, option)
-    return Choices(found, file)
+    return Choices(found, file, read_pools(file) if file is not None else {})
 
 
 def find_file(cwd: Path) -> Path | None:
@@ -92,11 +94,13 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
         content, prefix = content["tool"]["shoal"], "tool.shoal."
     settings: list[tuple[str, object, str]] = []
     for table, entries in content.items():
+        if table == POOL:
+            continue
         if table not in ("run", *config.TABLES) or not isinstance(entries, dict):
             raise BadConfigFile(
                 f"there is no table [{prefix}{table}]",
                 where=f"{path}:{line_of(text, prefix + table, '')}",
-                do=f"the tables are {', '.join(f'[{prefix}{name}]' for name in ('run', *config.TABLES))}",
+                do=f"the tables are {', '.join(f'[{prefix}{name}]' for name in ('run', *config.TABLES, 'pool.NAME'))}",
             )
         for entry, value in entries.items():
             name = entry if table == "run" else f"{table}.{entry}"
@@ -105,6 +109,18 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
                 raise BadSettings(f"{name} cannot be a table or a list", where=where)
             settings.append((name, value, where))
     return settings
+
+
+def read_pools(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The tables ``[pool.NAME]`` of the file, as they are written."""
+    content = _load(path)
+    if path.name == "pyproject.toml":
+        content = content["tool"]["shoal"]
+    found = content.get(POOL, {})
+    wrong = next((name for name, table in found.items() if not isinstance(table, dict)), None)
+    if wrong is not None:
+        raise BadConfigFile(f"pool.{wrong} is not a table", where=str(path), do=f"write [pool.{wrong}]")
+    return dict(found)
 
 
 def line_of(text: str, table: str, entry: str) -> int:

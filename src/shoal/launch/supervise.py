@@ -8,15 +8,21 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shoal.errors import CoordinatorUnreachable, ShoalError
+from shoal.launch import luggage
 from shoal.launch.client import Client, open_client
 from shoal.launch.find import OVER, read_text
 from shoal.launch.render import URL, Launch, make, unmake
 from shoal.launch.services import Service
+from shoal.wire import hires
 from shoal.wire.views import RunView, ScaleAsk
 
 READY_S = 60.0
 GRACE_S = 8.0
+# What was hired has to be given back first.
+HIRES_GRACE_S = 60.0
 
 
 class Supervisor:
@@ -33,9 +39,11 @@ class Supervisor:
         """Start both, submit or resume the run; on failure nothing is left behind."""
         if self._launch.made:
             make(self._directory)
+        if self._launch.hires is not None:
+            hires.write(self._directory, self._launch.hires)
         try:
             client = self._start()
-            view = self._submit(client)
+            view = hand_over(client, self._launch)
             self._accepted = True
             return client, view
         except BaseException:
@@ -61,9 +69,9 @@ class Supervisor:
         if self._agent is not None:
             self._agent.end(GRACE_S)
         if client is not None:
-            self._coordinator.wait(GRACE_S)
+            self._coordinator.wait(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
             client.close()
-        self._coordinator.end(GRACE_S)
+        self._coordinator.end(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
         if self._launch.made and not self._accepted:
             unmake(self._directory)
 
@@ -76,9 +84,10 @@ class Supervisor:
         port = str(urlsplit(client.url).port)
         at = self._launch.coordinator.index("--port") + 1
         self._coordinator.argv = (*self._launch.coordinator[:at], port, *self._launch.coordinator[at + 1 :])
-        agent = tuple(client.url if part == URL else part for part in self._launch.agent)
-        self._agent = Service("agent", agent, self._directory / "agent.log")
-        self._agent.start()
+        if self._launch.agent:
+            agent = tuple(client.url if part == URL else part for part in self._launch.agent)
+            self._agent = Service("agent", agent, self._directory / "agent.log")
+            self._agent.start()
         return client
 
     def _wait_for(self, url_file: Path) -> Client:
@@ -95,11 +104,13 @@ class Supervisor:
             time.sleep(0.02)
         raise self._coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
 
-    def _submit(self, client: Client) -> RunView:
-        launch = self._launch
-        if launch.spec is not None:
-            return client.submit(launch.spec)
+
+def hand_over(client: Client, launch: Launch) -> RunView:
+    """Submit the run of a launch with what is sent along, or resume it."""
+    if launch.spec is None:
         return resume(client, launch.resume, launch.members)
+    sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
+    return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 
 def resume(client: Client, run: str, members: tuple[int, int] | None) -> RunView:

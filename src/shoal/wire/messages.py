@@ -386,7 +386,10 @@ class AgentWelcome(Message, frozen=True):
 
 
 class StartMember(Message, frozen=True):
-    """Start a member from the warm process. `argv` is the script and its arguments; `env` is added to the agent's."""
+    """Start a member from the warm process. `argv` is the script and its arguments; `env` is added to the agent's.
+
+    `project` is what stands for `cwd` on a machine that does not see it.
+    """
 
     run: str
     member: str
@@ -396,6 +399,7 @@ class StartMember(Message, frozen=True):
     env: dict[str, str]
     module: bool = False
     restart: bool = False
+    project: str = ""
 
 
 class EndMember(Message, frozen=True):

@@ -17,7 +17,11 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name."""
+    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name.
+
+    `on` are the pools whose machines it may have, in its order; without them it uses those that are there. `project`
+    is the hash of what was sent along for machines that do not see `cwd`. Runs of higher `priority` get places first.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -29,6 +33,9 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compat: str = ""
     resume: bool = False
     roles: dict[str, RoleSpec] = {}
+    on: tuple[str, ...] = ()
+    project: str = ""
+    priority: int = 0
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -88,12 +95,39 @@ class Evaluation(msgspec.Struct, frozen=True):
     export: str = ""
 
 
+class CostView(msgspec.Struct, frozen=True):
+    """Machine seconds, what they cost, and what was saved against the price of machines that are not preempted."""
+
+    machine_s: float
+    spent: float
+    saved: float
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    """A pool of a coordinator: how many of its machines are here, and how many were asked for and are not.
+
+    `trouble` is why nothing more is asked of it, empty if something would be; `until` is when it is asked again.
+    """
+
+    pool: str
+    engine: str
+    limit: int
+    slots: int
+    price_per_h: float
+    here: int
+    waiting: int
+    trouble: str = ""
+    until: float | None = None
+    cost: CostView = CostView(0.0, 0.0, 0.0)
+
+
 class RunView(msgspec.Struct, frozen=True):
     """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable.
 
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
-    `tensorboard` is where event files are written, and `tensorboard_error` why they are not.
+    `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
+    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator.
     """
 
     run: str
@@ -130,6 +164,8 @@ class RunView(msgspec.Struct, frozen=True):
     evaluation: Evaluation | None = None
     tensorboard: str = ""
     tensorboard_error: str = ""
+    cost: CostView | None = None
+    user: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):
@@ -144,6 +180,7 @@ class AgentView(msgspec.Struct, frozen=True):
     beat_age_s: float
     load: float
     notice: str
+    pool: str = ""
 
 
 class StoryLine(msgspec.Struct, frozen=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from shoal.worker.session import Session
 from shoal.worker.solo import Solo
 
 NOTICE_S = 30.0
+# Whoever ends a whole job, as Slurm and systemd do, signals each process of it; the agent then passes its own on.
+SAME_NOTICE_S = 2.0
 
 
 class Joined(NamedTuple):
@@ -49,16 +53,27 @@ def _session(told: environment.Environment) -> Session | PlacedSession | Evaluat
 
 
 def _handle_sigterm(session: Session | PlacedSession | EvaluatorSession) -> None:
-    """SIGTERM is a notice: hand over and go. A second one ends the process at once."""
+    """SIGTERM is a notice: hand over and go. Another one, a little later, ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return
+    told = False
 
     def leave(_signal: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # In a thread of its own: the main thread may hold the very lock that leaving needs.
+        nonlocal told
+        if told:
+            return
+        told = True
+        # In threads of their own: the main thread may hold the very lock that leaving needs, or be busy in a library.
         threading.Thread(target=session.leave, args=(NOTICE_S, "SIGTERM"), daemon=True).start()
+        threading.Thread(target=_end_at_the_next, daemon=True).start()
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def _end_at_the_next() -> None:
+    time.sleep(SAME_NOTICE_S)
+    # Python itself would do so in the main thread only.
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
 
 
 def _tell_of_errors(session: Session | PlacedSession | EvaluatorSession) -> None:

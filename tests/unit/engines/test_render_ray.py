@@ -23,7 +23,7 @@ SPOT = {"total": {"CPU": 4.0}, "free": {"CPU": 4.0}, "labels": {"market": "spot"
 HEAD = {"total": {}, "free": {}, "labels": {}}
 
 SCRIPT = """\
-set -eu
+set -e
 umask 077
 home="${SHOAL_HOME:-$HOME/.shoal}"/hires/c0ffee/spot-3
 mkdir -p "$home"

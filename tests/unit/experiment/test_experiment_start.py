@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.errors import BadCount, BadFiles, BadRole, BadSettings, InsideMember, NotShippable, ShoalError, UnknownEngine
+from shoal.errors import BadCount, BadFiles, BadPool, BadRole, BadSettings, InsideMember, NotShippable, ShoalError
 from shoal.experiment import roles
 
 
@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        ({"on": "mars"}, UnknownEngine, "the engines are: local"),
+        ({"on": "mars"}, BadPool, "[pool.mars]"),
         ({"roles": {"traner": shoal.Role()}}, BadRole, "trainer, evaluator, server"),
         ({"roles": {"trainer": 3}}, BadRole, "shoal.Role"),
         ({"roles": {"trainer": shoal.Role(count="many")}}, BadCount, "many"),

@@ -1,0 +1,428 @@
+"""Which machines to hire from which pools, and which to let go.
+
+`decide(state, event, now)` returns the next state and what to tell which pool; `due(state, now)` says which waits are
+over, as events. A *hire* is one agent that a pool was asked for::
+
+    asked ──▶ submitted ──its agent joins──▶ here ──not needed──▶ leaving ──▶ forgotten
+                 │                            │
+                 └── refused, gone, or never came: another is asked for, here or of the next pool
+
+A run takes from its pools in their order. A pool that does not deliver in time is not counted on, so that the next one
+is asked; if it delivers after all, whatever is then too much is let go, the last pool's first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.core import money
+from shoal.core import supply_events as se
+from shoal.core.money import Account
+from shoal.core.supply_events import Need, Pool
+
+ASKED, SUBMITTED, HERE, LEAVING = "asked", "submitted", "here", "leaving"
+LIVE = (ASKED, SUBMITTED, HERE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long things are waited for. `young_s` is how long an agent lives at least if its machine is any good."""
+
+    surplus_s: float = 5.0
+    join_s: float = 300.0
+    young_s: float = 30.0
+    pause_s: float = 5.0
+    pause_max_s: float = 600.0
+    cancel_again_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hire:
+    """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
+
+    `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
+    `spare_since` is since when no run needs it.
+    """
+
+    name: str
+    pool: str
+    slots: int
+    status: str
+    since: float
+    handle: str = ""
+    running: bool = False
+    overdue: bool = False
+    going: bool = False
+    paid_since: float | None = None
+    spare_since: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a pool is doing. It is asked for nothing before `until`; `strikes` are failures not long after each other."""
+
+    until: float = 0.0
+    strikes: int = 0
+    struck_at: float = 0.0
+    why: str = ""
+    unreachable_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All pools, needs and hires of a coordinator."""
+
+    limits: Limits = Limits()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+    standings: Mapping[str, Standing] = field(default_factory=dict)
+    needs: tuple[Need, ...] = ()
+    hires: Mapping[str, Hire] = field(default_factory=dict)
+    count: int = 0
+    account: Account = field(default_factory=Account)
+
+
+def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.Instruction, ...]]:
+    """The next state, and what to ask of which pool."""
+    draft = _Draft(state, now)
+    _HANDLERS[type(event)](draft, event)
+    draft.level()
+    return draft.freeze(), tuple(draft.asked)
+
+
+def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+    """The waits that are over."""
+    limits = state.limits
+    fired = [se.PatienceOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
+    for hire in state.hires.values():
+        waited_s = now - hire.since
+        patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
+        if hire.status == SUBMITTED and hire.running and waited_s > limits.join_s:
+            fired.append(se.PatienceOver("join", hire=hire.name))
+        elif hire.status == SUBMITTED and not hire.running and not hire.overdue and waited_s > patience_s:
+            fired.append(se.PatienceOver("patience", hire=hire.name))
+        elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
+            fired.append(se.PatienceOver("cancel", hire=hire.name))
+        elif hire.spare_since is not None and now - hire.spare_since >= limits.surplus_s:
+            fired.append(se.PatienceOver("surplus", hire=hire.name))
+    return tuple(fired)
+
+
+def account_at(state: State, now: float) -> Account:
+    """What everything has cost up to now."""
+    return _Draft(state, now).account
+
+
+def is_news(state: State, event: se.Observed) -> bool:
+    """Whether what a pool says there is differs from what we know."""
+    mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}
+    named = {seen.hire for seen in event.seen}
+    if event.unanswered or state.standings.get(event.pool, Standing()).unreachable_since is not None:
+        return True
+    if any(hire.status != ASKED and name not in named for name, hire in mine.items()):
+        return True
+    return any(
+        seen.hire not in mine
+        or mine[seen.hire].status == ASKED
+        or not mine[seen.hire].handle
+        or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
+        or (seen.why and seen.why != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
+        for seen in event.seen
+    )
+
+
+def users(state: State) -> dict[str, dict[str, int]]:
+    """For each hire that lives, how many of its places which run needs, the needs served in their order."""
+    found: dict[str, dict[str, int]] = {name: {} for name, hire in state.hires.items() if hire.status in LIVE}
+    for need in state.needs:
+        _serve(state, need, found)
+    return found
+
+
+def _serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> int:
+    """Give a need its places; how many it still lacks."""
+    lacks = need.slots
+    for hire in sorted((state.hires[name] for name in found), key=lambda one: _rank(need, one)):
+        free = hire.slots - sum(found[hire.name].values())
+        if hire.pool not in need.pools or hire.overdue or hire.going or lacks <= 0 or free <= 0:
+            continue
+        found[hire.name][need.run] = found[hire.name].get(need.run, 0) + min(free, lacks)
+        lacks -= min(free, lacks)
+    return max(0, lacks)
+
+
+def _rank(need: Need, hire: Hire) -> tuple[int, int, float, str]:
+    """Earlier pools first; in one pool those that are here, then those that have waited longest."""
+    place = need.pools.index(hire.pool) if hire.pool in need.pools else len(need.pools)
+    return place, (HERE, SUBMITTED, ASKED).index(hire.status), hire.since, hire.name
+
+
+class _Draft:
+    """A state under change; it lives for one event."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.base, self.now = state, now
+        self.hires = dict(state.hires)
+        self.standings = dict(state.standings)
+        self.account = state.account
+        self.asked: list[se.Instruction] = []
+        self._settle(state)
+
+    def freeze(self) -> State:
+        return replace(self.base, hires=self.hires, standings=self.standings, account=self.account)
+
+    def _settle(self, state: State) -> None:
+        """Charge what the hires have cost since the last event to the runs that needed them."""
+        for name, shares in users(state).items():
+            self._charge(state.hires[name], shares)
+        for hire in state.hires.values():
+            if hire.status == LEAVING:
+                self._charge(hire, {})
+
+    def _charge(self, hire: Hire, shares: Mapping[str, int]) -> None:
+        pool = self.base.pools.get(hire.pool)
+        if hire.paid_since is not None and pool is not None and self.now > hire.paid_since:
+            bill = money.Bill(hire.pool, pool.price_per_h, pool.instead_per_h, self.now - hire.paid_since)
+            self.account = money.charge(self.account, bill, shares)
+            self.update(hire, paid_since=self.now)
+
+    # --- changing
+
+    def update(self, hire: Hire, **changes: Any) -> Hire:
+        changed = replace(self.hires.get(hire.name, hire), **changes)
+        self.hires[hire.name] = changed
+        return changed
+
+    def stand(self, pool: str, **changes: Any) -> Standing:
+        changed = replace(self.standings.get(pool, Standing()), **changes)
+        self.standings[pool] = changed
+        return changed
+
+    def tell(self, text: str) -> None:
+        self.asked.append(se.Tell(text))
+
+    def strike(self, pool: str, why: str) -> None:
+        """A pool failed us: leave it alone for a while, longer each time."""
+        limits, before = self.base.limits, self.standings.get(pool, Standing())
+        strikes = before.strikes if self.now - before.struck_at < 2 * limits.pause_max_s else 0
+        pause_s = min(limits.pause_max_s, limits.pause_s * 2.0 ** min(strikes, 20))
+        self.stand(pool, strikes=strikes + 1, struck_at=self.now, until=self.now + pause_s, why=why)
+        if why != before.why:
+            self.tell(f"pool {pool} is asked again in {pause_s:g} s: {why}")
+
+    def let_go(self, hire: Hire, reason: str) -> None:
+        self.update(hire, status=LEAVING, since=self.now, spare_since=None, why=reason)
+        self.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, reason))
+
+    def forget(self, hire: Hire) -> None:
+        self.hires.pop(hire.name, None)
+
+    # --- moving on
+
+    def level(self) -> None:
+        """Hire what is missing, and mark what is too much."""
+        state = self.freeze()
+        found: dict[str, dict[str, int]] = {name: {} for name, hire in self.hires.items() if hire.status in LIVE}
+        for need in state.needs:
+            lacks = _serve(state, need, found)
+            for pool in need.pools:
+                lacks = self.hire(need, pool, lacks)
+        for name, shares in found.items():
+            self._mark(self.hires[name], needed=bool(shares))
+
+    def hire(self, need: Need, name: str, lacks: int) -> int:
+        """Ask a pool for as many as it may give; how many places are lacking then."""
+        pool = self.base.pools.get(name)
+        if pool is None or not self._is_open(name):
+            return lacks
+        mine = [hire for hire in self.hires.values() if hire.pool == name]
+        if any(hire.overdue for hire in mine):
+            return lacks
+        living = len(mine)
+        while lacks > 0 and living < pool.limit:
+            number = self.base.count + 1
+            self.base = replace(self.base, count=number)
+            hire = Hire(se.name_of(name, number), name, pool.slots, ASKED, self.now)
+            self.hires[hire.name] = hire
+            reason = f"run {need.run} lacks {lacks} places"
+            self.asked.append(se.Submit(name, hire.name, pool.slots, reason))
+            lacks, living = lacks - pool.slots, living + 1
+        return max(0, lacks)
+
+    def _is_open(self, pool: str) -> bool:
+        standing = self.standings.get(pool, Standing())
+        return standing.until <= self.now and standing.unreachable_since is None
+
+    def _mark(self, hire: Hire, *, needed: bool) -> None:
+        if needed or hire.overdue or hire.going:
+            if hire.spare_since is not None:
+                self.update(hire, spare_since=None)
+            if hire.overdue and not self._is_wanted(hire):
+                self.let_go(hire, "nobody needs it any more")
+        elif hire.spare_since is None:
+            self.update(hire, spare_since=self.now)
+
+    def _is_wanted(self, hire: Hire) -> bool:
+        """Whether some run would still rather have one that is overdue than what it has, or lacks."""
+        return any(hire.pool in need.pools and need.slots for need in self.base.needs)
+
+
+def _on_pools(draft: _Draft, event: se.PoolsKnown) -> None:
+    draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
+    draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
+
+
+def _on_needs(draft: _Draft, event: se.NeedsChanged) -> None:
+    draft.base = replace(draft.base, needs=event.needs)
+
+
+def _on_submitted(draft: _Draft, event: se.Submitted) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is None:
+        draft.asked.append(se.Cancel(event.pool, event.hire, event.handle, "nobody asked for it"))
+    elif hire.status == ASKED:
+        draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
+    elif hire.status == LEAVING:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, event.handle, hire.why))
+        draft.update(hire, handle=event.handle)
+    elif not hire.handle:
+        draft.update(hire, handle=event.handle)
+
+
+def _on_refused(draft: _Draft, event: se.Refused) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, LEAVING):
+        draft.forget(hire)
+        draft.strike(hire.pool, event.why)
+
+
+def _on_observed(draft: _Draft, event: se.Observed) -> None:
+    """What a pool says there is: the whole of it, so that what it does not name is not there."""
+    _reached(draft, event.pool)
+    named = {seen.hire for seen in event.seen}
+    for seen in event.seen:
+        hire = draft.hires.get(seen.hire)
+        if hire is None:
+            draft.tell(f"{seen.hire} of pool {event.pool} is ended: nobody asked for it")
+            draft.asked.append(se.Cancel(event.pool, seen.hire, seen.handle, "nobody asked for it"))
+        else:
+            _saw(draft, hire, seen)
+    for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
+        if hire.status == ASKED:
+            if hire.name in event.unanswered:
+                draft.asked.append(
+                    se.Submit(hire.pool, hire.name, hire.slots, "it was asked for, but never came about")
+                )
+        else:
+            _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
+
+
+def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
+    if hire.status == ASKED:
+        hire = draft.update(hire, status=SUBMITTED, since=draft.now)
+    if seen.running and not hire.running:
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        since = draft.now if hire.status == SUBMITTED else hire.since
+        hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
+    elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
+        # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
+        hire = draft.update(hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None)
+    if hire.status == LEAVING and not hire.handle:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
+    draft.update(hire, handle=hire.handle or seen.handle, why=seen.why or hire.why)
+
+
+def _gone(draft: _Draft, hire: Hire, why: str) -> None:
+    draft.forget(hire)
+    if hire.status == LEAVING:
+        return
+    draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
+    lived_s = draft.now - hire.since if hire.status == HERE else 0.0
+    if lived_s < draft.base.limits.young_s and not hire.going:
+        draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}")
+
+
+def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
+    standing = draft.standings.get(event.pool, Standing())
+    if standing.unreachable_since is None:
+        draft.stand(event.pool, unreachable_since=draft.now, why=event.why)
+        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
+
+
+def _reached(draft: _Draft, pool: str) -> None:
+    standing = draft.standings.get(pool, Standing())
+    if standing.unreachable_since is not None:
+        draft.stand(pool, unreachable_since=None, why="")
+        draft.tell(f"pool {pool} can be reached again")
+
+
+def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        draft.update(hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since)
+        if hire.pool in draft.standings:
+            draft.stand(hire.pool, until=0.0, why="")
+
+
+def _on_leaving(draft: _Draft, event: se.AgentLeaving) -> None:
+    """It has got a notice, and hands over; another is hired meanwhile."""
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status == HERE:
+        draft.update(hire, going=True, why=event.why)
+
+
+def _on_lost(draft: _Draft, event: se.AgentLost) -> None:
+    """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status == HERE:
+        if draft.now - hire.since < draft.base.limits.young_s and not hire.going:
+            draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
+        draft.let_go(hire, event.why)
+
+
+def _on_ended(draft: _Draft, event: se.Ended) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status == LEAVING:
+        draft.forget(hire)
+
+
+def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
+    hire = draft.hires.get(event.hire)
+    if event.what == "pool" and event.pool in draft.standings:
+        draft.stand(event.pool, until=0.0)
+    elif hire is None:
+        return
+    elif event.what == "patience" and hire.status == SUBMITTED:
+        pool = draft.base.pools.get(hire.pool)
+        waited_s = pool.patience_s if pool is not None else 0.0
+        draft.update(hire, overdue=True)
+        draft.tell(
+            f"{hire.name} was not there after {waited_s:g} s ({hire.why or 'nobody says why'}): others are asked"
+        )
+    elif event.what == "join" and hire.status == SUBMITTED:
+        why = f"its machine runs, but no agent came within {draft.base.limits.join_s:g} s"
+        draft.strike(hire.pool, f"{hire.name}: {why}")
+        draft.let_go(hire, why)
+    elif event.what == "cancel" and hire.status == LEAVING:
+        draft.update(hire, since=draft.now)
+        draft.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, hire.why))
+    elif event.what == "surplus" and hire.spare_since is not None and hire.status in LIVE:
+        draft.let_go(hire, "no run needs it")
+
+
+_HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
+    se.PoolsKnown: _on_pools,
+    se.NeedsChanged: _on_needs,
+    se.Submitted: _on_submitted,
+    se.Refused: _on_refused,
+    se.Observed: _on_observed,
+    se.PoolUnreachable: _on_unreachable,
+    se.AgentHere: _on_joined,
+    se.AgentLeaving: _on_leaving,
+    se.AgentLost: _on_lost,
+    se.Ended: _on_ended,
+    se.PatienceOver: _on_wait_over,
+}

@@ -1,0 +1,173 @@
+"""What can happen to pools and hires, and what can be asked in answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A source of machines. `slots` is how many members each of them takes, `limit` how many machines there may be.
+
+    `instead_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits longer than
+    `patience_s` for one of its machines asks the next pool.
+    """
+
+    name: str
+    engine: str
+    limit: int
+    slots: int = 1
+    price_per_h: float = 0.0
+    instead_per_h: float = 0.0
+    patience_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How many places a run could use at most, and the pools that it may take them from, in its order."""
+
+    run: str
+    pools: tuple[str, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One hire that a pool knows: it runs, or waits for a machine."""
+
+    hire: str
+    handle: str
+    running: bool
+    why: str = ""
+
+
+def name_of(pool: str, number: int) -> str:
+    """The name of a hire, which tells its pool."""
+    return f"{pool}-{number}"
+
+
+def pool_of(hire: str) -> str:
+    return hire.rpartition("-")[0]
+
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsKnown:
+    pools: tuple[Pool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsChanged:
+    needs: tuple[Need, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    pool: str
+    hire: str
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    pool: str
+    hire: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that a pool has of ours; `ended` are those that it remembers to have ended, and how.
+
+    `unanswered` are hires that nobody is submitting just now: the coordinator was away when it should have.
+    """
+
+    pool: str
+    seen: tuple[Sighting, ...]
+    ended: tuple[tuple[str, str], ...] = ()
+    unanswered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUnreachable:
+    pool: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHere:
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeaving:
+    agent: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    agent: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The engine has ended a hire that was to go."""
+
+    hire: str
+
+
+@dataclass(frozen=True, slots=True)
+class PatienceOver:
+    """A wait for a hire or a pool is over; `what` says which."""
+
+    what: str
+    hire: str = ""
+    pool: str = ""
+
+
+Event = Union[
+    PoolsKnown,
+    NeedsChanged,
+    Submitted,
+    Refused,
+    Observed,
+    PoolUnreachable,
+    AgentHere,
+    AgentLeaving,
+    AgentLost,
+    Ended,
+    PatienceOver,
+]
+
+# --- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    pool: str
+    hire: str
+    slots: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    pool: str
+    hire: str
+    handle: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A sentence for the story; nothing to carry out."""
+
+    text: str
+
+
+Instruction = Union[Submit, Cancel, Tell]

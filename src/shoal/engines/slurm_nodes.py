@@ -1,0 +1,120 @@
+"""Slurm's nodes as offers: what sinfo prints, and how many hires would find a place now; pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from shoal.engines.engine import Offer
+
+FIELDS = ("NodeList", "Partition", "Available", "StateLong", "CPUsState", "Memory", "AllocMem", "Gres", "GresUsed")
+FORMAT = ",".join(f"{field}:|" for field in FIELDS)
+MIB = 1 << 20
+TAKES_JOBS = ("idle", "mixed")
+GPUS = re.compile(r"gpu(?::[^:,()]+)*?:(\d+)")
+# What sinfo adds to a state: does not answer, powered down, powers up, is being rebooted, reserved …
+MARKS = "*~#!%$@^-+"
+ASLEEP = "~"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node in one partition, with what is free of it."""
+
+    name: str
+    partition: str
+    state: str
+    takes_jobs: bool
+    cpus: int
+    cpus_idle: int
+    memory_mib: int
+    memory_idle_mib: int
+    gpus: int
+    gpus_idle: int
+    gres: str
+
+
+def parse(text: str) -> list[Node]:
+    """What sinfo printed in our format, node by node."""
+    return [_node(line.split("|")) for line in text.splitlines() if line.count("|") >= len(FIELDS)]
+
+
+def _node(fields: list[str]) -> Node:
+    name, partition, available, state, cpus, memory, used_memory, gres, used_gres = fields[: len(FIELDS)]
+    _, idle, _, total = (int(part) if part.isdecimal() else 0 for part in f"{cpus}/0/0/0".split("/")[:4])
+    memory_mib = _number(memory)
+    plain = state.rstrip(MARKS)
+    answers = not set(state[len(plain) :]) - set(ASLEEP)
+    return Node(
+        name=name,
+        partition=partition.rstrip("*"),
+        state=state,
+        takes_jobs=available == "up" and plain in TAKES_JOBS and answers,
+        cpus=total,
+        cpus_idle=idle,
+        memory_mib=memory_mib,
+        memory_idle_mib=max(0, memory_mib - _number(used_memory)),
+        gpus=_gpus(gres),
+        gpus_idle=max(0, _gpus(gres) - _gpus(used_gres)),
+        gres="" if gres == "(null)" else gres.partition("(")[0],
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _gpus(gres: str) -> int:
+    return sum(int(count) for count in GPUS.findall(gres))
+
+
+def offers(nodes: list[Node], *, cpus: int = 1, memory_mib: int = 0, gpus: int = 0) -> list[Offer]:
+    """One for each partition and kind of node: how many hires of this size have a place now."""
+    kinds: dict[tuple[str, int, int, int, str], list[Node]] = {}
+    for node in nodes:
+        kinds.setdefault((node.partition, node.cpus, node.memory_mib, node.gpus, node.gres), []).append(node)
+    return [
+        Offer(
+            kind=f"{partition} ({gres})" if gres else partition,
+            count=sum(_places(node, cpus, memory_mib, gpus) for node in alike),
+            cpus=has_cpus,
+            gpus=has_gpus,
+            memory_bytes=has_mib * MIB,
+            why=_states(alike),
+        )
+        for (partition, has_cpus, has_mib, has_gpus, gres), alike in sorted(kinds.items())
+    ]
+
+
+def _places(node: Node, cpus: int, memory_mib: int, gpus: int) -> int:
+    if not node.takes_jobs:
+        return 0
+    places = node.cpus_idle // max(1, cpus)
+    if memory_mib:
+        places = min(places, node.memory_idle_mib // memory_mib)
+    if gpus:
+        places = min(places, node.gpus_idle // gpus)
+    return places
+
+
+def _states(nodes: list[Node]) -> str:
+    counted = Counter(node.state for node in nodes)
+    return ", ".join(f"{count} {state}" for state, count in sorted(counted.items()))
+
+
+def mib(text: str) -> int:
+    """What --mem asks for, as Slurm reads it: megabytes unless a unit says otherwise."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip().upper().removesuffix("B"))
+    if not found:
+        return 0
+    number, unit = int(found[1]), found[2] or "M"
+    return max(1, number * 1024 ** "KMGT".index(unit) // 1024) if number else 0
+
+
+def wanted_gpus(gpus: int | str, gres: str) -> int:
+    """How many GPUs a hire asks for, in either way to say it."""
+    if gpus:
+        last = str(gpus).rpartition(":")[2]
+        return int(last) if last.isdecimal() else 1
+    return _gpus(gres) or (1 if re.match(r"gpu\b", gres) else 0)

@@ -1,0 +1,38 @@
+"""What a coordinator may hire: a file in its directory, written before it is started, for its owner only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import BadPool
+
+FILE = "pools.json"
+
+
+class Hires(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pools as shoal.toml describes them, and the options of the agents that are started on their machines."""
+
+    pools: dict[str, dict[str, Any]]
+    agent: tuple[str, ...] = ()
+
+
+def write(directory: Path, hires: Hires) -> None:
+    """Tell a coordinator that is still to be started which pools it may hire from."""
+    descriptor = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(hires))
+
+
+def hiring_of(directory: Path) -> Hires | None:
+    """What the coordinator of this directory may hire, None if nothing."""
+    path = directory / FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Hires)
+    except msgspec.DecodeError as error:
+        raise BadPool("the pools of this coordinator cannot be read", where=str(path), why=str(error)) from error

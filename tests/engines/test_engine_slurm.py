@@ -1,0 +1,441 @@
+"""Agents as jobs of a real Slurm that these tests start: several nodes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from tests.engines.slurm_cluster import PATH, Cluster, missing
+
+from shoal.engines.engine import Ask, Engine
+from shoal.engines.slurm import Slurm, SlurmOptions
+from shoal.errors import EngineUnreachable, HireRefused
+from shoal.testing.engines import SCENARIOS, Site
+from shoal.wire.credentials import Credentials
+from shoal.wire.views import RunSpec
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.process,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(missing()), reason=f"SKIPPED: no Slurm on this machine: {missing()}"),
+]
+
+TRAIN = Path(__file__).parents[1] / "process" / "faults" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Not below pytest's own directory: the path of munge's socket has to be short.
+    found = Cluster(Path(tempfile.mkdtemp(prefix="shoal-slurm-")))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster as somebody on its login node has it; whatever a test leaves in it is ended."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("PATH", PATH)
+    yield cluster
+    cluster.clear()
+
+
+class SlurmSite(Site):
+    def __init__(self, path: Path, cluster: Cluster) -> None:
+        super().__init__(path)
+        self.cluster = cluster
+        self.options = SlurmOptions(directory=str(path / "home"), look_s=0.2)
+
+    def engine(self, **changes: object) -> Engine:
+        return Slurm("pool", msgspec.structs.replace(self.options, **changes))
+
+    def kill(self, hire: str) -> None:
+        os.kill(self.agent_pid(hire), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        self.cluster.stop_controller()
+        yield
+        self.cluster.start_controller()
+
+    def home(self, hire: str) -> Path:
+        return self.path / "home" / "hires" / self.tag / hire
+
+    def agent_pid(self, hire: str) -> int:
+        """The batch script became the agent, so there is one process of it."""
+        found = self.cluster.job_processes().items()
+        (pid,) = (pid for pid, argv in found if " -m shoal.agent " in argv and f"{self.home(hire)} " in argv)
+        return pid
+
+    def left(self) -> list[str]:
+        """Processes of our jobs."""
+        return [f"{pid} {argv}" for pid, argv in self.cluster.job_processes().items()]
+
+    def log(self, hire: str) -> str:
+        return (self.home(hire) / "agent.log").read_text()
+
+    def seen_as(self, engine: Engine, hire: str, state: str) -> bool:
+        return any(one.hire == hire and one.state == state for one in engine.watch(self.tag))
+
+    def why(self, engine: Engine, hire: str) -> str:
+        return next((one.why for one in engine.watch(self.tag) if one.hire == hire), "")
+
+
+@pytest.fixture
+def site(slurm: Cluster, tmp_path: Path) -> Iterator[SlurmSite]:
+    with SlurmSite(tmp_path, slurm) as found:
+        assert isinstance(found, SlurmSite)
+        yield found
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_slurm_does_what_engines_do(scenario: Callable[[Site], None], site: SlurmSite) -> None:
+    scenario(site)
+
+
+# --- what Slurm takes back
+
+
+def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(site: SlurmSite) -> None:
+    engine = site.engine(nodelist="n1", cpus_per_task=2)
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    first = site.agent_pid("pool-1")
+    began = time.time()
+    _preempt(site, "n1")
+    site.until(lambda: "another job takes its place" in _notice(site, "pool-1"), "the notice")
+    within_s = _within_s(site.log("pool-1"))
+    # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
+    assert 10.0 - (time.time() - began) - 1.0 <= within_s <= 11.0
+    (seen,) = engine.watch(site.tag)
+    assert seen.until is not None
+    assert seen.until <= time.time() + 11.0
+    assert "takes its node back" in seen.why
+    site.until(lambda: site.seen_as(engine, "pool-1", "waiting"), "the hire to wait again")
+    assert "requeued" in site.why(engine, "pool-1")
+    site.until(lambda: not psutil.pid_exists(first), "the agent to be ended")
+    site.until(lambda: "no node is free" in site.why(engine, "pool-1"), "the hire to wait for a node only")
+    site.cluster.ask("scancel", "--name=rush")
+    site.until(lambda: site.seen_as(engine, "pool-1", "running"), "the hire to come back")
+    site.until_agents("pool-1")
+    assert site.agent_pid("pool-1") != first
+
+
+def test_where_nothing_is_queued_again_a_preempted_hire_is_gone(site: SlurmSite) -> None:
+    engine = site.engine(partition="spot", cpus_per_task=2, requeue=False)
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    _preempt(site, "n3")
+    site.until(lambda: "PREEMPTED" in site.why(engine, "pool-1"), "the hire to be gone")
+    assert site.seen_as(engine, "pool-1", "gone")
+    site.until_agents()
+
+
+def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSite) -> None:
+    began = time.time()
+    engine = site.engine(time_limit=1, notice_s=50)
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    (seen,) = engine.watch(site.tag)
+    assert seen.until is not None
+    assert began + 50 <= seen.until <= time.time() + 61
+    site.until(lambda: "its time limit" in _notice(site, "pool-1"), "the notice")
+    # Slurm may warn a minute early, and does not say when to the second.
+    assert seen.until - time.time() - 2 <= _within_s(site.log("pool-1")) <= 61
+    # Slurm looks at time limits every half a minute.
+    job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
+    site.cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now+1")
+    site.until(lambda: "it reached its time limit" in site.why(engine, "pool-1"), "the time limit")
+    assert site.seen_as(engine, "pool-1", "gone")
+    site.until_agents()
+
+
+def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmSite) -> None:
+    again, once = site.engine(nodelist="n2"), site.engine(nodelist="n2", requeue=False)
+    again.submit(site.ask("pool-1"))
+    once.submit(site.ask("pool-2"))
+    site.until_agents("pool-1", "pool-2")
+    site.cluster.lose_node("n2")
+    site.until_agents()
+    site.until(lambda: "NODE_FAIL" in site.why(again, "pool-2"), "Slurm to see that the node is lost")
+    site.until(lambda: site.seen_as(again, "pool-1", "waiting"), "the hire to wait again")
+    site.cluster.start_node("n2")
+    site.until_agents("pool-1")
+    assert set(site.seen(again)) == {"pool-1"}
+
+
+# --- what others do to it
+
+
+def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: SlurmSite) -> None:
+    engine = site.engine()
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    script, born = site.path / "member.py", site.path / "born"
+    script.write_text(
+        f"import os, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
+        f"open({str(born)!r}, 'a').write('x')\ntime.sleep(600)\n"
+    )
+    site.client.submit(RunSpec("run", (str(script),), str(site.path), (1, 1)))
+    site.until(lambda: born.exists() and len(born.read_text()) == 3, "the member and its children")
+    assert len(site.left()) >= 5, "the agent, its warm process, the member and two more"
+    job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
+    site.cluster.ask("scancel", job)
+    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the hire to be gone")
+    site.until(lambda: not site.left(), "its processes to be gone")
+    assert "it was cancelled" in site.why(engine, "pool-1") or "it is being ended" in site.why(engine, "pool-1")
+    assert "SIGTERM" in site.log("pool-1")
+
+
+def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: SlurmSite) -> None:
+    engine = site.engine()
+    handles = [engine.submit(replace(site.ask(hire), options=("--grace", "15"))) for hire in ("pool-1", "pool-2")]
+    site.until_agents("pool-1", "pool-2")
+    records = site.path / "records"
+    records.mkdir()
+    plan = {"RECORDS": str(records), "FAULTS": json.dumps({"epochs": 500, "pause_s": 0.03}), "OMP_NUM_THREADS": "1"}
+    site.client.submit(RunSpec("run", (str(TRAIN),), str(site.path), (1, 2), env=plan))
+    site.until(lambda: _last_commit(records).get("size") == 2, "a world of two")
+    engine.cancel(handles[0])
+    site.until(lambda: _last_commit(records).get("size") == 1, "a world of one")
+    journal = [json.loads(line) for line in (site.path / "coordinator" / "journal.jsonl").read_text().splitlines()]
+    left = [entry["fields"]["member"] for entry in journal if entry["kind"] == "MemberLeft"]
+    assert [name.partition("/")[0] for name in left] == ["pool-1"]
+    # Slurm has signalled the member, and its agent has too: that was one notice, and nothing broke.
+    assert not [entry for entry in journal if entry["kind"] == "WorldBroke"]
+
+
+def _last_commit(records: Path) -> dict[str, Any]:
+    lines = [line for file in records.glob("*.jsonl") for line in file.read_text().splitlines() if line.endswith("}")]
+    commits = [one for one in map(json.loads, lines) if one["event"] == "commit"]
+    return max(commits, key=lambda one: one["at"], default={})
+
+
+def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: SlurmSite) -> None:
+    hung = HangsAtSubmission("pool", site.options)
+    hung.controller = site.cluster.controller
+    with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
+        hung.submit(site.ask("pool-1"))
+    hung.controller.resume()
+    engine = site.engine()
+    handle = engine.submit(site.ask("pool-1"))
+    # As if the look before it had come too early.
+    rendered = engine.render(site.ask("pool-1"))
+    assert site.cluster.ask(*rendered.argv, text=rendered.text).returncode == 0
+    site.until_agents("pool-1")
+    time.sleep(2.0)
+    states = site.cluster.ask("squeue", "--noheader", "--format=%T").stdout.split()
+    assert sorted(states) == ["PENDING", "RUNNING"], "the second waits for the end of the first"
+    assert [one.state for one in engine.watch(site.tag)] == ["running"]
+    engine.cancel(handle)
+    site.until(lambda: not site.cluster.ask("squeue", "--noheader").stdout.strip(), "every job of it to be gone")
+    site.until_agents()
+
+
+class HangsAtSubmission(Slurm):
+    """The controller hangs when a job is submitted; it takes the job when it goes on."""
+
+    controller: psutil.Process
+
+    def _run(self, argv, *given, **named):
+        if argv[0] == "sbatch":
+            self.controller.suspend()
+        return super()._run(argv, *given, **named)
+
+
+def test_what_a_coordinator_submitted_before_it_died_is_found_by_the_next(site: SlurmSite) -> None:
+    engine = site.engine()
+    died = subprocess.run(
+        [sys.executable, "-c", _SUBMITS_AND_DIES, str(site.path), site.tag, site.client.url], timeout=60, check=False
+    )
+    assert died.returncode == -signal.SIGKILL
+    site.until(lambda: set(site.seen(engine)) == {"pool-1"}, "the hire to be found")
+    (handle,) = (one.handle for one in engine.watch(site.tag))
+    assert engine.submit(site.ask("pool-1")) == handle
+    site.until_agents("pool-1")
+
+
+_SUBMITS_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+from shoal.engines.engine import Ask
+from shoal.engines.slurm import Slurm, SlurmOptions
+from shoal.wire import credentials
+
+path, tag, url = sys.argv[1:]
+class Dies(Slurm):
+    def _run(self, argv, *rest, **more):
+        said = super()._run(argv, *rest, **more)
+        if argv[0] == "sbatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return said
+
+found = credentials.read(Path(path, "coordinator", "token"))
+engine = Dies("pool", SlurmOptions(directory=f"{path}/home"))
+engine.submit(Ask("pool-1", tag, url, found, 1, ("--preload", "msgspec", "--grace", "2")))
+"""
+
+
+def test_nothing_can_be_asked_while_the_controller_is_down(site: SlurmSite) -> None:
+    engine = site.engine()
+    with site.cut():
+        for ask in (lambda: engine.submit(site.ask("pool-1")), engine.offers, lambda: engine.cancel("shoal-t-pool-1")):
+            with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
+                ask()
+
+
+# --- what it waits for, and what it says
+
+
+def test_a_hire_that_has_no_place_says_what_it_waits_for(site: SlurmSite) -> None:
+    engine = site.engine(nodelist="n1", cpus_per_task=2)
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    engine.submit(site.ask("pool-2"))
+    site.until(lambda: "no node is free (Resources)" in site.why(engine, "pool-2"), "the reason")
+    engine.cancel(engine.submit(site.ask("pool-1")))
+    site.until_agents("pool-2")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"partition": "nix"}, "no such partition"),
+        ({"partition": "physics"}, "the account cannot be used"),
+        ({"partition": "short", "time_limit": 60}, "the time limit is"),
+        ({"time_limit": "soon"}, "the time limit is"),
+        ({"constraint": "fast"}, "no node has what constraint"),
+        ({"gres": "tpu:1"}, "no such generic resource"),
+        ({"gpus": 1}, "no node of the partition has as much"),
+        ({"cpus_per_task": 99}, "no node of the partition has as much"),
+        ({"memory": "99T"}, "as much memory"),
+        ({"nodelist": "n99"}, "no node of this name"),
+        ({"extra": ("--reservation=r",)}, "the reservation is not valid"),
+        ({"extra": ("--frobnicate",)}, "sbatch does not know an option"),
+    ],
+    ids=str,
+)
+def test_what_slurm_will_never_do_is_refused_with_the_cause(
+    slurm: Cluster, tmp_path: Path, options: dict[str, object], what: str
+) -> None:
+    site = SlurmSite(tmp_path, slurm)
+    ask = _ask(site.tag)
+    with pytest.raises(HireRefused, match=what) as refused:
+        site.engine(**options).submit(ask)
+    assert refused.value.why
+    assert refused.value.do
+    assert "[pool.pool]" in refused.value.where
+    assert not site.home("pool-1").exists(), "nothing is left of it, least of all the token"
+
+
+def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = SlurmSite(tmp_path, slurm).engine(directory=str(tmp_path / "file"))
+    with pytest.raises(HireRefused, match="the token cannot be put") as refused:
+        engine.submit(_ask("t1"))
+    assert refused.value.why == "Not a directory"
+
+
+def test_a_partition_that_is_not_there_offers_nothing(slurm: Cluster, tmp_path: Path) -> None:
+    (offer,) = SlurmSite(tmp_path, slurm).engine(partition="nix").offers()
+    assert (offer.kind, offer.count) == ("nix", 0)
+
+
+def test_where_slurm_is_not_installed_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine = Slurm("pool", SlurmOptions(directory=str(tmp_path)))
+    with pytest.raises(HireRefused, match="squeue is not on this machine") as refused:
+        engine.submit(_ask("t1"))
+    assert "login node" in refused.value.do
+
+
+def test_where_slurm_has_no_cluster_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
+    with pytest.raises(HireRefused, match="find no cluster"):
+        Slurm("pool", SlurmOptions(directory=str(tmp_path))).submit(_ask("t1"))
+
+
+def test_an_agent_that_cannot_start_leaves_word_why(site: SlurmSite) -> None:
+    engine = site.engine(python="/no/such/python")
+    engine.submit(site.ask("pool-1"))
+    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the hire to be gone")
+    site.until(lambda: "/no/such/python" in site.why(engine, "pool-1"), "the reason")
+    assert "exit code 127" in site.why(engine, "pool-1")
+
+
+def test_a_directory_that_nodes_do_not_share_is_named(site: SlurmSite) -> None:
+    engine = site.engine()
+    ask = site.ask("pool-1")
+    engine.submit(ask)
+    # As on a node that sees another file system of this name.
+    (site.home("pool-1") / "token").unlink()
+    site.until(lambda: "set directory to a shared one" in site.why(engine, "pool-1"), "the reason")
+
+
+def test_the_token_is_in_a_file_of_its_owner_and_nowhere_else(site: SlurmSite) -> None:
+    engine, ask = site.engine(), site.ask("pool-1")
+    handle = engine.submit(ask)
+    site.until_agents("pool-1")
+    file = site.home("pool-1") / "token"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
+    shown = site.cluster.ask("scontrol", "--details", "show", "job", job).stdout
+    script = site.cluster.ask("scontrol", "write", "batch_script", job, "-").stdout
+    assert "shoal.agent" in script
+    born = Path(f"/proc/{site.agent_pid('pool-1')}/environ").read_text()
+    assert ask.credentials.token not in shown + script + born
+    engine.cancel(handle)
+    assert not file.exists()
+
+
+def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
+    engine = site.engine(cpus_per_task=2)
+    offers = {one.kind: one for one in engine.offers()}
+    assert (offers["low"].count, offers["low"].cpus) == (3, 2)
+    gpus = offers["gpu (gpu:a100:2)"]
+    assert (gpus.count, gpus.gpus, gpus.memory_bytes) == (1, 2, 4000 << 20)
+    engine.submit(site.ask("pool-1"))
+    site.until_agents("pool-1")
+    offers = {one.kind: one for one in site.engine(partition="low", cpus_per_task=2).offers()}
+    assert list(offers) == ["low"]
+    assert offers["low"].count == 2
+
+
+def _ask(tag: str) -> Ask:
+    return Ask("pool-1", tag, "http://127.0.0.1:1", Credentials("secret-token"))
+
+
+def _preempt(site: SlurmSite, node: str) -> None:
+    """Somebody's job comes before all others on this node."""
+    argv = ("sbatch", "--partition=high", f"--nodelist={node}", "--cpus-per-task=2", "--output=/dev/null")
+    assert site.cluster.ask(*argv, "--job-name=rush", "--wrap=sleep 600").returncode == 0
+
+
+def _notice(site: SlurmSite, hire: str) -> str:
+    return next((one.notice for one in site.client.agents() if one.agent == hire), "")
+
+
+def _within_s(log: str) -> float:
+    (found,) = re.findall(r"notice from slurm: .*, within (\d+) s", log)
+    return float(found)

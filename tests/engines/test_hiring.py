@@ -1,0 +1,193 @@
+"""Runs that hire their machines: from several pools at once, whoever is lost, and with nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.testing.stage import Stage
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).with_name("train.py")
+
+
+class Hired(Stage):
+    """A run that takes its machines from pools."""
+
+    def __init__(self, path: Path, on: str, members: str, pools: str, *settings: str, script: str, steps: int) -> None:
+        self._on, self._folder = on, path / "project"
+        self._folder.mkdir()
+        (self._folder / "shoal.toml").write_text(pools)
+        (self._folder / "words.py").write_text("GREETING = 'hello'\n")
+        (self._folder / "secret.bin").write_text("not for others")
+        (self._folder / ".shoalignore").write_text("*.bin\n")
+        shutil.copy(SCRIPT, self._folder / "train.py")
+        given = ("preload=torch,shoal.torch", "notice.grace_s=3", *settings)
+        super().__init__(path, Path(script), members, given, {"STEPS": str(steps)})
+
+    def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        before = Path.cwd()
+        os.chdir(self._folder)
+        try:
+            return super().start(*arguments, where=where)
+        finally:
+            os.chdir(before)
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return super().begin("--on", self._on, *arguments)
+
+    def agents(self) -> dict[str, psutil.Process]:
+        """The processes of the agents that were hired, by name."""
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            argv = process.info["cmdline"] or []
+            if "shoal.agent" in argv and any(part.startswith(str(self.home)) for part in argv):
+                found[argv[argv.index("--name") + 1]] = process
+        return found
+
+    def until_agents(self, many: int) -> None:
+        self.until(lambda: len(self.agents()) == many, f"{many} agents")
+
+    def pools(self) -> dict[str, Any]:
+        return {one["pool"]["pool"]: one["pool"] for one in self.shoal("pools")["hiring"]}
+
+    def check_leftovers(self, within_s: float = 60.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := self.agents()) or self.living():
+            assert time.monotonic() < deadline, f"left behind: {left or self.living()}\n{self.output[-3000:]}"
+            time.sleep(0.2)
+
+    def living(self) -> list[int]:
+        return list(self.pids().values())
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for process in self.agents().values():
+                for one in (*process.children(recursive=True), process):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+
+
+@contextlib.contextmanager
+def hired(
+    path: Path, on: str, members: str, pools: str, *settings: str, script: str = str(SCRIPT), steps: int = 200
+) -> Iterator[Hired]:
+    run = Hired(path, on, members, pools, *settings, script=script, steps=steps)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def pool(name: str, limit: int, **more: Any) -> str:
+    lines = [f"[pool.{name}]", 'engine = "local"', f"limit = {limit}"]
+    lines += [f"{key} = {value!r}".replace("'", '"') for key, value in more.items()]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_run_takes_from_several_pools_replaces_what_it_loses_and_gives_all_back(tmp_path: Path) -> None:
+    pools = pool("spot", 2, price=1.0, instead=3.0) + pool("lab", 2, price=2.0)
+    with hired(tmp_path, "spot,lab", "1:3", pools, steps=400) as run:
+        run.until_size(3)
+        agents = run.agents()
+        assert sorted(name.rpartition("-")[0] for name in agents) == ["lab", "spot", "spot"]
+        lost = next(name for name in agents if name.startswith("lab"))
+        agents[lost].kill()
+        run.until(lambda: len(run.agents().keys() - agents.keys()) == 1, "another machine")
+        run.until_size(3)
+        assert run.pools()["spot"]["cost"]["spent"] > 0
+        run.finish(patience_s=150)
+        assert {e["step"] for e in run.of("done")} == {400}
+        run.check_leftovers()
+
+
+def test_a_pool_that_refuses_does_not_hold_the_run_up(tmp_path: Path) -> None:
+    pools = pool("broken", 2, python="/does/not/exist") + pool("good", 2)
+    with hired(tmp_path, "broken,good", "2", pools, steps=60) as run:
+        run.finish()
+        assert "pool broken is asked again" in run.output
+        assert {e["member"].rpartition("-")[0] for e in run.of("ready")} == {"good"}
+        run.check_leftovers()
+
+
+def test_machines_are_hired_and_given_back_as_the_run_is_scaled(tmp_path: Path) -> None:
+    with hired(tmp_path, "spot", "1:1", pool("spot", 3), steps=600) as run:
+        run.until_size(1)
+        run.shoal("scale", run.name, "1:3")
+        run.until_size(3)
+        run.shoal("scale", run.name, "1:1")
+        run.until_agents(1)
+        run.until_size(1)
+        step = run.step()
+        run.until_step(step + 5)
+        run.shoal("stop", run.name)
+        run.check_leftovers()
+
+
+def test_a_coordinator_that_was_killed_adopts_what_it_had_hired(tmp_path: Path) -> None:
+    with hired(tmp_path, "spot", "1:2", pool("spot", 4), steps=400) as run:
+        run.until_size(2)
+        before = {name: process.pid for name, process in run.agents().items()}
+        run.helper("coordinator").kill()
+        step = run.step()
+        run.until_step(step + 30)
+        run.until(lambda: run.pools()["spot"]["here"] == 2, "both to be known again")
+        assert {name: process.pid for name, process in run.agents().items()} == before
+        run.kill(next(iter(run.pids())))
+        run.until_step(run.step() + 10)
+        run.finish(patience_s=150)
+        run.check_leftovers()
+
+
+def test_a_coordinator_that_was_killed_while_it_hired_pays_for_nothing_unseen(tmp_path: Path) -> None:
+    with hired(tmp_path, "spot", "1:3", pool("spot", 4), steps=300) as run:
+        run.until(lambda: len(run.agents()) >= 1, "the first machine")
+        run.helper("coordinator").kill()
+        run.until_size(3)
+        assert len(run.agents()) == 3
+        run.finish(patience_s=150)
+        run.check_leftovers()
+
+
+def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    pools = pool("far", 2, shared=False).replace("False", "false")
+    with hired(tmp_path, "far", "2", pools, "preload=torch,shoal.torch", script="train.py", steps=40) as run:
+        run.finish()
+        where = {Path(e["cwd"]) for e in run.of("ready")}
+        assert len(where) == 2, "each machine has a copy of its own"
+        assert not any(path.is_relative_to(folder) for path in where)
+        assert all((path / "words.py").exists() and not (path / "secret.bin").exists() for path in where)
+        assert run.output.count("sends ") == 1
+        assert "words.py" in run.output
+        run.check_leftovers()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_when_the_command_is_gone_so_are_its_machines(tmp_path: Path, number: int) -> None:
+    with hired(tmp_path, "spot", "1:2", pool("spot", 4), steps=2000) as run:
+        run.until_size(2)
+        run.process.send_signal(number)
+        run.check_leftovers()
+
+
+def test_machines_whose_command_and_coordinator_are_gone_give_themselves_up(tmp_path: Path) -> None:
+    with hired(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_s=3", steps=5000) as run:
+        run.until_size(2)
+        coordinator = run.helper("coordinator")
+        run.process.kill()
+        coordinator.kill()
+        run.check_leftovers()

@@ -1,0 +1,140 @@
+"""A standing coordinator with pools: several users submit from elsewhere, and its machines go round."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).with_name("train.py")
+POOLS = '[pool.farm]\nengine = "local"\nlimit = 2\nprice = 1.0\n'
+PATIENCE_S = 120.0
+
+
+class Standing:
+    """`shoal coordinator` in a folder with pools, and its users in folders of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.directory = path, path / "coordinator"
+        self.records = path / "records"
+        self.environ = {**os.environ, "OMP_NUM_THREADS": "1", "RECORDS": str(self.records), "STEPS": "60"}
+        self.environ |= {"SHOAL_PRELOAD": "torch,shoal.torch", "SHOAL_HOME": str(path / "home")}
+        self.records.mkdir()
+        (path / "shoal.toml").write_text(POOLS)
+        argv = ["coordinator", "--dir", str(self.directory)]
+        self.process = subprocess.Popen(self._argv(*argv), env=self.environ, cwd=path, stdout=subprocess.DEVNULL)
+        self.until(lambda: (self.directory / "url").exists(), "the coordinator")
+        self.url = (self.directory / "url").read_text().strip()
+
+    def _argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "shoal.cli.main", *arguments]
+
+    def user(self, name: str) -> tuple[str, ...]:
+        """A folder with a project for a user, and the options that it asks the coordinator with."""
+        self.shoal("token", name, "--dir", str(self.directory), where=self.path)
+        folder = self.path / name
+        folder.mkdir()
+        shutil.copy(SCRIPT, folder / "train.py")
+        return ("--url", self.url, "--token-file", str(self.directory / "tokens" / name))
+
+    def shoal(self, *arguments: str, where: Path, code: int = 0) -> Any:
+        argv = self._argv("--json", *arguments)
+        done = subprocess.run(
+            argv, env=self.environ, cwd=where, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        text = done.stdout if code == 0 else done.stderr
+        return json.loads(text) if text.strip() else None
+
+    def until(self, ready: Any, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready():
+            assert time.monotonic() < deadline, f"waited in vain for {what}"
+            time.sleep(0.1)
+
+    def agents(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            argv = process.info["cmdline"] or []
+            if "shoal.agent" in argv and any(part.startswith(str(self.path)) for part in argv):
+                found.append(process)
+        return found
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        for process in self.agents():
+            for one in (*process.children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[Standing]:
+    found = Standing(tmp_path)
+    yield found
+    found.close()
+
+
+def test_two_users_share_the_machines_of_a_coordinator_and_give_them_back(standing: Standing) -> None:
+    ada, bob = standing.user("ada"), standing.user("bob")
+    path = standing.path
+    submit = ("run", "--on", "farm", "-n", "1:2", "--detach")
+    first = standing.shoal(*submit, *ada, "train.py", where=path / "ada")
+    second = standing.shoal(*submit, *bob, "train.py", where=path / "bob")
+    assert (first["user"], second["user"]) == ("ada", "bob")
+    runs = (first["run"], second["run"])
+
+    def views() -> dict[str, Any]:
+        return {one["run"]: one for one in standing.shoal("ps", *ada, where=path)}
+
+    standing.until(lambda: all(views()[run]["status"] == "done" for run in runs), "both runs to end")
+    assert len(standing.agents()) <= 2
+    standing.until(lambda: not standing.agents(), "the machines to be given back")
+    assert all(views()[run]["cost"]["spent"] > 0 for run in runs)
+    assert views()[runs[0]]["ended"] <= views()[runs[1]]["ended"] + 60
+
+
+def test_what_a_coordinator_does_not_have_is_refused(standing: Standing) -> None:
+    ada = standing.user("ada")
+    where = standing.path / "ada"
+    problem = standing.shoal("run", "--on", "moon", "--detach", *ada, "train.py", where=where, code=3)
+    assert problem["code"] == "S140"
+    assert "farm" in problem["do"]
+
+
+def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing: Standing) -> None:
+    ada = standing.user("ada")
+    path = standing.path
+    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
+    run = standing.shoal(*asked, where=path / "ada")["run"]
+    standing.until(lambda: standing.shoal("status", run, *ada, where=path)["world_size"] == 2, "a world of two")
+    before = sorted(process.pid for process in standing.agents())
+    standing.process.send_signal(signal.SIGTERM)
+    standing.process.wait(60)
+    assert sorted(process.pid for process in standing.agents()) == before
+    argv = standing._argv("coordinator", "--dir", str(standing.directory))
+    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
+    standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
+    assert sorted(process.pid for process in standing.agents()) == before
+
+
+def _is_trained(standing: Standing, run: str, who: tuple[str, ...]) -> bool:
+    try:
+        view = standing.shoal("status", run, *who, where=standing.path)
+    except AssertionError:
+        return False
+    return bool(view["world_size"] == 2 and view["losses"] == 0 and all(one["connected"] for one in view["members"]))

@@ -1,0 +1,96 @@
+"""Several users of one coordinator: each with a token of its own, which opens its own runs and nobody else's doors."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+from fakes import Coordinator
+from websockets.exceptions import InvalidStatus
+
+from shoal.wire import credentials
+
+pytestmark = pytest.mark.process
+
+
+def token(coordinator: Coordinator, name: str, *options: str) -> dict[str, str]:
+    argv = [sys.executable, "-m", "shoal.cli.main", "token", name, "--dir", str(coordinator.directory), *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    path = coordinator.directory / "tokens" / name
+    return credentials.read(path).headers if path.exists() else {}
+
+
+def submit(coordinator: Coordinator, headers: dict[str, str]) -> tuple[int, Any]:
+    spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1]}
+    return coordinator.ask("POST", "/v1/runs", spec, headers)
+
+
+def test_users_submit_see_all_and_change_their_own(coordinator: Coordinator) -> None:
+    ada, bob = token(coordinator, "ada"), token(coordinator, "bob")
+    status, view = submit(coordinator, ada)
+    assert (status, view["user"]) == (200, "ada")
+    run = view["run"]
+    assert coordinator.ask("GET", "/v1/runs", headers=bob)[1][0]["run"] == run
+    for verb, body in (("stop", {}), ("scale", {"min": 1, "max": 2}), ("resume", None)):
+        status, problem = coordinator.ask("POST", f"/v1/runs/{run}/{verb}", body, bob)
+        assert (status, problem["code"]) == (400, "S213"), verb
+    assert coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 2}, ada)[0] == 200
+    assert coordinator.ask("POST", f"/v1/runs/{run}/stop", {})[0] == 200, "who owns the coordinator may"
+    coordinator.kill()
+    coordinator.restart()
+    assert coordinator.view(run)["user"] == "ada"
+
+
+def test_a_user_is_neither_agent_nor_member_and_cannot_end_the_coordinator(coordinator: Coordinator) -> None:
+    ada = token(coordinator, "ada")
+    for path in ("/v1/agent", "/v1/member"):
+        with pytest.raises(InvalidStatus) as error:
+            coordinator.open(path, ada)
+        assert error.value.response.status_code == 403
+    assert coordinator.ask("POST", "/v1/shutdown", headers=ada)[0] == 403
+    assert submit(coordinator, ada)[0] == 200, "it is still there"
+
+
+def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
+    ada = token(coordinator, "ada")
+    assert stat.S_IMODE((coordinator.directory / "tokens" / "ada").stat().st_mode) == 0o600
+    assert submit(coordinator, ada)[0] == 200
+    token(coordinator, "ada", "--revoke")
+    deadline = time.monotonic() + 20
+    while (answer := submit(coordinator, ada))[0] != 401:
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.1)
+
+
+def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordinator: Coordinator) -> None:
+    data = b"print('hello')\n"
+    digest = hashlib.sha256(data).hexdigest()
+
+    def put(name: str, content: bytes) -> int:
+        request = urllib.request.Request(
+            f"{coordinator.url}/v1/blobs/{name}", data=content, method="PUT", headers=coordinator.credentials.headers
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert coordinator.ask("POST", "/v1/blobs", [digest]) == (200, [digest])
+    assert coordinator.ask("GET", f"/v1/blobs/{digest}")[0] == 404
+    assert put(digest, b"something else") == 400
+    assert put("../../token", data) in (400, 404)
+    assert put(digest, data) == 200
+    assert coordinator.ask("POST", "/v1/blobs", [digest]) == (200, [])
+    request = urllib.request.Request(f"{coordinator.url}/v1/blobs/{digest}", headers=coordinator.credentials.headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.read() == data
+    assert [path.name for path in (coordinator.directory / "blobs").iterdir()] == [digest], "no part is left"
+    assert coordinator.ask("POST", "/v1/blobs", ["../token"])[0] == 400

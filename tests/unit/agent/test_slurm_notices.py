@@ -1,0 +1,83 @@
+"""When an agent in a Slurm job gives notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.agent.notices import source
+from shoal.agent.slurm import ASK_AGAIN_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
+from shoal.errors import BadNoticeSource
+
+NOW = 1000.0
+
+
+def told(end: End | None, warned: bool = True):
+    return judge(end, 60.0, NOW, "7", warned=warned)
+
+
+def test_slurms_signal_before_the_time_limit_is_a_notice_until_then():
+    notice = told(End(NOW + 75))
+    assert (notice.within_s, notice.source, notice.detail) == (75.0, "slurm", "its time limit (job 7)")
+
+
+def test_a_preempted_job_has_its_grace_time():
+    notice = told(End(NOW + 10, preempted=True))
+    assert (notice.within_s, notice.detail) == (10.0, "another job takes its place (job 7)")
+
+
+def test_the_time_limit_is_a_notice_also_if_the_signal_does_not_come():
+    assert told(End(NOW + 60), warned=False).within_s == 60.0
+    assert told(End(NOW + 61), warned=False) is None, "it was prolonged"
+    assert told(End(None), warned=False) is None
+
+
+def test_a_signal_that_slurm_does_not_explain_is_taken_at_its_word():
+    assert told(None).within_s == 60.0
+    assert told(End(NOW + 9999)).within_s == 60.0
+    assert told(End(None)).within_s == 60.0
+
+
+def test_the_signal_and_the_time_limit_are_one_notice():
+    assert told(End(NOW + 60)).key == told(End(NOW + 60), warned=False).key
+    assert told(End(NOW + 60)).key != told(End(NOW + 10, preempted=True)).key
+
+
+def test_an_end_that_is_past_is_now():
+    assert told(End(NOW - 5)).within_s == 0.0
+
+
+def test_slurm_is_asked_again_only_when_it_matters():
+    assert wake_in(End(NOW + 300), 60.0, NOW, told="") == 240.0
+    assert wake_in(End(NOW + 30), 60.0, NOW, told="") == 0.0
+    assert wake_in(End(None), 60.0, NOW, told="") is None, "there is no limit"
+    assert wake_in(End(NOW + 30), 60.0, NOW, told="said") is None
+    assert wake_in(None, 60.0, NOW, told="") == ASK_AGAIN_S
+
+
+@pytest.mark.parametrize(
+    ("said", "end"),
+    [
+        ("1794812521|1794812511|\n", End(1_794_812_521.0, True)),
+        ("1794812521|N/A|\n", End(1_794_812_521.0)),
+        ("NONE|N/A|\n", End(None)),
+        ("", None),
+        ("slurm_load_jobs error: Invalid job id specified", None),
+    ],
+)
+def test_what_squeue_says_of_the_end(said, end):
+    assert parse_end(said) == end
+
+
+def test_it_is_a_source_of_jobs_only(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(BadNoticeSource, match="agents that Slurm has started"):
+        source("slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert isinstance(source("slurm"), SlurmJob)
+    assert isinstance(source("slurm:90"), SlurmJob)
+    with pytest.raises(BadNoticeSource, match="not a number"):
+        source("slurm:soon")
+
+
+def test_a_newer_slurm_says_in_the_environment_when_the_job_ends():
+    assert slurm_job("", {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1794812521"})._end == End(1_794_812_521.0)

@@ -1,0 +1,264 @@
+"""Hiring machines from pools: what is missing is asked for, what is too much is let go, and nothing is forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.core import supply
+from shoal.core import supply_events as se
+from shoal.core.supply import ASKED, HERE, LEAVING, SUBMITTED, State
+from shoal.core.supply_events import Need, Pool, Sighting
+
+SPOT = Pool("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0, patience_s=60.0)
+LAB = Pool("lab", "ssh", limit=3, slots=2, price_per_h=2.0, patience_s=60.0)
+
+
+class World:
+    """A supply under test, at a time of its own."""
+
+    def __init__(self, *pools: Pool) -> None:
+        self.state, self.now = State(), 0.0
+        self.asked: list[se.Instruction] = []
+        self.tell(se.PoolsKnown(pools or (SPOT, LAB)))
+
+    def tell(self, event: se.Event, after_s: float = 0.0) -> list[se.Instruction]:
+        self.now += after_s
+        self.state, asked = supply.decide(self.state, event, self.now)
+        self.asked = list(asked)
+        return self.asked
+
+    def wait(self, seconds: float) -> list[se.Instruction]:
+        self.now += seconds
+        asked: list[se.Instruction] = []
+        for event in supply.due(self.state, self.now):
+            asked += self.tell(event)
+        return asked
+
+    def need(self, slots: int, *pools: str, run: str = "run", after_s: float = 0.0) -> list[se.Instruction]:
+        return self.tell(se.NeedsChanged((Need(run, pools or ("spot", "lab"), slots),) if slots else ()), after_s)
+
+    def deliver(self, *hires: str) -> None:
+        for hire in hires:
+            pool = self.state.hires[hire].pool
+            self.tell(se.Submitted(pool, hire, f"job of {hire}"))
+            self.tell(se.AgentHere(hire))
+
+    def status(self) -> dict[str, str]:
+        return {name: hire.status for name, hire in self.state.hires.items()}
+
+
+def of(kind: type, asked: list[Any]) -> list[str]:
+    return [one.hire for one in asked if isinstance(one, kind)]
+
+
+def test_a_run_takes_from_its_pools_in_their_order_up_to_their_limits() -> None:
+    world = World(Pool("spot", "slurm", limit=2), LAB)
+    asked = world.need(5)
+    assert [(one.pool, one.slots) for one in asked if isinstance(one, se.Submit)] == [
+        ("spot", 1),
+        ("spot", 1),
+        ("lab", 2),
+        ("lab", 2),
+    ]
+    assert world.need(5) == [], "what was asked for is counted on"
+
+
+def test_a_pool_that_does_not_deliver_holds_nobody_up_and_what_comes_late_is_preferred() -> None:
+    world = World()
+    world.need(2)
+    for hire in ("spot-1", "spot-2"):
+        world.tell(se.Submitted("spot", hire, hire))
+    asked = world.wait(61)
+    assert [one.pool for one in asked if isinstance(one, se.Submit)] == ["lab"]
+    world.deliver("lab-3")
+    world.tell(se.AgentHere("spot-1"))
+    world.tell(se.AgentHere("spot-2"))
+    assert of(se.Cancel, world.wait(6)) == ["lab-3"], "the later pool's is let go"
+
+
+def test_a_machine_that_is_lost_is_replaced_at_once() -> None:
+    world = World()
+    world.need(1)
+    world.deliver("spot-1")
+    asked = world.tell(se.AgentLost("spot-1", "it did not come back"), after_s=100.0)
+    assert of(se.Cancel, asked) == ["spot-1"], "whatever is left of it is ended"
+    assert of(se.Submit, asked) == ["spot-2"]
+
+
+def test_a_machine_with_a_notice_is_replaced_while_it_hands_over() -> None:
+    world = World()
+    world.need(1)
+    world.deliver("spot-1")
+    asked = world.tell(se.AgentLeaving("spot-1", "preempted in 30 s"))
+    assert of(se.Submit, asked) == ["spot-2"]
+    assert of(se.Cancel, asked + world.wait(10)) == [], "it goes by itself"
+    world.tell(se.Observed("spot", (Sighting("spot-2", "job", running=True),)))
+    assert list(world.state.hires) == ["spot-2"]
+    assert world.state.standings.get("spot", supply.Standing()).strikes == 0, "that is nobody's fault"
+
+
+def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.deliver("spot-1")
+    world.tell(se.Observed("spot", (Sighting("spot-1", "job", running=True),)))
+    waiting = se.Observed("spot", (Sighting("spot-1", "job", running=False, why="requeued"),))
+    assert supply.is_news(world.state, waiting)
+    asked = world.tell(waiting, after_s=100.0) + world.tell(se.AgentLost("spot-1", "silent"), after_s=5.0)
+    assert of(se.Submit, asked) == of(se.Cancel, asked) == []
+    assert world.status() == {"spot-1": SUBMITTED}
+    assert world.state.account.of_run("run").machine_s == pytest.approx(100.0), "nobody pays for a queue"
+    world.tell(se.AgentHere("spot-1"))
+    assert world.status() == {"spot-1": HERE}
+
+
+def test_a_machine_that_the_engine_lost_is_replaced_at_once() -> None:
+    world = World()
+    world.need(1)
+    world.deliver("spot-1")
+    asked = world.tell(se.Observed("spot", (), (("spot-1", "node failure"),)), after_s=100.0)
+    assert of(se.Submit, asked) == ["spot-2"]
+    assert "node failure" in str(asked)
+
+
+def test_a_pool_whose_machines_die_young_is_left_alone_for_longer_and_longer() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    for number, pause_s in enumerate((5.0, 10.0, 20.0), start=1):
+        world.deliver(f"spot-{number}")
+        world.tell(se.Observed("spot", (), ((f"spot-{number}", "exit code 1"),)), after_s=1.0)
+        assert not world.state.hires
+        assert not world.wait(pause_s - 0.1)
+        assert of(se.Submit, world.wait(0.2)) == [f"spot-{number + 1}"]
+
+
+def test_refusals_double_the_pause_and_all_is_forgiven_after_a_while() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    pauses = []
+    for _ in range(3):
+        (hire,) = world.state.hires
+        world.tell(se.Refused("spot", hire, "quota of zero"))
+        pauses.append(world.state.standings["spot"].until - world.now)
+        world.wait(pauses[-1] + 0.1)
+    assert pauses == pytest.approx([5.0, 10.0, 20.0])
+    world.deliver(*world.state.hires)
+    world.tell(se.AgentLost("spot-4", "lost"), after_s=3600.0)
+    world.tell(se.Refused("spot", "spot-5", "quota of zero"))
+    assert world.state.standings["spot"].until - world.now == pytest.approx(5.0)
+
+
+def test_a_pool_that_refuses_does_not_hold_up_the_next() -> None:
+    world = World()
+    world.need(1)
+    asked = world.tell(se.Refused("spot", "spot-1", "unknown partition"))
+    assert [one.pool for one in asked if isinstance(one, se.Submit)] == ["lab"]
+    assert "unknown partition" in str(asked)
+
+
+def test_a_pool_that_cannot_be_reached_keeps_what_it_has_and_others_are_asked_for_the_rest() -> None:
+    world = World()
+    world.need(1)
+    world.deliver("spot-1")
+    world.tell(se.PoolUnreachable("spot", "the controller is down"))
+    assert world.status() == {"spot-1": HERE}
+    asked = world.need(2)
+    assert [one.pool for one in asked if isinstance(one, se.Submit)] == ["lab"]
+    world.tell(se.Observed("spot", (Sighting("spot-1", "job of spot-1", running=True),)))
+    asked = world.need(5)
+    assert [one.pool for one in asked if isinstance(one, se.Submit)] == ["spot", "spot"], "it can be reached again"
+
+
+def test_what_is_not_needed_any_more_is_let_go_after_a_moment() -> None:
+    world = World()
+    world.need(3, "spot")
+    world.deliver("spot-1", "spot-2", "spot-3")
+    assert world.need(1, "spot") == []
+    assert world.need(3, "spot", after_s=1.0) == [], "a moment later all are needed again"
+    world.need(1, "spot", after_s=1.0)
+    assert of(se.Cancel, world.wait(6)) == ["spot-2", "spot-3"]
+    world.tell(se.Ended("spot-2"))
+    assert world.status() == {"spot-1": HERE, "spot-3": LEAVING}
+
+
+def test_what_should_go_and_does_not_is_told_again() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.deliver("spot-1")
+    world.need(0)
+    world.wait(6)
+    assert of(se.Cancel, world.wait(31)) == ["spot-1"]
+    assert world.status() == {"spot-1": LEAVING}
+
+
+def test_what_was_let_go_while_it_was_being_submitted_is_ended_when_it_comes() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.need(0)
+    world.wait(6)
+    assert world.status() == {"spot-1": LEAVING}
+    asked = world.tell(se.Submitted("spot", "spot-1", "job 7"))
+    assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["job 7"]
+
+
+def test_a_hire_that_nobody_asked_for_is_ended() -> None:
+    world = World()
+    asked = world.tell(se.Observed("spot", (Sighting("spot-9", "job 9", running=True),)))
+    assert of(se.Cancel, asked) == ["spot-9"]
+
+
+def test_a_coordinator_that_comes_back_adopts_what_it_had_asked_for_and_asks_again_for_the_rest() -> None:
+    world = World()
+    world.need(2, "spot")
+    seen = Sighting("spot-1", "job 1", running=True)
+    asked = world.tell(se.Observed("spot", (seen,), unanswered=("spot-1", "spot-2")))
+    assert of(se.Submit, asked) == ["spot-2"]
+    assert world.status() == {"spot-1": SUBMITTED, "spot-2": ASKED}
+
+
+def test_a_machine_that_runs_but_sends_no_agent_is_let_go() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Observed("spot", (Sighting("spot-1", "job", running=True),)))
+    assert of(se.Cancel, world.wait(301)) == ["spot-1"]
+    assert world.state.standings["spot"].strikes == 1
+
+
+def test_several_runs_share_the_machines_of_a_pool_first_come_first_served() -> None:
+    world = World(LAB)
+    world.tell(se.NeedsChanged((Need("a", ("lab",), 3), Need("b", ("lab",), 2))))
+    assert len(world.state.hires) == 3
+    assert supply.users(world.state) == {"lab-1": {"a": 2}, "lab-2": {"a": 1, "b": 1}, "lab-3": {"b": 1}}
+
+
+def test_costs_are_counted_for_each_run_over_all_losses() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.deliver("spot-1")
+    world.tell(se.AgentLost("spot-1", "preempted"), after_s=1800.0)
+    world.tell(se.Ended("spot-1"))
+    world.deliver("spot-2")
+    world.need(0, after_s=1800.0)
+    cost = world.state.account.of_run("run")
+    assert cost.spent == pytest.approx(1.0)
+    assert cost.saved == pytest.approx(2.0)
+    assert cost.machine_s == pytest.approx(3600.0)
+    world.wait(6)
+    world.tell(se.Ended("spot-2"))
+    assert world.state.account.total.machine_s == pytest.approx(3606.0), "what nobody needed is paid for too"
+
+
+def test_news_are_what_differs_from_what_is_known() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    waiting = se.Observed("spot", (Sighting("spot-1", "job", running=False),))
+    running = se.Observed("spot", (Sighting("spot-1", "job", running=True),))
+    assert not supply.is_news(world.state, waiting)
+    assert supply.is_news(world.state, running)
+    assert supply.is_news(world.state, se.Observed("spot", ()))
+    world.tell(running)
+    assert not supply.is_news(world.state, running)

@@ -1,0 +1,125 @@
+"""What sbatch is told, to the letter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.engines.engine import Ask
+from shoal.engines.slurm import Slurm, SlurmOptions, boot_words
+from shoal.wire.credentials import Credentials
+
+ASK = Ask("lab-1", "c0ffee", "https://head:7077", Credentials("secret-token"), 2, ("--grace", "20"))
+
+
+def rendered(**options: object):
+    given = {"directory": "/shared/ann/.shoal", "python": "/shared/venv/bin/python", **options}
+    return Slurm("lab", msgspec.convert(given, SlurmOptions)).render(ASK)
+
+
+def test_a_hire_is_a_job_of_one_task_whose_script_becomes_the_agent():
+    found = rendered()
+    assert found.argv == (
+        "sbatch",
+        "--parsable",
+        "--job-name=shoal-c0ffee-lab-1",
+        "--comment=Shoal's agent lab-1",
+        "--dependency=singleton",
+        "--nodes=1",
+        "--ntasks=1",
+        "--chdir=/shared/ann/.shoal/hires/c0ffee/lab-1",
+        "--output=/shared/ann/.shoal/hires/c0ffee/lab-1/job.log",
+        "--open-mode=append",
+        "--export=ALL",
+        "--signal=B:USR1@60",
+        "--requeue",
+    )
+    assert found.text == (
+        "#!/bin/sh\n"
+        "set -e\n"
+        "umask 077\n"
+        "home=/shared/ann/.shoal/hires/c0ffee/lab-1\n"
+        'mkdir -p "$home"\n'
+        "trap '' USR1\n"
+        '[ -r "$home/token" ] || {'
+        ' echo "shoal: $home/token is not on $(hostname): set directory to a shared one" >&2; exit 78; }\n'
+        "exec /shared/venv/bin/python -P -m shoal.agent"
+        ' --url https://head:7077 --token-file "$home/token" --name lab-1 --dir "$home"'
+        " --slots 2 --notice-source slurm:60 --grace 20"
+        ' >>"$home/agent.log" 2>&1\n'
+    )
+    assert found.env == {}
+
+
+def test_what_a_pool_asks_for_is_told_to_sbatch():
+    found = rendered(
+        partition="gpu,big",
+        account="physics",
+        qos="high",
+        constraint="a100&nvlink",
+        gres="gpu:a100:1",
+        gpus="a100:1",
+        cpus_per_task=8,
+        memory="16G",
+        time_limit="1-12:00:00",
+        nodelist="n[1-4]",
+        exclude="n3",
+        requeue=False,
+        notice_s=300,
+        extra=["--reservation=school", "--exclusive"],
+    )
+    assert found.argv[11:] == (
+        "--signal=B:USR1@300",
+        "--no-requeue",
+        "--partition=gpu,big",
+        "--account=physics",
+        "--qos=high",
+        "--constraint=a100&nvlink",
+        "--gres=gpu:a100:1",
+        "--gpus=a100:1",
+        "--cpus-per-task=8",
+        "--mem=16G",
+        "--time=1-12:00:00",
+        "--nodelist=n[1-4]",
+        "--exclude=n3",
+        "--reservation=school",
+        "--exclusive",
+    )
+    assert "--notice-source slurm:300" in found.text
+
+
+def test_lines_before_the_agent_run_in_a_login_shell_because_that_knows_modules():
+    text = rendered(setup=["module load cuda/12"]).text
+    assert text.startswith("#!/bin/bash -l\n")
+    assert text.index("module load cuda/12\n") < text.index("exec ")
+
+
+def test_a_percent_sign_in_the_directory_is_not_a_pattern_of_sbatch():
+    assert "--output=/a%%j/hires/c0ffee/lab-1/job.log" in rendered(directory="/a%j").argv
+
+
+def test_nothing_that_is_rendered_holds_the_token():
+    found = rendered()
+    assert "secret-token" not in " ".join((*found.argv, found.text, *found.env.values()))
+
+
+@pytest.mark.parametrize("option", ["--job-name=x", "-Jx", "-J", "--array=1-9", "-N4", "--wrap=ls", "ls", "", "--wait"])
+def test_what_tells_our_jobs_apart_is_not_for_others_to_set(option):
+    with pytest.raises(msgspec.ValidationError, match="Shoal's own"):
+        rendered(extra=[option])
+
+
+@pytest.mark.parametrize("given", [{"partiton": "x"}, {"notice_s": 0}, {"cpus_per_task": -1}, {"time_limit": 1.5}])
+def test_an_option_that_makes_no_sense_is_an_error(given):
+    with pytest.raises(msgspec.ValidationError):
+        rendered(**given)
+
+
+def test_the_last_words_are_the_agents_or_else_the_scripts(tmp_path: Path):
+    assert "do the nodes share that directory?" in boot_words(tmp_path)
+    (tmp_path / "job.log").write_text("line 8: python: not found\n")
+    assert boot_words(tmp_path) == "line 8: python: not found"
+    (tmp_path / "agent.log").write_text("first\nlast\n")
+    assert boot_words(tmp_path) == "last"

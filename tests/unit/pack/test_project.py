@@ -1,0 +1,100 @@
+"""Which files of a project travel, what they are, and how they are laid out again."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadFiles, PackDamaged
+from shoal.pack import project
+from shoal.pack.project import Entry, Project
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    found = tmp_path / "project"
+    for name, text in {
+        "train.py": "import lib.model",
+        "lib/model.py": "x = 1",
+        "lib/__pycache__/model.pyc": "junk",
+        ".venv/bin/python": "large",
+        "data/big.bin": "0" * 5000,
+        "notes.txt": "hello",
+    }.items():
+        path = found / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (found / "run.sh").write_text("#!/bin/sh")
+    (found / "run.sh").chmod(0o755)
+    return found
+
+
+def test_without_git_everything_travels_but_what_is_made_anew(root: Path) -> None:
+    assert set(project.find(root)) == {"train.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
+
+
+def test_with_git_only_what_could_be_committed_travels(root: Path) -> None:
+    (root / ".gitignore").write_text("data/\n")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    subprocess.run(["git", "-C", str(root), "add", "train.py"], check=True)
+    assert set(project.find(root)) == {".gitignore", "train.py", "lib/model.py", "notes.txt", "run.sh"}
+    assert set(project.find(root / "lib")) == {"model.py"}, "below a directory of the repository"
+
+
+def test_a_file_that_git_knows_but_that_is_gone_does_not_travel(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    subprocess.run(["git", "-C", str(root), "add", "notes.txt"], check=True)
+    (root / "notes.txt").unlink()
+    assert "notes.txt" not in project.find(root)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "gone"),
+    [
+        ("data\n", {"data/big.bin"}),
+        ("*.bin  \n# a comment\n\n", {"data/big.bin"}),
+        ("lib/*.py\nnotes.txt", {"lib/model.py", "notes.txt"}),
+        ("/data/", {"data/big.bin"}),
+    ],
+)
+def test_what_shoalignore_names_stays_here(root: Path, patterns: str, gone: set[str]) -> None:
+    before = set(project.find(root))
+    (root / ".shoalignore").write_text(patterns)
+    assert set(project.find(root)) == (before | {".shoalignore"}) - gone
+
+
+def test_the_size_and_the_largest_files_are_told_and_too_much_is_refused(root: Path) -> None:
+    files = project.find(root)
+    assert project.describe(files).startswith("5 files, 4.9 KiB; the largest: data/big.bin 4.9 KiB, ")
+    project.check_size(files, 6000)
+    with pytest.raises(BadFiles, match="too large") as raised:
+        project.check_size(files, 4000)
+    assert "data/big.bin" in raised.value.what
+    assert ".shoalignore" in raised.value.do
+
+
+def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, tmp_path: Path) -> None:
+    found, contents = project.take(project.find(root))
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for digest, path in contents.items():
+        (blobs / digest).write_bytes(path.read_bytes())
+    name, data = project.encode(found)
+    project.lay_out(project.decode(data), blobs, tmp_path / "there")
+    for entry in found.files:
+        assert (tmp_path / "there" / entry.path).read_bytes() == (root / entry.path).read_bytes()
+    assert (tmp_path / "there" / "run.sh").stat().st_mode & 0o100
+    assert not (tmp_path / "there" / "train.py").stat().st_mode & 0o077, "nobody else's business"
+    project.lay_out(found, blobs, tmp_path / "there")
+    assert not list(tmp_path.glob("*.part"))
+    (root / "notes.txt").write_text("hello!")
+    assert project.encode(project.take(project.find(root))[0])[0] != name
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", ""])
+def test_no_file_leaves_the_directory_of_its_project(path: str) -> None:
+    _, data = project.encode(Project((Entry(path, "0" * 64, 1),)))
+    with pytest.raises(PackDamaged):
+        project.decode(data)

@@ -260,6 +260,22 @@ def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None
         grouped.cancel("shoal-" + lone.tag + "-a-2")
 
 
+def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster) -> None:
+    engine = lone.engine()
+    engine.submit(lone.ask("a-1"))
+    assert lone.until(engine, "a-1", "running").until is None
+    home = raylet(lone.agent("a-1").pid)
+    node = next(word.partition("=")[2] for word in home.cmdline() if word.startswith("--node_id="))
+    drain = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    when = ["--deadline-remaining-seconds", "600"]
+    subprocess.run([*drain, "--node-id", node, *why, *when], check=True, timeout=60.0)
+    seen = lone.until(engine, "a-1", "running")
+    assert seen.until == pytest.approx(time.time() + 600.0, abs=60.0)
+    assert seen.why == "Ray drains its node"
+    home.kill()
+
+
 def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:
     broken = lone.engine(setup=("echo no such module >&2", "false"))
     broken.submit(lone.ask("a-1"))

@@ -44,7 +44,8 @@ def test_questions_of_several_threads_get_their_own_answers(tmp_path: Path) -> N
         'late = asked if asked["prefix"] == "shoal-a-" else None',
         "if late is not None: kept = late; continue",
         f"{EMPTY}; asked = kept",
-        'say(id=asked["id"], ok={"hires": [{"name": "shoal-a-1", "state": "ALIVE", "why": ""}], "nodes": []})',
+        'found = {"name": "shoal-a-1", "state": "ALIVE", "why": "", "until": None}',
+        'say(id=asked["id"], ok={"hires": [found], "nodes": []})',
     )
     made = engine(tmp_path, *slow_then_quick)
     found: list[str] = []

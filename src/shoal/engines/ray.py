@@ -131,11 +131,12 @@ class Ray(Engine):
             "script": boot.script(tied, self.options, python=self.options.python or "python3", before=_BEFORE),
         }
 
-    def _seen(self, hire: str, one: Mapping[str, str], nodes: Sequence[Mapping[str, Any]]) -> Seen:
+    def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Seen:
         if one["state"] == "DEAD":
             return Seen(hire, one["name"], "gone", brief(one["why"]))
         if one["state"] == "ALIVE":
-            return Seen(hire, one["name"], "running")
+            why = "Ray drains its node" if one["until"] else ""
+            return Seen(hire, one["name"], "running", why, one["until"])
         return Seen(hire, one["name"], "waiting", why_waiting(self.options, nodes))
 
     # --- how it is asked

@@ -113,7 +113,10 @@ class Hire:
 
 
 def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:
-    """The hires whose names begin like this, those that were known by id even if they are dead, and the nodes."""
+    """The hires whose names begin like this, those that were known by id even if they are dead, and the nodes.
+
+    Before Ray takes a node away, as one that is preempted, it drains it: then it is known until when it is there.
+    """
     import ray
     from ray._private import state
 
@@ -122,6 +125,7 @@ def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:
         if name.startswith(prefix):
             with contextlib.suppress(ValueError):
                 names[ray.get_actor(name)._actor_id.hex()] = name
+    draining = state.state.get_draining_nodes()
     hires = []
     for actor, name in names.items():
         found = state.actors(actor)
@@ -129,7 +133,8 @@ def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:
             cause = found["DeathCause"]
             which = cause.WhichOneof("context") if cause is not None else None
             why = getattr(getattr(cause, which), "error_message", which) if which else ""
-            hires.append({"name": name, "actor": actor, "state": found["State"], "why": why})
+            until = draining.get(found["Address"]["NodeID"], 0) / 1000 or None
+            hires.append({"name": name, "actor": actor, "state": found["State"], "why": why, "until": until})
     free = state.available_resources_per_node()
     nodes = [
         {"total": one["Resources"], "free": free.get(one["NodeID"], {}), "labels": one.get("Labels", {})}

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.engines.ray_cluster import RayCluster, why_not
+from tests.engines.test_hiring import hired
 
 from shoal.engines.engine import Ask, Seen
 from shoal.engines.ray import DRIVER, Ray, RayOptions
@@ -274,6 +275,23 @@ def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster)
     assert seen.until == pytest.approx(time.time() + 600.0, abs=60.0)
     assert seen.why == "Ray drains its node"
     home.kill()
+
+
+def test_a_run_on_ray_outlives_a_node(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
+    told = {"address": cluster.address, "python": sys.executable, "directory": str(tmp_path / "home")}
+    pool = "[pool.rays]\nengine = 'ray'\nlimit = 2\nshared = true\nresources = {seat = 1}\n"
+    pool += f"setup = ['export RECORDS={tmp_path}/records STEPS=5000']\n"
+    pool += "".join(f"{key} = '{value}'\n" for key, value in told.items())
+    with hired(tmp_path, "rays", "1:2", pool, steps=5000) as run:
+        run.until_size(2)
+        raylet(next(iter(run.agents().values())).pid).kill()
+        run.until_size(1)
+        cluster.add(**WORKER)
+        run.until_size(2)
+        run.shoal("stop", run.name)
+        run.until(lambda: run.process.poll() is not None, "the end of the run")
+        assert {e["step"] for e in run.commits()} == set(range(1, run.step() + 1)), "a step was lost"
+        assert not run.agents(), "something that the run had hired is left"
 
 
 def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:

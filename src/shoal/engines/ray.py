@@ -341,11 +341,13 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 
 def brief(cause: str) -> str:
-    """The end of what Ray says of a death: the agent's last words if it had any, and no advice."""
+    """What Ray says of a death, without what surrounds it: the agent's last words if it had any."""
     text = " ".join(cause.split())
     _, found, words = text.partition("the agent ended with ")
     if found:
         return found + words
+    if "its node has died" in text:
+        return "its node is lost: " + (text.partition("unexpectedly: ")[2] or text)[:300]
     return text.partition(" Some common causes")[0][:300]
 
 

@@ -151,3 +151,5 @@ def test_a_death_is_told_in_short():
         "the agent ended with exit code 4: error[S207] no"
     )
     assert ray.brief("It died. Some common causes include: many") == "It died."
+    lost = "The actor died because its node has died. Node Id: bbe6 the node was terminated unexpectedly: no answer"
+    assert ray.brief(lost) == "its node is lost: no answer"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot
+from shoal.engines import boot, ray_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
@@ -38,7 +37,6 @@ SUBMIT_S = 15.0
 CANCEL_S = 20.0
 LIFELINE = "3"
 DRIVER = Path(__file__).with_name("ray_driver.py")
-NODE_GROUP = "ray.io/node-group"
 
 _BEFORE = (
     'printf "home=%s\\n" "$home"',
@@ -107,7 +105,7 @@ class Ray(Engine):
         self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
 
     def offers(self) -> list[Offer]:
-        return offers(self.options, self._ask({"do": "offers"}, self._answer_s))
+        return ray_nodes.offers(self.options, self._ask({"do": "offers"}, self._answer_s))
 
     def close(self) -> None:
         with self._lock:
@@ -137,7 +135,7 @@ class Ray(Engine):
         if one["state"] == "ALIVE":
             why = "Ray drains its node" if one["until"] else ""
             return Seen(hire, one["name"], "running", why, one["until"])
-        return Seen(hire, one["name"], "waiting", why_waiting(self.options, nodes))
+        return Seen(hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes))
 
     # --- how it is asked
 
@@ -269,69 +267,6 @@ def actor_options(options: RayOptions) -> dict[str, Any]:
     return asked
 
 
-def needs(options: RayOptions) -> dict[str, float]:
-    """What a hire takes of its node, by Ray's names."""
-    asked = {"CPU": options.cpus, "GPU": options.gpus, "memory": float(options.memory_bytes), **options.resources}
-    return {name: amount for name, amount in asked.items() if amount}
-
-
-def fitting(asked: Mapping[str, float], have: Mapping[str, float]) -> int | None:
-    """How many of these fit into that; None if they take nothing."""
-    return min((math.floor(have.get(name, 0.0) / amount + 1e-9) for name, amount in asked.items()), default=None)
-
-
-def suits(labels: Mapping[str, str], node: Mapping[str, str]) -> bool:
-    """Whether a node has these labels, as Ray understands them."""
-    for name, wanted in labels.items():
-        negated, value = wanted.startswith("!"), wanted.removeprefix("!")
-        among = value[3:-1].split(",") if value.startswith("in(") and value.endswith(")") else [value]
-        if (node.get(name) in {one.strip() for one in among}) == negated:
-            return False
-    return True
-
-
-def why_waiting(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What a hire of this shape waits for."""
-    asked = needs(options)
-    labelled = [node for node in nodes if suits(options.labels, node["labels"])]
-    if not labelled:
-        return f"none of {len(nodes)} nodes has the labels {_listed(options.labels)}; {_MORE}"
-    able = [node for node in labelled if fitting(asked, node["total"]) != 0]
-    if not able:
-        return f"no node has {_listed(asked)} at all; {_MORE}"
-    if not any(fitting(asked, node["free"]) != 0 for node in able):
-        return f"{_listed(asked)} is in use on all of {len(able)} nodes that have it; {_MORE}"
-    return "Ray is placing it"
-
-
-_MORE = "it waits for one to join or, where there is an autoscaler, to be brought"
-
-
-def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offer]:
-    """How many more hires of this shape would fit now, by kind of node."""
-    asked = needs(options)
-    counts: dict[str, int | None] = {}
-    whys: dict[str, str] = {}
-    for node in nodes:
-        kind = node_kind(node)
-        count = fitting(asked, node["free"]) if suits(options.labels, node["labels"]) else 0
-        known = counts.get(kind, 0)
-        counts[kind] = None if known is None or count is None else known + count
-        whys[kind] = "" if counts[kind] != 0 else why_waiting(options, [node])
-    cpus, gpus = math.ceil(options.cpus), math.ceil(options.gpus)
-    return [Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())]
-
-
-def node_kind(node: Mapping[str, Any]) -> str:
-    """The node group's name if it has one, or what the node is made of."""
-    named = node["labels"].get(NODE_GROUP)
-    if named:
-        return str(named)
-    total = node["total"]
-    parts = [f"{total[name]:g} {name}s" for name in ("CPU", "GPU") if total.get(name)]
-    return "node with " + (", ".join(parts) or "no CPUs")
-
-
 def split_address(address: str) -> tuple[str, int] | None:
     """Host and port; None if it is no address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -349,9 +284,3 @@ def brief(cause: str) -> str:
     if "its node has died" in text:
         return "its node is lost: " + (text.partition("unexpectedly: ")[2] or text)[:300]
     return text.partition(" Some common causes")[0][:300]
-
-
-def _listed(asked: Mapping[str, float | str]) -> str:
-    return ", ".join(
-        f"{name} {amount:g}" if isinstance(amount, float) else f"{name}={amount}" for name, amount in asked.items()
-    )

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from shoal.engines import ray
+from shoal.engines import ray, ray_nodes
 from shoal.engines.engine import Ask
 from shoal.engines.ray import Ray, RayOptions
 from shoal.wire.credentials import Credentials
@@ -19,7 +19,7 @@ BIG = {
     "free": {"CPU": 5.0, "GPU": 1.0, "memory": 64e9},
     "labels": {},
 }
-SPOT = {"total": {"CPU": 4.0}, "free": {"CPU": 4.0}, "labels": {"market": "spot", ray.NODE_GROUP: "cheap"}}
+SPOT = {"total": {"CPU": 4.0}, "free": {"CPU": 4.0}, "labels": {"market": "spot", ray_nodes.NODE_GROUP: "cheap"}}
 HEAD = {"total": {}, "free": {}, "labels": {}}
 
 SCRIPT = """\
@@ -92,12 +92,12 @@ def test_no_name_of_one_tag_begins_like_those_of_another():
     [("spot", True), ("!spot", False), ("in(od, spot)", True), ("!in(od,spot)", False), ("od", False), ("!od", True)],
 )
 def test_labels_are_read_as_ray_reads_them(wanted: str, fits: bool):
-    assert ray.suits({"market": wanted}, {"market": "spot"}) is fits
+    assert ray_nodes.suits({"market": wanted}, {"market": "spot"}) is fits
 
 
 def test_a_waiting_hire_says_what_it_waits_for():
     def why(**options: object) -> str:
-        return ray.why_waiting(RayOptions(**options), [BIG, SPOT, HEAD]).partition(";")[0]
+        return ray_nodes.why_waiting(RayOptions(**options), [BIG, SPOT, HEAD]).partition(";")[0]
 
     assert why(labels={"market": "od"}) == "none of 3 nodes has the labels market=od"
     assert why(gpus=8.0) == "no node has CPU 1, GPU 8 at all"
@@ -107,7 +107,7 @@ def test_a_waiting_hire_says_what_it_waits_for():
 
 
 def test_offers_count_the_hires_that_would_fit_by_kind_of_node():
-    found = ray.offers(RayOptions(cpus=2.0), [BIG, BIG, SPOT, HEAD])
+    found = ray_nodes.offers(RayOptions(cpus=2.0), [BIG, BIG, SPOT, HEAD])
     assert [(one.kind, one.count, one.cpus) for one in found] == [
         ("cheap", 2, 2),
         ("node with 8 CPUs, 4 GPUs", 4, 2),
@@ -117,13 +117,13 @@ def test_offers_count_the_hires_that_would_fit_by_kind_of_node():
 
 
 def test_offers_of_full_and_unfit_nodes_say_why():
-    (big, head) = ray.offers(RayOptions(gpus=2.0, cpus=0.0), [BIG, HEAD])
+    (big, head) = ray_nodes.offers(RayOptions(gpus=2.0, cpus=0.0), [BIG, HEAD])
     assert (big.count, big.why.partition(";")[0]) == (0, "GPU 2 is in use on all of 1 nodes that have it")
     assert (head.count, head.why.partition(";")[0]) == (0, "no node has GPU 2 at all")
 
 
 def test_what_takes_nothing_fits_any_number_of_times():
-    assert [one.count for one in ray.offers(RayOptions(cpus=0.0), [BIG])] == [None]
+    assert [one.count for one in ray_nodes.offers(RayOptions(cpus=0.0), [BIG])] == [None]
 
 
 @pytest.mark.parametrize(

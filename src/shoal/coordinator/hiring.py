@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from shoal.wire.hires import hiring_of
 
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
-CLOSE_S = 30.0
+CLOSE_S = 45.0
+AT_ONCE = 16
 NOTICE_S = 60.0
 
 Ends = tuple[tuple[str, float], ...]
@@ -189,10 +191,19 @@ class _Desk(threading.Thread):
 
     def _end_everything(self) -> None:
         try:
-            for one in self._engine.watch(self._tag):
-                self._engine.cancel(one.handle)
+            found = self._engine.watch(self._tag)
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
+            return
+        mine = [one.handle for one in found if se.pool_of(one.hire) == self._pool and one.state != "gone"]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(self._end, mine))
+
+    def _end(self, handle: str) -> None:
+        try:
+            self._engine.cancel(handle)
+        except ShoalError as error:
+            log.error("%s of pool %s may be left of this coordinator: %s", handle, self._pool, error)
 
 
 def open_pools(service: Service, directory: Path) -> Hiring | None:

@@ -126,7 +126,7 @@ def is_news(state: State, event: se.Observed) -> bool:
     return any(
         seen.hire not in mine
         or mine[seen.hire].status == ASKED
-        or not mine[seen.hire].handle
+        or mine[seen.hire].handle != seen.handle
         or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
         or (seen.why and seen.why != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
         for seen in event.seen
@@ -331,6 +331,9 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
         hire = draft.update(hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None)
     if hire.status == LEAVING and not hire.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
+    elif hire.handle and hire.handle != seen.handle:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, "it was started twice"))
+        return
     draft.update(hire, handle=hire.handle or seen.handle, why=seen.why or hire.why)
 
 

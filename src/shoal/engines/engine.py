@@ -91,6 +91,11 @@ class Engine(ABC):
         self.pool, self.options = pool, options
 
     @property
+    def most(self) -> int | None:
+        """How many hires there can be at a time at the very most; None if nobody knows."""
+        return None
+
+    @property
     def shared(self) -> bool:
         """Whether machines see the disk of who starts runs."""
         return self.usually_shared if self.options.shared is None else self.options.shared

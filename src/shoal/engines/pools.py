@@ -70,7 +70,8 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
             do = f"did you mean {near[0]}?" if near else f"{said.engine} takes {', '.join(sorted((*general, *known)))}"
             raise BadPool(f"pool {name} cannot be told {key!r}", where=where, do=do)
     engine = kind(name, _convert(name, own, kind.options_type, where))
-    pool = Pool(name, said.engine, said.limit, said.slots, said.price, said.instead, said.patience_s)
+    limit = said.limit if engine.most is None else min(said.limit, engine.most)
+    pool = Pool(name, said.engine, limit, said.slots, said.price, said.instead, said.patience_s)
     return pool, engine
 
 

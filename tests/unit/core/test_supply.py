@@ -103,8 +103,8 @@ def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name(
     world = World(SPOT)
     world.need(1, "spot")
     world.deliver("spot-1")
-    world.tell(se.Observed("spot", (Sighting("spot-1", "job", running=True),)))
-    waiting = se.Observed("spot", (Sighting("spot-1", "job", running=False, why="requeued"),))
+    world.tell(se.Observed("spot", (Sighting("spot-1", "job of spot-1", running=True),)))
+    waiting = se.Observed("spot", (Sighting("spot-1", "job of spot-1", running=False, why="requeued"),))
     assert supply.is_news(world.state, waiting)
     asked = world.tell(waiting, after_s=100.0) + world.tell(se.AgentLost("spot-1", "silent"), after_s=5.0)
     assert of(se.Submit, asked) == of(se.Cancel, asked) == []
@@ -207,6 +207,16 @@ def test_a_hire_that_nobody_asked_for_is_ended() -> None:
     world = World()
     asked = world.tell(se.Observed("spot", (Sighting("spot-9", "job 9", running=True),)))
     assert of(se.Cancel, asked) == ["spot-9"]
+
+
+def test_what_was_started_twice_is_ended_once() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.deliver("spot-1")
+    both = (Sighting("spot-1", "job of spot-1", running=True), Sighting("spot-1", "another", running=True))
+    asked = world.tell(se.Observed("spot", both))
+    assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["another"]
+    assert world.status() == {"spot-1": HERE}
 
 
 def test_a_coordinator_that_comes_back_adopts_what_it_had_asked_for_and_asks_again_for_the_rest() -> None:

@@ -1,0 +1,173 @@
+"""Agents on hosts that a real ssh reaches, as an engine starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engines.ssh_hosts import ssh_network, why_not
+from tests.engines.ssh_site import SshSite, ssh_site
+
+from shoal.engines.engine import Seen
+from shoal.errors import EngineUnreachable, HireRefused
+from shoal.testing.engines import SCENARIOS, Site
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+
+if why := why_not():
+    pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_ssh_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1*2", "h2*2") as site:
+        scenario(site)
+
+
+def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1", "h2", connect_s=1.0, lost_after_s=600.0) as site:
+        engine = site.engine()
+        assert [engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")] == [
+            f"h1/{site.tag}/pool-1",
+            f"h2/{site.tag}/pool-2",
+        ]
+        site.until_agents("pool-1", "pool-2")
+        site.network.power_off("h1")
+        site.until(lambda: "h1 does not answer" in site.seen(engine)["pool-1"].why, "the silence of h1")
+        seen = site.seen(engine)
+        assert {one.state for one in seen.values()} == {"running"}, "what may still run is not given up at once"
+        assert engine.submit(site.ask("pool-1")) == seen["pool-1"].handle, "what may still run is not started again"
+        assert [offer.count for offer in engine.offers()] == [0, 0]
+        with pytest.raises(EngineUnreachable, match="h1 does not answer"):
+            engine.cancel(seen["pool-1"].handle)
+        with pytest.raises(HireRefused) as refused:
+            engine.submit(site.ask("pool-3"))
+        assert "h1 does not answer" in refused.value.why
+        assert "1 of 1 hires run there" in refused.value.why
+        engine._contacts["h1"].silent_since -= 601.0
+        assert set(site.seen(engine)) == {"pool-2"}, "h1 is taken as lost"
+        site.until_agents("pool-2")
+        site.network.boot("h1")
+        site.network.heal("h1")
+        site.until(lambda: any(offer.count for offer in engine.offers()), "h1 to be back")
+        assert engine.submit(site.ask("pool-4")).startswith("h1/")
+        site.until_agents("pool-2", "pool-4")
+
+
+def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1", "h2", connect_s=1.0) as site:
+        engine = site.engine()
+        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        site.until_agents("pool-1", "pool-2")
+        before = site.process("pool-2").pid
+        site.network.cut("h2")
+        site.until(lambda: site.seen(engine)["pool-2"].why, "the engine to see that h2 is silent")
+        assert {one.state for one in site.seen(engine).values()} == {"running"}
+        site.network.heal("h2")
+        site.until(lambda: not site.seen(engine)["pool-2"].why, "h2 to answer again")
+        assert {hire: one.handle for hire, one in site.seen(engine).items()} == handles
+        site.until_agents("pool-1", "pool-2")
+        assert site.process("pool-2").pid == before
+
+
+def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1", "h2", connect_s=1.0) as site:
+        engine = site.engine()
+        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        site.until_agents("pool-1", "pool-2")
+        hung = [one for one in site.network.processes("h2") if one.name() == "sshd"]
+        for process in hung:
+            process.suspend()
+        seen = site.seen(engine)
+        assert {hire: one.handle for hire, one in seen.items()} == handles
+        assert "h2 does not answer: nothing came for" in seen["pool-2"].why
+        assert not seen["pool-1"].why
+        for process in hung:
+            process.resume()
+        site.until(lambda: not site.seen(engine)["pool-2"].why, "h2 to answer again")
+
+
+def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
+    with ssh_network(tmp_path / "net", "h1") as network:
+        network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")
+        with SshSite(tmp_path, network, "h2", jump="h1") as site:
+            with pytest.raises(HireRefused, match="h2 does not let us in"):
+                site.engine(jump="").submit(site.ask("pool-1"))
+            engine = site.engine()
+            engine.submit(site.ask("pool-1"))
+            site.until_agents("pool-1")
+            assert [one.handle for one in engine.watch(site.tag)] == [f"h2/{site.tag}/pool-1"]
+            engine.close()
+            assert not site.connections(), "connections stay when the engine is closed"
+
+
+def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1*2") as site:
+        engine = site.engine()
+        engine.submit(site.ask("pool-1"))
+        engine.submit(site.ask("pool-2"))
+        site.until_agents("pool-1", "pool-2")
+        token = site.home("h1", "pool-1") / "token"
+        assert [path.stat().st_mode & 0o777 for path in (token, *list(token.parents)[:3])] == [0o600, *3 * [0o700]]
+        secret = site.ask("pool-1").credentials.token
+        assert secret in token.read_text()
+        for process in site.network.running("h1", "shoal.agent"):
+            assert secret not in " ".join([*process.cmdline(), *process.environ().values()])
+        others = [path for path in site.network.home("h1").rglob("*") if path.is_file() and path.name != "token"]
+        assert not [path for path in others if secret in path.read_text(errors="replace")]
+        engine.cancel(f"h1/{site.tag}/pool-1")
+        assert not token.exists()
+        site.kill("pool-2")
+        site.until(lambda: not site.seen(engine), "the engine to see that it was killed")
+        assert not list(site.network.home("h1").rglob("token*"))
+
+
+def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with ssh_site(tmp_path, "h1", "h2", directory=str(shared)) as site:
+        engine = site.engine()
+        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        site.until_agents("pool-1", "pool-2")
+        assert {hire: one.handle for hire, one in site.seen(site.engine()).items()} == handles
+        engine.cancel(handles["pool-2"])
+        site.until_agents("pool-1")
+        assert set(site.seen(engine)) == {"pool-1"}
+
+
+def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        mine, other = site.tag, f"{site.tag}-other"
+        engine = site.engine()
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        site.tag = other
+        later = site.engine()
+        assert later.offers()[0].count == 0
+        with pytest.raises(HireRefused, match="no host of pool lab takes pool-2"):
+            later.submit(site.ask("pool-2"))
+        assert later.watch(other) == []
+        engine.cancel(handle)
+        assert later.submit(site.ask("pool-2")) == f"h1/{other}/pool-2"
+        assert engine.watch(mine) == []
+
+
+def test_one_that_ends_says_why(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine()
+        engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        ask = site.ask("pool-1")
+        site.kill("pool-1")
+        site.until(lambda: not site.seen(engine), "it to be gone")
+        wrong = replace(ask, hire="pool-2", credentials=replace(ask.credentials, token="wrong"))
+        engine.submit(wrong)
+        found: list[Seen] = []
+
+        def ended() -> bool:
+            found[:] = [one for one in engine.watch(site.tag) if one.hire == "pool-2" and one.state == "gone"]
+            return bool(found)
+
+        site.until(ended, "an agent with a wrong token to end")
+        assert "error[S201]" in found[0].why

@@ -1,0 +1,174 @@
+"""What is started over ssh is started once, and what is ended is ended whole, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.engines.ssh_hosts import why_not
+from tests.engines.ssh_site import SshSite, ssh_site
+
+from shoal.engines import ssh
+from shoal.errors import EngineUnreachable, HireRefused
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+
+if why := why_not():
+    pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
+
+
+def test_whoever_submits_a_hire_at_the_same_time_starts_it_once(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1*4", "h2*4") as site:
+        handles: list[str] = []
+        threads = [
+            threading.Thread(target=lambda one=one, hire=hire: handles.append(one.submit(site.ask(hire))))
+            for one in [site.engine() for _ in range(3)]
+            for hire in ("pool-1", "pool-2")
+        ]
+        with site.held_up("h1") as first, site.held_up("h2") as second:
+            for thread in threads:
+                thread.start()
+            site.until(lambda: _waiting_for(first) == _waiting_for(second) == 3, "all to be about to start it")
+        for thread in threads:
+            thread.join(60)
+        assert sorted(handles) == sorted(3 * [f"h{number}/{site.tag}/pool-{number}" for number in (1, 2)])
+        site.until_agents("pool-1", "pool-2")
+        assert len(site.agents_on("h1")) == len(site.agents_on("h2")) == 1
+
+
+def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
+    """The host is about to start it when all its connections end, and starts it after that."""
+    with ssh_site(tmp_path, "h1", "h2") as site:
+        engine = site.engine()
+        assert engine.offers()[0].count == 1
+        with site.held_up("h1") as held:
+            failed: list[BaseException] = []
+            thread = threading.Thread(target=lambda: _note_failure(failed, lambda: engine.submit(site.ask("pool-1"))))
+            thread.start()
+            site.until(lambda: _waiting_for(held), "h1 to be about to start it")
+            site.network.stop_sshd("h1")
+            thread.join(60)
+            assert isinstance(failed[0], EngineUnreachable), failed
+            with pytest.raises(EngineUnreachable, match="may have started pool-1"):
+                engine.submit(site.ask("pool-1"))
+            site.network.start_sshd("h1")
+        site.until_agents("pool-1")
+        assert set(site.seen(site.engine())) == {"pool-1"}, "one who knows nothing of it finds it"
+        site.until(lambda: _submits(engine, site, "pool-1") == f"h1/{site.tag}/pool-1", "the doubt to end")
+        assert not site.agents_on("h2")
+        assert len(site.agents_on("h1")) == 1
+
+
+def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "START_WITHIN_S", 1.0)
+    with ssh_site(tmp_path, "h1", "h2") as site:
+        engine = site.engine()
+        with site.held_up("h1"):
+            handles: list[str] = []
+            thread = threading.Thread(target=lambda: handles.append(engine.submit(site.ask("pool-1"))))
+            thread.start()
+            time.sleep(3.0)
+        thread.join(60)
+        assert handles == [f"h2/{site.tag}/pool-1"]
+        site.until_agents("pool-1")
+        assert not site.agents_on("h1")
+
+
+def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine(setup=(*site.options["setup"], "setsid sleep 4711 &", "(sleep 4711 & sleep 4711) &"))
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        site.process("pool-1").suspend()
+        engine.cancel(handle)
+        assert not site.agents_on("h1")
+        assert not site.network.running("h1", "4711")
+        engine.cancel(handle)
+        assert engine.watch(site.tag) == []
+
+
+def test_what_one_that_listens_leaves_behind_is_killed_too(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine, handle = _start_script(site, "trap 'exit 0' TERM; setsid sleep 4711 & while :; do sleep 0.1; done")
+        site.until(lambda: site.network.running("h1", "4711"), "it to start another")
+        time.sleep(0.2)
+        engine.cancel(handle)
+        assert not site.network.running("h1", "4711")
+
+
+def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine(setup=(*site.options["setup"], "sleep 4711 &"))
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        site.kill("pool-1")
+        site.until(lambda: not site.seen(engine), "it to be gone")
+        engine.cancel(handle)
+        assert not site.network.running("h1", "4711")
+
+
+@pytest.mark.parametrize("differs", ["born", "boot"])
+def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path: Path, differs: str) -> None:
+    with ssh_site(tmp_path, "h1") as site:
+        engine = site.engine()
+        handle = engine.submit(site.ask("pool-1"))
+        site.until_agents("pool-1")
+        note = site.home("h1", "pool-1") / "process.json"
+        known = json.loads(note.read_text())
+        note.write_text(json.dumps({**known, differs: {"born": known["born"] - 1, "boot": "another"}[differs]}))
+        (seen,) = engine.watch(site.tag)
+        assert seen.state == "gone"
+        assert differs != "boot" or seen.why == "the host was started anew"
+        engine.cancel(handle)
+        assert len(site.agents_on("h1")) == 1
+        site.agents_on("h1")[0].kill()
+
+
+def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
+    """An agent that is told to go twice goes at once."""
+    with ssh_site(tmp_path, "h1") as site:
+        engine, handle = _start_script(site, "trap 'echo told >>$HOME/told' TERM; while :; do sleep 0.1; done")
+        threads = [threading.Thread(target=site.engine().cancel, args=(handle,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert (site.network.home("h1") / "told").read_text() == "told\n"
+        assert not site.seen(engine)
+
+
+def _start_script(site: SshSite, text: str) -> tuple[ssh.Ssh, str]:
+    """An engine, and the handle of a hire that runs this in place of an agent."""
+    script = site.path / "script"
+    script.write_text(f"#!/bin/bash\n{text}\n")
+    script.chmod(0o755)
+    engine = site.engine(setup=(f"exec {script}",))
+    engine._contacts["h1"].proved = True
+    handle = engine.submit(site.ask("pool-1"))
+    site.until(lambda: str(script) in site.process("pool-1").cmdline(), "it to run")
+    return engine, handle
+
+
+def _waiting_for(path: Path) -> int:
+    """How many wait for the lock of a file."""
+    inode = str(os.stat(path).st_ino)
+    return sum("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
+    try:
+        do()
+    except (EngineUnreachable, HireRefused) as error:
+        into.append(error)
+
+
+def _submits(engine: ssh.Ssh, site: SshSite, hire: str) -> str:
+    try:
+        return engine.submit(site.ask(hire))
+    except EngineUnreachable:
+        return ""

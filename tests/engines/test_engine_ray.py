@@ -1,0 +1,363 @@
+"""Agents on a real Ray cluster of three raylets, as the engine starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.engines.ray_cluster import RayCluster, why_not
+from tests.engines.test_hiring import hired
+
+from shoal.engines.engine import Ask, Seen
+from shoal.engines.ray import DRIVER, Ray, RayOptions
+from shoal.errors import EngineUnreachable, HireRefused
+from shoal.testing import engines as suite
+from shoal.testing.engines import SCENARIOS, Site
+from shoal.wire.credentials import Credentials
+
+pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180), pytest.mark.xdist_group("ray")]
+
+WORKERS = 2
+WORKER = {"num_cpus": 4, "resources": {"seat": 1}, "labels": {"lab": "here"}}
+NODE_LOSS_SEEN_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    if why := why_not():
+        pytest.skip(why)
+    made = RayCluster()
+    try:
+        with made.network():
+            os.environ["RAY_TMPDIR"] = made.directory
+            yield made
+    finally:
+        os.environ.pop("RAY_TMPDIR", None)
+        made.close()
+
+
+class RaySite(Site):
+    """Each hire has the only seat of its node, so that the loss of a node is that of one hire."""
+
+    def __init__(self, path: Path, cluster: RayCluster, **given: Any) -> None:
+        super().__init__(path)
+        self.cluster = cluster
+        self._given = given
+        self._leaving = False
+        self._engines: list[Ray] = []
+        while len(cluster.raylets()) < WORKERS:
+            cluster.add(**WORKER)
+
+    def __exit__(self, *given: object) -> None:
+        self._leaving = True
+        try:
+            super().__exit__(*given)
+        finally:
+            for engine in self._engines:
+                engine.close()
+
+    def engine(self) -> Ray:
+        if not self._leaving:
+            given = {"python": sys.executable, "directory": str(self.path / "home"), **self._given}
+            self._engines.append(Ray("rays", RayOptions(address=self.cluster.address, grace_s=5.0, **given)))
+        return self._engines[-1]
+
+    def kill(self, hire: str) -> None:
+        """The first with its node, the others alone."""
+        agent = self.agent(hire)
+        (raylet if hire == "pool-1" else psutil.Process)(agent.pid).kill()
+
+    def agent(self, hire: str) -> psutil.Process:
+        commands = suite._command_lines()
+        (pid,) = (pid for pid in suite._agents_of(self.tag) if f"--name {hire} " in commands[pid])
+        return psutil.Process(pid)
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        with self.cluster.headless():
+            yield
+
+
+def raylet(pid: int) -> psutil.Process:
+    """The raylet of the node on which this process is."""
+    return next(one for one in psutil.Process(pid).parents() if one.name() == "raylet")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_ray_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path, cluster: RayCluster) -> None:
+    seated = {"resources": {"seat": 1.0}} if scenario is suite.sees_what_was_killed_from_outside else {}
+    with RaySite(tmp_path, cluster, **seated) as site:
+        scenario(site)
+
+
+class Lone:
+    """Hires whose coordinator is not there: their agents look for it until they are ended."""
+
+    def __init__(self, path: Path, cluster: RayCluster) -> None:
+        self.path, self.cluster = path, cluster
+        self.tag = f"t{secrets.token_hex(3)}"
+        self.opened: list[Ray] = []
+        while len(cluster.raylets()) < WORKERS:
+            cluster.add(**WORKER)
+
+    def engine(self, **more: Any) -> Ray:
+        given = {"address": self.cluster.address, "python": sys.executable, "directory": str(self.path), **more}
+        self.opened.append(Ray("rays", RayOptions(grace_s=5.0, **given)))
+        return self.opened[-1]
+
+    def ask(self, hire: str) -> Ask:
+        return Ask(hire, self.tag, "http://127.0.0.1:9", Credentials("not-shown"), 1, ("--preload", "msgspec"))
+
+    def until(self, engine: Ray, hire: str, state: str, within_s: float = 60.0) -> Seen:
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            for one in engine.watch(self.tag):
+                if one.hire == hire and one.state == state:
+                    return one
+            time.sleep(0.1)
+        raise AssertionError(f"{hire} is not {state}: {engine.watch(self.tag)}")
+
+    def reached(self, engine: Ray) -> None:
+        """As a coordinator would, ask again: what Ray starts on the head for a client may fail to start."""
+        for _ in range(3):
+            with contextlib.suppress(EngineUnreachable):
+                engine.watch(self.tag)
+                return
+
+    def agent(self, hire: str) -> psutil.Process:
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            commands = suite._command_lines()
+            for pid in suite._agents_of(self.tag):
+                if f"--name {hire} " in commands.get(pid, ""):
+                    return psutil.Process(pid)
+            time.sleep(0.05)
+        raise AssertionError(f"{hire} has no agent")
+
+    def close(self) -> None:
+        usable = [one for one in self.opened if one.options.address == self.cluster.address and not one.options.client]
+        engine = usable[0] if usable else self.engine()
+        for seen in engine.watch(self.tag):
+            engine.cancel(seen.handle)
+        for one in self.opened:
+            one.close()
+
+
+@pytest.fixture
+def lone(tmp_path: Path, cluster: RayCluster) -> Iterator[Lone]:
+    made = Lone(tmp_path, cluster)
+    yield made
+    made.close()
+
+
+def gone(process: psutil.Process, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_lost_node_is_seen_soon_and_a_new_one_is_used(lone: Lone, cluster: RayCluster) -> None:
+    engine = lone.engine(resources={"seat": 1.0})
+    for hire in ("a-1", "a-2", "a-3"):
+        engine.submit(lone.ask(hire))
+    running = [lone.until(engine, "a-1", "running"), lone.until(engine, "a-2", "running")]
+    waiting = lone.until(engine, "a-3", "waiting")
+    assert waiting.why.startswith("CPU 1, seat 1 is in use on all of 2 nodes that have it")
+    assert [offer.count for offer in engine.offers() if "4 CPUs" in offer.kind] == [0]
+    agent = lone.agent(running[0].hire)
+    raylet(agent.pid).kill()
+    assert lone.until(engine, "a-1", "gone", NODE_LOSS_SEEN_S).why
+    assert gone(agent, NODE_LOSS_SEEN_S), "an agent outlived its node"
+    # One that waited for a place on the node that was lost may be lost with it.
+    engine.submit(lone.ask("a-3"))
+    assert lone.until(engine, "a-3", "waiting").why.startswith("CPU 1, seat 1 is in use on all of 1 nodes")
+    cluster.add(**WORKER)
+    lone.until(engine, "a-3", "running")
+
+
+def test_ray_is_used_from_outside(lone: Lone, cluster: RayCluster) -> None:
+    outside, within = lone.engine(address=cluster.client_address), lone.engine()
+    lone.reached(outside)
+    assert [offer.count for offer in outside.offers() if "4 CPUs" in offer.kind] == [8]
+    handle = outside.submit(lone.ask("a-1"))
+    lone.until(outside, "a-1", "running")
+    assert [one.handle for one in within.watch(lone.tag)] == [handle], "it is the same, from wherever it is seen"
+    agent = lone.agent("a-1")
+    outside.cancel(handle)
+    assert gone(agent, 1.0)
+    assert lone.until(outside, "a-1", "gone").why
+
+
+def test_the_agent_ends_with_its_actor_and_the_actor_with_its_agent(lone: Lone) -> None:
+    engine = lone.engine()
+    for hire in ("a-1", "a-2"):
+        engine.submit(lone.ask(hire))
+    first, second = lone.agent("a-1"), lone.agent("a-2")
+    below = [*first.children(recursive=True), *second.children(recursive=True)]
+    psutil.Process(first.ppid()).kill()
+    second.kill()
+    assert gone(first, 10.0)
+    assert all(gone(one, 10.0) for one in below), "something that an agent started outlived it"
+    lone.until(engine, "a-1", "gone")
+    assert lone.until(engine, "a-2", "gone").why.startswith("the agent ended with SIGKILL")
+
+
+def test_what_was_submitted_by_a_process_that_died_is_found_and_not_started_twice(lone: Lone) -> None:
+    before = lone.engine()
+    handle = before.submit(lone.ask("a-1"))
+    assert before._link is not None
+    before._link.kill()
+    later = lone.engine()
+    assert lone.until(later, "a-1", "running").handle == handle
+    agent = lone.agent("a-1")
+    assert later.submit(lone.ask("a-1")) == handle
+    assert before.submit(lone.ask("a-1")) == handle, "a driver that died is started anew"
+    assert lone.agent("a-1") == agent
+    later.cancel(handle)
+    assert gone(agent, 1.0)
+    assert not list(lone.path.rglob("token")), "a token was left on a node"
+    later.cancel(handle)
+    later.submit(lone.ask("a-1"))
+    assert lone.agent("a-1") != agent
+
+
+def test_what_no_node_has_is_waited_for(lone: Lone) -> None:
+    never = lone.engine(gpus=64.0)
+    never.submit(lone.ask("a-1"))
+    why = lone.until(never, "a-1", "waiting").why
+    assert why == (
+        "no node has CPU 1, GPU 64 at all; it waits for one to join or, where there is an autoscaler, to be brought"
+    )
+    assert all(offer.count == 0 for offer in never.offers())
+    never.cancel(never.watch(lone.tag)[0].handle)
+    lone.until(never, "a-1", "gone")
+
+
+def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None:
+    here, nowhere = lone.engine(labels={"lab": "here"}, placement="spread"), lone.engine(labels={"lab": "!in(here,x)"})
+    here.submit(lone.ask("a-1"))
+    lone.until(here, "a-1", "running")
+    assert sum(offer.count or 0 for offer in nowhere.offers()) == 0
+    grouped = lone.engine(group="ours", resources={"seat": 0.5})
+    with pytest.raises(HireRefused, match="Ray refuses this") as refused:
+        grouped.submit(lone.ask("a-2"))
+    assert "0 placement groups are named 'ours'" in refused.value.why
+    with make_group(cluster, "ours", {"CPU": 1, "seat": 1}):
+        grouped.submit(lone.ask("a-2"))
+        lone.until(grouped, "a-2", "running")
+        grouped.cancel("shoal-" + lone.tag + "-a-2")
+
+
+def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster) -> None:
+    engine = lone.engine()
+    engine.submit(lone.ask("a-1"))
+    assert lone.until(engine, "a-1", "running").until is None
+    home = raylet(lone.agent("a-1").pid)
+    node = next(word.partition("=")[2] for word in home.cmdline() if word.startswith("--node_id="))
+    drain = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    when = ["--deadline-remaining-seconds", "600"]
+    subprocess.run([*drain, "--node-id", node, *why, *when], check=True, timeout=60.0)
+    seen = lone.until(engine, "a-1", "running")
+    assert seen.until == pytest.approx(time.time() + 600.0, abs=60.0)
+    assert seen.why == "Ray drains its node"
+    home.kill()
+
+
+def test_a_run_on_ray_outlives_a_node(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
+    told = {"address": cluster.address, "python": sys.executable, "directory": str(tmp_path / "home")}
+    pool = "[pool.rays]\nengine = 'ray'\nlimit = 2\nshared = true\nresources = {seat = 1}\n"
+    pool += f"setup = ['export RECORDS={tmp_path}/records STEPS=5000']\n"
+    pool += "".join(f"{key} = '{value}'\n" for key, value in told.items())
+    with hired(tmp_path, "rays", "1:2", pool, steps=5000) as run:
+        run.until_size(2)
+        raylet(next(iter(run.agents().values())).pid).kill()
+        run.until_size(1)
+        cluster.add(**WORKER)
+        run.until_size(2)
+        run.shoal("stop", run.name)
+        run.until(lambda: run.process.poll() is not None, "the end of the run")
+        assert {e["step"] for e in run.commits()} == set(range(1, run.step() + 1)), "a step was lost"
+        assert not run.agents(), "something that the run had hired is left"
+
+
+def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:
+    broken = lone.engine(setup=("echo no such module >&2", "false"))
+    broken.submit(lone.ask("a-1"))
+    assert lone.until(broken, "a-1", "gone").why == "the agent ended with exit code 1: no such module"
+    missing = lone.engine(python="/nowhere/python")
+    missing.submit(lone.ask("a-2"))
+    why = lone.until(missing, "a-2", "gone").why
+    assert "exit code 127" in why
+    assert "/nowhere/python" in why
+
+
+def test_errors_tell_the_cause(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
+    with pytest.raises(HireRefused, match="is no address of a Ray cluster"):
+        lone.engine(address="http://127.0.0.1:8265").watch(lone.tag)
+    with pytest.raises(HireRefused, match="interpreter for Ray cannot be started"):
+        lone.engine(client="/nowhere/python").watch(lone.tag)
+    without = script(tmp_path / "without", f'exec {sys.executable} -S "$@"')
+    with pytest.raises(HireRefused, match="Ray is not installed here"):
+        lone.engine(client=without).watch(lone.tag)
+    text = "import ray, runpy; ray.__version__ = '1.0.0'; runpy.run_path('{DRIVER}', run_name='__main__')"
+    other = script(tmp_path / "other", f'exec {sys.executable} -c "{text.format(DRIVER=DRIVER)}" "$@"')
+    with pytest.raises(HireRefused, match="another version of Ray or Python"):
+        lone.engine(client=other).watch(lone.tag)
+    with pytest.raises(HireRefused, match="Ray refuses this"):
+        lone.engine(labels={"a b": "?"}).submit(lone.ask("a-1"))
+
+
+def test_a_head_that_is_away_is_unreachable_within_seconds(lone: Lone, cluster: RayCluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+        lone.engine(address="127.0.0.1:9").watch(lone.tag)
+    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+        lone.engine(address="ray://no.such.host.invalid:10001").watch(lone.tag)
+    with cluster.headless(), pytest.raises(EngineUnreachable, match="cannot be reached"):
+        lone.engine().watch(lone.tag)
+    assert time.monotonic() - began < 30.0
+    assert lone.engine().watch(lone.tag) == []
+
+
+def script(path: Path, line: str) -> str:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@contextlib.contextmanager
+def make_group(cluster: RayCluster, name: str, bundle: dict[str, float]) -> Iterator[None]:
+    """A placement group of another process's, in another namespace."""
+    text = (
+        "import ray, sys\n"
+        f"ray.init(address={cluster.address!r}, namespace='other', log_to_driver=False)\n"
+        f"group = ray.util.placement_group([{bundle!r}], name={name!r})\n"
+        "ray.get(group.ready(), timeout=60)\n"
+        "print('made', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert "made" in iter(process.stdout.readline, "").__next__()
+        yield
+    finally:
+        process.stdin.close()
+        process.wait(30.0)

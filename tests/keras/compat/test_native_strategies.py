@@ -68,7 +68,7 @@ def test_a_mirrored_strategy_goes_on_after_one_of_its_workers_was_killed(tmp_pat
 
 def test_parameter_servers_go_on_after_a_worker_was_killed(tmp_path: Path) -> None:
     options = ("--compat", "ps", "--servers", "1")
-    with unmodified(tmp_path, "served.py", *options, members="2") as run:
+    with unmodified(tmp_path, "unmodified_ps.py", *options, members="2") as run:
         run.until(lambda: len(run.of("round")) >= 2, "two rounds", PATIENCE_S)
         before = {(e["type"], e["index"]): e["pid"] for e in run.of("ready")}
         assert sorted(before) == [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]

@@ -95,7 +95,7 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
     host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose")] = ""
     preload: Annotated[str, Meta(description="modules that members find imported, such as torch,torchvision")] = ""
-    notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure or file:PATH")] = ""
+    notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure, slurm or file:PATH")] = ""
     notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""
     notice_grace_s: Annotated[float, Meta(ge=0, description="time to hand over after SIGTERM to the agent")] = 30.0
 

@@ -396,7 +396,7 @@ class NotOurs(LaunchError):
 class BadNoticeSource(UsageError):
     """The source of notices is not known.
 
-    ``notice.source`` is one of aws, gcp, azure, ``file:PATH``, or the name of an installed plug-in.
+    ``notice.source`` is one of aws, gcp, azure, slurm, ``file:PATH``, or the name of an installed plug-in.
     """
 
     code = "S117"

@@ -11,7 +11,7 @@ import torch
 from served import served
 from stage import staged
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.servers, pytest.mark.timeout(300)]
 
 CALM = ("lease_s=2", "budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from shoal.launch.place import Place
 from shoal.wire.views import LogPage, RunView, StoryLine
 
 OVER = ("done", "failed", "stopped", "resumable")
+SUPERVISOR = "supervisor"
+REVIVED_WITHIN_S = 20.0
+LOOK_S = 0.05
 
 
 class Records(Protocol):
@@ -136,21 +140,39 @@ def _at(place: Place) -> Coordinator:
 
 
 def _in(directory: Path) -> Coordinator | None:
-    url, pid = read_text(directory / "url"), read_text(directory / "pid")
-    token_file = directory / "token"
+    """The coordinator of a directory; one that died under a supervisor's eyes is waited for, because it comes back."""
+    deadline = time.monotonic() + REVIVED_WITHIN_S
+    while (found := _live_in(directory)) is None and _is_supervised(directory) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    if found is not None:
+        return found
+    url = read_text(directory / "url")
     if not url and not (directory / "journal.jsonl").exists():
         return None
-    if url and pid.isdigit() and alive(int(pid)) and token_file.exists():
-        client = open_client(url, str(token_file), timeout_s=5.0)
-        try:
-            # A process id is used again, and so may a port be: only the coordinator itself can say that it lives.
-            if client.check().coordinator == directory.name:
-                return Coordinator(directory.name, url, str(token_file), directory, client, client)
-        except ShoalError:
-            client.close()
     from shoal.launch.past import Past
 
-    return Coordinator(directory.name, url, str(token_file), directory, None, Past(directory))
+    return Coordinator(directory.name, url, str(directory / "token"), directory, None, Past(directory))
+
+
+def _live_in(directory: Path) -> Coordinator | None:
+    url, pid = read_text(directory / "url"), read_text(directory / "pid")
+    token_file = directory / "token"
+    if not (url and pid.isdigit() and alive(int(pid)) and token_file.exists()):
+        return None
+    client = open_client(url, str(token_file), timeout_s=5.0)
+    try:
+        # A process id is used again, and so may a port be: only the coordinator itself can say that it lives.
+        if client.check().coordinator == directory.name:
+            return Coordinator(directory.name, url, str(token_file), directory, client, client)
+    except ShoalError:
+        client.close()
+    return None
+
+
+def _is_supervised(directory: Path) -> bool:
+    """Whether the command lives that would start this coordinator again."""
+    pid = read_text(directory / SUPERVISOR)
+    return pid.isdigit() and int(pid) != os.getpid() and alive(int(pid))
 
 
 def _list(pairs: Iterable[tuple[Coordinator, RunView]]) -> str:

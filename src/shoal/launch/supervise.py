@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import msgspec
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch import luggage
 from shoal.launch.client import Client, open_client
-from shoal.launch.find import OVER, read_text
+from shoal.launch.find import OVER, SUPERVISOR, read_text
 from shoal.launch.render import URL, Launch, make, unmake
 from shoal.launch.services import Service
 from shoal.wire import hires
@@ -41,6 +42,7 @@ class Supervisor:
             make(self._directory)
         if self._launch.hires is not None:
             hires.write(self._directory, self._launch.hires)
+        (self._directory / SUPERVISOR).write_text(f"{os.getpid()}\n")
         try:
             client = self._start()
             view = hand_over(client, self._launch)
@@ -61,6 +63,7 @@ class Supervisor:
 
     def close(self, client: Client | None = None) -> None:
         """End both: by asking first, then surely."""
+        (self._directory / SUPERVISOR).unlink(missing_ok=True)
         if client is not None and self._coordinator.running():
             with contextlib.suppress(ShoalError):
                 client.shutdown()

@@ -70,6 +70,16 @@ def test_training_goes_on_without_the_coordinator_which_then_remembers_everythin
         assert [e["kind"] for e in run.journal()].count("RunCreated") == 1
 
 
+def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", pause_s=0.03, epochs=1000) as run:
+        run.until_step(5)
+        name = run.name
+        run.helper("coordinator").kill()
+        run.shoal("stop", name)
+        run.finish(exit_code=75)
+        assert len(run.journal("StopRequested")) == 1
+
+
 def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)

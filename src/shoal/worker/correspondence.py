@@ -41,7 +41,7 @@ class Correspondence:
         self._speed = 0.0
         self._ready = False
         self._broken = False
-        self._applying = False
+        self._applying = self._expelled = False
         self._done = False
         self._finished = False
         self._stop: messages.Stop | None = None

@@ -124,7 +124,9 @@ class Session(Worlds):
             assert self.step is not None
             self.step += 1
             self._applying = False
-            if self._broken:
+            if self._expelled:
+                self._come_anew()
+            elif self._broken:
                 self._answer()
         retired, self._retired = self._retired, None
         if retired is not None:

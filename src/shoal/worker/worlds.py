@@ -199,9 +199,15 @@ class Worlds(Correspondence):
         self._break_world((), message.reason, answer=False)
         self._entrances.give_up(planned=False)
         self._stop_entering()
+        # A step that is being applied counts first; whoever is out then has a later state to tell of.
+        self._expelled = self._applying
         if not self._applying:
-            self.world, self.exchange = None, None
-            self._say_hello_again()
+            self._come_anew()
+
+    def _come_anew(self) -> None:
+        self._expelled = False
+        self.world, self.exchange = None, None
+        self._say_hello_again()
 
     def _on_restore(self, _message: messages.Restore) -> None:
         self._restore_asked = True

@@ -72,6 +72,21 @@ def test_a_stopped_member_is_left_behind_and_comes_back_when_it_wakes(tmp_path: 
         run.check()
 
 
+def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(tmp_path: Path) -> None:
+    die = [{"member": "local/2", "step": 6, "point": "in the optimizer"}]
+    settings = ("lease_s=2", "shares.policy=equal")
+    with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="SIGSTOP") as run:
+        run.until_size(3)
+        pid = run.pids()["local/2"]
+        run.until_size(2)
+        run.kill("local/2", signal.SIGCONT)
+        back = lambda: any(c["member"] == "local/2" and c["world"] > 1 for c in run.commits())  # noqa: E731
+        run.until(back, "the member that hung to train again")
+        assert run.pids()["local/2"] == pid, "the process that woke up was replaced"
+        run.finish()
+        run.check()
+
+
 def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     with staged(tmp_path, "2:2", ("budget.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
         run.finish(exit_code=1)

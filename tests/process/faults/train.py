@@ -1,7 +1,8 @@
 """The script under fault tests: a small float64 model whose every committed step leaves a record.
 
 What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
-before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step.
+before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step; `die_by` names
+the signal.
 """
 
 import json
@@ -82,7 +83,9 @@ def main() -> None:
     def die(point: str) -> None:
         turn = run._trainer.turn
         if {(run.step, point, None), (run.step, point, turn.piece if turn is not None else 0)} & deaths:
-            os.kill(os.getpid(), signal.SIGKILL)
+            deaths.clear()
+            os.kill(os.getpid(), getattr(signal, PLAN.get("die_by", "SIGKILL")))
+            time.sleep(0.5)  # whoever wakes up hears what has happened before it goes on
 
     model, optimizer, scheduler = run.attach(*build())
     middle = list(model.parameters())[2]

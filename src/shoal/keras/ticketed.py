@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from shoal.core.goodput import AutoBatch, Law
 from shoal.core.order import Order
-from shoal.errors import SecondLoop, UnusableModel
+from shoal.errors import UnusableModel
 from shoal.keras.backend import Arrays, Backend, Logs
+from shoal.keras.calls import Calls
 from shoal.keras.kinds import kept_of, loss_in, reseed, seeds_of
 from shoal.keras.optimizer import averages_of, refused
 from shoal.keras.trainer import Trainer
@@ -30,7 +31,7 @@ from shoal.worker.soundings import Soundings
 from shoal.worker.tickets import TicketLoop, TicketTurn
 
 
-class TicketTrainer(TicketLoop):
+class TicketTrainer(TicketLoop, Calls):
     """Computes the gradients of one model, ticket by ticket; what `shoal.keras.trainer` is with `--sync step`."""
 
     def __init__(self, session: PlacedSession, keeper: StateKeeper, backend: Backend) -> None:
@@ -44,8 +45,6 @@ class TicketTrainer(TicketLoop):
         self._backend = backend
         self._seeds, self._kept = seeds_of(backend.model), kept_of(backend.model)
         self._layout: Layout | None = None
-        self._batches: Iterator[Any] | None = None
-        self._held: Any = None
         # The gradients of the pieces of a ticket, times their samples, by the ids of variables.
         self._sums: dict[int, NDArray[Any]] = {}
         # What layers hold before a ticket and after it, and what metrics hold before it.
@@ -59,35 +58,12 @@ class TicketTrainer(TicketLoop):
     # --- what the train function asks
 
     def begin(self, feed: Feed, identity: str, seed: int) -> None:
-        """Join the run; returns when the first ticket of this member can be done. A server never returns."""
-        if self.feed is not None:
-            raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
-        self.feed = feed
-        backend = self._backend
-        backend.statistics, backend.meters = self._kept, list(self._meters())
-        self._batches = self.train(feed, identity, seed)
-        self._held = next(self._batches, None)
+        self._backend.statistics, self._backend.meters = self._kept, list(self._meters())
+        super().begin(feed, identity, seed)
 
-    def coming(self) -> tuple[int, Any] | None:
-        """The step that the next ticket is of and our first piece of it; None after the last one."""
-        if self._held is None and self._batches is not None:
-            self._held = next(self._batches, None)
-        if self._held is None or self.turn is None:
-            return None
-        return self.turn.granted.ticket.step, self._held
-
-    def step(self) -> Logs:
-        """Do one ticket, however often it has to be done; what the metrics say after it."""
-        logs: Logs = {}
-        found = self.coming()
-        epoch = self.epoch_of(found[0]) if found is not None else 0
-        while found is not None and self.epoch_of(found[0]) <= epoch:
-            self._held = None
-            logs = self._piece(found[1])
-            if self.committed:
-                break
-            found = self.coming()
-        return logs
+    @property
+    def _next_step(self) -> int | None:
+        return self.turn.granted.ticket.step if self.turn is not None else None
 
     @property
     def entered(self) -> int:
@@ -97,20 +73,6 @@ class TicketTrainer(TicketLoop):
     def missed(self, inside: bool) -> Logs | None:  # noqa: ARG002
         """What the metrics say of an epoch if no ticket of it comes here: nothing, which is not the 0 of Keras."""
         return dict.fromkeys(self._backend.results(), math.nan)
-
-    def results(self) -> Logs:
-        """What the metrics say now."""
-        return self._backend.results()
-
-    def end(self) -> None:
-        """The script is done with the loop, wherever that is; its optimizer is its own again."""
-        if self._batches is not None:
-            self._batches.close()  # type: ignore[attr-defined]
-        self._backend.release()
-
-    @property
-    def model(self) -> Any:
-        return self._backend.model
 
     def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
         raise self.unusable("a global batch that is chosen while training", "pass a number as batch")

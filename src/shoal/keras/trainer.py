@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.goodput import Law, law_for
-from shoal.errors import SecondLoop, UnusableModel
+from shoal.errors import UnusableModel
 from shoal.keras.backend import Arrays, Backend, Computed, Logs
+from shoal.keras.calls import Calls
 from shoal.keras.kinds import loss_in, reseed, seeds_of, statistics_of, weights_of
 from shoal.keras.squares import Squares, expected
 from shoal.keras.state import Variables
@@ -29,7 +30,7 @@ from shoal.worker.soundings import is_halfway
 from shoal.worker.turn import Turn
 
 
-class Trainer(Loop):
+class Trainer(Loop, Calls):
     """Computes, sums and applies the gradients of one model.
 
     The model's metrics are summed over the members along with the gradients, and so are, as means, the statistics that
@@ -46,9 +47,7 @@ class Trainer(Loop):
         self._likes = [Like(v.shape, str(v.dtype)) for v in model.trainable_variables]
         self._kept_statistics: Arrays = []
         self._kept_meters: Arrays = []
-        self._batches: Iterator[Any] | None = None
         self._squares: Squares | None = None
-        self._held: Any = None
         # What layers and metrics hold since our last piece.
         self._now: tuple[Arrays, Arrays] = [], []
         self.epoch_of: Callable[[int], int] = lambda _step: 0
@@ -79,35 +78,9 @@ class Trainer(Loop):
                 for variable, value in before:
                     variable.assign(value)
 
-    def begin(self, feed: Feed, identity: str, seed: int) -> None:
-        """Join the run; returns when the first step of this member can be done."""
-        if self.feed is not None:
-            raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
-        self.feed = feed
-        self._batches = self.train(feed, identity, seed)
-        self._held = next(self._batches, None)
-
-    def coming(self) -> tuple[int, Any] | None:
-        """The number of the next step and our first piece of it; None after the last one."""
-        if self._held is None and self._batches is not None:
-            self._held = next(self._batches, None)
-        if self._held is None or self.turn is None:
-            return None
-        return self.turn.step, self._held
-
-    def step(self) -> Logs:
-        """Do one step, however often it has to be done; what the metrics say after it."""
-        logs: Logs = {}
-        found = self.coming()
-        epoch = self.epoch_of(found[0]) if found is not None else 0
-        # What others did without us and handed over may have been the last step of an epoch, which Keras has to end.
-        while found is not None and self.epoch_of(found[0]) == epoch:
-            self._held = None
-            logs = self._piece(found[1])
-            if self.committed:
-                break
-            found = self.coming()
-        return logs
+    @property
+    def _next_step(self) -> int | None:
+        return self.turn.step if self.turn is not None else None
 
     @property
     def entered(self) -> int:
@@ -126,20 +99,6 @@ class Trainer(Loop):
         """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
         for variable, value in zip(self._meters, self._kept_meters, strict=True):
             variable.assign(value)
-
-    def results(self) -> Logs:
-        """What the metrics say now."""
-        return self._backend.results()
-
-    def end(self) -> None:
-        """The script is done with the loop, wherever that is; its optimizer is its own again."""
-        if self._batches is not None:
-            self._batches.close()  # type: ignore[attr-defined]
-        self._backend.release()
-
-    @property
-    def model(self) -> Any:
-        return self._backend.model
 
     # --- the loop
 

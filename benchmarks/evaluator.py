@@ -1,6 +1,6 @@
 """What an evaluator on its own core costs the trainers: step time with and without it.
 
-python -m benchmarks.evaluator [--quick] [--json FILE]      about 18 minutes, 5 with --quick, on a quiet machine
+python -m benchmarks.evaluator [--quick] [--json FILE]      about 22 minutes, 6 with --quick, on a quiet machine
 
 One trainer has the first core; the evaluator, the coordinator and the agent have the last one. Checkpoints are written
 every few seconds, more often than is usual, and are measured by themselves too. The evaluator scores for most of the
@@ -8,6 +8,10 @@ time; how much of it is told. Runs of the sides take turns, and each turn begins
 else the machine does hits all of them. A side's figure is the median over its runs of the mean step; its slow-down is
 the ratio of medians, with the lowest and the highest ratio of a single turn as its spread. The trainer's CPU time says
 what remains on a machine that is not quiet. `shared` leaves it to the system which core each process gets.
+
+The cores of a machine share caches, memory and, where they are virtual, sometimes one another. So `stranger` has the
+same scoring done on the last core by a process that knows nothing of the run: what that costs is the machine's, and
+what the evaluator costs beyond it is Shoal's.
 
 At last, within one run, the evaluator is stopped and let go on in turns of two seconds, which shows its own part even
 where the machine's mood changes from run to run.
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +52,12 @@ class Side:
     evaluator: bool
     checkpoints: bool
     pin: bool = True
+    stranger: bool = False
 
 
 ALONE = Side("alone", evaluator=False, checkpoints=False)
 CHECKPOINTS = Side("checkpoints", evaluator=False, checkpoints=True)
+STRANGER = Side("stranger", evaluator=False, checkpoints=True, stranger=True)
 EVALUATOR = Side("evaluator", evaluator=True, checkpoints=True)
 SHARED = Side("shared", evaluator=True, checkpoints=True, pin=False)
 
@@ -83,7 +89,7 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
     with tempfile.TemporaryDirectory() as folder:
         cores = {"trainer": CORES[0], "evaluator": CORES[-1]} if side.pin else {}
         plan = {"out": folder, "seconds": seconds, "score_s": 0.9 * EVERY_S, "cores": cores}
-        plan |= {"evaluator": side.evaluator, "warm_up_s": WARM_UP_S}
+        plan |= {"scored": side.evaluator or side.stranger, "every_s": EVERY_S, "warm_up_s": WARM_UP_S}
         environ = {
             **os.environ,
             "SHOAL_HOME": f"{folder}/home",
@@ -94,7 +100,10 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
         options = ["--evaluator"] if side.evaluator else []
         options += ["--set", f"checkpoint.every_s={EVERY_S if side.checkpoints else 0}"]
         command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+        with (
+            subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process,
+            beside(environ) if side.stranger else contextlib.nullcontext(),
+        ):
             if side.pin:
                 # What it starts is there too, until the script moves the trainer away.
                 os.sched_setaffinity(process.pid, {CORES[-1]})
@@ -105,6 +114,16 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
         scored = [json.loads(line) for line in scores.read_text().splitlines()] if scores.exists() else []
         trained = json.loads((Path(folder) / "steps.json").read_text())
         return Told(trained["begins_at"], trained["steps"], scored)
+
+
+@contextlib.contextmanager
+def beside(environ: dict[str, str]) -> Iterator[None]:
+    """The stranger, for as long as a run takes."""
+    with subprocess.Popen([sys.executable, str(SCRIPT), "stranger"], env=environ) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def figures_of(told: Told) -> Figures:
@@ -177,12 +196,12 @@ def shown(ratio: float, low: float, high: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 6 minutes")
     parser.add_argument("--json", type=Path, help="where all figures go")
     given = parser.parse_args()
     if len(CORES) < 2:
         parser.error("this needs two cores: one for the trainer and one for its evaluator")
-    sides = (ALONE, CHECKPOINTS, EVALUATOR) if given.quick else (ALONE, CHECKPOINTS, EVALUATOR, SHARED)
+    sides = (ALONE, CHECKPOINTS, STRANGER, EVALUATOR, *(() if given.quick else (SHARED,)))
     repetitions, seconds, turns_s = (3, 12.0, 60.0) if given.quick else (7, 20.0, 120.0)
     found: dict[str, list[Figures]] = {side.name: [] for side in sides}
     for number in range(repetitions):
@@ -211,9 +230,10 @@ def report(found: dict[str, list[Figures]]) -> None:
         scoring = statistics.median(one.scoring for one in mine)
         print(f"{name:<12}{step_ms:>10.2f}   {shown(*slower):<30}{shown(*cpu):<30}{scoring:>8.0%}")
     slower = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in base])
-    own = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in found[CHECKPOINTS.name]])
     print(f"\ngoal: at most {GOAL - 1:+.0%}, checkpoints included: {'met' if slower[0] <= GOAL else 'NOT met'}")
-    print(f"of it the evaluator's own, against checkpoints alone: {shown(*own)}")
+    for side in (CHECKPOINTS, STRANGER):
+        own = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in found[side.name]])
+        print(f"the evaluator against {side.name}: {shown(*own)}")
 
 
 def as_json(found: dict[str, list[Figures]], pairs: list[tuple[float, float]]) -> dict[str, Any]:

@@ -203,6 +203,24 @@ def test_what_was_let_go_while_it_was_being_submitted_is_ended_when_it_comes() -
     assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["job 7"]
 
 
+def test_what_was_let_go_before_its_handle_was_known_is_ended_where_it_is_seen() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.need(0)
+    world.wait(6)
+    asked = world.tell(se.Observed("spot", (Sighting("spot-1", "job 7", running=True),)))
+    assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["job 7"]
+
+
+def test_one_that_is_overdue_is_let_go_when_nobody_wants_it_any_more() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.wait(61)
+    assert world.state.hires["spot-1"].overdue
+    assert of(se.Cancel, world.need(0)) == ["spot-1"]
+
+
 def test_a_hire_that_nobody_asked_for_is_ended() -> None:
     world = World()
     asked = world.tell(se.Observed("spot", (Sighting("spot-9", "job 9", running=True),)))

@@ -14,7 +14,8 @@ def test_a_pool_is_what_its_table_says() -> None:
     table = {"engine": "slurm", "partition": "night", "limit": 4, "slots": 2, "price": 0.5, "instead": 1.5}
     pool, engine = pools.parse("spot", table)
     assert (pool.limit, pool.slots, pool.price_per_h, pool.instead_per_h) == (4, 2, 0.5, 1.5)
-    assert engine.pool == "spot" and engine.options.partition == "night"  # type: ignore[attr-defined]
+    assert engine.pool == "spot"
+    assert engine.options.partition == "night"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,8 @@ def test_a_pool_is_what_its_table_says() -> None:
 def test_what_cannot_be_said_of_a_pool_is_named(table: dict[str, Any], says: str) -> None:
     with pytest.raises(BadPool) as caught:
         pools.parse("spot", table, where="shoal.toml")
-    assert says in str(caught.value) and caught.value.where == "shoal.toml"
+    assert says in str(caught.value)
+    assert caught.value.where == "shoal.toml"
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_others() -> None:

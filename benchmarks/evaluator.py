@@ -1,6 +1,6 @@
 """What an evaluator on its own core costs the trainers: step time with and without it.
 
-python -m benchmarks.evaluator [--quick] [--json FILE]      about 22 minutes, 6 with --quick, on a quiet machine
+python -m benchmarks.evaluator [--quick] [--out FILE]      about 22 minutes, 6 with --quick, on a quiet machine
 
 One trainer has the first core; the evaluator, the coordinator and the agent have the last one. Checkpoints are written
 every few seconds, more often than is usual, and are measured by themselves too. The evaluator scores for most of the
@@ -39,6 +39,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks import machine
+
+RESULT = Path(__file__).parent / "results" / "evaluator.json"
 SCRIPT = Path(__file__).with_name("scripts") / "evaluated.py"
 CORES = sorted(os.sched_getaffinity(0))
 EVERY_S = 5.0
@@ -213,10 +216,11 @@ def shown(ratio: float, low: float, high: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 6 minutes")
-    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where all figures go, and the table beside them")
     given = parser.parse_args()
     if len(CORES) < 2:
         parser.error("this needs two cores: one for the trainer and one for its evaluator")
+    about = machine.describe()
     sides = (ALONE, CHECKPOINTS, STRANGER, EVALUATOR, *(() if given.quick else (SHARED,)))
     repetitions, seconds, turns_s = (2, 12.0, 120.0) if given.quick else (7, 20.0, 300.0)
     found: dict[str, list[Figures]] = {side.name: [] for side in sides}
@@ -227,30 +231,50 @@ def main() -> None:
             found[side.name].append(figures)
             told = f"{1e3 * figures.step_s:8.2f} ms, {1e3 * figures.cpu_s:8.2f} ms of CPU"
             print(f"{number + 1}/{repetitions}  {side.name:<12}{told}, scoring {figures.scoring:.0%}", flush=True)
-    report(found)
     turns = {side.name: in_turns(side, turns_s) for side in (EVALUATOR, STRANGER)}
-    for name, ratios in turns.items():
-        print(f"{name}, in {len(ratios)} turns of one run, at work against stopped: {shown(*median_of(ratios))}")
+    text = render(about, found, turns)
+    print(text)
+    given.out.write_text(json.dumps(as_json(about, found, turns), indent=1) + "\n")
+    given.out.with_suffix(".md").write_text(text)
+
+
+def render(about: dict[str, Any], found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> str:
+    """What was found, as tables."""
     met = median_of(turns[EVALUATOR.name])[0] <= GOAL
-    print(f"goal: trainers are slowed down by at most {GOAL - 1:+.0%}: {'met' if met else 'NOT met'}")
-    if given.json:
-        given.json.write_text(json.dumps(as_json(found, turns), indent=1))
-
-
-def report(found: dict[str, list[Figures]]) -> None:
-    print(f"\n{'side':<12}{'step, ms':>10}   {'slow-down (of single turns)':<30}{'of CPU':<30}{'scoring':>8}")
+    lines = [
+        "# What an evaluator costs the trainers",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB; load before: {about['load_before']}.",
+        "",
+        "Steps while it works against steps while it is stopped, in turns of one run: the median, and where it lies",
+        "with 95 % probability. A *stranger* does the same work on the same core and knows nothing of the run.",
+        "",
+        "| who works | turns | steps are slower by | goal | met |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, ratios in turns.items():
+        goal = f"≤ {GOAL - 1:.0%} | {'yes' if met else '**no**'}" if name == EVALUATOR.name else "|"
+        lines.append(f"| {name} | {len(ratios)} | {shown(*median_of(ratios))} | {goal} |")
+    lines += [
+        "",
+        "Runs of each kind, medians (lowest … highest of a turn); they differ by the machine's mood too.",
+        "",
+        "| side | step, ms | slower than alone | in CPU time | evaluator at work |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     base = found[ALONE.name]
     for name, mine in found.items():
         slower = slowdown([one.step_s for one in mine], [one.step_s for one in base])
         cpu = slowdown([one.cpu_s for one in mine], [one.cpu_s for one in base])
         step_ms = 1e3 * statistics.median(one.step_s for one in mine)
         scoring = statistics.median(one.scoring for one in mine)
-        print(f"{name:<12}{step_ms:>10.2f}   {shown(*slower):<30}{shown(*cpu):<30}{scoring:>8.0%}")
+        lines.append(f"| {name} | {step_ms:.2f} | {shown(*slower)} | {shown(*cpu)} | {scoring:.0%} |")
+    return "\n".join([*lines, ""])
 
 
-def as_json(found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> dict[str, Any]:
+def as_json(about: dict[str, Any], found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> dict[str, Any]:
     sides = {name: [[one.step_s, one.cpu_s, one.scoring] for one in mine] for name, mine in found.items()}
-    return {"cores": CORES, "sides": sides, "in_turns": turns}
+    return {"machine": about, "sides": sides, "in_turns": turns}
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Runs:
 
     def _create(self, name: str, event: records.RunCreated, now: float, asked: Asked) -> None:
         low, high = event.spec.members
-        rules = rules_of(event.settings, low, high)
+        rules = rules_of(event.settings, low, high, hires=bool(event.spec.on))
         state = membership.State(rules=rules, started=event.spec.resume)
         run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
         run.user = event.user
@@ -158,7 +158,7 @@ class Runs:
         """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""
         old = run.membership
         run.membership = membership.State(
-            rules=rules_of(run.settings, event.min_members, event.max_members),
+            rules=rules_of(run.settings, event.min_members, event.max_members, hires=bool(run.spec.on)),
             number=old.number,
             life=old.life,
             order=old.order,
@@ -325,10 +325,13 @@ def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:
     return f"{failure.member} raised {failure.kind}: {failure.text}"
 
 
-def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> membership.Rules:
+def rules_of(
+    settings: Mapping[str, records.Value], low: int, high: int, *, hires: bool = False
+) -> membership.Rules:
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
     servers = servers_of(settings)
-    return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+    rules = membership.Rules(min_members=low, max_members=high, servers=servers, hires=hires)
+    return replace(rules, **given)  # type: ignore[arg-type]
 
 
 def _serving(run: Run) -> int:

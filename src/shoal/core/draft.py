@@ -238,6 +238,8 @@ class Draft:
                 self._stop_for_lack_of_members([m.name for m in seated])
                 return
             self.wait_for("every member was told to go: they train on until others come to take over")
+            if len(stay) == len(seated):
+                return
         elif not stay:
             # Who can stay longest hands over, even if that is one more than there may be.
             limit = max(limit, 2)
@@ -318,7 +320,8 @@ class Draft:
 
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
-        self.stop(ev.StopAsked(f"every member was told to go: {cause}", checkpoint=True, exit_code=75))
+        reason = f"every member was told to go: {cause}"
+        self.stop(ev.StopAsked(reason, checkpoint=True, exit_code=75, until_others=self.base.rules.hires))
 
     def stop(self, asked: ev.StopAsked) -> None:
         if self.base.stopping is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal.engines import last_words
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
 from shoal.errors import HireRefused
@@ -137,5 +138,4 @@ def _last_words(where: Path) -> str:
         lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
     except FileNotFoundError:
         lines = []
-    errors = [line for line in lines[-20:] if "error[" in line or " ERROR " in line]
-    return errors[-1].partition("error[")[2][:300].partition("] ")[2] if errors else "its process is gone"
+    return last_words.of_log("\n".join(lines[-20:])) if lines else "its process is gone"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, ray_nodes
+from shoal.engines import boot, last_words, ray_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
@@ -131,7 +131,8 @@ class Ray(Engine):
 
     def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Seen:
         if one["state"] == "DEAD":
-            return Seen(hire, one["name"], "gone", brief(one["why"]))
+            unfit = last_words.of_python(one["why"], self.options.python)
+            return Seen(hire, one["name"], "gone", unfit or brief(one["why"]))
         if one["state"] == "ALIVE":
             why = "Ray drains its node" if one["until"] else ""
             return Seen(hire, one["name"], "running", why, one["until"])

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, slurm_jobs, slurm_nodes
+from shoal.engines import boot, last_words, slurm_jobs, slurm_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.slurm_refusals import failure, not_configured, not_installed
 from shoal.errors import BadCredentials, EngineUnreachable, HireRefused, LaunchError
@@ -29,6 +29,7 @@ from shoal.wire import credentials
 
 NOTICE_S = 60
 COMMAND_S = 60.0
+LOG_CHARACTERS = 20_000
 # What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
@@ -152,7 +153,8 @@ class Slurm(Engine):
                     self._run(("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.ENOUGH_S}"))
 
     def _with_last_words(self, one: Seen, tag: str) -> Seen:
-        words = boot_words(self._home(tag, one.hire)) if one.state == "gone" and "FAILED" in one.why else ""
+        python = self.options.python or sys.executable
+        words = boot_words(self._home(tag, one.hire), python) if one.state == "gone" and "FAILED" in one.why else ""
         return replace(one, why=f"{one.why}: {words}") if words else one
 
     def _run(self, argv: Sequence[str], text: str = "", env: Mapping[str, str] | None = None) -> str:
@@ -241,15 +243,15 @@ def _tidy(where: Path) -> None:
         where.rmdir()
 
 
-def boot_words(home: Path) -> str:
-    """The last line that a hire left in the shared directory, of its agent or of Slurm."""
+def boot_words(home: Path, python: str = "") -> str:
+    """The last words that a hire left in the shared directory, of its agent or of Slurm."""
     for name in ("agent.log", "job.log"):
         try:
-            lines = (home / name).read_text(errors="replace").strip().splitlines()
+            text = (home / name).read_text(errors="replace")[-LOG_CHARACTERS:]
         except OSError:
             continue
-        if lines:
-            return lines[-1][:300]
+        if text.strip():
+            return last_words.of_log(text, python)
     return f"it left no word in {home}; do the nodes share that directory?"
 
 

@@ -16,6 +16,7 @@ from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import Cluster
 from tests.engines.ssh_hosts import SshNetwork, ssh_network
 from tests.engines.ssh_site import SOURCES
+from tests.netns.network import SUBNET
 
 
 def why_not() -> str:
@@ -43,18 +44,33 @@ class Everywhere:
         both = f'limit = 2\npatience_s = 2\npython = "{sys.executable}"\nsetup = ["""{setup}"""]\n'
         return (
             f'[pool.slurm]\nengine = "slurm"\nlook_s = 0.2\nrequeue = false\ndirectory = "{path}/slurm"\n{both}'
-            f'[pool.rays]\nengine = "ray"\naddress = "{self.ray.address}"\nresources = {{seat = 1}}\ngrace_s = 10\n'
+            f'[pool.rays]\nengine = "ray"\naddress = "{self.ray.address}"\nresources = {{seat = 1}}\ngrace_s = 5\n'
             f'directory = "{path}/rays"\n{both}'
+            # Nobody has this address.
+            f'[pool.dead]\nengine = "ssh"\nhosts = ["{SUBNET}.200"]\nconfig = "{self.hosts.config}"\nconnect_s = 2\n'
             f'[pool.lab]\nengine = "ssh"\nhosts = ["h1", "h2"]\nconfig = "{self.hosts.config}"\nconnect_s = 3\n{both}'
         )
 
-    def raylets_of(self, word: str) -> list[psutil.Process]:
-        """The raylets of the nodes on which a command line has this word."""
-        found = []
-        for raylet in self.ray.raylets():
-            if any(word in " ".join(one.cmdline()) for one in raylet.children(recursive=True)):
-                found.append(raylet)
-        return found
+    def left_in(self, path: Path) -> list[str]:
+        """Jobs, processes and tokens of runs below a directory; what is left on lost nodes of Ray is lost."""
+        jobs = self.slurm.ask("squeue", "--noheader", "--format=%j").stdout.split()
+        found = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        agents = [argv for argv in found if " shoal.agent " in argv and str(path) in argv]
+        agents += [str(one) for host in ("h1", "h2") for one in self.hosts.running(host, "shoal.agent")]
+        homes = [path / "slurm", self.hosts.home("h1"), self.hosts.home("h2")]
+        return [*jobs, *agents, *(str(file) for home in homes for file in home.rglob("token*"))]
+
+    @contextlib.contextmanager
+    def slow(self, host: str, rate: str) -> Iterator[None]:
+        """While it is entered, a host sends and receives no faster than that."""
+        how = ("root", "tbf", "rate", rate, "burst", "16kb", "latency", "2s")
+        self.hosts.tc("", "add", "dev", host, *how)
+        self.hosts.tc(host, "add", "dev", "eth0", *how)
+        try:
+            yield
+        finally:
+            self.hosts.tc("", "del", "dev", host, "root")
+            self.hosts.tc(host, "del", "dev", "eth0", "root")
 
 
 @contextlib.contextmanager
@@ -63,7 +79,7 @@ def everywhere(path: Path, rays: int) -> Iterator[Everywhere]:
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(ssh_network(path / "net", "h1", "h2"))
         # Not below pytest's own directory: the path of munge's socket has to be short.
-        slurm = Cluster(Path(tempfile.mkdtemp(prefix="shoal-slurm-")))
+        slurm = Cluster(Path(tempfile.mkdtemp(prefix="shoal-slurm-")), kill_wait_s=65)
         stack.callback(slurm.stop)
         slurm.start()
         ray = RayCluster(apart=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)
 if why := why_not():
     pytest.skip(f"SKIPPED: {why}", allow_module_level=True)
 
-SETTINGS = (f"host={HUB}", "lease_s=3", "notice.grace_s=15", "preload=torch,shoal.torch", "checkpoint.every_s=0")
+SETTINGS = (f"host={HUB}", "lease_s=3", "notice.grace_s=60", "preload=torch,shoal.torch", "checkpoint.every_s=0")
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +70,61 @@ class Moving(Stage):
         self.until(lambda: self.pools_now() == sorted(pools), f"steps on {' and '.join(pools)}")
 
 
-def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
-    run = Moving(tmp_path, clusters, epochs=150, pause_s=0.1)
+def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(clusters: Everywhere, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    with_old = clusters.pools(tmp_path, {}).replace(f'"{sys.executable}"', '"/nowhere/python"').replace("= 2", "= 3")
+    (tmp_path / "shoal.toml").write_text(with_old)
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home")}
+    argv = ["run", "--on", "rays", "-n", "1:3", "--set", f"host={HUB}", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", *argv], cwd=tmp_path, env=environ, capture_output=True, timeout=90
+    )
+    said = done.stderr.decode()
+    assert done.returncode == 4, said
+    assert "error[S470] pool rays has no machine for run train-" in said
+    assert "3 machines in a row were gone before they could be used" in said
+    assert "/nowhere/python" in said
+    assert not clusters.left_in(tmp_path)
+
+
+def test_a_slow_link_holds_up_nobody_longer_than_it_takes(clusters: Everywhere, tmp_path: Path) -> None:
+    run = Moving(tmp_path, clusters, "lab", epochs=20, pause_s=0.1, width=96)
     try:
-        run.until_on("slurm", "slurm")
-        clusters.slurm.ask("scontrol", "update", "NodeName=n1,n2,n3", "State=DRAIN", "Reason=taken away")
-        clusters.slurm.ask("scancel", f"--user={os.getuid()}")
-        run.until_on("rays", "rays")
-        for left in (1, 0):
-            raylets = clusters.ray.raylets()
-            raylets[0].kill()
-            run.until_on(*left * ["rays"], *(2 - left) * ["lab"])
+        run.until_on("lab", "lab")
+        with clusters.slow("h1", "3mbit"):
+            run.until_step(run.step() + 20)
+            assert run.world_size() == 2
         run.hurry()
         run.finish()
         run.check()
-        assert not [entry for entry in run.journal("FormWorld") if entry["fields"].get("fresh")]
+        assert not run.journal("WorldBroke")
+        assert "is lost" not in run.output
+    finally:
+        run.close()
+
+
+def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
+    """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
+    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=150, pause_s=0.1)
+    try:
+        run.until_on("slurm", "slurm")
+        assert "pool dead cannot be reached" in run.output
+        clusters.slurm.ask("scontrol", "update", "NodeName=n1,n2,n3", "State=DRAIN", "Reason=taken away")
+        clusters.slurm.ask("scancel", f"--user={os.getuid()}")
+        run.until_on("rays", "rays")
+        clusters.slurm.stop_controller()
+        run.until(lambda: "pool slurm cannot be reached" in run.output, "the loss of the controller to be seen")
+        for left in (1, 0):
+            clusters.ray.raylets()[0].kill()
+            run.until_on(*left * ["rays"], *(2 - left) * ["lab"])
+        clusters.slurm.start_controller()
+        run.until(lambda: "pool slurm can be reached again" in run.output, "the controller to be back")
+        run.hurry()
+        run.finish()
+        run.check()
+        assert {one for one in re.findall(r"(\d+) steps? lost", run.output)} == {"0"}
+        assert "checkpoint" not in run.output, "the state went from machine to machine"
+        assert not clusters.left_in(tmp_path)
     finally:
         run.close()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, last_words, ray_nodes
+from shoal.engines import boot, grace, last_words, ray_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
@@ -101,7 +101,7 @@ class Ray(Engine):
         return list(seen.values())
 
     def cancel(self, handle: str) -> None:
-        grace_s = self.options.grace_s
+        grace_s = self.options.grace_s + grace.MARGIN_S
         self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
 
     def offers(self) -> list[Offer]:
@@ -121,6 +121,7 @@ class Ray(Engine):
 
     def _request(self, ask: Ask) -> dict[str, Any]:
         tied = dataclasses.replace(ask, options=(*ask.options, "--lifeline", LIFELINE))
+        tied = grace.within(tied, self.options.grace_s + grace.MARGIN_S)
         return {
             "do": "submit",
             "name": actor_name(ask.tag, ask.hire),

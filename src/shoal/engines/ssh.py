@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import msgspec
 
-from shoal.engines import last_words, ssh_command, ssh_contact
+from shoal.engines import grace, last_words, ssh_command, ssh_contact
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ssh_command import SshOptions
 from shoal.engines.ssh_contact import ENV, Contact, Json
@@ -134,7 +134,7 @@ class Ssh(Engine):
             "room": contact.place.room,
             "script": self._rendered(ask, contact.host).text,
             "credentials": f"{ask.credentials.token}\n{ask.credentials.certificate_pem or ''}",
-            "grace_s": ssh_command.grace_s(ask),
+            "grace_s": grace.of(ask),
             # What is delivered late, by a connection that came back, must not start what was given up.
             "start_by": time.time() + contact.ahead_s + START_WITHIN_S,
         }

@@ -16,8 +16,10 @@ from shoal.core import budget, compat, evaluation, events, membership, servers, 
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
-from shoal.core.roster import EVALUATOR
-from shoal.wire.views import RunSpec
+from shoal.core.crew import Wanted
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.core.terms import Size, Terms
+from shoal.wire.views import RoleSpec, RunSpec
 
 Instruction = Union[
     events.Instruction,
@@ -34,6 +36,7 @@ _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _SUPPLY = tuple(kind for kind in se.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
 EARLY_GRACE_S = 600.0
+BUDGET_REACHED = 6
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -58,6 +61,7 @@ class Run:
     pids: dict[str, int] = field(default_factory=dict)
     evaluation: evaluation.State = field(default_factory=evaluation.State)
     user: str = ""
+    budget: float | None = None
 
     @property
     def over(self) -> bool:
@@ -109,15 +113,31 @@ class Runs:
             self._supply(se.NeedsChanged(needs), now, asked)
         return asked
 
+    def size_of(self, agent: str) -> Size | None:
+        """What each place of an agent was asked to have, None if nobody could ask."""
+        hire = self.supply.hires.get(agent)
+        pool = self.supply.pools.get(hire.pool) if hire is not None else None
+        return Size(hire.cpus, hire.memory_bytes) if hire is not None and pool is not None and pool.sized else None
+
     # --- machines, and what runs need of them
 
     def _supply(self, event: se.Event, now: float, asked: Asked) -> None:
         self.supply, instructions = supply.decide(self.supply, event, now)
         going = [run.name for run in self.runs.values() if not run.over]
         for instruction in instructions:
+            if isinstance(instruction, se.OutOfMoney):
+                self._out_of_money(instruction, now, asked)
+                continue
             # What happens to machines concerns all who may use them.
-            told = going if isinstance(instruction, se.Tell) else [""]
+            told = ([instruction.run] if instruction.run else going) if isinstance(instruction, se.Tell) else [""]
             asked.extend((name, instruction) for name in told)
+
+    def _out_of_money(self, told: se.OutOfMoney, now: float, asked: Asked) -> None:
+        run = self.runs.get(told.run)
+        if run is not None and not run.over and run.membership.stopping is None:
+            run.ends_as = "resumable"
+            asked.append((run.name, told))
+            self._membership(run, events.StopAsked(told.reason, checkpoint=True, exit_code=BUDGET_REACHED), now, asked)
 
     def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
         if isinstance(event, fe.AgentJoined):
@@ -129,12 +149,31 @@ class Runs:
 
     def _needs(self) -> tuple[se.Need, ...]:
         """How many places each run could use: those of higher priority first, then in the order of submission."""
-        needs = []
-        for run in sorted(self.runs.values(), key=lambda run: -run.spec.priority):
+        needs: list[se.Need] = []
+        for run in sorted((run for run in self.runs.values() if not run.over), key=lambda run: -run.spec.priority):
             wanted = self.fleet.runs.get(run.name)
-            if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
-                needs.append(se.Need(run.name, run.spec.on, wanted.places))
+            if wanted is not None and (run.spec.on or wanted.apart):
+                needs += self._needs_of(run, wanted)
         return tuple(needs)
+
+    def _needs_of(self, run: Run, wanted: Wanted) -> list[se.Need]:
+        """Those of a run's roles; who is about to end gets nothing more, and keeps what it has until then."""
+        going, finishing = wanted.status == fl.GOING, wanted.status == fl.FINISHING
+        asked = [
+            (SERVER, wanted.servers, wanted.servers, going and wanted.has_own(SERVER)),
+            (EVALUATOR, wanted.evaluators, wanted.evaluators, (going or finishing) and wanted.has_own(EVALUATOR)),
+            (TRAINER, wanted.places, wanted.least, going and bool(run.spec.on)),
+        ]
+        needs = []
+        for role, most, least, wants in asked:
+            terms = wanted.terms_of(role)
+            if wants and most:
+                size, budget = (terms.cpus, terms.memory_bytes), run.budget if going else None
+                needs.append(se.Need(run.name, terms.pools, most, least, *size, budget))
+        agents = dict.fromkeys(p.agent for p in self.fleet.of_run(run.name) if p.alive and not going)
+        if held := tuple(name for name in agents if name in self.supply.hires):
+            needs.append(se.Need(run.name, (), 0, held=held))
+        return needs
 
     # --- the life of a run
 
@@ -143,14 +182,14 @@ class Runs:
         rules = rules_of(event.settings, low, high)
         state = membership.State(rules=rules, started=event.spec.resume)
         run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        run.user = event.user
+        run.user, run.budget = event.user, event.spec.budget
         self.runs[name] = run
         self._want(self.runs[name], low, high, now, asked)
 
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
         servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
         restarts = restarts_of(run.settings)
-        asking = (run.spec.on, run.spec.priority)
+        asking = (terms_of(run.spec), run.spec.priority)
         wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
         self._fleet(wanted, now, asked)
 
@@ -183,6 +222,8 @@ class Runs:
         if isinstance(event, records.RunResumed):
             if run.over:
                 self._resume(run, event, now, asked)
+        elif isinstance(event, records.BudgetSet):
+            run.budget = event.budget
         elif run.over or isinstance(event, records.Measured):
             return
         elif isinstance(event, records.StopRequested):
@@ -317,6 +358,19 @@ class Runs:
                 self._end(run, status, instruction.reason, instruction.exit_code, now)
         if isinstance(event, fe.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
             self._tell_guests(self.runs[event.run], now, asked)
+
+
+def terms_of(spec: RunSpec) -> dict[str, Terms]:
+    """What each role of a run asks of its machines; a role without pools of its own has the run's."""
+    found = {}
+    for role in (TRAINER, SERVER, EVALUATOR):
+        said = spec.roles.get(role, RoleSpec())
+        apart = role != TRAINER and bool(said.on)
+        pools, own = (said.on, True) if apart else (spec.on, bool(spec.where))
+        # An evaluator without a place of its own takes what others leave, of machines of any size.
+        size = (said.cpus, said.memory_bytes) if apart or role != EVALUATOR else (0, 0)
+        found[role] = Terms(pools, own, apart, *size)
+    return found
 
 
 def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:

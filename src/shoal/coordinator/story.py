@@ -155,6 +155,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     evaluation.StopEarly: lambda i: ("the run ends before its last step", i.reason),
     records.RunCreated: _created,
     records.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
+    records.BudgetSet: lambda e: (f"the run may spend {e.budget:.2f} in all", ""),
     records.StopRequested: lambda e: ("the run is asked to stop", e.reason),
     records.MemberRaised: _raised,
     fe.AgentJoined: _agent_joined,
@@ -171,4 +172,5 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     se.Submit: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
     se.Cancel: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
     se.Tell: lambda i: (i.text, ""),
+    se.OutOfMoney: lambda i: ("the run is stopped after a checkpoint", i.reason),
 }

@@ -70,8 +70,8 @@ class Hiring:
             desk.join(max(0.0, deadline - time.monotonic()))
         for name, desk in self._desks.items():
             if desk.all_ended:
-                # Nobody will look after us; it is not to be paid for until somebody does.
-                self._service.attempt(partial(self._service.record, "", se.Observed(name, ())))
+                # It may be long until somebody looks again, and nothing of it is paid for until then.
+                self._service.attempt(partial(self._service.record, "", se.PoolClosed(name)))
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply

@@ -471,6 +471,11 @@ def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
 
 
+def _on_closed(draft: _Draft, event: se.PoolClosed) -> None:
+    for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
+        draft.forget(hire)
+
+
 def _reached(draft: _Draft, pool: str) -> None:
     standing = draft.standings.get(pool, Standing())
     if standing.unreachable_since is not None:
@@ -541,6 +546,7 @@ _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
     se.Refused: _on_refused,
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
+    se.PoolClosed: _on_closed,
     se.AgentHere: _on_joined,
     se.AgentLeaving: _on_leaving,
     se.AgentLost: _on_lost,

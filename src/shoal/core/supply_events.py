@@ -113,6 +113,13 @@ class PoolUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolClosed:
+    """The coordinator ends for good, and has ended all that it had of a pool."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHere:
     agent: str
 
@@ -152,6 +159,7 @@ Event = Union[
     Refused,
     Observed,
     PoolUnreachable,
+    PoolClosed,
     AgentHere,
     AgentLeaving,
     AgentLost,

@@ -63,7 +63,7 @@ def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offe
         known = counts.get(kind, 0)
         counts[kind] = None if known is None or count is None else known + count
         whys[kind] = "" if counts[kind] != 0 else why_waiting(options, [node])
-    cpus, gpus = math.ceil(options.cpus), math.ceil(options.gpus)
+    cpus, gpus = math.ceil(CPUS if options.cpus is None else options.cpus), math.ceil(options.gpus)
     return [Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())]
 
 

@@ -112,7 +112,9 @@ def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
     known = draft.agents.get(event.agent)
     order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
     notice = (known.notice, known.notice_until) if known else ("", 0.0)
-    draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice, event.pool, event.size)
+    draft.agents[event.agent] = Agent(
+        event.agent, event.slots, event.host, order, None, *notice, event.pool, event.size
+    )
     living = set(event.members)
     for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
         if (p.run, p.member, p.incarnation) not in living and event.successor:

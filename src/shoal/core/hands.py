@@ -167,7 +167,9 @@ class Draft:
 
     def offered(self, run: Wanted, role: str = TRAINER) -> list[Agent]:
         """The agents that a role of a run may use now, in the order in which they came."""
-        return sorted((a for a in self.agents.values() if a.usable and self.admits(a, run, role)), key=lambda a: a.order)
+        return sorted(
+            (a for a in self.agents.values() if a.usable and self.admits(a, run, role)), key=lambda a: a.order
+        )
 
     def admits(self, agent: Agent, run: Wanted, role: str) -> bool:
         """Whether processes of this role may run there."""

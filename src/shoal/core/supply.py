@@ -131,7 +131,9 @@ def account_at(state: State, now: float) -> Account:
 
 def rate_of(state: State, run: str) -> float:
     """What a run pays for an hour of all that it has, as if nobody shared it."""
-    return sum(_price(state, hire) for hire in state.hires.values() if run in hire.whose and hire.paid_since is not None)
+    return sum(
+        _price(state, hire) for hire in state.hires.values() if run in hire.whose and hire.paid_since is not None
+    )
 
 
 def broke(state: State, run: str) -> str:
@@ -325,9 +327,7 @@ class _Draft:
         for need in state.needs:
             served = _serve(state, need, found)
             dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
-            lacks = served.lacks
-            for pool in need.pools:
-                lacks = self.hire(need, pool, lacks, found)
+            self._hire(need, served.lacks, found)
         for name, shares in found.items():
             self._mark(self.hires[name], shares, dear.get(name, ""))
         for run in dict.fromkeys(need.run for need in state.needs if need.budget is not None):
@@ -339,7 +339,16 @@ class _Draft:
         lasts_min = spending.lasts_s(left, paying) / 60.0
         return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
 
-    def hire(self, need: Need, name: str, lacks: int, found: dict[str, dict[str, int]]) -> int:
+    def _hire(self, need: Need, lacks: int, found: dict[str, dict[str, int]]) -> None:
+        """Ask the pools in their order; what a run with a budget cannot do without, of the cheapest that has it."""
+        for name in need.pools:
+            lacks = self._hire_of(need, name, lacks, found, least=False)
+        prices = {name: pool.price_per_h for name, pool in self.base.pools.items()}
+        known = [name for name in need.pools if name in prices and need.budget is not None]
+        for name in sorted(known, key=lambda name: prices[name]):
+            lacks = self._hire_of(need, name, lacks, found, least=True)
+
+    def _hire_of(self, need: Need, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool) -> int:
         """Ask a pool for as many as it may give; how many places are lacking then."""
         pool = self.base.pools.get(name)
         if pool is None or not self._is_open(name):
@@ -348,7 +357,9 @@ class _Draft:
         if any(hire.overdue for hire in mine):
             return lacks
         living = len(mine)
-        while lacks > 0 and living < pool.limit and self._can_pay(need, pool, lacks, found):
+        while lacks > (need.slots - need.least if least else 0) and living < pool.limit:
+            if not self._can_pay(need, pool, found, least=least):
+                break
             number = self.base.count + 1
             self.base = replace(self.base, count=number)
             hire = _new_hire(se.name_of(name, number), pool, need, self.now)
@@ -358,11 +369,10 @@ class _Draft:
             lacks, living = lacks - pool.slots, living + 1
         return max(0, lacks)
 
-    def _can_pay(self, need: Need, pool: Pool, lacks: int, found: Mapping[str, Mapping[str, int]]) -> bool:
+    def _can_pay(self, need: Need, pool: Pool, found: Mapping[str, Mapping[str, int]], *, least: bool) -> bool:
         if need.budget is None:
             return True
         state = self.freeze()
-        least = need.slots - lacks < need.least
         return spending.may_hire(_left(state, need), _paid_by(state, found, need.run), pool.price_per_h, least=least)
 
     def _is_open(self, pool: str) -> bool:

@@ -86,7 +86,7 @@ class Engine(ABC):
     """One pool's engine. All but `render` may wait for others, and is called from threads.
 
     Whatever cannot be reached just now raises EngineUnreachable, and is asked again; what the engine will never do as
-    it was asked raises HireRefused. `sized` says that it can ask for machines with so many processors and so much memory.
+    it was asked raises HireRefused. `sized` says that it can ask for processors and memory.
     """
 
     options_type: ClassVar[type[Options]] = Options
@@ -103,7 +103,7 @@ class Engine(ABC):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Processors and bytes of memory that each hire is asked for with, as the pool itself says; 0 if it does not."""
+        """Processors and bytes of memory of each hire, as the pool itself says; 0 if it does not."""
         return 0, 0
 
     @property
@@ -131,10 +131,10 @@ class Engine(ABC):
     def offers(self) -> list[Offer]:
         """What could be had now, one for each kind of machine."""
 
-    def tidy(self, tag: str, known: Collection[str]) -> None:  # noqa: B027 - not all leave something that they can reach
-        """Remove what hires left that ended `boot.KEEP_S` ago or more; `known` are those of this tag that are counted on.
+    def tidy(self, tag: str, known: Collection[str]) -> None:  # noqa: B027 - not all can reach what hires leave
+        """Remove what was left by hires that ended a while ago (`boot.KEEP_S`), also those of other coordinators.
 
-        What other coordinators left is removed too, if nothing of it runs.
+        `known` are the hires of this tag that somebody counts on.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of

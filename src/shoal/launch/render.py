@@ -43,6 +43,7 @@ class Launch(msgspec.Struct, frozen=True):
     spec: RunSpec | None = None
     resume: str = ""
     members: tuple[int, int] | None = None
+    budget: float | None = None
     made: bool = False
     hires: Hires | None = None
     ship: str = ""
@@ -85,12 +86,12 @@ def named_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
     return tuple(name.strip() for name in choices.text(setting).split(",") if name.strip())
 
 
-def chosen_pools(choices: Choices) -> tuple[str, ...]:
+def chosen_pools(choices: Choices, roles: Mapping[str, RoleSpec]) -> tuple[str, ...]:
     """The pools of ``--on`` and ``--where``, checked; none for this machine as it is."""
     names, where = named_pools(choices), wanted_labels(choices)
     if names in ((), (LOCAL,)) and LOCAL not in choices.pools and not where:
         # Where some role goes elsewhere, those who stay are hired here.
-        return (LOCAL,) if any(named_pools(choices, setting) for setting in ROLES_ON.values()) else ()
+        return (LOCAL,) if any(role.on for role in roles.values()) else ()
     return labelled(choices, checked_pools(choices), where)
 
 
@@ -210,6 +211,7 @@ def spec_of(
     check_module(script, cwd) if module else check_script(script, cwd)
     default_name = script.rpartition(".")[2] if module else Path(script).stem
     parse_settings(choices.for_run())
+    roles = roles_of(choices, standing=standing)
     return RunSpec(
         name=choices.text("name") or default_name,
         argv=(script, *arguments),
@@ -218,9 +220,9 @@ def spec_of(
         module=module,
         settings=choices.for_run(),
         compat=compat,
-        on=named_pools(choices) if standing else chosen_pools(choices),
+        on=named_pools(choices) if standing else chosen_pools(choices, roles),
         priority=int(choices.text("priority")),
-        roles=roles_of(choices, standing=standing),
+        roles=roles,
         where=wanted_labels(choices),
         budget=budget_of(choices),
     )

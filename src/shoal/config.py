@@ -26,7 +26,7 @@ PORTS = r"^(\d+-\d+)?$"
 
 def _dotted(field: str) -> str:
     table, _, rest = field.partition("_")
-    return f"{table}.{rest}" if table in TABLES else field
+    return f"{table}.{rest}" if table in TABLES and rest else field
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
@@ -90,6 +90,10 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
     name: Annotated[str, Meta(description="name of the run, empty for the script's")] = ""
     on: Annotated[str, Meta(description="pools to take machines from, in this order, such as spot,lab")] = ""
+    where: Annotated[str, Meta(description="labels that machines must carry, such as gpu=a100,zone=b")] = ""
+    evaluator_on: Annotated[str, Meta(description="pools for the evaluator alone, empty for where the others are")] = ""
+    servers_on: Annotated[str, Meta(description="pools for servers alone, empty for where the others are")] = ""
+    budget: Annotated[float, Meta(ge=0, description="what machines may cost in all, 0 for any amount")] = 0.0
     priority: Annotated[int, Meta(description="runs of higher priority get machines first")] = 0
     ship: Annotated[
         Literal["auto", "always", "never"], Meta(description="whether the project is sent along with the run")

@@ -779,3 +779,36 @@ class NotYours(MembershipError):
     """
 
     code = "S213"
+
+
+class BadBudget(UsageError):
+    """What a run may spend cannot be counted, or is less than it takes to stop in order.
+
+    ``--budget 12.5`` is in the currency of the prices of the pools. Machines of pools without a price cost nothing. As
+    the budget gets near its end the dearest machines are given back, and when what is left is needed to stop in order
+    the run writes a checkpoint and ends with exit code 6: ``shoal resume RUN --budget MORE`` goes on with it.
+    """
+
+    code = "S150"
+    exit_code = 3
+
+
+class BadLabels(UsageError):
+    """A constraint on machines is not understood, or no pool of the run has such machines.
+
+    ``--where gpu=a100,zone=b`` asks for machines of pools with ``labels = {gpu = "a100", zone = "b"}``; all must match.
+    """
+
+    code = "S151"
+    exit_code = 3
+
+
+class PlaceTooSmall(UsageError):
+    """A role needs more processors or memory than a place of one of its pools is asked for with.
+
+    A pool that says how large its machines are (``cpus_per_task`` and ``memory`` of Slurm, ``cpus`` and
+    ``memory_bytes`` of Ray) divides them by its ``slots``. One that does not is asked for what the role needs.
+    """
+
+    code = "S152"
+    exit_code = 3

@@ -29,7 +29,7 @@ READY_S = 60.0
 def command(frame: Frame, host: str, port: int, directory: Path | None) -> None:
     """Run a standing coordinator.
 
-    Stays in the foreground, and prints its URL and token file. Submit to it with shoal run --url, add machines with
+    Stays in the foreground, and prints its URL and token file. Submit to it with shoal submit --url, add machines with
     shoal join, let it hire from the pools of shoal.toml with shoal run --on. Started again on the same --dir it goes
     on where it was, and whoever trained meanwhile finds it again.
     """
@@ -59,5 +59,5 @@ def _announce(frame: Frame, directory: Path) -> None:
     facts = {"coordinator": directory.name, "url": url, "token_file": token_file, "directory": str(directory)}
     lines = [f"coordinator {directory.name} at {url}", f"token file  {token_file}"]
     more = f"--url {url} --token-file {token_file}"
-    lines += [f"submit      shoal run {more} SCRIPT", f"join        shoal join {url} --token-file {token_file}"]
+    lines += [f"submit      shoal submit {more} SCRIPT", f"join        shoal join {url} --token-file {token_file}"]
     frame.answer(facts, lambda: "\n".join(lines))

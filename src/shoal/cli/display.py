@@ -235,3 +235,13 @@ def cost(found: CostView) -> str:
     if found.saved:
         parts.append(f"{found.saved:.2f} saved")
     return ", ".join(parts)
+
+
+def budget(view: RunView) -> str:
+    """What a run may spend, and how long that lasts for what it has."""
+    spent = view.cost.spent if view.cost is not None else 0.0
+    left = max(0.0, (view.budget or 0.0) - spent)
+    text = f"{view.budget or 0.0:.2f}, {left:.2f} left"
+    if view.rate_per_h and view.ended is None:
+        text += f", which pays {view.rate_per_h:.2f} an hour for {table.span(left / view.rate_per_h * 3600)}"
+    return text

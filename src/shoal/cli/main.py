@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 
 VERBS = {
     "run": "Train a script, and keep it training whoever dies.",
+    "submit": "Hand a run to a standing coordinator, and leave it there.",
     "resume": "Go on with a run that was stopped or lost all its members.",
     "ps": "List runs.",
     "status": "Show a run and its members.",
@@ -26,6 +27,7 @@ VERBS = {
     "token": "Make or revoke the token of a user of a standing coordinator.",
     "nodes": "List the machines of the coordinators.",
     "pools": "List pools of machines.",
+    "cost": "Show what the machines of runs have cost.",
     "doctor": "Look for what could go wrong on this machine.",
     "config": "Print every setting with its value and source.",
     "explain": "Explain an error code.",

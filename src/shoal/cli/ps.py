@@ -33,13 +33,17 @@ def _text(views: list[RunView], now: float) -> str:
         (
             view.run,
             view.name,
-            view.status,
+            f"{view.status}, number {view.queued}" if view.queued else view.status,
             table.count(view.step) + (f"/{table.count(view.total_steps)}" if view.total_steps else ""),
             f"{view.world_size} ({view.members_min}:{view.members_max})",
             table.span((view.ended or now) - view.started),
             "" if view.loss is None else f"{view.loss:.4g}",
             view.user or "-",
+            f"{view.cost.spent:.2f}" if view.cost is not None and view.cost.spent else "-",
+            f"{view.waits_for}, since {table.span(now - view.since)}" if view.queued else "-",
         )
         for view in views
     ]
-    return table.columns(("run", "name", "status", "step", "members", "time", "loss", "user"), rows)
+    head = ("run", "name", "status", "step", "members", "time", "loss", "user", "spent", "waits for")
+    shown = [at for at, title in enumerate(head) if at < 8 or any(row[at] != "-" for row in rows)]
+    return table.columns([head[at] for at in shown], [[row[at] for at in shown] for row in rows])

@@ -26,10 +26,11 @@ EVERY_S = 0.2
 @click.command()
 @click.argument("run")
 @click.option("-n", "--members", metavar="MIN:MAX", help="How many members from now on.  [default: as before]")
+@click.option("--budget", type=float, metavar="AMOUNT", help="What machines may cost in all, with what they have cost.")
 @click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, members: str | None, detach: bool) -> None:
+def command(frame: Frame, place: Place, run: str, members: str | None, budget: float | None, detach: bool) -> None:
     """Go on with a run that was stopped or lost all its members.
 
     It continues at the exact step of its newest checkpoint, in the middle of an epoch if need be.
@@ -44,13 +45,13 @@ def command(frame: Frame, place: Place, run: str, members: str | None, detach: b
         if view.status not in find.OVER:
             raise NotOver(f"run {view.run} goes on ({view.status})", do=f"shoal status {view.run}")
         standing = Place(place.home, coordinator.url, coordinator.token_file)
-        again = Launch(directory="", coordinator=(), agent=(), resume=view.run, members=bounds)
+        again = Launch(directory="", coordinator=(), agent=(), resume=view.run, members=bounds, budget=budget)
         start(frame, standing, again, detach=detach)
         return
     assert coordinator.directory is not None
     choices = sources.choose(Path.cwd(), os.environ)
     launch = launching.render(coordinator.directory, choices, None, port_if_free(coordinator.url))
-    start(frame, place, msgspec.structs.replace(launch, resume=view.run, members=bounds), detach=detach)
+    start(frame, place, msgspec.structs.replace(launch, resume=view.run, members=bounds, budget=budget), detach=detach)
 
 
 def _about_to_end(coordinator: find.Coordinator, view: RunView) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -17,71 +19,110 @@ from shoal.launch.place import Place
 from shoal.launch.render import Launch
 from shoal.launch.sources import Choices, Option
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]"),
+    click.option("--name", help="Name of the run.  [default: the script's]"),
+    click.option("--on", metavar="POOLS", help="Take machines from these pools of shoal.toml, such as spot,lab."),
+    click.option("--where", metavar="LABELS", help="Only from pools with these labels, such as gpu=a100,zone=b."),
+    click.option("--budget", metavar="AMOUNT", help="What machines may cost in all; the run stops before it is over."),
+    click.option("--priority", metavar="N", help="Runs of higher priority get machines first.  [default: 0]"),
+    click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]"),
+    click.option(
+        "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
+    ),
+    click.option("--servers-on", metavar="POOLS", help="Take machines for servers from these pools, and only these."),
+    click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says."),
+    click.option("--evaluator-on", metavar="POOLS", help="The same, on a machine of these pools, such as lab."),
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module."),
+    click.option(
+        "--compat",
+        type=click.Choice(["torchrun", "tf", "ps"]),
+        help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or "
+        "TF_CONFIG with workers, or with a chief, workers and --servers ps.",
+    ),
+    click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training."),
+    click.option(
+        "--emulate",
+        metavar="SPEEDS",
+        help="Let members be as slow as machines of these speeds, such as 1,0.5,0.25, or 0.5:0.125@300 from step 300 "
+        "on.",
+    ),
+    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config."),
+    click.option("--dry-run", is_flag=True, help="Print what would be started."),
+)
+
+
+def with_run(function: F) -> F:
+    """Add the script, its arguments and the options of a run to a verb that starts one."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    for argument in (
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+        click.argument("script"),
+    ):
+        function = argument(function)
+    return function
+
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]")
-@click.option("--name", help="Name of the run.  [default: the script's]")
-@click.option("--on", metavar="POOLS", help="Take machines from these pools of shoal.toml, such as spot,lab.")
-@click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]")
-@click.option(
-    "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
-)
-@click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.option(
-    "--compat",
-    type=click.Choice(["torchrun", "tf", "ps"]),
-    help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or TF_CONFIG "
-    "with workers, or with a chief, workers and --servers ps.",
-)
-@click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training.")
-@click.option(
-    "--emulate",
-    metavar="SPEEDS",
-    help="Let members be as slow as machines of these speeds, such as 1,0.5,0.25, or 0.5:0.125@300 from step 300 on.",
-)
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
+@with_run
 @click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started.")
 @with_place
 @with_frame
-def command(
-    frame: Frame,
-    place: Place,
-    script: str,
-    args: tuple[str, ...],
-    members: str | None,
-    name: str | None,
-    on: str | None,
-    sync: str | None,
-    servers: str | None,
-    evaluator: bool,
-    module: bool,
-    compat: str | None,
-    batch: str | None,
-    emulate: str | None,
-    assignments: tuple[str, ...],
-    detach: bool,
-    dry_run: bool,
-) -> None:
+def command(frame: Frame, place: Place, detach: bool, **asked: Any) -> None:
     """Train a script, and keep it training whoever dies.
 
     Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
     standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
     """
-    options = options_of(
-        members=("-n", members),
-        name=("--name", name),
-        on=("--on", on),
-        sync=("--sync", sync),
-        servers=("--servers", servers),
-        evaluator=("--evaluator", "true" if evaluator else None),
-        batch=("--batch", batch),
-        emulate=("--emulate", emulate),
-    )
-    choices = sources.choose(Path.cwd(), os.environ, assignments, options)
+    launch = launch_of(frame, place, **asked)
+    if launch is not None:
+        start(frame, place, launch, detach=detach)
+
+
+def launch_of(
+    frame: Frame,
+    place: Place,
+    script: str,
+    args: tuple[str, ...],
+    evaluator: bool,
+    module: bool,
+    compat: str | None,
+    assignments: tuple[str, ...],
+    dry_run: bool,
+    **given: str | None,
+) -> Launch | None:
+    """What is to be started for the options of a run, checked; None if it was only to be shown."""
+    choices = sources.choose(Path.cwd(), os.environ, assignments, _options(given, evaluator))
+    _check_compat(choices, compat)
+    standing = bool(place.url)
+    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
+    if standing:
+        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
+    else:
+        launch = launching.render(launching.new_directory(place.home), choices, spec)
+    if launch.ship:
+        from shoal.launch import luggage
+
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
+    if dry_run:
+        frame.answer(launch, lambda: describe(launch, choices, place))
+        return None
+    return msgspec.structs.replace(launch, made=not place.url)
+
+
+def _options(given: Mapping[str, str | None], evaluator: bool) -> dict[str, Option]:
+    """The options that are settings, as a layer of them."""
+    names = {name: "-n" if name == "members" else f"--{name.replace('_', '-')}" for name in given}
+    options = options_of(**{name: (names[name], value) for name, value in given.items()})
+    if evaluator or given.get("evaluator_on"):
+        options["evaluator"] = ("--evaluator" if evaluator else "--evaluator-on", "true")
+    return options
+
+
+def _check_compat(choices: Choices, compat: str | None) -> None:
     if compat and choices.text("emulate"):
         raise BadEmulation(
             f"--compat {compat} cannot emulate other machines",
@@ -96,20 +137,6 @@ def command(
         )
     if compat and evaluating(choices):
         raise no_evaluator(compat, choices.source("evaluator"))
-    standing = bool(place.url)
-    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
-    if standing:
-        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
-    else:
-        launch = launching.render(launching.new_directory(place.home), choices, spec)
-    if launch.ship:
-        from shoal.launch import luggage
-
-        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
-    if dry_run:
-        frame.answer(launch, lambda: describe(launch, choices, place))
-        return
-    start(frame, place, msgspec.structs.replace(launch, made=not place.url), detach=detach)
 
 
 def start(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> None:
@@ -170,6 +197,7 @@ def describe(launch: Launch, choices: Choices, place: Place) -> str:
         low, high = spec.members
         beside = " and an evaluator" if evaluating(choices) else ""
         lines += [f"run          {spec.name}: {low} to {high} members{beside}", f"{kind}       {' '.join(spec.argv)}"]
+        lines += [f"{role:<13}on {', '.join(asked.on)}" for role, asked in spec.roles.items() if asked.on]
         lines += [f"in           {spec.cwd}"]
         lines += [f"compat       {spec.compat}"] if spec.compat else []
     changed = [one for one in choices.found.values() if one.source != "default"]

@@ -14,17 +14,22 @@ from shoal.wire.views import ScaleAsk
 
 @click.command()
 @click.argument("run")
-@click.argument("members", metavar="MIN:MAX")
+@click.argument("members", metavar="[MIN:MAX]", required=False)
+@click.option("--budget", type=float, metavar="AMOUNT", help="What machines may cost in all from now on.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, members: str) -> None:
-    """Change how many members a run may have.
+def command(frame: Frame, place: Place, run: str, members: str | None, budget: float | None) -> None:
+    """Change how many members a run may have, or what they may cost.
 
-    Nobody restarts: joiners come in while the others train, and leavers go at the end of a step.
+    Nobody restarts: joiners come in while the others train, and leavers go at the end of a step. Machines of the last
+    of the run's pools are given back first.
     """
-    low, high = parse_members(members)
+    if members is None and budget is None:
+        raise UsageError("scale to what?", do=f"shoal scale {run} MIN:MAX, or --budget AMOUNT")
     coordinator, view = find.find_run(place, run)
+    low, high = parse_members(members) if members is not None else (view.members_min, view.members_max)
     if view.status in find.OVER:
-        raise UsageError(f"run {view.run} is over ({view.status})", do=f"shoal resume {view.run} -n {members}")
-    view = find.live(coordinator).scale(view.run, ScaleAsk(low, high))
-    frame.answer(view, lambda: f"run {view.run} may have {low} to {high} members, and has {view.world_size}")
+        raise UsageError(f"run {view.run} is over ({view.status})", do=f"shoal resume {view.run} -n {low}:{high}")
+    view = find.live(coordinator).scale(view.run, ScaleAsk(low, high, budget))
+    money = f" for {budget:.2f} in all" if budget is not None else ""
+    frame.answer(view, lambda: f"run {view.run} may have {low} to {high} members{money}, and has {view.world_size}")

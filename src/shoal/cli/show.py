@@ -39,16 +39,21 @@ def supervise(frame: Frame, launch: Launch) -> int:
 
 def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
     """Hand the run to a standing coordinator, and follow it unless detached."""
-    if not place.token_file:
-        raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
-    client = open_client(place.url, place.token_file)
-    client.check()
-    view = hand_over(client, launch)
+    client, view = hand_in(place, launch)
     if detach:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0
     with Interrupts() as interrupts:
         return conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
+
+
+def hand_in(place: Place, launch: Launch) -> tuple[Client, RunView]:
+    """Submit a run to a standing coordinator, or resume one there."""
+    if not place.token_file:
+        raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
+    client = open_client(place.url, place.token_file)
+    client.check()
+    return client, hand_over(client, launch)
 
 
 def watch(

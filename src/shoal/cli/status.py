@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, cost, decisions, efficiency, evaluation, event_files, progress, spent
+from shoal.cli.display import PARTS, budget, cost, decisions, efficiency, evaluation, event_files, progress, spent
 from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.launch import find
 from shoal.launch.place import Place
@@ -41,6 +41,10 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     ]
     if view.cost is not None:
         lines.append(f"cost        {cost(view.cost)}")
+    if view.budget is not None:
+        lines.append(f"budget      {budget(view)}")
+    if view.queued:
+        lines.append(f"queue       number {view.queued}, waits for {view.waits_for}")
     if told := efficiency(view):
         lines.append(f"efficiency  {', '.join(told)}")
     if found := evaluation(view):

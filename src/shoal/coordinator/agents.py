@@ -55,7 +55,9 @@ class Agents:
         successor = known is not None and known.pid != hello.pid
         hire = self._service.runs.supply.hires.get(hello.agent)
         pool = hire.pool if hire is not None else ""
-        joined = fe.AgentJoined(hello.agent, hello.slots, host, hello.members, successor, pool)
+        joined = fe.AgentJoined(
+            hello.agent, hello.slots, host, hello.members, successor, pool, self._service.runs.size_of(hello.agent)
+        )
         if known != told:
             self._service.handle("", told)
         asked = self._service.record("", joined)

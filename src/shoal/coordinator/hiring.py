@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
-from shoal.core import supply
+from shoal.core import spending, supply
 from shoal.core import supply_events as se
 from shoal.core.supply import ASKED
 from shoal.engines import pools
@@ -31,6 +31,10 @@ CALM_LOOK_S = 5.0
 CLOSE_S = 45.0
 AT_ONCE = 16
 NOTICE_S = 60.0
+TIDY_FIRST_S = 30.0
+TIDY_S = 900.0
+# What an agent and its warm process hold themselves, besides the members.
+AGENT_BYTES = 512 << 20
 
 Ends = tuple[tuple[str, float], ...]
 
@@ -38,13 +42,15 @@ log = logging.getLogger("shoal.hiring")
 
 
 class Hiring:
-    """The pools of one coordinator. `ask_of` makes a hire of a pool, and its slots, into what is to be started."""
+    """The pools of one coordinator. `ask_of` makes what the supply asks for into what is to be started."""
 
-    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[str, str, int], Ask]) -> None:
+    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
+        self._money_at = 0.0
         self._desks = {
-            name: _Desk(name, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
+            name: _Desk(name, service.name, engine, ask_of, self._said, self._told_ends)
+            for name, engine in engines.items()
         }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
@@ -62,13 +68,21 @@ class Hiring:
         deadline = time.monotonic() + CLOSE_S
         for desk in self._desks.values():
             desk.join(max(0.0, deadline - time.monotonic()))
+        for name, desk in self._desks.items():
+            if desk.all_ended:
+                # It may be long until somebody looks again, and nothing of it is paid for until then.
+                self._service.attempt(partial(self._service.record, "", se.PoolClosed(name)))
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply
-        for event in supply.due(state, now):
+        due = supply.due(state, now)
+        if now - self._money_at >= spending.LOOK_S:
+            self._money_at = now
+            due += supply.money_due(state, now)
+        for event in due:
             self._service.attempt(partial(self._service.handle, "", event))
         for name, desk in self._desks.items():
-            desk.busy = any(hire.pool == name for hire in state.hires.values())
+            desk.known = frozenset(hire.name for hire in state.hires.values() if hire.pool == name)
 
     def _said(self, event: se.Event) -> None:
         """In the thread of a desk."""
@@ -107,24 +121,29 @@ class Hiring:
 
 
 class _Desk(threading.Thread):
-    """Where one pool is asked. `asking` are those whose submission has not been heard of; `busy` that it has hires."""
+    """Where one pool is asked. `asking` are those whose submission has not been heard of, `known` all that it has.
+
+    `all_ended` says after its end that none of them is left.
+    """
 
     def __init__(
         self,
         pool: str,
+        tag: str,
         engine: Engine,
-        ask_of: Callable[[str, str, int], Ask],
+        ask_of: Callable[[se.Submit], Ask],
         said: Callable[[se.Event], None],
         ends: Callable[[Ends], None],
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
         self._pool, self._engine, self._ask_of, self._said, self._ends = pool, engine, ask_of, said, ends
-        self._tag = ask_of(pool, "", 0).tag
+        self._tag = tag
         self._line: queue.Queue[se.Submit | se.Cancel | None] = queue.Queue()
         self._stopped = threading.Event()
         self._end_all = False
         self.asking: set[str] = set()
-        self.busy = True
+        self.known: frozenset[str] | None = None
+        self.all_ended = False
 
     def put(self, instruction: se.Submit | se.Cancel) -> None:
         if isinstance(instruction, se.Submit):
@@ -137,11 +156,14 @@ class _Desk(threading.Thread):
         self._line.put(None)
 
     def run(self) -> None:
-        look_at = 0.0
+        look_at, tidy_at = 0.0, time.monotonic() + TIDY_FIRST_S
         while not self._stopped.is_set():
             if time.monotonic() >= look_at:
                 self._look()
-                look_at = time.monotonic() + (LOOK_S if self.busy else CALM_LOOK_S)
+                look_at = time.monotonic() + (LOOK_S if self.known is None or self.known else CALM_LOOK_S)
+            if time.monotonic() >= tidy_at:
+                self._tidy()
+                tidy_at = time.monotonic() + TIDY_S
             try:
                 asked = self._line.get(timeout=max(0.01, look_at - time.monotonic()))
             except queue.Empty:
@@ -171,7 +193,7 @@ class _Desk(threading.Thread):
 
     def _submit(self, asked: se.Submit) -> None:
         try:
-            handle = self._engine.submit(self._ask_of(self._pool, asked.hire, asked.slots))
+            handle = self._engine.submit(self._ask_of(asked))
         except OSError as error:
             raise HireRefused("the engine could not be asked", why=str(error)) from error
         self._said(se.Submitted(self._pool, asked.hire, handle))
@@ -191,6 +213,13 @@ class _Desk(threading.Thread):
         self._said(se.Observed(self._pool, seen, tuple((one.hire, one.why) for one in mine if one.state == "gone")))
         self._ends(tuple((one.hire, one.until) for one in mine if one.until is not None and one.state == "running"))
 
+    def _tidy(self) -> None:
+        """What was left by hires that are gone is nobody's worry but the disk's."""
+        try:
+            self._engine.tidy(self._tag, self.known or ())
+        except (ShoalError, OSError) as error:
+            log.warning("pool %s: what ended hires left could not be removed: %s", self._pool, error)
+
     def _end_everything(self) -> None:
         try:
             found = self._engine.watch(self._tag)
@@ -200,14 +229,16 @@ class _Desk(threading.Thread):
         # Those that ended by themselves have left their tokens.
         mine = [one for one in found if se.pool_of(one.hire) == self._pool]
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            list(threads.map(self._end, mine))
+            self.all_ended = all(threads.map(self._end, mine))
 
-    def _end(self, one: Seen) -> None:
+    def _end(self, one: Seen) -> bool:
         try:
             self._engine.cancel(one.handle)
         except ShoalError as error:
             if one.state != "gone":
                 log.error("%s of pool %s may be left of this coordinator: %s", one.handle, self._pool, error)
+                return False
+        return True
 
 
 def open_pools(service: Service, directory: Path) -> Hiring | None:
@@ -222,9 +253,11 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     token = credentials.read(directory / "token")
     url = (directory / "url").read_text("ascii").strip()
 
-    def ask_of(pool: str, hire: str, slots: int) -> Ask:
-        apart = () if found[pool][1].shared else ("--apart",)
-        return Ask(hire, service.name, url, token, slots or None, (*hires.agent, *apart))
+    def ask_of(asked: se.Submit) -> Ask:
+        apart = () if found[asked.pool][1].shared else ("--apart",)
+        memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
+        size = (asked.cpus * asked.slots, memory_bytes)
+        return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size)
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

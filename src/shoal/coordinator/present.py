@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from shoal.coordinator import records
+from shoal.coordinator import records, waiting
 from shoal.coordinator.links import AgentLink, MemberLink
 from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
@@ -116,12 +117,33 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         evaluation=_evaluation(run),
         user=run.user,
         problem=run.problem,
-        cost=_shown(supply.account_at(runs.supply, now).of_run(run.name)) if run.spec.on else None,
+        priority=run.spec.priority,
+        **_money(run, runs, now),
+        **_queued(run, runs, now),
     )
 
 
+def _money(run: Run, runs: Runs, now: float) -> dict[str, Any]:
+    account = supply.account_at(runs.supply, now)
+    if not run.spec.on and run.name not in account.runs:
+        return {}
+    return {
+        "cost": _shown(account.of_run(run.name)),
+        "costs": {pool: _shown(cost) for pool, cost in account.runs.get(run.name, {}).items()},
+        "rate_per_h": supply.rate_of(runs.supply, run.name),
+        "budget": run.budget,
+    }
+
+
+def _queued(run: Run, runs: Runs, now: float) -> dict[str, Any]:
+    if run.over:
+        return {}
+    found = waiting.waiting_of(run, runs, now)
+    return {"queued": found.place, "waits_for": found.what} if found is not None else {}
+
+
 def _shown(cost: Cost) -> CostView:
-    return CostView(cost.machine_s, cost.spent, cost.saved)
+    return CostView(cost.machine_s, cost.spent, cost.saved, cost.unused, cost.lost)
 
 
 def pool_views(runs: Runs, now: float) -> list[PoolView]:
@@ -144,6 +166,7 @@ def _pool_view(pool: Pool, state: supply.State, account: Account) -> PoolView:
         trouble=standing.why if blocked else "",
         until=standing.until or None,
         cost=_shown(account.of_pool(pool.name)),
+        labels=dict(pool.labels),
     )
 
 
@@ -274,6 +297,7 @@ def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[
                 beat_age_s=max(0.0, now - link.heard_at) if link else 0.0,
                 load=link.load if link else 0.0,
                 notice=agent.notice,
+                pool=agent.pool,
             )
         )
     return found

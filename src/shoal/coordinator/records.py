@@ -31,6 +31,13 @@ class RunResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetSet:
+    """What a run may spend in all was changed."""
+
+    budget: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """Somebody asked the run to stop; `status` is what it ends as."""
 
@@ -75,7 +82,7 @@ class Measured:
     idle: tuple[float | None, float] | None = None
 
 
-RunEvent = Union[RunCreated, RunResumed, StopRequested, MemberRaised, MachineKnown, Measured, Evaluated]
+RunEvent = Union[RunCreated, RunResumed, BudgetSet, StopRequested, MemberRaised, MachineKnown, Measured, Evaluated]
 
 KINDS: dict[str, type] = {
     kind.__name__: kind

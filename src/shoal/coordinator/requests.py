@@ -10,16 +10,15 @@ from pathlib import Path
 import msgspec
 
 from shoal.config import Settings, parse_settings
-from shoal.coordinator import records
+from shoal.coordinator import demands, records
 from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
-from shoal.core import compat, sync
+from shoal.core import compat, supply, sync
 from shoal.core import events as ev
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.errors import (
     AmbiguousRun,
     BadCount,
-    BadPool,
     BadRequest,
     BadRole,
     BadScript,
@@ -83,10 +82,7 @@ class Requests:
         if spec.compat and sync.parse(str(settings["sync"])).served:
             what = f"an unmodified script cannot be run with --sync {settings['sync']}"
             raise BadSync(what, why="it exchanges its gradients itself", do="leave --sync or --compat out")
-        known = self._service.runs.supply.pools
-        if missing := [pool for pool in spec.on if pool not in known]:
-            there = f"there are: {', '.join(known)}" if known else "it has none"
-            raise BadPool(f"this coordinator has no pool {missing[0]!r}", do=f"name one of its pools; {there}")
+        spec = demands.settle(spec, self._service.runs.supply.pools)
         self._writable()
         name = self._new_id(spec.name)
         Path(self._service.run_dir(name)).mkdir(parents=True, exist_ok=True)
@@ -113,8 +109,15 @@ class Requests:
         if not 1 <= ask.min <= ask.max:
             raise BadCount(f"{ask.min}:{ask.max} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
         self._writable()
+        self._set_budget(run, ask)
         self._service.handle(run.name, ev.ScaleAsked(ask.min, ask.max))
         return self._service.view(run.name)
+
+    def _set_budget(self, run: Run, ask: ScaleAsk | None) -> None:
+        budget = ask.budget if ask is not None else None
+        if budget is not None:
+            demands.check_budget(msgspec.structs.replace(run.spec, budget=budget), self._service.runs.supply.pools)
+            self._service.handle(run.name, records.BudgetSet(budget))
 
     def resume(self, run: Run, ask: ScaleAsk | None) -> RunView:
         if not run.over:
@@ -123,6 +126,10 @@ class Requests:
             raise RunOver(f"the run {run.name} is done", why=run.reason)
         rules = run.membership.rules
         self._writable()
+        budget = ask.budget if ask is not None and ask.budget is not None else run.budget
+        spent = supply.account_at(self._service.runs.supply, self._service.clock.now()).of_run(run.name).spent
+        demands.check_left(run.spec, budget, spent, self._service.runs.supply.pools)
+        self._set_budget(run, ask)
         low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
         self._service.handle(run.name, records.RunResumed(low, high))
         return self._service.view(run.name)

@@ -16,9 +16,11 @@ from shoal.core import budget, compat, evaluation, events, membership, servers, 
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
-from shoal.core.roster import EVALUATOR
+from shoal.core.crew import Wanted
+from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.core.terms import Size, Terms
 from shoal.errors import NoMachines
-from shoal.wire.views import Problem, RunSpec
+from shoal.wire.views import Problem, RoleSpec, RunSpec
 
 Instruction = Union[
     events.Instruction,
@@ -35,6 +37,7 @@ _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _SUPPLY = tuple(kind for kind in se.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
 EARLY_GRACE_S = 600.0
+BUDGET_REACHED = 6
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -61,6 +64,7 @@ class Run:
     user: str = ""
     asked_to_stop: bool = False
     problem: Problem | None = None
+    budget: float | None = None
 
     @property
     def over(self) -> bool:
@@ -112,24 +116,40 @@ class Runs:
             self._supply(se.NeedsChanged(needs), now, asked)
         return asked
 
+    def size_of(self, agent: str) -> Size | None:
+        """What each place of an agent was asked to have, None if nobody could ask."""
+        hire = self.supply.hires.get(agent)
+        pool = self.supply.pools.get(hire.pool) if hire is not None else None
+        return Size(hire.cpus, hire.memory_bytes) if hire is not None and pool is not None and pool.sized else None
+
     # --- machines, and what runs need of them
 
     def _supply(self, event: se.Event, now: float, asked: Asked) -> None:
         self.supply, instructions = supply.decide(self.supply, event, now)
         going = [run.name for run in self.runs.values() if not run.over]
         for instruction in instructions:
-            # What happens to machines concerns all who may use them.
-            told = going if isinstance(instruction, se.Tell) else [""]
+            if isinstance(instruction, se.OutOfMoney):
+                self._out_of_money(instruction, now, asked)
+                continue
             if isinstance(instruction, se.GiveUp):
                 self._give_up(instruction, now, asked)
-            else:
-                asked.extend((name, instruction) for name in told)
+                continue
+            # What happens to machines concerns all who may use them.
+            told = ([instruction.run] if instruction.run else going) if isinstance(instruction, se.Tell) else [""]
+            asked.extend((name, instruction) for name in told)
 
     def _give_up(self, instruction: se.GiveUp, now: float, asked: Asked) -> None:
         run = self.runs[instruction.run]
         asked.append((run.name, instruction))
         run.problem = present_problem(run.name, instruction.troubles)
         self._fleet(fe.RunHopeless(run.name, f"{run.problem.what}: {run.problem.why}"), now, asked)
+
+    def _out_of_money(self, told: se.OutOfMoney, now: float, asked: Asked) -> None:
+        run = self.runs.get(told.run)
+        if run is not None and not run.over and run.membership.stopping is None:
+            run.ends_as = "resumable"
+            asked.append((run.name, told))
+            self._membership(run, events.StopAsked(told.reason, checkpoint=True, exit_code=BUDGET_REACHED), now, asked)
 
     def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
         if isinstance(event, fe.AgentJoined):
@@ -141,15 +161,35 @@ class Runs:
 
     def _needs(self) -> tuple[se.Need, ...]:
         """How many places each run could use: those of higher priority first, then in the order of submission."""
-        needs = []
-        for run in sorted(self.runs.values(), key=lambda run: -run.spec.priority):
+        needs: list[se.Need] = []
+        for run in sorted((run for run in self.runs.values() if not run.over), key=lambda run: -run.spec.priority):
             wanted = self.fleet.runs.get(run.name)
-            if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
-                least = wanted.min_members + wanted.servers
-                begun = run.membership.started or run.membership.joins > 0
-                patience_s = float(run.settings.get("begin_s", Settings().begin_s))
-                needs.append(se.Need(run.name, run.spec.on, wanted.places, least, begun, patience_s))
+            if wanted is not None and (run.spec.on or wanted.apart):
+                needs += self._needs_of(run, wanted)
         return tuple(needs)
+
+    def _needs_of(self, run: Run, wanted: Wanted) -> list[se.Need]:
+        """Those of a run's roles; who is about to end gets nothing more, and keeps what it has until then."""
+        going, finishing = wanted.status == fl.GOING, wanted.status == fl.FINISHING
+        asked = [
+            (SERVER, wanted.servers, wanted.servers, going and wanted.has_own(SERVER)),
+            (EVALUATOR, wanted.evaluators, wanted.evaluators, (going or finishing) and wanted.has_own(EVALUATOR)),
+            (TRAINER, wanted.places, wanted.least, going and bool(run.spec.on)),
+        ]
+        needs = []
+        for role, most, least, wants in asked:
+            terms = wanted.terms_of(role)
+            if wants and most:
+                # An evaluator that cannot be had keeps nobody from training.
+                begun = run.membership.started or run.membership.joins > 0 or role == EVALUATOR
+                need = se.Need(run.name, terms.pools, most, least, terms.cpus, terms.memory_bytes)
+                budget = run.budget if going else None
+                patience_s = float(run.settings.get("begin_s", Settings().begin_s))
+                needs.append(replace(need, budget=budget, begun=begun, patience_s=patience_s))
+        agents = dict.fromkeys(p.agent for p in self.fleet.of_run(run.name) if p.alive and not going)
+        if held := tuple(name for name in agents if name in self.supply.hires):
+            needs.append(se.Need(run.name, (), 0, held=held))
+        return needs
 
     # --- the life of a run
 
@@ -158,14 +198,14 @@ class Runs:
         rules = rules_of(event.settings, low, high, hires=bool(event.spec.on))
         state = membership.State(rules=rules, started=event.spec.resume)
         run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
-        run.user = event.user
+        run.user, run.budget = event.user, event.spec.budget
         self.runs[name] = run
         self._want(self.runs[name], low, high, now, asked)
 
     def _want(self, run: Run, low: int, high: int, now: float, asked: Asked) -> None:
         servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
         restarts = restarts_of(run.settings)
-        asking = (run.spec.on, run.spec.priority)
+        asking = (terms_of(run.spec), run.spec.priority)
         wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
         self._fleet(wanted, now, asked)
 
@@ -199,6 +239,8 @@ class Runs:
         if isinstance(event, records.RunResumed):
             if run.over:
                 self._resume(run, event, now, asked)
+        elif isinstance(event, records.BudgetSet):
+            run.budget = event.budget
         elif run.over or isinstance(event, records.Measured):
             return
         elif isinstance(event, records.StopRequested):
@@ -360,6 +402,19 @@ def _goes_on(run: Run) -> bool:
     """Whether a run whose members are gone only waits for others."""
     stopping = run.membership.stopping
     return not run.over and not run.asked_to_stop and stopping is not None and stopping.until_others
+
+
+def terms_of(spec: RunSpec) -> dict[str, Terms]:
+    """What each role of a run asks of its machines; a role without pools of its own has the run's."""
+    found = {}
+    for role in (TRAINER, SERVER, EVALUATOR):
+        said = spec.roles.get(role, RoleSpec())
+        apart = role != TRAINER and bool(said.on)
+        pools, own = (said.on, True) if apart else (spec.on, bool(spec.where))
+        # An evaluator without a place of its own takes what others leave, of machines of any size.
+        size = (said.cpus, said.memory_bytes) if apart or role != EVALUATOR else (0, 0)
+        found[role] = Terms(pools, own, apart, *size)
+    return found
 
 
 def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:

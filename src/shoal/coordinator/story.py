@@ -155,6 +155,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     evaluation.StopEarly: lambda i: ("the run ends before its last step", i.reason),
     records.RunCreated: _created,
     records.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
+    records.BudgetSet: lambda e: (f"the run may spend {e.budget:.2f} in all", ""),
     records.StopRequested: lambda e: ("the run is asked to stop", e.reason),
     records.MemberRaised: _raised,
     fe.AgentJoined: _agent_joined,
@@ -172,4 +173,5 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     se.Cancel: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
     se.Tell: lambda i: (i.text, ""),
     se.GiveUp: lambda i: ("the run cannot begin", "; ".join(f"pool {one.pool}: {one.why}" for one in i.troubles)),
+    se.OutOfMoney: lambda i: ("the run is stopped after a checkpoint", i.reason),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shoal.core import budget
 from shoal.core.compat import PS
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.core.terms import Size, Terms
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
 GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
@@ -37,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent; `slots` is how many members it offers, None for as many as asked."""
+    """An agent; `slots` is how many members it offers, None for as many as asked, `size` what a place there has."""
 
     name: str
     slots: int | None
@@ -47,6 +48,7 @@ class Agent:
     notice: str = ""
     notice_until: float = 0.0
     pool: str = ""
+    size: Size | None = None
 
     @property
     def usable(self) -> bool:
@@ -88,7 +90,7 @@ class Wanted:
     """What a run wants. `regroup` says why a compat run's processes are all being started anew.
 
     `trained` says that nobody trains any more, and only evaluators are waited for. Runs of higher `priority` get
-    places first.
+    places first. `terms` are those of each role that has some.
     """
 
     run: str
@@ -111,13 +113,32 @@ class Wanted:
     generation: int = 0
     regroup: str = ""
     not_before: float = 0.0
-    pools: tuple[str, ...] = ()
+    terms: Mapping[str, Terms] = field(default_factory=dict)
     priority: int = 0
+
+    def has_own(self, role: str) -> bool:
+        """Whether a role has pools for itself, and so a place of its own there."""
+        return self.terms_of(role).apart
+
+    def terms_of(self, role: str) -> Terms:
+        return self.terms.get(role, Terms())
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Pools that some role has for itself; who may train anywhere does not train there."""
+        return frozenset(pool for terms in self.terms.values() if terms.apart for pool in terms.pools)
 
     @property
     def places(self) -> int:
-        """How many processes that train or serve it could have at most."""
-        return self.max_members + (self.beside if self.compat else self.servers)
+        """How many places it could use at most where its trainers are."""
+        if self.compat:
+            return self.max_members + self.beside
+        return self.max_members + (0 if self.has_own(SERVER) else self.servers)
+
+    @property
+    def least(self) -> int:
+        """How few of these it can do with."""
+        return self.places - self.max_members + self.min_members
 
     @property
     def beside(self) -> int:

@@ -112,7 +112,9 @@ def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
     known = draft.agents.get(event.agent)
     order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
     notice = (known.notice, known.notice_until) if known else ("", 0.0)
-    draft.agents[event.agent] = Agent(event.agent, event.slots, event.host, order, None, *notice, event.pool)
+    draft.agents[event.agent] = Agent(
+        event.agent, event.slots, event.host, order, None, *notice, event.pool, event.size
+    )
     living = set(event.members)
     for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
         if (p.run, p.member, p.incarnation) not in living and event.successor:
@@ -167,7 +169,7 @@ def _on_agent_notice(draft: Draft, event: fe.AgentNotice) -> None:
 
 def _on_run_wanted(draft: Draft, event: fe.RunWanted) -> None:
     wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
-    wanted = replace(wanted, evaluators=event.evaluators, pools=event.pools, priority=event.priority)
+    wanted = replace(wanted, evaluators=event.evaluators, terms=event.terms, priority=event.priority)
     draft.runs[event.run] = wanted
 
 

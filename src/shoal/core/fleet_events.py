@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Union
 
 from shoal.core import budget
+from shoal.core.terms import Size, Terms
 
 DEFAULT_RESTARTS = budget.BudgetSettings()
 
@@ -24,7 +26,7 @@ class AgentJoined:
     """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
 
     `successor` says that it is another process than the agent of that name before, whose members died with it. `pool`
-    is where its machine was hired, empty if it came by itself.
+    is where its machine was hired, empty if it came by itself; `size` is what each of its places was asked to have.
     """
 
     agent: str
@@ -33,6 +35,7 @@ class AgentJoined:
     members: tuple[tuple[str, str, str], ...] = ()
     successor: bool = False
     pool: str = ""
+    size: Size | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class AgentNotice:
 
 @dataclass(frozen=True, slots=True)
 class RunWanted:
-    """`pools` are those that it may use, all if there are none; machines that came by themselves are everybody's."""
+    """`terms` say for each role which machines it may use: all, if nothing is said."""
 
     run: str
     min_members: int
@@ -58,7 +61,7 @@ class RunWanted:
     restarts: budget.BudgetSettings = DEFAULT_RESTARTS
     servers: int = 0
     evaluators: int = 0
-    pools: tuple[str, ...] = ()
+    terms: Mapping[str, Terms] = field(default_factory=dict)
     priority: int = 0
 
 

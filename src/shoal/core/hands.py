@@ -26,6 +26,7 @@ from shoal.core.crew import (
     Wanted,
 )
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
+from shoal.core.terms import admits
 
 
 class Draft:
@@ -72,6 +73,9 @@ class Draft:
                 self.align(run)
             elif self.can_begin(run):
                 self.fill_servers(run)
+                if run.has_own(EVALUATOR):
+                    # Before the trainers: theirs may be the same pools, and its place was hired for it.
+                    self.fill_evaluators(run)
                 self.fill(run)
                 self.fill_evaluators(run)
         lacking = [run for run in going if not run.compat and self.lacks(run)]
@@ -83,24 +87,30 @@ class Draft:
 
     def can_begin(self, run: Wanted) -> bool:
         """Whether a run goes on, or has places enough to begin: one that waits holds nothing that others could use."""
-        if any(p.alive or p.status in (BACKOFF, DONE) for p in self.of_run(run.run)) or run.guests:
+        begun = [p for p in self.of_run(run.run) if p.role != EVALUATOR]
+        if any(p.alive or p.status in (BACKOFF, DONE) for p in begun) or run.guests:
             return True
         offered = self.offered(run)
         alone = all(other.status != GOING or other.run == run.run for other in self.runs.values())
         if alone or any(agent.slots is None for agent in offered):
             return True
         free = sum(max(0, self.room(agent, run)) for agent in offered)
-        return free >= run.min_members + run.servers
+        if not run.has_own(SERVER):
+            return free >= run.min_members + run.servers
+        beside = sum(max(0, self.room(agent, run)) for agent in self.offered(run, SERVER) if agent not in offered)
+        return free >= run.min_members and free + beside >= run.min_members + run.servers
 
     def lacks(self, run: Wanted) -> int:
-        """How many more that train or serve a run could use."""
+        """How many more places a run could use."""
         servers = max(0, run.servers - self.count(run, SERVER))
-        return servers + max(0, run.max_members - self.count(run, TRAINER))
+        beside = max(0, run.evaluators - self.count(run, EVALUATOR)) if run.has_own(EVALUATOR) else 0
+        return servers + beside + max(0, run.max_members - self.count(run, TRAINER))
 
     def make_room(self, lacking: list[Wanted], going: list[Wanted]) -> None:
         """End as many spares of other runs as those that lack members could use."""
         for run in lacking:
-            mine = {agent.name for agent in self.offered(run) if agent.slots is not None}
+            roles = [TRAINER, *(role for role in (SERVER, EVALUATOR) if run.has_own(role))]
+            mine = {agent.name for role in roles for agent in self.offered(run, role) if agent.slots is not None}
             wanted = self.lacks(run) - self.ending_for(mine)
             for other in going:
                 extra = self.count(other, TRAINER) - other.max_members
@@ -117,7 +127,7 @@ class Draft:
     def fill_servers(self, run: Wanted) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
         while self.count(run, SERVER) < run.servers:
-            usable = [a for a in self.offered(run) if a.slots is None or self.room(a, run) > 0]
+            usable = [a for a in self.offered(run, SERVER) if a.slots is None or self.room(a, run) > 0]
             if not usable:
                 return
             here = [p.agent for p in self.of_run(run.run) if p.role == SERVER]
@@ -125,9 +135,14 @@ class Draft:
             self.start_new(agent, self.runs[run.run], "the run needs servers", role=SERVER)
 
     def fill_evaluators(self, run: Wanted) -> None:
-        """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started."""
-        while self.runs[run.run].seen and self.count(run, EVALUATOR) < run.evaluators:
-            usable = self.offered(run)
+        """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started.
+
+        One that has pools of its own has a place there.
+        """
+        own = run.has_own(EVALUATOR)
+        while (own or self.runs[run.run].seen) and self.count(run, EVALUATOR) < run.evaluators:
+            usable = self.offered(run, EVALUATOR)
+            usable = [a for a in usable if a.slots is None or self.room(a, run) > 0] if own else usable
             if not usable:
                 return
             busy = [p.agent for p in self.processes.values() if p.alive]
@@ -150,20 +165,30 @@ class Draft:
             while agent.slots is not None and self.room(agent, run) > 0:
                 self.start_new(agent, run, "there is room for it")
 
-    def offered(self, run: Wanted) -> list[Agent]:
-        """The agents that a run may use now, in the order in which they came."""
-        found = [a for a in self.agents.values() if a.usable and (not run.pools or not a.pool or a.pool in run.pools)]
-        return sorted(found, key=lambda a: a.order)
+    def offered(self, run: Wanted, role: str = TRAINER) -> list[Agent]:
+        """The agents that a role of a run may use now, in the order in which they came."""
+        return sorted(
+            (a for a in self.agents.values() if a.usable and self.admits(a, run, role)), key=lambda a: a.order
+        )
+
+    def admits(self, agent: Agent, run: Wanted, role: str) -> bool:
+        """Whether processes of this role may run there."""
+        terms = run.terms_of(role)
+        if not terms.pools and agent.pool in run.apart:
+            return False
+        return admits(terms, agent.pool, agent.size)
 
     def room(self, agent: Agent, run: Wanted) -> int:
-        """How many more processes that train or serve an agent can take; evaluators count nowhere."""
+        """How many more processes an agent can take; evaluators count only where they have pools of their own."""
         if agent.slots is not None:
-            here = [p for p in self.processes.values() if p.agent == agent.name and p.role != EVALUATOR]
-            return agent.slots - len(here)
+            here = [p for p in self.processes.values() if p.agent == agent.name]
+            return agent.slots - sum(p.role != EVALUATOR or self.runs[p.run].has_own(EVALUATOR) for p in here)
         return run.max_members - self.count(run, TRAINER)
 
     def wants(self, agent: Agent, run: Wanted, role: str) -> bool:
         """Whether one more process of a role could be of use on an agent."""
+        if not self.admits(agent, run, role):
+            return False
         return self.count(run, role) < run.evaluators if role == EVALUATOR else self.room(agent, run) > 0
 
     def is_usable(self, agent: str) -> bool:
@@ -225,7 +250,7 @@ class Draft:
                 self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
             self.asked.append(fe.RunEnded(name, "all members are done", 0))
-        elif run.pools:
+        elif run.terms_of(TRAINER).pools:
             return  # others are hired for it
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
             self.set_run(name, alone_since=self.now)

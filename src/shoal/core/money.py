@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 HOUR_S = 3600.0
@@ -10,24 +10,39 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """So many seconds of one machine of a pool. `instead_per_h` is the price of what it stands in for, 0 if unknown."""
+    """So many seconds of one machine of a pool. `instead_per_h` is the price of what it stands in for, 0 if unknown.
+
+    `at_work` says that its agent was there and some run needed it.
+    """
 
     pool: str
     price_per_h: float
     instead_per_h: float
     seconds: float
+    at_work: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Machine seconds, money spent on them, and money not spent because they were cheaper than others."""
+    """Machine seconds, money spent on them, and money not spent because they were cheaper than others.
+
+    `unused` is what was spent on machines that were still starting, or already going; `lost` is how many were lost.
+    """
 
     machine_s: float = 0.0
     spent: float = 0.0
     saved: float = 0.0
+    unused: float = 0.0
+    lost: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.machine_s + other.machine_s, self.spent + other.spent, self.saved + other.saved)
+        return Cost(
+            self.machine_s + other.machine_s,
+            self.spent + other.spent,
+            self.saved + other.saved,
+            self.unused + other.unused,
+            self.lost + other.lost,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +70,24 @@ def charge(account: Account, bill: Bill, shares: Mapping[str, int]) -> Account:
     """
     whole = sum(shares.values())
     parts = {run: share / whole for run, share in shares.items()} if whole else {"": 1.0}
+    return _add(account, bill.pool, {run: cost_of(bill, part) for run, part in parts.items()})
+
+
+def lose(account: Account, pool: str, runs: Iterable[str]) -> Account:
+    """Count a machine that was lost to all who used it."""
+    return _add(account, pool, dict.fromkeys(runs, Cost(lost=1)))
+
+
+def _add(account: Account, pool: str, costs: Mapping[str, Cost]) -> Account:
     runs = {run: dict(pools) for run, pools in account.runs.items()}
-    for run, part in parts.items():
+    for run, cost in costs.items():
         pools = runs.setdefault(run, {})
-        pools[bill.pool] = pools.get(bill.pool, Cost()) + cost_of(bill, part)
+        pools[pool] = pools.get(pool, Cost()) + cost
     return replace(account, runs=runs)
 
 
 def cost_of(bill: Bill, part: float = 1.0) -> Cost:
     seconds = bill.seconds * part
     spared = max(0.0, bill.instead_per_h - bill.price_per_h) if bill.instead_per_h else 0.0
-    return Cost(seconds, seconds * bill.price_per_h / HOUR_S, seconds * spared / HOUR_S)
+    spent = seconds * bill.price_per_h / HOUR_S
+    return Cost(seconds, spent, seconds * spared / HOUR_S, 0.0 if bill.at_work else spent)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.core import money, prospects
+from shoal.core import money, prospects, spending
 from shoal.core import supply_events as se
 from shoal.core.money import Account
 from shoal.core.supply_events import Need, Pool
@@ -44,7 +44,8 @@ class Hire:
     """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
 
     `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
-    `spare_since` is since when no run needs it.
+    `spare_since` is since when no run needs it, and `spare_why` why. `cpus` and `memory_bytes` are those of each of its
+    places. `whose` are the runs that need it, or needed it last, and how many of its places.
     """
 
     name: str
@@ -59,6 +60,10 @@ class Hire:
     paid_since: float | None = None
     spare_since: float | None = None
     why: str = ""
+    spare_why: str = ""
+    cpus: int = 0
+    memory_bytes: int = 0
+    whose: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +126,44 @@ def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     return tuple(fired)
 
 
+def money_due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+    """Whether some run can no longer pay all that it has; asked every `spending.LOOK_S`."""
+    if all(need.budget is None for need in state.needs):
+        return ()
+    later = _Draft(state, now).freeze()
+    short = users(later) != users(state) or any(broke(later, run) for run in {need.run for need in state.needs})
+    return (se.PatienceOver("money"),) if short else ()
+
+
 def account_at(state: State, now: float) -> Account:
     """What everything has cost up to now."""
     return _Draft(state, now).account
+
+
+def rate_of(state: State, run: str) -> float:
+    """What a run pays for an hour of all that it has, as if nobody shared it."""
+    return sum(
+        _price(state, hire) for hire in state.hires.values() if run in hire.whose and hire.paid_since is not None
+    )
+
+
+def broke(state: State, run: str) -> str:
+    """Why a run cannot go on for what is left of its budget, empty if it can."""
+    needs = [need for need in state.needs if need.run == run and need.budget is not None]
+    if not needs or needs[0].budget is None:
+        return ""
+    budget, left, paying = needs[0].budget, _left(state, needs[0]), rate_of(state, run)
+    told = f"the budget of {budget:.2f} is spent but for {max(0.0, left):.2f}"
+    if paying and not spending.pays(left, paying, spending.RESERVE_S):
+        return f"{told}, which is needed to stop in order"
+    found: dict[str, dict[str, int]] = {name: {} for name, hire in state.hires.items() if hire.status in LIVE}
+    for need in needs:
+        lacks = _serve(state, need, found).lacks - (need.slots - need.least)
+        prices = [state.pools[name].price_per_h for name in need.pools if name in state.pools]
+        rate = _paid_by(state, found, run)
+        if lacks > 0 and prices and not spending.may_hire(left, rate, min(prices), least=True):
+            return f"{told}, which does not pay the machines that are missing"
+    return ""
 
 
 def is_news(state: State, event: se.Observed) -> bool:
@@ -152,22 +192,76 @@ def users(state: State) -> dict[str, dict[str, int]]:
     return found
 
 
-def _serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> int:
-    """Give a need its places; how many it still lacks."""
-    lacks = need.slots
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """How many places a need lacks, and the hires that it would have, if they were not too dear."""
+
+    lacks: int
+    dear: list[str]
+
+
+def _serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> _Served:
+    """Give a need its places."""
+    lacks, chosen = need.slots, list[tuple[Hire, int]]()
+    for name in need.held:
+        if name in found:
+            found[name].setdefault(need.run, 1)
     for hire in sorted((state.hires[name] for name in found), key=lambda one: _rank(need, one)):
         free = hire.slots - sum(found[hire.name].values())
-        if hire.pool not in need.pools or hire.overdue or hire.going or lacks <= 0 or free <= 0:
+        if not _is_fit(state, need, hire) or lacks <= 0 or free <= 0:
             continue
-        found[hire.name][need.run] = found[hire.name].get(need.run, 0) + min(free, lacks)
+        chosen.append((hire, min(free, lacks)))
         lacks -= min(free, lacks)
-    return max(0, lacks)
+    dear: list[str] = []
+    if need.budget is not None:
+        kept = [spending.Kept(hire.name, _price(state, hire), many, hire.status == HERE) for hire, many in chosen]
+        beside = _paid_by(state, found, need.run)
+        dear = spending.too_dear(kept, _left(state, need), beside, need.least)
+    for hire, many in chosen:
+        if hire.name in dear:
+            lacks += many
+        else:
+            found[hire.name][need.run] = found[hire.name].get(need.run, 0) + many
+    return _Served(max(0, lacks), dear)
+
+
+def _is_fit(state: State, need: Need, hire: Hire) -> bool:
+    if hire.pool not in need.pools or hire.overdue or hire.going:
+        return False
+    pool = state.pools.get(hire.pool)
+    if pool is None or not pool.sized:
+        return True
+    return hire.cpus >= need.cpus and hire.memory_bytes >= need.memory_bytes
+
+
+def _price(state: State, hire: Hire) -> float:
+    pool = state.pools.get(hire.pool)
+    return pool.price_per_h if pool is not None else 0.0
+
+
+def _paid_by(state: State, found: Mapping[str, Mapping[str, int]], run: str) -> float:
+    """What an hour of the machines costs that a run has been given so far."""
+    return sum(_price(state, state.hires[name]) for name, shares in found.items() if run in shares)
+
+
+def _left(state: State, need: Need) -> float:
+    return (need.budget or 0.0) - state.account.of_run(need.run).spent
 
 
 def _rank(need: Need, hire: Hire) -> tuple[int, int, float, str]:
     """Earlier pools first; in one pool those that are here, then those that have waited longest."""
     place = need.pools.index(hire.pool) if hire.pool in need.pools else len(need.pools)
     return place, (HERE, SUBMITTED, ASKED).index(hire.status), hire.since, hire.name
+
+
+def _new_hire(name: str, pool: Pool, need: Need, now: float) -> Hire:
+    cpus = pool.cpus // pool.slots or need.cpus
+    memory_bytes = pool.memory_bytes // pool.slots or need.memory_bytes
+    return Hire(name, pool.name, pool.slots, ASKED, now, cpus=cpus, memory_bytes=memory_bytes)
+
+
+def _submit(hire: Hire, reason: str) -> se.Submit:
+    return se.Submit(hire.pool, hire.name, hire.slots, reason, hire.cpus, hire.memory_bytes)
 
 
 class _Draft:
@@ -186,17 +280,16 @@ class _Draft:
 
     def _settle(self, state: State) -> None:
         """Charge what the hires have cost since the last event to the runs that needed them."""
-        for name, shares in users(state).items():
-            self._charge(state.hires[name], shares)
         for hire in state.hires.values():
-            if hire.status == LEAVING:
-                self._charge(hire, {})
+            self._charge(hire)
 
-    def _charge(self, hire: Hire, shares: Mapping[str, int]) -> None:
+    def _charge(self, hire: Hire) -> None:
+        """To those who need it; if nobody does any more, to those who did last."""
         pool = self.base.pools.get(hire.pool)
         if hire.paid_since is not None and pool is not None and self.now > hire.paid_since:
-            bill = money.Bill(hire.pool, pool.price_per_h, pool.instead_per_h, self.now - hire.paid_since)
-            self.account = money.charge(self.account, bill, shares)
+            seconds, at_work = self.now - hire.paid_since, hire.status == HERE and hire.spare_since is None
+            bill = money.Bill(hire.pool, pool.price_per_h, pool.instead_per_h, seconds, at_work)
+            self.account = money.charge(self.account, bill, hire.whose)
             self.update(hire, paid_since=self.now)
 
     # --- changing
@@ -211,8 +304,8 @@ class _Draft:
         self.standings[pool] = changed
         return changed
 
-    def tell(self, text: str) -> None:
-        self.asked.append(se.Tell(text))
+    def tell(self, text: str, run: str = "") -> None:
+        self.asked.append(se.Tell(text, run))
 
     def strike(self, pool: str, why: str, where: str = "", do: str = "") -> None:
         """A pool failed us: leave it alone for a while, longer each time."""
@@ -240,20 +333,43 @@ class _Draft:
     def forget(self, hire: Hire) -> None:
         self.hires.pop(hire.name, None)
 
+    def lose(self, hire: Hire) -> None:
+        """It went without being asked to."""
+        if hire.paid_since is not None:
+            self.account = money.lose(self.account, hire.pool, hire.whose)
+
     # --- moving on
 
     def level(self) -> None:
         """Hire what is missing, and mark what is too much."""
         state = self.freeze()
         found: dict[str, dict[str, int]] = {name: {} for name, hire in self.hires.items() if hire.status in LIVE}
+        dear: dict[str, str] = {}
         for need in state.needs:
-            lacks = _serve(state, need, found)
-            for pool in need.pools:
-                lacks = self.hire(need, pool, lacks)
+            served = _serve(state, need, found)
+            dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
+            self._hire(need, served.lacks, found)
         for name, shares in found.items():
-            self._mark(self.hires[name], needed=bool(shares))
+            self._mark(self.hires[name], shares, dear.get(name, ""))
+        for run in dict.fromkeys(need.run for need in state.needs if need.budget is not None):
+            if why := broke(state, run):
+                self.asked.append(se.OutOfMoney(run, why))
 
-    def hire(self, need: Need, name: str, lacks: int) -> int:
+    def _why_dear(self, state: State, need: Need) -> str:
+        left, paying = _left(state, need), rate_of(state, need.run)
+        lasts_min = spending.lasts_s(left, paying) / 60.0
+        return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
+
+    def _hire(self, need: Need, lacks: int, found: dict[str, dict[str, int]]) -> None:
+        """Ask the pools in their order; what a run with a budget cannot do without, of the cheapest that has it."""
+        for name in need.pools:
+            lacks = self._hire_of(need, name, lacks, found, least=False)
+        prices = {name: pool.price_per_h for name, pool in self.base.pools.items()}
+        known = [name for name in need.pools if name in prices and need.budget is not None]
+        for name in sorted(known, key=lambda name: prices[name]):
+            lacks = self._hire_of(need, name, lacks, found, least=True)
+
+    def _hire_of(self, need: Need, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool) -> int:
         """Ask a pool for as many as it may give; how many places are lacking then."""
         pool = self.base.pools.get(name)
         if pool is None or not self._is_open(name):
@@ -262,28 +378,40 @@ class _Draft:
         if any(hire.overdue for hire in mine):
             return lacks
         living = len(mine)
-        while lacks > 0 and living < pool.limit:
+        while lacks > (need.slots - need.least if least else 0) and living < pool.limit:
+            if not self._can_pay(need, pool, found, least=least):
+                break
             number = self.base.count + 1
             self.base = replace(self.base, count=number)
-            hire = Hire(se.name_of(name, number), name, pool.slots, ASKED, self.now)
+            hire = _new_hire(se.name_of(name, number), pool, need, self.now)
             self.hires[hire.name] = hire
-            reason = f"run {need.run} lacks {lacks} places"
-            self.asked.append(se.Submit(name, hire.name, pool.slots, reason))
+            found[hire.name] = {need.run: min(lacks, pool.slots)}
+            self.asked.append(_submit(hire, f"run {need.run} lacks {lacks} places"))
             lacks, living = lacks - pool.slots, living + 1
         return max(0, lacks)
+
+    def _can_pay(self, need: Need, pool: Pool, found: Mapping[str, Mapping[str, int]], *, least: bool) -> bool:
+        if need.budget is None:
+            return True
+        state = self.freeze()
+        return spending.may_hire(_left(state, need), _paid_by(state, found, need.run), pool.price_per_h, least=least)
 
     def _is_open(self, pool: str) -> bool:
         standing = self.standings.get(pool, Standing())
         return standing.until <= self.now and standing.unreachable_since is None
 
-    def _mark(self, hire: Hire, *, needed: bool) -> None:
-        if needed or hire.overdue or hire.going:
+    def _mark(self, hire: Hire, shares: Mapping[str, int], dear: str) -> None:
+        if shares and hire.whose != shares:
+            hire = self.update(hire, whose=dict(shares))
+        if shares or hire.overdue or hire.going:
             if hire.spare_since is not None:
                 self.update(hire, spare_since=None)
             if hire.overdue and not self._is_wanted(hire):
                 self.let_go(hire, "nobody needs it any more")
         elif hire.spare_since is None:
-            self.update(hire, spare_since=self.now)
+            self.update(hire, spare_since=self.now, spare_why=dear)
+            for run in hire.whose if dear else ():
+                self.tell(f"{hire.name} of pool {hire.pool} is given back as the dearest: {dear}", run)
 
     def _is_wanted(self, hire: Hire) -> bool:
         """Whether some run would still rather have one that is overdue than what it has, or lacks."""
@@ -336,9 +464,7 @@ def _on_observed(draft: _Draft, event: se.Observed) -> None:
     for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
         if hire.status == ASKED:
             if hire.name in event.unanswered:
-                draft.asked.append(
-                    se.Submit(hire.pool, hire.name, hire.slots, "it was asked for, but never came about")
-                )
+                draft.asked.append(_submit(hire, "it was asked for, but never came about"))
         else:
             _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
 
@@ -365,6 +491,7 @@ def _gone(draft: _Draft, hire: Hire, why: str) -> None:
     draft.forget(hire)
     if hire.status == LEAVING:
         return
+    draft.lose(hire)
     draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
     if hire.status == SUBMITTED:
         draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, Standing()).fruitless + 1)
@@ -379,6 +506,11 @@ def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
+
+
+def _on_closed(draft: _Draft, event: se.PoolClosed) -> None:
+    for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
+        draft.forget(hire)
 
 
 def _reached(draft: _Draft, pool: str) -> None:
@@ -408,6 +540,7 @@ def _on_lost(draft: _Draft, event: se.AgentLost) -> None:
     """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
+        draft.lose(hire)
         if draft.now - hire.since < draft.base.limits.young_s and not hire.going:
             draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
         draft.let_go(hire, event.why)
@@ -445,7 +578,7 @@ def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
         draft.update(hire, since=draft.now)
         draft.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, hire.why))
     elif event.what == "surplus" and hire.spare_since is not None and hire.status in LIVE:
-        draft.let_go(hire, "no run needs it")
+        draft.let_go(hire, hire.spare_why or "no run needs it")
 
 
 _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
@@ -455,6 +588,7 @@ _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
     se.Refused: _on_refused,
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
+    se.PoolClosed: _on_closed,
     se.AgentHere: _on_joined,
     se.AgentLeaving: _on_leaving,
     se.AgentLost: _on_lost,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Union
 
 
@@ -11,7 +12,8 @@ class Pool:
     """A source of machines. `slots` is how many members each of them takes, `limit` how many machines there may be.
 
     `instead_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits longer than
-    `patience_s` for one of its machines asks the next pool.
+    `patience_s` for one of its machines asks the next pool. `labels` are what its machines carry. `sized` says that its
+    engine can be asked for machines of a size; `cpus` and `memory_bytes` are that of each, if the pool itself says so.
     """
 
     name: str
@@ -21,19 +23,29 @@ class Pool:
     price_per_h: float = 0.0
     instead_per_h: float = 0.0
     patience_s: float = 60.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    sized: bool = False
+    cpus: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many places a run could use at most, and the pools that it may take them from, in its order.
+    """How many places a role of a run could use at most, and the pools that it may take them from, in its order.
 
-    Until it has `begun`, it needs `least` places, and is given up when its pools have only failed for `patience_s`.
+    With fewer than `least` places it cannot go on; until it has `begun`, it is given up when its pools have only failed
+    for `patience_s`. `cpus` and `memory_bytes` are those of a place; `budget` is what the run may spend in all, None
+    for any amount. `held` are hires that are in use, and kept whatever else is said.
     """
 
     run: str
     pools: tuple[str, ...]
     slots: int
-    least: int = 1
+    least: int = 0
+    cpus: int = 0
+    memory_bytes: int = 0
+    budget: float | None = None
+    held: tuple[str, ...] = ()
     begun: bool = True
     patience_s: float = 600.0
 
@@ -122,6 +134,13 @@ class PoolUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolClosed:
+    """The coordinator ends for good, and has ended all that it had of a pool."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHere:
     agent: str
 
@@ -147,7 +166,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PatienceOver:
-    """A wait for a hire, a pool, or the first machines of a run is over; `what` says which."""
+    """A wait for a hire, a pool or the first machines of a run is over; `what` says which.
+
+    With `money` it is time to look at a budget again.
+    """
 
     what: str
     hire: str = ""
@@ -162,6 +184,7 @@ Event = Union[
     Refused,
     Observed,
     PoolUnreachable,
+    PoolClosed,
     AgentHere,
     AgentLeaving,
     AgentLost,
@@ -178,6 +201,8 @@ class Submit:
     hire: str
     slots: int
     reason: str
+    cpus: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +215,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A sentence for the story; nothing to carry out."""
+    """A sentence for the story, of one run or of all; nothing to carry out."""
 
     text: str
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +229,12 @@ class GiveUp:
     troubles: tuple[PoolTrouble, ...]
 
 
-Instruction = Union[Submit, Cancel, Tell, GiveUp]
+@dataclass(frozen=True, slots=True)
+class OutOfMoney:
+    """What is left of a run's budget is needed to stop in order."""
+
+    run: str
+    reason: str
+
+
+Instruction = Union[Submit, Cancel, Tell, GiveUp, OutOfMoney]

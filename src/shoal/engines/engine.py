@@ -8,7 +8,7 @@ that a coordinator that comes back finds what it had asked for, and what nobody 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -19,7 +19,10 @@ from shoal.wire.credentials import Credentials
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own."""
+    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own.
+
+    `cpus` and `memory_bytes` are what its members need together, 0 if nobody said; a pool that says it itself is right.
+    """
 
     hire: str
     tag: str
@@ -27,6 +30,8 @@ class Ask:
     credentials: Credentials
     slots: int | None = None
     options: tuple[str, ...] = ()
+    cpus: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,12 @@ class Engine(ABC):
     """One pool's engine. All but `render` may wait for others, and is called from threads.
 
     Whatever cannot be reached just now raises EngineUnreachable, and is asked again; what the engine will never do as
-    it was asked raises HireRefused.
+    it was asked raises HireRefused. `sized` says that it can ask for processors and memory.
     """
 
     options_type: ClassVar[type[Options]] = Options
     usually_shared: ClassVar[bool] = False
+    sized: ClassVar[bool] = False
 
     def __init__(self, pool: str, options: Options) -> None:
         self.pool, self.options = pool, options
@@ -94,6 +100,11 @@ class Engine(ABC):
     def most(self) -> int | None:
         """How many hires there can be at a time at the very most; None if nobody knows."""
         return None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Processors and bytes of memory of each hire, as the pool itself says; 0 if it does not."""
+        return 0, 0
 
     @property
     def shared(self) -> bool:
@@ -119,6 +130,12 @@ class Engine(ABC):
     @abstractmethod
     def offers(self) -> list[Offer]:
         """What could be had now, one for each kind of machine."""
+
+    def tidy(self, tag: str, known: Collection[str]) -> None:  # noqa: B027 - not all can reach what hires leave
+        """Remove what was left by hires that ended a while ago (`boot.KEEP_S`), also those of other coordinators.
+
+        `known` are the hires of this tag that somebody counts on.
+        """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections; hires live on."""

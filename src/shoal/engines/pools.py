@@ -36,6 +36,9 @@ class Described(msgspec.Struct, frozen=True):
     price: Annotated[float, Meta(ge=0, description="of a machine for an hour, in any currency")] = 0.0
     instead: Annotated[float, Meta(ge=0, description="what a machine that is not preempted would cost")] = 0.0
     patience_s: Annotated[float, Meta(gt=0, description="wait for a machine before the next pool is asked")] = 60.0
+    labels: Annotated[Mapping[str, str], Meta(description="what its machines carry, for --where")] = msgspec.field(
+        default_factory=dict
+    )
 
 
 def engine_type(name: str, where: str = "") -> type[Engine]:
@@ -62,8 +65,9 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
     general = {field.encode_name for field in msgspec.structs.fields(Described)}
     said = _convert(name, {key: value for key, value in table.items() if key in general}, Described, where)
     kind = engine_type(said.engine, where)
-    own = {key: value for key, value in table.items() if key not in general}
     known = [field.encode_name for field in msgspec.structs.fields(kind.options_type)]
+    # Labels may be the engine's too: what it chooses machines by is what they carry.
+    own = {key: value for key, value in table.items() if key not in general or key in known}
     for key in own:
         if key not in known:
             near = difflib.get_close_matches(key, [*general, *known], n=1)
@@ -71,7 +75,8 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
             raise BadPool(f"pool {name} cannot be told {key!r}", where=where, do=do)
     engine = kind(name, _convert(name, own, kind.options_type, where))
     limit = said.limit if engine.most is None else min(said.limit, engine.most)
-    pool = Pool(name, said.engine, limit, said.slots, said.price, said.instead, said.patience_s)
+    price = (said.price, said.instead, said.patience_s)
+    pool = Pool(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)
     return pool, engine
 
 

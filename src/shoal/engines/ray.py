@@ -52,15 +52,16 @@ class RayOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True)
     `address` is `auto` on a node of the cluster, `HOST:6379` there too, and `ray://HOST:10001` from anywhere else.
     `client` is an interpreter here that has the cluster's Ray and Python, if that is not Shoal's own.
 
-    A hire takes `cpus`, `gpus`, `memory_bytes` and custom `resources` of a node, as `{"spot" = 1}`, and goes only to
-    nodes with these `labels`, as `{"ray.io/market-type" = "spot"}`; values may be `!x`, `in(a,b)` and `!in(a,b)`.
+    A hire takes `cpus` (one, or what its members need), `gpus`, `memory_bytes` and custom `resources` of a node, as
+    `{"spot" = 1}`, and goes only to nodes with these `labels`, as `{"ray.io/market-type" = "spot"}`; values may be
+    `!x`, `in(a,b)` and `!in(a,b)`.
     `placement` is `pack` or `spread`; `group` names a placement group that exists, whose bundles the hires then fill.
     `grace_s` is how long a cancelled agent may take to hand over. `python` is looked for where Ray's own is, first.
     """
 
     address: str = "auto"
     client: str = ""
-    cpus: Annotated[float, Meta(ge=0)] = 1.0
+    cpus: Annotated[float, Meta(ge=0)] | None = None
     gpus: Annotated[float, Meta(ge=0)] = 0.0
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     resources: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -75,11 +76,16 @@ class Ray(Engine):
 
     options_type: ClassVar[type[Options]] = RayOptions
     options: RayOptions
+    sized = True
 
     def __init__(self, pool: str, options: Options) -> None:
         super().__init__(pool, options)
         self._link: Link | None = None
         self._lock = threading.Lock()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return int(self.options.cpus or 0), self.options.memory_bytes
 
     def render(self, ask: Ask) -> Rendered:
         return Rendered(self._argv, json.dumps(self._request(ask), indent=2) + "\n")
@@ -125,7 +131,7 @@ class Ray(Engine):
         return {
             "do": "submit",
             "name": actor_name(ask.tag, ask.hire),
-            "options": actor_options(self.options),
+            "options": actor_options(self.options, ask.cpus, ask.memory_bytes),
             "group": self.options.group,
             "script": boot.script(tied, self.options, python=self.options.python or "python3", before=_BEFORE),
         }
@@ -255,11 +261,12 @@ def actor_name(tag: str, hire: str) -> str:
     return f"shoal-{tag.replace('-', '--')}-{hire}"
 
 
-def actor_options(options: RayOptions) -> dict[str, Any]:
-    """What Ray is told of the actor."""
-    asked: dict[str, Any] = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    if options.memory_bytes:
-        asked["memory"] = options.memory_bytes
+def actor_options(options: RayOptions, cpus: int = 0, memory_bytes: int = 0) -> dict[str, Any]:
+    """What Ray is told of the actor; what members need counts where the pool says nothing."""
+    some = options.cpus if options.cpus is not None else float(cpus or ray_nodes.CPUS)
+    asked: dict[str, Any] = {"num_cpus": some, "num_gpus": options.gpus}
+    if memory := options.memory_bytes or memory_bytes:
+        asked["memory"] = memory
     if options.resources:
         asked["resources"] = dict(options.resources)
     if options.labels:

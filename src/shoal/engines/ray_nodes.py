@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from shoal.engines.ray import RayOptions
 
 NODE_GROUP = "ray.io/node-group"
+CPUS = 1.0
 _MORE = "it waits for one to join or, where there is an autoscaler, to be brought"
 
 
 def needs(options: RayOptions) -> dict[str, float]:
     """What a hire takes of its node, by Ray's names."""
-    asked = {"CPU": options.cpus, "GPU": options.gpus, "memory": float(options.memory_bytes), **options.resources}
+    cpus = CPUS if options.cpus is None else options.cpus
+    asked = {"CPU": cpus, "GPU": options.gpus, "memory": float(options.memory_bytes), **options.resources}
     return {name: amount for name, amount in asked.items() if amount}
 
 
@@ -61,7 +63,7 @@ def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offe
         known = counts.get(kind, 0)
         counts[kind] = None if known is None or count is None else known + count
         whys[kind] = "" if counts[kind] != 0 else why_waiting(options, [node])
-    cpus, gpus = math.ceil(options.cpus), math.ceil(options.gpus)
+    cpus, gpus = math.ceil(CPUS if options.cpus is None else options.cpus), math.ceil(options.gpus)
     return [Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())]
 
 

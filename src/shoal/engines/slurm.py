@@ -74,6 +74,7 @@ class Slurm(Engine):
     """Agents as jobs of the Slurm whose commands are on this machine."""
 
     usually_shared = True
+    sized = True
     options_type = SlurmOptions
     options: SlurmOptions
 
@@ -83,6 +84,10 @@ class Slurm(Engine):
         self._above = Path(given).expanduser().absolute()
         self._looked: tuple[float, str, list[Seen]] | None = None
         self._kill_wait_s, self._learnt = KILL_WAIT_S, False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.options.cpus_per_task, slurm_nodes.mib(self.options.memory) << 20
 
     def render(self, ask: Ask) -> Rendered:
         notice = ("--notice-source", f"slurm:{self.options.notice_s}")
@@ -210,8 +215,8 @@ def arguments(ask: Ask, options: SlurmOptions, home: Path) -> tuple[str, ...]:
         "constraint": options.constraint,
         "gres": options.gres,
         "gpus": options.gpus,
-        "cpus-per-task": options.cpus_per_task,
-        "mem": options.memory,
+        "cpus-per-task": options.cpus_per_task or ask.cpus,
+        "mem": options.memory or (f"{-(-ask.memory_bytes >> 20)}M" if ask.memory_bytes else ""),
         "time": options.time_limit,
         "nodelist": options.nodelist,
         "exclude": options.exclude,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.core.terms import parse_where
 from shoal.errors import BadRole
 from shoal.wire.views import RoleSpec
 
@@ -19,12 +20,19 @@ class Role:
     """What is needed of the processes of one role.
 
     `count` is how many: a number, or MIN:MAX for trainers. `cpus` is how many threads each computes with. `memory`,
-    such as "2GiB", is how much each may use before it is ended; empty for no limit.
+    such as "2GiB", is how much each may use before it is ended; empty for no limit. `on` names pools for this role
+    alone, such as "lab", and `where` labels that their machines must carry, such as "gpu=a100".
     """
 
     count: int | str = 1
     memory: int | str = ""
     cpus: int = 0
+    on: str = ""
+    where: str = ""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.on.split(",") if name.strip())
 
     @property
     def memory_bytes(self) -> int:
@@ -48,8 +56,12 @@ def check(roles: Mapping[str, Role]) -> None:
 
 
 def specs(roles: Mapping[str, Role]) -> dict[str, RoleSpec]:
-    """What the coordinator is told of each role; how many trainers there are is said elsewhere."""
-    return {name: RoleSpec(_count(role), role.cpus, role.memory_bytes) for name, role in roles.items()}
+    """What the coordinator is told of each role; how many trainers there are, and where, is said elsewhere."""
+    found = {}
+    for name, role in roles.items():
+        apart = (role.pools, parse_where(role.where, f"Role({name!r}).where")) if name != TRAINER else ()
+        found[name] = RoleSpec(_count(role), role.cpus, role.memory_bytes, *apart)
+    return found
 
 
 def _count(role: Role) -> int:

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from shoal import config
 from shoal.config import Value
 from shoal.core import sync
@@ -15,7 +17,7 @@ from shoal.experiment.handle import RunHandle
 from shoal.experiment.keep import Keeper
 from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
 from shoal.launch import detached, render, sources
-from shoal.launch.place import home
+from shoal.launch.place import LOCAL, home
 from shoal.launch.render import Launch
 from shoal.launch.sources import Choices, Option
 from shoal.launch.supervise import Supervisor
@@ -25,7 +27,7 @@ from shoal.pack import manifest
 from shoal.pack.files import Files
 from shoal.pack.manifest import Manifest
 from shoal.wire import credentials
-from shoal.wire.views import RunSpec
+from shoal.wire.views import RoleSpec, RunSpec
 from shoal.worker.experiment import Experiment
 
 MEMBER = "shoal.experiment"
@@ -53,8 +55,10 @@ def run(
         raise InsideMember("shoal.run was called inside a run", do='put the call under if __name__ == "__main__":')
     roles = {TRAINER: Role(), **(roles or {})}
     check(roles)
-    choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings) | {"on": ("on=", on)})
+    choices = sources.choose(Path.cwd(), os.environ, options=_options(roles, settings, on))
     _check_together(roles, choices)
+    for setting in render.ROLES_ON.values():
+        render.checked_pools(choices, setting)
     contents = packed_files.named(files)
     directory = render.new_directory(home())
     spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, dict(env or {}))
@@ -82,6 +86,7 @@ def pack(directory: Path, experiment_fn: Callable[[], Experiment], contents: Map
 
 def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choices, env: dict[str, str]) -> RunSpec:
     config.parse_settings(choices.for_run())
+    asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
     return RunSpec(
         name=choices.text("name") or name.strip("<>"),
         argv=(MEMBER, str(directory / PACK)),
@@ -90,10 +95,19 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
         env=env,
         module=True,
         settings=choices.for_run(),
-        roles=specs(roles),
-        on=render.chosen_pools(choices),
+        roles=asked,
+        on=render.chosen_pools(choices, asked),
         priority=int(choices.text("priority")),
+        where=render.wanted_labels(choices),
+        budget=render.budget_of(choices),
     )
+
+
+def _placed(role: RoleSpec, choices: Choices) -> RoleSpec:
+    """A role with the pools that its labels mean."""
+    if not role.where:
+        return role
+    return msgspec.structs.replace(role, on=render.labelled(choices, role.on, role.where))
 
 
 def _kept(launch: Launch) -> RunHandle:
@@ -108,8 +122,11 @@ def _detached(launch: Launch) -> RunHandle:
     return RunHandle(Path(launch.directory), detached.begin(launch), None)
 
 
-def _options(roles: Mapping[str, Role], settings: Mapping[str, Value]) -> dict[str, Option]:
+def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) -> dict[str, Option]:
     """Settings from arguments, under the names that `shoal config` has for them."""
+    trainer = roles[TRAINER]
+    if trainer.on and on not in (LOCAL, trainer.on):
+        raise BadRole(f"trainers cannot be on {trainer.on} while the run is on {on}", do="say it once")
     names = {key.variable.removeprefix("SHOAL_").lower(): key.name for key in config.declared()}
     options: dict[str, Option] = {}
     for given, value in settings.items():
@@ -121,6 +138,12 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value]) -> dict[s
             "members= is not an argument of shoal.run", do='pass roles={"trainer": shoal.Role(count="1:8")}'
         )
     options["members"] = ('Role("trainer").count', str(roles[TRAINER].count))
+    options["on"] = ("on=", trainer.on or on)
+    if trainer.where:
+        options["where"] = ('Role("trainer").where', trainer.where)
+    for role, setting in render.ROLES_ON.items():
+        if role in roles and roles[role].on:
+            options[setting] = (f'Role("{role}").on', roles[role].on)
     if SERVER in roles:
         options["servers"] = ('Role("server").count', str(roles[SERVER].count))
     if EVALUATOR in roles:

@@ -8,22 +8,26 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
 from shoal.config import parse_settings
+from shoal.core import sync, terms
+from shoal.core.roster import EVALUATOR, SERVER
 from shoal.engines import pools
-from shoal.errors import BadCount, BadPool, BadScript, HomeUnusable
+from shoal.errors import BadCount, BadPool, BadRole, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
 from shoal.wire.hires import Hires, hiring_of
-from shoal.wire.views import RunSpec
+from shoal.wire.views import RoleSpec, RunSpec
 
 URL = "<url>"
 LOCAL_POOL = {"engine": "local"}
+ROLES_ON = {EVALUATOR: "evaluator_on", SERVER: "servers_on"}
+OPTION_OF = {EVALUATOR: "--evaluator-on", SERVER: "--servers-on"}
 KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,psutil"
 
 
@@ -39,6 +43,7 @@ class Launch(msgspec.Struct, frozen=True):
     spec: RunSpec | None = None
     resume: str = ""
     members: tuple[int, int] | None = None
+    budget: float | None = None
     made: bool = False
     hires: Hires | None = None
     ship: str = ""
@@ -53,13 +58,12 @@ def new_directory(home: Path) -> Path:
 def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
     """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
     python = (sys.executable, "-P", "-m")
-    hires = hires_of(choices, chosen_pools(choices))
+    before = hiring_of(directory) if spec is None else None
+    hires = hires_of(choices, pools_of(spec) if spec is not None else (), before)
     host = choices.text("host") or address.of_coordinator(table["engine"] for table in hires.pools.values())
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
     if hires.pools:
         return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
-    if (before := hiring_of(directory)) is not None:
-        return Launch(str(directory), coordinator, (), spec, hires=before)
     token_file = str(directory / "token")
     agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL)
     preload = "" if choices.text("preload") or spec is None else _preload(spec)
@@ -67,41 +71,90 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     return Launch(str(directory), coordinator, (*agent, *options), spec)
 
 
-def hires_of(choices: Choices, names: Collection[str] | None = None) -> Hires:
-    """What a coordinator may hire: from these pools, or from all that shoal.toml describes."""
-    tables = {name: dict(choices.pools.get(name, LOCAL_POOL)) for name in (choices.pools if names is None else names)}
+def hires_of(choices: Choices, names: Collection[str] | None = None, before: Hires | None = None) -> Hires:
+    """What a coordinator may hire: from these pools, or from all that shoal.toml describes, or from those it had."""
+    had = before.pools if before is not None else {}
+    chosen = choices.pools if names is None else (*names, *had)
+    tables = {name: dict(choices.pools.get(name, had.get(name, LOCAL_POOL))) for name in chosen}
     for name, table in tables.items():
         pools.parse(name, table, str(choices.file or ""))
     return Hires(tables, (*agent_options(choices), "--orphan", choices.text("orphan_s")))
 
 
-def named_pools(choices: Choices) -> tuple[str, ...]:
-    """The pools of ``--on``."""
-    return tuple(name.strip() for name in choices.text("on").split(",") if name.strip())
+def named_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
+    """The pools of ``--on``, or of another such setting."""
+    return tuple(name.strip() for name in choices.text(setting).split(",") if name.strip())
 
 
-def chosen_pools(choices: Choices) -> tuple[str, ...]:
-    """The pools of ``--on``, checked; none for this machine as it is."""
-    names = named_pools(choices)
-    if names in ((), (LOCAL,)) and LOCAL not in choices.pools:
-        return ()
+def chosen_pools(choices: Choices, roles: Mapping[str, RoleSpec]) -> tuple[str, ...]:
+    """The pools of ``--on`` and ``--where``, checked; none for this machine as it is."""
+    names, where = named_pools(choices), wanted_labels(choices)
+    if names in ((), (LOCAL,)) and LOCAL not in choices.pools and not where:
+        # Where some role goes elsewhere, those who stay are hired here.
+        return (LOCAL,) if any(role.on for role in roles.values()) else ()
+    return labelled(choices, checked_pools(choices), where)
+
+
+def checked_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
+    """The pools of a setting, if shoal.toml describes them all."""
+    names = named_pools(choices, setting)
     for name in names:
         if name not in choices.pools and name != LOCAL:
             known = sorted({*choices.pools, LOCAL})
             raise BadPool(
                 f"there is no pool {name!r}",
-                where=choices.source("on"),
+                where=choices.source(setting),
                 do=f"describe it under [pool.{name}] in shoal.toml; there are: {', '.join(known)}",
             )
     if len(set(names)) < len(names):
-        raise BadPool(f"a pool is named twice in {choices.text('on')!r}", where=choices.source("on"))
+        raise BadPool(f"a pool is named twice in {choices.text(setting)!r}", where=choices.source(setting))
     return names
+
+
+def wanted_labels(choices: Choices) -> dict[str, str]:
+    """The labels of ``--where``."""
+    return terms.parse_where(choices.text("where"), choices.source("where"))
+
+
+def labelled(choices: Choices, names: tuple[str, ...], where: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of these pools, or of all that shoal.toml describes, whose machines carry labels."""
+    tables = {name: choices.pools.get(name, LOCAL_POOL) for name in (*choices.pools, *names)}
+    described = [pools.parse(name, table, str(choices.file or ""))[0] for name, table in tables.items()]
+    return terms.matching(described, names, where)
+
+
+def roles_of(choices: Choices, *, standing: bool = False) -> dict[str, RoleSpec]:
+    """The roles that have pools of their own; a standing coordinator knows best which there are."""
+    found = {}
+    for role, setting in ROLES_ON.items():
+        names = named_pools(choices, setting) if standing else checked_pools(choices, setting)
+        has = bool(choices.found["evaluator"].value) if role == EVALUATOR else sync.parse(choices.text("sync")).served
+        if names and not has and choices.source(setting) == OPTION_OF[role]:
+            raise BadRole(
+                f"this run has no {role} to start on {', '.join(names)}",
+                where=choices.source(setting),
+                do="add --evaluator" if role == EVALUATOR else "add --sync stale:3, or another that has servers",
+            )
+        if names and has:
+            found[role] = RoleSpec(on=names)
+    return found
+
+
+def pools_of(spec: RunSpec) -> tuple[str, ...]:
+    """All pools that a run takes machines from, for whatever role."""
+    return tuple(dict.fromkeys((*spec.on, *(name for role in spec.roles.values() for name in role.on))))
+
+
+def budget_of(choices: Choices) -> float | None:
+    """What the run may spend, None for any amount."""
+    return float(choices.text("budget")) or None
 
 
 def shipped(choices: Choices, spec: RunSpec | None) -> str:
     """The directory that is sent along, if some machine of the run's own pools does not see it."""
     taken = [
-        pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in (spec.on if spec is not None else ())
+        pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1]
+        for name in (pools_of(spec) if spec is not None else ())
     ]
     if spec is None or (choices.text("ship") == "auto" and all(engine.shared for engine in taken)):
         return ""
@@ -110,7 +163,7 @@ def shipped(choices: Choices, spec: RunSpec | None) -> str:
 
 def sent_away(choices: Choices, spec: RunSpec) -> str:
     """The directory that is sent to whoever may not see it."""
-    if choices.text("ship") == "never" or (choices.text("ship") == "auto" and not spec.on):
+    if choices.text("ship") == "never" or (choices.text("ship") == "auto" and not pools_of(spec)):
         return ""
     script = spec.argv[0]
     if not spec.module and not (Path(spec.cwd) / script).resolve().is_relative_to(Path(spec.cwd).resolve()):
@@ -158,6 +211,7 @@ def spec_of(
     check_module(script, cwd) if module else check_script(script, cwd)
     default_name = script.rpartition(".")[2] if module else Path(script).stem
     parse_settings(choices.for_run())
+    roles = roles_of(choices, standing=standing)
     return RunSpec(
         name=choices.text("name") or default_name,
         argv=(script, *arguments),
@@ -166,8 +220,11 @@ def spec_of(
         module=module,
         settings=choices.for_run(),
         compat=compat,
-        on=named_pools(choices) if standing else chosen_pools(choices),
+        on=named_pools(choices) if standing else chosen_pools(choices, roles),
         priority=int(choices.text("priority")),
+        roles=roles,
+        where=wanted_labels(choices),
+        budget=budget_of(choices),
     )
 
 

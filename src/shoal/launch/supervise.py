@@ -111,15 +111,16 @@ class Supervisor:
 def hand_over(client: Client, launch: Launch) -> RunView:
     """Submit the run of a launch with what is sent along, or resume it."""
     if launch.spec is None:
-        return resume(client, launch.resume, launch.members)
+        return resume(client, launch.resume, launch.members, launch.budget)
     sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
     return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 
-def resume(client: Client, run: str, members: tuple[int, int] | None) -> RunView:
+def resume(client: Client, run: str, members: tuple[int, int] | None, budget: float | None = None) -> RunView:
     """Set a run going again; one that its coordinator never saw end goes on by itself."""
-    ask = ScaleAsk(*members) if members is not None else None
     view = client.run(run)
+    bounds = members or (view.members_min, view.members_max)
+    ask = ScaleAsk(*bounds, budget) if members is not None or budget is not None else None
     if view.status in OVER:
         return client.resume(run, ask)
     return view if ask is None else client.scale(run, ask)

@@ -8,12 +8,15 @@ import msgspec
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many processes of a role, and what each of them needs; 0 leaves it open.
 
-    How many trainers and servers there are is said by `RunSpec.members` and the setting `servers`.
+    How many trainers and servers there are is said by `RunSpec.members` and the setting `servers`. `on` are pools of
+    the role's own, `where` labels that its machines must carry; without them it is where the trainers are.
     """
 
     count: int = 1
     cpus: int = 0
     memory_bytes: int = 0
+    on: tuple[str, ...] = ()
+    where: dict[str, str] = {}
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +24,7 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `on` are the pools whose machines it may have, in its order; without them it uses those that are there. `project`
     is the hash of what was sent along for machines that do not see `cwd`. Runs of higher `priority` get places first.
+    `where` are labels that its machines must carry; `budget` is what they may cost in all, None for any amount.
     """
 
     name: str
@@ -36,6 +40,8 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on: tuple[str, ...] = ()
     project: str = ""
     priority: int = 0
+    where: dict[str, str] = {}
+    budget: float | None = None
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -96,11 +102,16 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class CostView(msgspec.Struct, frozen=True):
-    """Machine seconds, what they cost, and what was saved against the price of machines that are not preempted."""
+    """Machine seconds, what they cost, and what was saved against the price of machines that are not preempted.
+
+    `unused` is the part that was spent on machines while they started or went, `lost` how many were lost.
+    """
 
     machine_s: float
     spent: float
     saved: float
+    unused: float = 0.0
+    lost: int = 0
 
 
 class PoolView(msgspec.Struct, frozen=True):
@@ -119,6 +130,7 @@ class PoolView(msgspec.Struct, frozen=True):
     trouble: str = ""
     until: float | None = None
     cost: CostView = CostView(0.0, 0.0, 0.0)
+    labels: dict[str, str] = {}
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -127,8 +139,10 @@ class RunView(msgspec.Struct, frozen=True):
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
     `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
-    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator; `problem` is
-    what kept it from beginning.
+    machines that were hired for it, `costs` the same by pool, `rate_per_h` what an hour of them costs now, and `budget`
+    what they may cost in all; `user` is who submitted it, empty for the owner of the coordinator; `problem` is what
+    kept it from beginning. `queued` is its place among the runs that wait for machines, 0 if it does not; `waits_for`
+    is what it waits for.
     """
 
     run: str
@@ -168,6 +182,12 @@ class RunView(msgspec.Struct, frozen=True):
     cost: CostView | None = None
     user: str = ""
     problem: Problem | None = None
+    costs: dict[str, CostView] = {}
+    rate_per_h: float = 0.0
+    budget: float | None = None
+    priority: int = 0
+    queued: int = 0
+    waits_for: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):
@@ -213,8 +233,11 @@ class StopAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many members from now on, and what they may cost in all if that changes too."""
+
     min: int
     max: int
+    budget: float | None = None
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
+from shoal.core.terms import Terms
 
 
 class Fleet:
@@ -18,7 +19,7 @@ class Fleet:
         return list(asked)
 
     def want(self, run: str, low: int, high: int, priority: int = 0, pools: tuple[str, ...] = ()) -> None:
-        self.on(fe.RunWanted(run, low, high, pools=pools, priority=priority))
+        self.on(fe.RunWanted(run, low, high, terms={"trainer": Terms(pools)} if pools else {}, priority=priority))
 
     def have(self, run: str) -> list[str]:
         return sorted(p.member for p in self.state.of_run(run) if p.status != fl.ENDING)

@@ -1,0 +1,116 @@
+"""Whatever is delivered, lost or dear: a run never spends more than its budget, nor less than it could use of it.
+
+The engines here give a machine back within seconds, and a run that is told to stop has ended within its grace.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core import spending, supply
+from shoal.core import supply_events as se
+from shoal.core.supply import ASKED, HERE, State
+from shoal.core.supply_events import Need, Pool
+
+GONE_S = 6.0
+STOP_S = spending.RESERVE_S - 15.0
+
+pools = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=3
+)
+happenings = st.lists(st.sampled_from(["deliver", "lose", "refuse", "wait", "long"]), min_size=3, max_size=25)
+
+
+class Site:
+    """Pools that give and take, and one run with a budget."""
+
+    def __init__(self, described: list[tuple[float, int, int]], budget: float, slots: int, least: int) -> None:
+        self.pools = tuple(
+            Pool(f"p{at}", "e", limit, each, price, patience_s=30.0)
+            for at, (price, limit, each) in enumerate(described)
+        )
+        self.state, self.now, self.over = State(), 0.0, False
+        self.budget, self.least = budget, least
+        self.leaving: dict[str, float] = {}
+        self.tell(se.PoolsKnown(self.pools))
+        names = tuple(pool.name for pool in self.pools)
+        self.need = Need("run", names, slots, least, budget=budget)
+        self.tell(se.NeedsChanged((self.need,)))
+
+    def tell(self, event: se.Event) -> None:
+        before = {name for name, hire in self.state.hires.items() if hire.status == HERE}
+        self.state, asked = supply.decide(self.state, event, self.now)
+        self.over = self.over or any(isinstance(one, se.OutOfMoney) for one in asked)
+        given_back = [one.hire for one in asked if isinstance(one, se.Cancel)]
+        self.leaving |= dict.fromkeys(given_back, self.now + GONE_S)
+        if before & set(given_back) and not self.over and not isinstance(event, se.AgentLost):
+            places = sum(hire.slots for hire in self.state.hires.values() if hire.status == HERE)
+            assert places >= self.least, "a machine was given back that the run cannot do without"
+
+    def tick(self) -> None:
+        self.now += spending.LOOK_S
+        for event in (*supply.due(self.state, self.now), *supply.money_due(self.state, self.now)):
+            self.tell(event)
+        for name in [name for name, at in self.leaving.items() if at <= self.now]:
+            del self.leaving[name]
+            self.tell(se.Ended(name))
+
+    def happen(self, what: str) -> None:
+        waiting = [hire for hire in self.state.hires.values() if hire.status == ASKED]
+        here = [hire for hire in self.state.hires.values() if hire.status == HERE]
+        if what == "deliver":
+            for hire in waiting:
+                self.tell(se.Submitted(hire.pool, hire.name, hire.name))
+                self.tell(se.AgentHere(hire.name))
+        elif what == "refuse" and waiting:
+            self.tell(se.Refused(waiting[0].pool, waiting[0].name, "no quota"))
+        elif what == "lose" and here:
+            self.tell(se.AgentLost(here[0].name, "preempted"))
+        for _ in range({"wait": 40, "long": 400}.get(what, 3)):
+            if not self.over:
+                self.tick()
+
+    def stop(self) -> None:
+        """What its processes need to end, then all is given back."""
+        self.over = True
+        held = tuple(name for name, hire in self.state.hires.items() if hire.status == HERE)
+        self.tell(se.NeedsChanged((Need("run", (), 0, held=held),)))
+        for _ in range(int(STOP_S)):
+            self.tick()
+        self.tell(se.NeedsChanged(()))
+        for _ in range(40):
+            self.tick()
+
+    @property
+    def spent(self) -> float:
+        return supply.account_at(self.state, self.now).total.spent
+
+
+@given(
+    described=pools,
+    budget=st.sampled_from([0.02, 0.1, 0.5, 2.0]),
+    slots=st.integers(1, 5),
+    least=st.integers(1, 3),
+    story=happenings,
+)
+@settings(max_examples=80, deadline=None)
+def test_a_run_never_spends_more_than_its_budget(
+    described: list[tuple[float, int, int]], budget: float, slots: int, least: int, story: list[str]
+) -> None:
+    site = Site(described, budget, slots, min(least, slots))
+    most = 0.0
+    for what in story:
+        if not site.over:
+            site.happen(what)
+            most = max(most, supply.rate_of(site.state, "run"))
+    assert site.spent <= budget + most * spending.LOOK_S / 3600.0
+    left = budget - site.spent
+    if site.over:
+        cheapest = min(pool.price_per_h for pool in site.pools)
+        paying = supply.rate_of(site.state, "run") + cheapest
+        tick = (paying + most) * 2 * spending.LOOK_S / 3600.0
+        assert left <= paying * spending.RESERVE_S / 3600.0 + tick, "it was stopped while there was money"
+    site.stop()
+    assert not site.state.hires
+    assert site.spent <= budget + most * spending.LOOK_S / 3600.0

@@ -106,7 +106,7 @@ def test_a_slow_link_holds_up_nobody_longer_than_it_takes(clusters: Everywhere, 
 
 def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
     """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
-    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=150, pause_s=0.1)
+    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=100, pause_s=0.1)
     try:
         run.until_on("slurm", "slurm")
         assert "pool dead cannot be reached" in run.output

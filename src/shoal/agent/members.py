@@ -48,7 +48,7 @@ _COLD_VARIABLES = (
 class Home:
     """What all members under this agent have in common. `apart` says that this machine sees nothing of the user's disk.
 
-    `cache` keeps what runs send along.
+    `cache` keeps what runs send along; `grace_s` is how long members have to hand over.
     """
 
     url: str
@@ -59,6 +59,7 @@ class Home:
     environ: Mapping[str, str]
     cache: Path
     apart: bool = False
+    grace_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -169,6 +170,7 @@ class Members:
             "SHOAL_MEMBER": order.member,
             "SHOAL_INCARNATION": order.incarnation,
             "SHOAL_HOST": host,
+            "SHOAL_GRACE_S": f"{self._home.grace_s:g}",
             "SHOAL_SPEED": f"{self._core_speed * threads:.6g}",
             "PYTHONUNBUFFERED": "1",
         }

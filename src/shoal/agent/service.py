@@ -87,6 +87,7 @@ class Agent:
             environ=environ,
             cache=_home(environ) / "cache" / "blobs",
             apart=settings.apart,
+            grace_s=settings.grace_s,
         )
         self._members = Members(home, settings.preload, self._outbox)
         self._ending = asyncio.Event()

@@ -13,7 +13,10 @@ from shoal.errors import BadSettings, IncompleteEnvironment
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete."""
+    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
+
+    `grace_s` is how long it may take to hand over once it is told to go, 0 if nobody has said so.
+    """
 
     url: str
     token_file: str
@@ -26,6 +29,7 @@ class Environment:
     run_dir: str
     role: str = "trainer"
     speed: float = 0.0
+    grace_s: float = 0.0
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -46,6 +50,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
         speed=_number(environ.get("SHOAL_SPEED", "")),
+        grace_s=_number(environ.get("SHOAL_GRACE_S", "")),
     )
 
 

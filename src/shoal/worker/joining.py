@@ -39,7 +39,7 @@ def join() -> Joined:
     if told is None:
         return Joined(Solo(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
     session = _session(told)
-    _handle_sigterm(session)
+    _handle_sigterm(session, told.grace_s or NOTICE_S)
     _tell_of_errors(session)
     elsewhere = told.values.checkpoint_to
     where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
@@ -52,7 +52,7 @@ def _session(told: environment.Environment) -> Session | PlacedSession | Evaluat
     return PlacedSession(told) if sync.parse(told.values.sync).served else Session(told)
 
 
-def _handle_sigterm(session: Session | PlacedSession | EvaluatorSession) -> None:
+def _handle_sigterm(session: Session | PlacedSession | EvaluatorSession, grace_s: float = NOTICE_S) -> None:
     """SIGTERM is a notice: hand over and go. Another one, a little later, ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return
@@ -64,7 +64,7 @@ def _handle_sigterm(session: Session | PlacedSession | EvaluatorSession) -> None
             return
         told = True
         # In threads of their own: the main thread may hold the very lock that leaving needs, or be busy in a library.
-        threading.Thread(target=session.leave, args=(NOTICE_S, "SIGTERM"), daemon=True).start()
+        threading.Thread(target=session.leave, args=(grace_s, "SIGTERM"), daemon=True).start()
         threading.Thread(target=_end_at_the_next, daemon=True).start()
 
     signal.signal(signal.SIGTERM, leave)

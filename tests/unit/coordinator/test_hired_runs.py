@@ -1,0 +1,91 @@
+"""Runs whose machines are hired: what they do when there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.coordinator import present, records
+from shoal.coordinator.runs import Runs
+from shoal.core import events as ev
+from shoal.core import fleet
+from shoal.core import fleet_events as fe
+from shoal.core import supply_events as se
+from shoal.core.world import Address
+from shoal.wire.views import RunSpec
+
+SPEC = RunSpec("t", ("t.py",), "/", (1, 1), on=("spot",))
+
+
+class Hired:
+    """A coordinator with one pool and one run on it."""
+
+    def __init__(self) -> None:
+        self.runs, self.now = Runs(), 1.0
+        self.asked: list[Any] = []
+        self.tell(se.PoolsKnown((se.Pool("spot", "slurm", 4),)))
+        self.tell(records.RunCreated(SPEC, {}), "r")
+
+    def tell(self, event: Any, run: str = "", after_s: float = 0.1) -> None:
+        self.now += after_s
+        self.asked = [one for _, one in self.runs.apply(run, event, self.now)]
+
+    def train_on(self, hire: str) -> str:
+        """A machine comes, and its member trains; the member's name."""
+        self.tell(se.Submitted("spot", hire, hire))
+        self.tell(fe.AgentJoined(hire, 1, "h", pool="spot"))
+        (start,) = (one for one in self.asked if isinstance(one, fe.StartProcess))
+        self.tell(fe.ProcessStarted("r", start.member, start.incarnation, 7, warm=True), "r")
+        self.tell(ev.Hello(start.member, start.incarnation, Address("h", 1)), "r")
+        self.tell(ev.BecameReady(start.member, "x", None), "r")
+        self.tell(ev.TimerFired("gather"), "r", after_s=1.0)
+        self.incarnation = start.incarnation
+        return start.member
+
+
+def test_a_run_that_cannot_begin_fails_with_the_error_of_its_pool() -> None:
+    hired = Hired()
+    hired.tell(se.Refused("spot", "spot-1", "no such partition: nix", "[pool.spot]", "sinfo lists them", final=True))
+    hired.tell(se.PatienceOver("begin", run="r"))
+    view = present.run_view(hired.runs.runs["r"], hired.runs, present.Live(), "d", hired.now)
+    assert (view.status, view.exit_code) == ("failed", 4)
+    assert view.problem is not None
+    assert (view.problem.code, view.problem.where) == ("S470", "[pool.spot]")
+    assert (view.problem.why, view.problem.do) == ("no such partition: nix", "sinfo lists them")
+    assert not hired.runs.supply.needs
+
+
+def test_a_run_whose_members_were_all_told_to_go_waits_for_other_machines() -> None:
+    hired = Hired()
+    member = hired.train_on("spot-1")
+    hired.tell(fe.AgentNotice("spot-1", 8.0, "preempted"))
+    hired.tell(ev.TimerFired("leave"), "r", after_s=3.0)
+    assert [one for one in hired.asked if isinstance(one, ev.StopMembers)]
+    hired.tell(ev.MemberLeft(member, 5), "r")
+    hired.tell(fe.ProcessExited("r", member, hired.incarnation, "preempted", "left after a notice"), "r")
+    run = hired.runs.runs["r"]
+    assert not run.over
+    assert run.state_name == "waiting"
+    assert [need.run for need in hired.runs.supply.needs] == ["r"]
+    assert not [one for one in hired.asked if isinstance(one, fe.RunEnded)]
+    successor = hired.train_on("spot-2")
+    assert successor == "spot-2/0"
+
+
+def test_one_that_somebody_asked_to_stop_meanwhile_does_not_wait() -> None:
+    hired = Hired()
+    member = hired.train_on("spot-1")
+    hired.tell(fe.AgentNotice("spot-1", 8.0, "preempted"))
+    hired.tell(ev.TimerFired("leave"), "r", after_s=3.0)
+    hired.tell(records.StopRequested("by ada", True, 30.0), "r")
+    hired.tell(ev.MemberLeft(member, 5), "r")
+    hired.tell(fe.ProcessExited("r", member, hired.incarnation, "preempted", "left after a notice"), "r")
+    assert hired.runs.runs["r"].status == "stopped"
+
+
+def test_a_run_that_has_lost_all_its_machines_waits_for_others_however_long() -> None:
+    hired = Hired()
+    hired.train_on("spot-1")
+    hired.tell(fe.AgentAway("spot-1"))
+    hired.tell(fe.WaitOver("agent", agent="spot-1"), after_s=20.0)
+    assert not fleet.due(hired.runs.fleet, hired.now + 3600.0)
+    assert not hired.runs.runs["r"].over

@@ -1,0 +1,137 @@
+"""A run that cannot begin with its pools as they are is given up, with what is wrong with each; all others wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core import supply
+from shoal.core import supply_events as se
+from shoal.core.supply import State
+from shoal.core.supply_events import Need, Pool
+
+SPOT = Pool("spot", "slurm", limit=8)
+LAB = Pool("lab", "ssh", limit=2)
+
+
+class World:
+    """A supply with one run that has not begun."""
+
+    def __init__(self, *pools: Pool, least: int = 1, most: int = 2, begun: bool = False) -> None:
+        self.state, self.now = State(), 100.0
+        self.tell(se.PoolsKnown(pools))
+        self.need = Need("run", tuple(pool.name for pool in pools), most, least, begun, 60.0)
+        self.tell(se.NeedsChanged((self.need,)))
+
+    def tell(self, event: se.Event, after_s: float = 0.0) -> None:
+        self.now += after_s
+        self.state, _ = supply.decide(self.state, event, self.now)
+
+    def given_up(self, after_s: float = 0.0) -> tuple[se.PoolTrouble, ...] | None:
+        """What is wrong with the pools, if the run is given up now."""
+        self.now += after_s
+        for event in supply.due(self.state, self.now):
+            self.state, asked = supply.decide(self.state, event, self.now)
+            for one in asked:
+                if isinstance(one, se.GiveUp):
+                    assert one.run == "run"
+                    return one.troubles
+        return None
+
+    def refuse(self, *hires: str, final: bool = True) -> None:
+        for hire in hires:
+            pool = se.pool_of(hire)
+            self.tell(se.Refused(pool, hire, "no such partition", "[pool]", "correct it", final))
+
+
+def test_a_pool_that_refuses_for_good_is_not_waited_for() -> None:
+    world = World(SPOT, most=1)
+    assert world.given_up() is None
+    world.refuse("spot-1")
+    assert world.given_up() == (se.PoolTrouble("spot", "no such partition", "[pool]", "correct it"),)
+
+
+def test_as_long_as_another_pool_may_give_enough_the_run_waits() -> None:
+    world = World(SPOT, LAB, least=2)
+    world.refuse("spot-1", "spot-2")
+    assert world.given_up(after_s=3600.0) is None
+    world = World(SPOT, LAB, least=3)
+    world.refuse("spot-1", "spot-2")
+    troubles = world.given_up()
+    assert troubles is not None
+    assert [one.pool for one in troubles] == ["spot", "lab"]
+    assert "it gives 2 places at most, and the run cannot begin with less than 3" in troubles[1].why
+
+
+def test_what_a_pool_has_given_before_it_refused_counts() -> None:
+    world = World(SPOT, least=1)
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.refuse("spot-2")
+    assert world.given_up() is None
+    world.tell(se.Observed("spot", (), (("spot-1", "it was cancelled"),)))
+    assert world.given_up() is not None
+
+
+def test_a_pool_that_cannot_be_reached_is_waited_for_as_long_as_the_run_says() -> None:
+    world = World(LAB)
+    world.tell(se.PoolUnreachable("lab", "h1 does not answer", "ssh h1", "switch it on"))
+    world.refuse("lab-1", "lab-2", final=False)
+    assert world.given_up(after_s=59.0) is None
+    (trouble,) = world.given_up(after_s=2.0) or ()
+    assert trouble.why.startswith("it was asked again and again for 60 s: ")
+    assert world.given_up() is not None
+
+
+def test_one_that_can_be_reached_again_has_all_the_time_again() -> None:
+    world = World(LAB)
+    world.tell(se.PoolUnreachable("lab", "h1 does not answer"))
+    world.refuse("lab-1", "lab-2", final=False)
+    world.tell(se.Observed("lab", ()), after_s=50.0)
+    world.tell(se.Submitted("lab", sorted(world.state.hires)[0], "h"), after_s=1.0)
+    assert world.given_up(after_s=3600.0) is None, "it waits in the queue of the pool"
+
+
+def test_an_engine_that_cannot_even_be_asked_is_not_waited_for() -> None:
+    world = World(SPOT)
+    world.tell(se.PoolUnreachable("spot", "squeue is not on this machine", do="install it", final=True))
+    world.refuse("spot-1", "spot-2")
+    assert world.given_up() is not None
+
+
+def test_machines_that_are_gone_before_they_are_of_use_are_tried_three_times() -> None:
+    world = World(SPOT, most=1)
+    for turn in (1, 2, 3):
+        assert world.given_up(after_s=700.0) is None
+        (hire,) = world.state.hires
+        world.tell(se.Submitted("spot", hire, "job"))
+        world.tell(se.Observed("spot", (), ((hire, "exit code 127"),)))
+        del turn
+    (trouble,) = world.given_up() or ()
+    assert "3 machines in a row" in trouble.why
+    assert "exit code 127" in trouble.why
+
+
+def test_an_agent_that_comes_makes_good_for_those_that_did_not() -> None:
+    world = World(SPOT, most=1)
+    for _ in range(2):
+        world.given_up(after_s=700.0)
+        (hire,) = world.state.hires
+        world.tell(se.Submitted("spot", hire, "job"))
+        world.tell(se.Observed("spot", (), ((hire, "exit code 127"),)))
+    world.given_up(after_s=700.0)
+    (hire,) = world.state.hires
+    world.tell(se.Submitted("spot", hire, "job"))
+    world.tell(se.AgentHere(hire))
+    assert world.state.standings["spot"].fruitless == 0
+
+
+@pytest.mark.parametrize("pool", [Pool("spot", "slurm", limit=0), Pool("spot", "slurm", limit=1)])
+def test_a_pool_that_may_give_too_little_is_known_at_once(pool: Pool) -> None:
+    world = World(pool, least=2)
+    (trouble,) = world.given_up() or ()
+    assert "limit" in trouble.why + trouble.do
+
+
+def test_a_run_that_has_begun_is_never_given_up() -> None:
+    world = World(SPOT, begun=True)
+    world.refuse("spot-1", "spot-2")
+    assert world.given_up(after_s=86400.0) is None

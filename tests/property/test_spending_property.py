@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.core import spending, supply
 from shoal.core import supply_events as se
-from shoal.core.supply import ASKED, HERE, LEAVING, State
+from shoal.core.supply import ASKED, HERE, State
 from shoal.core.supply_events import Need, Pool
 
 GONE_S = 6.0
@@ -27,7 +27,8 @@ class Site:
 
     def __init__(self, described: list[tuple[float, int, int]], budget: float, slots: int, least: int) -> None:
         self.pools = tuple(
-            Pool(f"p{at}", "e", limit, each, price, patience_s=30.0) for at, (price, limit, each) in enumerate(described)
+            Pool(f"p{at}", "e", limit, each, price, patience_s=30.0)
+            for at, (price, limit, each) in enumerate(described)
         )
         self.state, self.now, self.over = State(), 0.0, False
         self.budget, self.least = budget, least

@@ -28,6 +28,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     model, optimizer = run.attach(model, optimizer)
     x = torch.randn(STEPS * 24, 8, dtype=torch.float64)
+    if "EVALUATED" in os.environ:
+        run.evaluate(lambda: record("evaluated", step=run.step) or {"loss": 1.0})
     record("ready", cwd=os.getcwd())
     for a, b in run.batches(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), size=24, seed=3):
         loss = torch.nn.functional.mse_loss(model(a), b)

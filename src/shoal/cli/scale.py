@@ -19,10 +19,10 @@ from shoal.wire.views import ScaleAsk
 @with_place
 @with_frame
 def command(frame: Frame, place: Place, run: str, members: str | None, budget: float | None) -> None:
-    """Change how many members a run may have, or what they may cost.
+    """Change how many members a run may have.
 
-    Nobody restarts: joiners come in while the others train, and leavers go at the end of a step. Machines of the last
-    of the run's pools are given back first.
+    Or, with --budget, what they may cost. Nobody restarts: joiners come in while the others train, and leavers go at
+    the end of a step. Machines of the last of the run's pools are given back first.
     """
     if members is None and budget is None:
         raise UsageError("scale to what?", do=f"shoal scale {run} MIN:MAX, or --budget AMOUNT")

@@ -9,12 +9,13 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
-from shoal.cli.display import SHARES, evaluation, event_files
+from shoal.cli.display import SHARES, cost, evaluation, event_files
 from shoal.core.fleet import role_of
 from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunView, StoryLine
 
 RESUMABLE = 75
+BUDGET_REACHED = 6
 ALL_DONE = "all members are done"
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
 CHANGES_SHOWN = 10
@@ -61,6 +62,7 @@ class Summary(msgspec.Struct, frozen=True):
     export: str = ""
     tensorboard: str = ""
     tensorboard_error: str = ""
+    cost: str = ""
 
 
 def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
@@ -94,6 +96,7 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
         export=view.evaluation.export if view.evaluation is not None else "",
         tensorboard=view.tensorboard,
         tensorboard_error=view.tensorboard_error,
+        cost=cost(view.cost) if view.cost is not None else "",
     )
 
 
@@ -162,6 +165,8 @@ def text(facts: Summary) -> str:
     lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
     lines += _changes(facts)
     lines += _shares(facts)
+    if facts.cost:
+        lines.append(f"cost        {facts.cost}")
     if facts.evaluated:
         lines.append(f"evaluated   {facts.evaluated}")
     if facts.export:
@@ -173,7 +178,8 @@ def text(facts: Summary) -> str:
     if facts.tensorboard:
         lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
     if facts.status in ("stopped", "resumable"):
-        lines.append(f"to go on    shoal resume {facts.run}")
+        more = " --budget MORE" if facts.exit_code == BUDGET_REACHED else ""
+        lines.append(f"to go on    shoal resume {facts.run}{more}")
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from shoal.engines.engine import Ask, Options
 
 HIRES = "hires"
+# How long what a hire left is kept, for whoever wants to read its log or what members wrote beside it.
+KEEP_S = 24 * 3600.0
 
 
 def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token", before: Sequence[str] = ()) -> str:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
-from shoal.engines import grace, last_words
+from shoal.engines import grace, last_words, leftovers
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
 from shoal.errors import HireRefused
@@ -73,6 +74,13 @@ class Local(Engine):
         (where / "process.json").unlink(missing_ok=True)
         (where / "token").unlink(missing_ok=True)
 
+    def tidy(self, tag: str, known: Collection[str]) -> None:
+        hires = self._above / HIRES
+        for _, _, where in leftovers.homes(hires):
+            if _is_ours(where) and _running(where) is None and leftovers.is_old(where, time.time()):
+                (where / "token").unlink(missing_ok=True)
+        leftovers.remove(hires, tag, known, time.time())
+
     def offers(self) -> list[Offer]:
         return [Offer("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
 
@@ -95,6 +103,14 @@ def _note(where: Path, pid: int, grace_s: float) -> None:
     part = where / "process.json.part"
     part.write_text(json.dumps({"pid": pid, "born": born, "grace_s": grace_s}))
     part.replace(where / "process.json")
+
+
+def _is_ours(where: Path) -> bool:
+    """Whether we started it: other engines may keep theirs in the same place, and write down more."""
+    try:
+        return set(json.loads((where / "process.json").read_text())) == {"pid", "born"}
+    except (FileNotFoundError, ValueError, TypeError):
+        return False
 
 
 def _running(where: Path) -> psutil.Process | None:

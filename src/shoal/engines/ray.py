@@ -54,9 +54,9 @@ class RayOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     A hire takes `cpus` (one, or what its members need), `gpus`, `memory_bytes` and custom `resources` of a node, as
     `{"spot" = 1}`, and goes only to nodes with these `labels`, as `{"ray.io/market-type" = "spot"}`; values may be
-    `!x`, `in(a,b)` and `!in(a,b)`.
-    `placement` is `pack` or `spread`; `group` names a placement group that exists, whose bundles the hires then fill.
-    `grace_s` is how long a cancelled agent may take to hand over. `python` is looked for where Ray's own is, first.
+    `!x`, `in(a,b)` and `!in(a,b)`. `placement` is `pack` or `spread`; `group` names a placement group that exists,
+    whose bundles the hires then fill. `grace_s` is how long a cancelled agent may take to hand over. `python` is looked
+    for where Ray's own is, first.
     """
 
     address: str = "auto"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ CREATED_S = 5.0
 HEARD_S = 1.0
 DEAD_S = 5.0
 FORGET_S = 600.0
+KEEP_S = 24 * 3600.0
 LEAVE_S = 5.0
 LOOK_S = 0.05
 LAST_LINES = 8
@@ -97,6 +99,7 @@ class Hire:
             text = line.decode(errors="replace").strip()
             if not self._home and text.startswith("home="):
                 self._home = text.removeprefix("home=")
+                threading.Thread(target=_tidy, args=(Path(self._home).parents[1],), daemon=True).start()
             elif text:
                 self._said = [*self._said, text][-LAST_LINES:]
 
@@ -112,6 +115,16 @@ class Hire:
         since = max(telling, default=len(said) - 1)
         words = [" ".join(line.split()) for line in said[since:] if not line.strip().startswith("more ")]
         return "; ".join(words)[:400] or "it said nothing"
+
+
+def _tidy(hires: Path) -> None:
+    """Remove what hires left on this node that ended long ago; who lives has a token in its directory."""
+    for home in [one for one in hires.glob("*/*") if one.is_dir() and not (one / "token").exists()]:
+        with contextlib.suppress(OSError):
+            touched = max(path.stat().st_mtime for path in [*home.iterdir()] or [home])
+            if time.time() - touched > KEEP_S:
+                shutil.rmtree(home, ignore_errors=True)
+                home.parent.rmdir()
 
 
 def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:

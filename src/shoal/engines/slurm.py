@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, grace, last_words, slurm_jobs, slurm_nodes
+from shoal.engines import boot, grace, last_words, leftovers, slurm_jobs, slurm_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.slurm_refusals import failure, not_configured, not_installed
 from shoal.errors import BadCredentials, EngineUnreachable, HireRefused, LaunchError
@@ -32,6 +32,7 @@ COMMAND_S = 60.0
 # Slurm's own default of what passes between SIGTERM and SIGKILL.
 KILL_WAIT_S = 30.0
 LOG_CHARACTERS = 20_000
+LOG = "job.log"
 # What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
@@ -129,6 +130,15 @@ class Slurm(Engine):
         self._run(("scancel", f"--user={os.getuid()}", f"--name={handle}"))
         for tag, hire in _splits(handle):
             (self._home(tag, hire) / "token").unlink(missing_ok=True)
+
+    def tidy(self, tag: str, known: Collection[str]) -> None:
+        there = {job.name for job in self._jobs()}
+        hires = self._above / boot.HIRES
+        for of, hire, where in leftovers.homes(hires):
+            counted = (of == tag and hire in known) or f"shoal-{of}-{hire}" in there
+            if not counted and (where / LOG).exists() and leftovers.is_old(where, time.time()):
+                (where / "token").unlink(missing_ok=True)
+        leftovers.remove(hires, tag, known, time.time())
 
     def offers(self) -> list[Offer]:
         only = (f"--partition={self.options.partition}",) if self.options.partition else ()
@@ -230,7 +240,7 @@ def arguments(ask: Ask, options: SlurmOptions, home: Path) -> tuple[str, ...]:
         "--nodes=1",
         "--ntasks=1",
         f"--chdir={home}",
-        f"--output={str(home).replace('%', '%%')}/job.log",
+        f"--output={str(home).replace('%', '%%')}/{LOG}",
         "--open-mode=append",
         "--export=ALL",
         f"--signal=B:USR1@{options.notice_s}",
@@ -244,6 +254,8 @@ def _prepare(where: Path, ask: Ask) -> None:
     """Put what the job will need where it will look for it."""
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Slurm adds to it; by it a hire is known as one of ours.
+        (where / LOG).touch(mode=0o600)
         credentials.write(where / "token", ask.credentials)
     except (OSError, BadCredentials) as error:
         why = error.why if isinstance(error, BadCredentials) else error.strerror or str(error)
@@ -255,13 +267,14 @@ def _prepare(where: Path, ask: Ask) -> None:
 
 def _tidy(where: Path) -> None:
     with contextlib.suppress(OSError):
-        (where / "token").unlink(missing_ok=True)
+        for name in ("token", LOG):
+            (where / name).unlink(missing_ok=True)
         where.rmdir()
 
 
 def boot_words(home: Path, python: str = "") -> str:
     """The last words that a hire left in the shared directory, of its agent or of Slurm."""
-    for name in ("agent.log", "job.log"):
+    for name in ("agent.log", LOG):
         try:
             text = (home / name).read_text(errors="replace")[-LOG_CHARACTERS:]
         except OSError:

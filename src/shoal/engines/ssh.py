@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from shoal.engines import grace, last_words, ssh_command, ssh_contact
+from shoal.engines.boot import KEEP_S
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ssh_command import SshOptions
 from shoal.engines.ssh_contact import ENV, Contact, Json
@@ -33,6 +34,7 @@ CHECK_S = 75.0
 END_MORE_S = 20.0
 LOW_DISK_BYTES = 1 << 30
 LEFT_S = 3600.0
+TIDY_S = 60.0
 NOBODY = "-"
 
 
@@ -249,6 +251,14 @@ class Ssh(Engine):
         if answer["state"] != "ended":
             raise EngineUnreachable(f"{hire} does not end", where=handle, why=f"left are {answer['left']}")
         contact.forget(tag, hire)
+
+    def tidy(self, tag: str, known: Collection[str]) -> None:
+        self._prepare()
+        request = {"do": "tidy", "tag": tag, "known": sorted(known), "keep_s": KEEP_S}
+        for contact in [one for one in self._contacts.values() if one.trouble is None]:
+            # What cannot be removed now can be removed the next time.
+            with contextlib.suppress(Trouble):
+                contact.call(request, TIDY_S)
 
     def offers(self) -> list[Offer]:
         answers = self._look(NOBODY, gpus=True)

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,7 +42,13 @@ def main() -> None:
     # The connection may end before we do: what was begun is brought to its end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     request = json.loads(sys.stdin.read())
-    asked: dict[str, Callable[[Json], Json]] = {"look": look, "check": check, "start": start, "cancel": cancel}
+    asked: dict[str, Callable[[Json], Json]] = {
+        "look": look,
+        "check": check,
+        "start": start,
+        "cancel": cancel,
+        "tidy": tidy,
+    }
     try:
         if not os.path.exists("/proc/self/stat"):
             raise OSError(errno.ENOSYS, "there is no /proc", "/proc")
@@ -122,6 +129,23 @@ def cancel(request: Json) -> Json:
     for name in ("process.json", "token", "ending"):
         _drop(home, name)
     return {"state": "ended"}
+
+
+def tidy(request: Json) -> Json:
+    """Remove what hires left that ended long ago; who lives has a token, whatever engine started it."""
+    removed = 0
+    for tag, hire, home in _homes(_hires(request)):
+        known = _record(home)
+        if known is not None and known.get("node") == _node() and not _alive(known):
+            _drop_token(home)
+        counted = tag == request["tag"] and hire in request["known"]
+        if counted or os.path.exists(os.path.join(home, "token")) or _untouched_s(home) < request["keep_s"]:
+            continue
+        shutil.rmtree(home, ignore_errors=True)
+        removed += 1
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(home))
+    return {"state": "tidy", "removed": removed}
 
 
 # --- a hire's directory
@@ -210,6 +234,15 @@ def _age_s(home: str) -> float:
     return time.time() - max(os.stat(path).st_mtime for path in paths if os.path.exists(path))
 
 
+def _untouched_s(home: str) -> float:
+    """How long ago anything was last written there; what was removed since does not count."""
+    times = []
+    for one in os.scandir(home):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(one.stat(follow_symlinks=False).st_mtime)
+    return time.time() - max(times or [os.stat(home).st_mtime])
+
+
 def _said(home: str, known: Json) -> str:
     if known["boot"] != _boot():
         return "the host was started anew"
@@ -267,9 +300,10 @@ def _record(home: str) -> Json | None:
     try:
         with open(os.path.join(home, "process.json")) as file:
             found: Json = json.load(file)
-            return found
     except (FileNotFoundError, ValueError):
         return None
+    # Others may keep theirs in the same place, and write down less.
+    return found if "node" in found else None
 
 
 def _runs(home: str) -> bool:

@@ -86,12 +86,13 @@ def pack(directory: Path, experiment_fn: Callable[[], Experiment], contents: Map
 
 def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choices, env: dict[str, str]) -> RunSpec:
     config.parse_settings(choices.for_run())
+    members = render.parse_members(choices.text("members"), choices.source("members"))
     asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
     return RunSpec(
         name=choices.text("name") or name.strip("<>"),
         argv=(MEMBER, str(directory / PACK)),
         cwd=str(directory / WORK),
-        members=render.parse_members(choices.text("members"), choices.source("members")),
+        members=members,
         env=env,
         module=True,
         settings=choices.for_run(),

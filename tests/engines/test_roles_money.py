@@ -1,0 +1,106 @@
+"""Runs whose evaluator is elsewhere, runs with a budget, and runs that several users hand in: with real machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_hiring import Hired, hired, pool
+from test_standing import Standing, standing  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVALUATED", "yes")
+    pools = pool("spot", 2, price=1.0, instead=3.0) + pool("lab", 2, price=2.0) + 'labels = {kind = "lab"}\n'
+    given = ("evaluator=true", "evaluator_on=lab", "checkpoint.every_steps=20")
+    with hired(tmp_path, "spot", "1:2", pools, *given, steps=80) as run:
+        run.until_size(2)
+        run.until(lambda: run.of("evaluated"), "an evaluation")
+        pooled = {name.rpartition("-")[0] for name in run.agents()}
+        assert pooled == {"spot", "lab"}
+        run.finish(patience_s=150)
+        members = {e["member"] for e in run.of("ready")}
+        assert all(name.startswith("lab-") == ("evaluator" in name) for name in members), members
+        assert max(e["step"] for e in run.of("evaluated")) == 80
+        run.check_leftovers()
+        (bill,) = run.shoal("cost")
+        assert set(bill["pools"]) == {"spot", "lab"}
+        assert bill["total"]["spent"] > bill["total"]["unused"] > 0
+        assert bill["pools"]["spot"]["saved"] == pytest.approx(2 * bill["pools"]["spot"]["spent"])
+
+
+def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more(tmp_path: Path) -> None:
+    # A minute of one machine, which is what is kept to stop in order, costs 1.0.
+    pools = pool("spot", 2, price=60.0)
+    with hired(tmp_path, "spot", "1:2", pools, "budget=500", "checkpoint.every_s=600", steps=4000) as run:
+        run.until_size(2)
+        run.shoal("scale", run.name, "--budget", str(_spent(run) + 5.0))
+        run.until_size(1)
+        run.until_agents(1)
+        assert any("is given back as the dearest" in line["text"] for line in run.shoal("why", run.name))
+        run.until_step(run.step() + 5)
+        budget = _spent(run) + 1.1
+        run.shoal("scale", run.name, "--budget", str(budget))
+        assert run.process.wait(60) == 6
+        run.check_leftovers()
+        view = run.shoal("status", run.name)
+        assert (view["status"], view["exit_code"], view["budget"]) == ("resumable", 6, budget)
+        assert 0.1 < view["cost"]["spent"] <= budget
+        assert view["checkpoint_step"] >= 5
+        assert "needed to stop in order" in view["reason"]
+        begun = {e["pid"] for e in run.of("ready")}
+        run.process = run.start("resume", run.name)
+        assert run.process.wait(60) == 3
+        assert "error[S150]" in run.output
+        run.process = run.start("resume", run.name, "--budget", "500")
+        run.until(lambda: {e["pid"] for e in run.of("ready")} - begun, "somebody who goes on")
+        run.until_step(view["checkpoint_step"] + 5)
+        resumed = [e["step"] for e in run.of("commit") if e["pid"] not in begun]
+        assert min(resumed) == view["checkpoint_step"] + 1
+        run.shoal("stop", run.name)
+        run.check_leftovers()
+
+
+def _spent(run: Hired) -> float:
+    return float(run.shoal("status", run.name)["cost"]["spent"])
+
+
+def test_runs_of_several_users_wait_in_line_and_only_their_owner_may_change_them(standing: Standing) -> None:  # noqa: F811
+    ada, bob = standing.user("ada"), standing.user("bob")
+    path = standing.path
+    first = standing.shoal("submit", "--on", "farm", "-n", "2", *ada, "train.py", "4000", where=path / "ada")
+    standing.until(lambda: _view(standing, first["run"], ada)["world_size"] == 2, "a world of two")
+    second = standing.shoal("submit", "--on", "farm", "-n", "2", *bob, "train.py", where=path / "bob")
+    urgent = standing.shoal(
+        "submit", "--on", "farm", "--priority", "5", "--name", "urgent", *bob, "train.py", where=path / "bob"
+    )
+    assert (first["user"], second["user"]) == ("ada", "bob")
+
+    queue = {one["run"]: one for one in standing.shoal("ps", *ada, where=path)}
+    assert [queue[run["run"]]["queued"] for run in (urgent, second, first)] == [1, 2, 0]
+    assert f"held by {first['run']} (2)" in queue[second["run"]]["waits_for"]
+
+    for verb in (("stop", first["run"]), ("scale", first["run"], "1:1")):
+        problem = standing.shoal(*verb, *bob, where=path, code=4)
+        assert problem["code"] == "S213"
+        assert "run of ada, not of bob" in problem["what"]
+    assert standing.shoal("why", first["run"], *bob, where=path), "everybody may look"
+    assert standing.shoal("cost", first["run"], *bob, where=path)["pools"]["farm"]["spent"] > 0
+
+    # From anywhere, with nothing but the environment.
+    standing.environ |= {"SHOAL_URL": standing.url, "SHOAL_TOKEN_FILE": str(standing.directory / "tokens" / "ada")}
+    assert standing.shoal("scale", first["run"], "1:1", where=path)["members_max"] == 1
+    standing.until(lambda: _view(standing, urgent["run"], bob)["status"] == "done", "the urgent run")
+    standing.shoal("stop", "--now", first["run"], where=path)
+    standing.until(lambda: _view(standing, second["run"], bob)["status"] == "done", "bob's other run")
+    standing.until(lambda: not standing.agents(), "the machines to be given back")
+
+
+def _view(standing: Standing, run: str, who: tuple[str, ...]) -> dict[str, Any]:  # noqa: F811
+    view: dict[str, Any] = standing.shoal("status", run, *who, where=standing.path)
+    return view

@@ -1,0 +1,93 @@
+"""What hires left is removed a day after they ended, whoever started them, and nothing of those that live."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.engines import leftovers, local, ray_driver, slurm, ssh_there
+from shoal.engines.boot import KEEP_S
+from shoal.engines.engine import Options
+from shoal.engines.slurm import SlurmOptions
+from shoal.engines.slurm_jobs import Job
+
+OLD_S = KEEP_S + 3600.0
+
+
+def leave(above: Path, name: str, *, age_s: float = OLD_S, **files: str) -> Path:
+    home = above / "hires" / name
+    (home / "run" / "project").mkdir(parents=True)
+    for file, text in {"agent.log": "last words", **files}.items():
+        (home / file.replace("_json", ".json").replace("_log", ".log")).write_text(text)
+    for path in (*home.rglob("*"), home):
+        os.utime(path, (time.time() - age_s,) * 2)
+    return home
+
+
+def left(above: Path) -> set[str]:
+    return {f"{tag}/{hire}" for tag, hire, _ in leftovers.homes(above / "hires")}
+
+
+def by_ssh(above: Path) -> None:
+    request = {"directory": str(above), "tag": "mine", "known": ["spot-9"], "keep_s": KEEP_S}
+    ssh_there.tidy(request)
+
+
+def by_local(above: Path) -> None:
+    local.Local("spot", Options(directory=str(above))).tidy("mine", ["spot-9"])
+
+
+@pytest.mark.parametrize("tidy", [by_ssh, by_local])
+def test_only_what_ended_long_ago_is_removed(tmp_path: Path, tidy: Callable[[Path], None]) -> None:
+    leave(tmp_path, "mine/spot-1")
+    leave(tmp_path, "another/spot-1")
+    leave(tmp_path, "mine/spot-2", age_s=60.0)
+    leave(tmp_path, "mine/spot-3", token="it lives, or somebody else knows better")
+    leave(tmp_path, "mine/spot-9")
+    tidy(tmp_path)
+    assert left(tmp_path) == {"mine/spot-2", "mine/spot-3", "mine/spot-9"}
+    assert not (tmp_path / "hires" / "another").exists()
+
+
+def test_on_a_node_of_ray_the_next_hire_removes_what_is_left(tmp_path: Path) -> None:
+    leave(tmp_path, "mine/rays-1")
+    leave(tmp_path, "mine/rays-2", age_s=60.0)
+    leave(tmp_path, "mine/rays-3", token="it lives")
+    ray_driver._tidy(tmp_path / "hires")
+    assert left(tmp_path) == {"mine/rays-2", "mine/rays-3"}
+    assert ray_driver.KEEP_S == KEEP_S
+
+
+def test_an_agent_here_that_died_without_a_word_is_removed_and_one_that_lives_is_not(tmp_path: Path) -> None:
+    me = psutil.Process()
+    lives, died = {"pid": me.pid, "born": me.create_time()}, {"pid": me.pid, "born": 1.0}
+    leave(tmp_path, "mine/spot-1", process_json=json.dumps(lives), token="secret")
+    leave(tmp_path, "mine/spot-2", process_json=json.dumps(died), token="secret")
+    leave(tmp_path, "mine/spot-3", process_json=json.dumps({**died, "node": "x", "boot": "y"}), token="of ssh")
+    by_local(tmp_path)
+    assert left(tmp_path) == {"mine/spot-1", "mine/spot-3"}
+
+
+def test_an_agent_of_a_host_that_died_without_a_word_is_removed(tmp_path: Path) -> None:
+    died = {"pid": os.getpid(), "born": 1, "boot": ssh_there._boot(), "node": socket.gethostname()}
+    leave(tmp_path, "mine/lab-1", process_json=json.dumps(died), token="secret")
+    leave(tmp_path, "mine/lab-2", process_json=json.dumps({**died, "node": "elsewhere"}), token="secret")
+    by_ssh(tmp_path)
+    assert left(tmp_path) == {"mine/lab-2"}
+
+
+def test_a_job_that_slurm_still_has_keeps_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [Job("7", "PENDING", "", None, None, None, 0, 0, "", "shoal-mine-spot-1")]
+    monkeypatch.setattr(slurm.Slurm, "_jobs", lambda _self: jobs)
+    leave(tmp_path, "mine/spot-1", job_log="", token="waits for days")
+    leave(tmp_path, "mine/spot-2", job_log="", token="its job is gone")
+    leave(tmp_path, "mine/rays-3", token="another engine's")
+    slurm.Slurm("spot", SlurmOptions(directory=str(tmp_path))).tidy("mine", ())
+    assert left(tmp_path) == {"mine/spot-1", "mine/rays-3"}

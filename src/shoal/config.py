@@ -93,7 +93,11 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     ] = "auto"
     ship_limit_mb: Annotated[float, Meta(gt=0, description="the largest project that is sent")] = 256.0
     orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
-    host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose")] = ""
+    host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose, :: for all")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="port the coordinator listens on, 0 for any")] = 0
+    address: Annotated[
+        str, Meta(description="addresses of the coordinator that machines elsewhere try first, with commas")
+    ] = ""
     preload: Annotated[str, Meta(description="modules that members find imported, such as torch,torchvision")] = ""
     notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure, slurm or file:PATH")] = ""
     notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""

@@ -16,19 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from websockets.exceptions import WebSocketException
 
 import shoal
 from shoal.agent import notices, probe
+from shoal.agent.examination import Examination
 from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
-from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, ShoalError
+from shoal.core import addresses
+from shoal.errors import HomeUnusable, MembershipError, NoWay, ShoalError
+from shoal.wire import credentials, reach
+from shoal.wire.examination import Finding
 from shoal.wire.messages import (
     PROTOCOL,
     AgentHello,
     AgentWelcome,
     EndMember,
+    Examine,
+    Examined,
     MachineNotice,
     Refused,
     ShutDown,
@@ -43,12 +50,14 @@ _RETRY_MAX_S = 2.0
 _SAY_EVERY_S = 30.0
 _ORPHAN_GRACE_S = 2.0
 _LAST_WORDS_S = 2.0
+ROUND_TRIPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
     """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
 
+    `url` may name several, with commas: the first that answers as the coordinator is taken.
     `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None. `apart` says
     that this machine does not see the disk of who started the run.
     """
@@ -76,10 +85,11 @@ class Agent:
     def __init__(self, settings: AgentSettings, environ: dict[str, str]) -> None:
         self._settings = settings
         self._outbox = Outbox()
-        self._link = CoordinatorLink(settings.url, settings.token_file, settings.connect_s, self._outbox)
+        urls = addresses.split(settings.url)
+        self._link = CoordinatorLink(urls, settings.token_file, settings.connect_s, self._outbox)
         self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
         home = Home(
-            url=settings.url,
+            url=self._link.url,
             token_file=os.path.abspath(settings.token_file),
             directory=settings.directory,
             slots=settings.slots,
@@ -89,6 +99,12 @@ class Agent:
             apart=settings.apart,
         )
         self._members = Members(home, settings.preload, self._outbox)
+        self._examination = Examination(
+            credentials.read(settings.token_file).token,
+            settings.name,
+            settings.directory,
+            lambda interface: probe.hosts_to_announce(self._link.url, interface or settings.interface),
+        )
         self._ending = asyncio.Event()
         self._end_now = asyncio.Event()
         self._grace_s = settings.grace_s
@@ -118,6 +134,7 @@ class Agent:
         finally:
             await self._members.end_all(0.0, "the agent ends")
             await self._members.warm.close()
+            self._examination.close()
             for task in (link, ending, *self._tasks):
                 task.cancel()
         return 0
@@ -213,10 +230,10 @@ class Agent:
                 away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
             until = max(away_since, self._members.last_exit) + self._settings.idle_s
             if not len(self._members) and time.time() > until:
-                raise CoordinatorUnreachable(
+                raise NoWay(
                     f"the coordinator at {self._settings.url} did not answer for {self._settings.idle_s:.0f} s",
                     why=why,
-                    do="start it again, or check its URL",
+                    do="start it again; or open its port for this machine, or set address to one that leads to it",
                 )
             if self._settings.orphan_s is not None and time.time() > away_since + self._settings.orphan_s:
                 self._members.notice_all()
@@ -233,7 +250,7 @@ class Agent:
         try:
             await self._link.converse(self._hello(), self._welcomed, self._obey)
         except (OSError, TimeoutError, WebSocketException) as error:
-            return f"{type(error).__name__}: {error}"
+            return reach.in_words(error)
         except MembershipError as error:
             if not self._conversations and not len(self._members):
                 raise
@@ -246,7 +263,8 @@ class Agent:
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
-        log.info("linked to coordinator %s at %s", welcome.coordinator, self._settings.url)
+        log.info("linked to coordinator %s at %s", welcome.coordinator, self._link.url)
+        self._members.reached(self._link.url)
         self._conversations += 1
 
     def _hello(self) -> AgentHello:
@@ -270,8 +288,21 @@ class Agent:
                 self._in_background(self._members.end(name, message.grace_s, message.reason))
             case ShutDown():
                 self._in_background(self._shut_down(message.reason))
+            case Examine():
+                self._in_background(self._examine(message, time.time()))
             case AgentWelcome() | Refused():
                 pass
+
+    async def _examine(self, asked: Examine, received: float) -> None:
+        """Look, in a thread, and tell; what is examined goes on."""
+        if asked.question.peer:
+            attempts = await asyncio.to_thread(self._examination.attempts, asked.question)
+            finding = Finding(received, time.time(), attempts=attempts)
+        else:
+            facts = await asyncio.to_thread(self._examination.facts, asked.question)
+            trips_s = await self._link.round_trips(ROUND_TRIPS)
+            finding = Finding(received, time.time(), msgspec.structs.replace(facts, round_trips_s=tuple(trips_s)))
+        self._outbox.put(Examined(asked.number, finding))
 
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)

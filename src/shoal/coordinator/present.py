@@ -273,6 +273,7 @@ def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[
                 beat_age_s=max(0.0, now - link.heard_at) if link else 0.0,
                 load=link.load if link else 0.0,
                 notice=agent.notice,
+                via=link.base_url if link else "",
             )
         )
     return found

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.core import addresses
 from shoal.errors import BadRole
 
 TORCHRUN, TF, PS = "torchrun", "tf", "ps"
@@ -61,7 +62,7 @@ def rendezvous(
     given = tasks(kind, len(places), servers)
     cluster: dict[str, list[str]] = {}
     for i, task in zip(ordered, given, strict=True):
-        cluster.setdefault(task.type, []).append(f"{places[i].host}:{ports[i]}")
+        cluster.setdefault(task.type, []).append(addresses.shown(places[i].host, ports[i]))
     for rank, i in enumerate(ordered):
         if kind in (TF, PS):
             mine = {"type": given[rank].type, "index": given[rank].index}

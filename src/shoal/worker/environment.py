@@ -13,7 +13,10 @@ from shoal.errors import BadSettings, IncompleteEnvironment
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete."""
+    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
+
+    `host` and `others` are the addresses at which its peers may reach it.
+    """
 
     url: str
     token_file: str
@@ -26,6 +29,7 @@ class Environment:
     run_dir: str
     role: str = "trainer"
     speed: float = 0.0
+    others: tuple[str, ...] = ()
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -34,18 +38,20 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     if not url:
         return None
     settings = _decode(environ.get("SHOAL_SETTINGS") or "{}")
+    host, *others = _need(environ, "SHOAL_HOST").split(",")
     return Environment(
         url=url,
         token_file=_need(environ, "SHOAL_TOKEN_FILE"),
         run=_need(environ, "SHOAL_RUN"),
         member=_need(environ, "SHOAL_MEMBER"),
         incarnation=_need(environ, "SHOAL_INCARNATION"),
-        host=_need(environ, "SHOAL_HOST"),
+        host=host,
         settings=settings,
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
         speed=_number(environ.get("SHOAL_SPEED", "")),
+        others=tuple(others),
     )
 
 

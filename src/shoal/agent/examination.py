@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import shutil
@@ -28,7 +29,14 @@ from shoal.worker.sockets import disown
 
 RUN = "shoal doctor"
 LIFE = "doctor"
-PACKAGES = ("shoal", "numpy", "torch", "tensorflow", "keras")
+# What is imported, and under which names it is installed.
+PACKAGES = {
+    "shoal": ("shoal",),
+    "numpy": ("numpy",),
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "keras": ("keras",),
+}
 REACH_S = 3.0
 QUIET_S = 10.0
 PINGS = 15
@@ -92,7 +100,7 @@ class Examination:
             return (self._open(question.interface, None).address,)
         middle = span[len(span) // 2]
         parts = (span, range(middle, span.stop), range(span.stop - 1, span.start - 1, -1))
-        found = []
+        found: list[Address] = []
         for part in parts if len(span) > 2 else parts[:1]:
             if not any(one.port in part[:1] for one in found):
                 found.append(self._open(question.interface, part).address)
@@ -183,10 +191,9 @@ def _answer(sock: socket.socket) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found: dict[str, str] = {}
+    for name, installed in PACKAGES.items():
+        for one in installed:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found.setdefault(name, importlib.metadata.version(one))
     return found

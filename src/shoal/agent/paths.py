@@ -30,7 +30,9 @@ async def first(
     The next way is begun when one has failed, or has not answered for a moment: if the first answers, it is the only
     one that is tried.
     """
-    waiting, tasks, failures = list(ways), {}, dict[str, Exception]()
+    waiting = list(ways)
+    tasks: dict[asyncio.Future[T], str] = {}
+    failures: dict[str, Exception] = {}
     try:
         while waiting or tasks:
             if waiting:

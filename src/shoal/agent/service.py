@@ -14,14 +14,13 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from websockets.exceptions import WebSocketException
 
 import shoal
 from shoal.agent import notices, probe
-from shoal.agent.examination import Examination
 from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
@@ -42,6 +41,9 @@ from shoal.wire.messages import (
     StartMember,
     ToAgent,
 )
+
+if TYPE_CHECKING:
+    from shoal.agent.examination import Examination
 
 log = logging.getLogger("shoal.agent")
 
@@ -99,12 +101,7 @@ class Agent:
             apart=settings.apart,
         )
         self._members = Members(home, settings.preload, self._outbox)
-        self._examination = Examination(
-            credentials.read(settings.token_file).token,
-            settings.name,
-            settings.directory,
-            lambda interface: probe.hosts_to_announce(self._link.url, interface or settings.interface),
-        )
+        self._examination: Examination | None = None
         self._ending = asyncio.Event()
         self._end_now = asyncio.Event()
         self._grace_s = settings.grace_s
@@ -134,7 +131,8 @@ class Agent:
         finally:
             await self._members.end_all(0.0, "the agent ends")
             await self._members.warm.close()
-            self._examination.close()
+            if self._examination is not None:
+                self._examination.close()
             for task in (link, ending, *self._tasks):
                 task.cancel()
         return 0
@@ -295,14 +293,26 @@ class Agent:
 
     async def _examine(self, asked: Examine, received: float) -> None:
         """Look, in a thread, and tell; what is examined goes on."""
+        examination = self._examination = self._examination or self._examiner()
         if asked.question.peer:
-            attempts = await asyncio.to_thread(self._examination.attempts, asked.question)
+            attempts = await asyncio.to_thread(examination.attempts, asked.question)
             finding = Finding(received, time.time(), attempts=attempts)
         else:
-            facts = await asyncio.to_thread(self._examination.facts, asked.question)
+            facts = await asyncio.to_thread(examination.facts, asked.question)
             trips_s = await self._link.round_trips(ROUND_TRIPS)
             finding = Finding(received, time.time(), msgspec.structs.replace(facts, round_trips_s=tuple(trips_s)))
         self._outbox.put(Examined(asked.number, finding))
+
+    def _examiner(self) -> Examination:
+        # Few agents are ever examined, and it needs what members need: NumPy is not to hold up the start of all.
+        from shoal.agent.examination import Examination
+
+        return Examination(
+            credentials.read(self._settings.token_file).token,
+            self._settings.name,
+            self._settings.directory,
+            lambda interface: probe.hosts_to_announce(self._link.url, interface or self._settings.interface),
+        )
 
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)

@@ -41,5 +41,5 @@ def _text(pairs: list[tuple[str, AgentView]]) -> str:
         )
         for id, agent in pairs
     ]
-    head = ("agent", "machine", "state", "cores", "memory", "devices", "members", "load", "notice", "via", "coordinator")
-    return table.columns(head, rows)
+    head = ("agent", "machine", "state", "cores", "memory", "devices", "members", "load", "notice", "via")
+    return table.columns((*head, "coordinator"), rows)

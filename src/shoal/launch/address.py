@@ -9,5 +9,5 @@ EVERYWHERE = "::"
 
 
 def of_coordinator(engines: Iterable[str]) -> str:
-    """Loopback if nobody comes from elsewhere; otherwise every interface, because any may be the one that leads here."""
+    """Loopback if nobody comes from elsewhere; otherwise every interface: any may be the one that leads here."""
     return LOOPBACK if all(engine == "local" for engine in engines) else EVERYWHERE

@@ -56,8 +56,8 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     hires = hires_of(choices, chosen_pools(choices))
     host = choices.text("host") or address.of_coordinator(table["engine"] for table in hires.pools.values())
     port = port or int(choices.text("port"))
-    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
-    coordinator += ("--address", choices.text("address")) if choices.text("address") else ()
+    named = ("--address", choices.text("address")) if choices.text("address") else ()
+    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port), *named)
     if hires.pools:
         return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
     if (before := hiring_of(directory)) is not None:

@@ -1,8 +1,8 @@
 """Opens a connection to another member and proves the token to it.
 
-A member may have several addresses, some of which lead nowhere or to somebody else. They are tried in turn, the next one
-as soon as one has failed or has not answered for a moment, and the first at which the member itself proves who it is
-is taken. Only that one gets our own proof, so that the member sees one connection whatever was tried.
+A member may have several addresses, some of which lead nowhere or to somebody else. They are tried in turn, the next
+one as soon as one has failed or has not answered for a moment, and the first at which the member itself proves who it
+is is taken. Only that one gets our own proof, so that the member sees one connection whatever was tried.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def listen(host: str, ports: range | None, everywhere: bool = False) -> socket.s
             busy = error
     raise PortsTaken(
         f"no free port for the members of a run on {host}",
-        why=f"all of {ports.start}-{ports.stop - 1} are taken" if ports else str(busy or "the range of ports is empty"),
+        why=f"all of {min(ports)}-{max(ports)} are taken" if ports else str(busy or "the range of ports is empty"),
         do="give a larger range with --set ports=FIRST-LAST, or none",
     )
 

@@ -13,13 +13,13 @@ import numpy as np
 from shoal.core.world import Address, Seat, World
 from shoal.worker import handover
 from shoal.worker.dial import GLANCE_S, Patience, dial
-from shoal.worker.ways import Ways
 from shoal.worker.door import Door, Identity, listen
 from shoal.worker.exchange import ExchangeBroken, OnBreak
 from shoal.worker.handover import Readable, Received
 from shoal.worker.handshake import RING, STATE, Hello, make_key
 from shoal.worker.ring import Ring
 from shoal.worker.sockets import alive, disown, shut
+from shoal.worker.ways import Ways
 
 STALL_S = 30.0
 

@@ -130,13 +130,13 @@ class _Call:
         waiting, began = list(hosts), 0.0
         try:
             while True:
+                gone = isinstance(self._failures.get(sure or ""), ConnectionRefusedError)
+                if gone or not (waiting or self._attempts):
+                    raise NoneAnswered(self._failures)
                 if waiting and (not self._attempts or time.monotonic() >= began + STAGGER_S):
                     began = time.monotonic()
                     self._begin(waiting.pop(0))
-                if isinstance(self._failures.get(sure or ""), ConnectionRefusedError):
-                    raise NoneAnswered(self._failures)
-                if not self._attempts and not waiting:
-                    raise NoneAnswered(self._failures)
+                    continue
                 for fd, _ in self._poll.poll(GLANCE_S * 1000):
                     attempt = self._attempts[fd]
                     if self._advance(attempt):

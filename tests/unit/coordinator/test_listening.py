@@ -13,7 +13,11 @@ from shoal.errors import PortInUse
 
 @pytest.fixture
 def two_networks(monkeypatch):
-    known = (Interface("lo", ("127.0.0.1",)), Interface("docker0", ("172.17.0.1",)), Interface("eth0", ("10.0.0.1", "fd00::1")))
+    known = (
+        Interface("lo", ("127.0.0.1",)),
+        Interface("docker0", ("172.17.0.1",)),
+        Interface("eth0", ("10.0.0.1", "fd00::1")),
+    )
     monkeypatch.setattr(listening.interfaces, "interfaces", lambda: known)
     monkeypatch.setattr(listening.interfaces, "outward", lambda: ("10.0.0.1",))
     monkeypatch.setattr(listening.interfaces, "good_names", lambda: ("lab",))

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core import batch, emulation, rules, sync
+from shoal.core.addresses import port_range as port_range
 from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
@@ -155,14 +156,6 @@ def unknown(name: str, known: list[str], where: str = "") -> BadSettings:
     return BadSettings(f"there is no setting {name!r}", where=where, do=do)
 
 
-def port_range(text: str) -> range | None:
-    """The ports of a setting such as ``29400-29499``, None for any."""
-    if not text:
-        return None
-    low, _, high = text.partition("-")
-    return range(int(low), int(high) + 1)
-
-
 def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
     try:
         converted = msgspec.convert(dict(values), kind, strict=False)
@@ -182,6 +175,9 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
 
 def _check_meaning(converted: Any, where: str) -> None:
     """Settings that have a grammar of their own, and those that must fit together."""
+    if getattr(converted, "ports", "") and getattr(converted, "exchange", "") == "gloo":
+        why = "Gloo listens on ports of its own choice"
+        raise BadSettings("ports cannot be kept with exchange=gloo", where=where, why=why, do="use exchange=ring")
     emulation.parse(getattr(converted, "emulate", ""), where)
     sync.parse(getattr(converted, "sync", "step"))
     bounds = {

@@ -228,8 +228,10 @@ class Agent:
                 away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
             until = max(away_since, self._members.last_exit) + self._settings.idle_s
             if not len(self._members) and time.time() > until:
+                several = "," in self._settings.url
+                where = "at any of its addresses" if several else f"at {self._settings.url}"
                 raise NoWay(
-                    f"the coordinator at {self._settings.url} did not answer for {self._settings.idle_s:.0f} s",
+                    f"the coordinator did not answer {where} for {self._settings.idle_s:.0f} s",
                     why=why,
                     do="start it again; or open its port for this machine, or set address to one that leads to it",
                 )

@@ -83,6 +83,14 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
+def port_range(text: str) -> range | None:
+    """The ports of a setting such as ``29400-29499``, None for any."""
+    if not text:
+        return None
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1)
+
+
 def _rank(one: Interface, address: str, first: Sequence[str], usual_mbit: int) -> tuple[int, bool, bool]:
     if address in first:
         return (1, False, False)

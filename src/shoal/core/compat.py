@@ -12,7 +12,7 @@ from shoal.errors import BadRole
 
 TORCHRUN, TF, PS = "torchrun", "tf", "ps"
 KINDS = (TORCHRUN, TF, PS)
-FIRST_PORT, PORTS = 20000, 12000
+ANY_PORTS = range(20000, 32000)
 TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 
@@ -51,13 +51,20 @@ def tasks(kind: str, count: int, servers: int) -> tuple[Task, ...]:
 
 
 def rendezvous(
-    kind: str, run: str, salt: str, places: Sequence[Place], restarts: int, max_restarts: int, servers: int = 0
+    kind: str,
+    run: str,
+    salt: str,
+    places: Sequence[Place],
+    restarts: int,
+    max_restarts: int,
+    servers: int = 0,
+    span: range = ANY_PORTS,
 ) -> list[tuple[tuple[str, str], ...]]:
-    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports."""
+    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports of the span."""
     agents = list(dict.fromkeys(place.agent for place in places))
     ordered = sorted(range(len(places)), key=lambda i: agents.index(places[i].agent))
-    port = FIRST_PORT + zlib.crc32(f"{salt} {run} {restarts}".encode()) % (PORTS - len(places))
-    ports = {i: port + rank for rank, i in enumerate(ordered)}
+    first = zlib.crc32(f"{salt} {run} {restarts}".encode()) % max(1, len(span) - len(places))
+    ports = {i: span[(first + rank) % len(span)] for rank, i in enumerate(ordered)}
     envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
     given = tasks(kind, len(places), servers)
     cluster: dict[str, list[str]] = {}

@@ -49,7 +49,10 @@ class AgentNotice:
 
 @dataclass(frozen=True, slots=True)
 class RunWanted:
-    """`pools` are those that it may use, all if there are none; machines that came by themselves are everybody's."""
+    """`pools` are those that it may use, all if there are none; machines that came by themselves are everybody's.
+
+    `ports` are those that its members may listen on, such as 29400-29499; empty for any.
+    """
 
     run: str
     min_members: int
@@ -60,6 +63,7 @@ class RunWanted:
     evaluators: int = 0
     pools: tuple[str, ...] = ()
     priority: int = 0
+    ports: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ AT_ONCE = 16
 STREAMS_S = 60.0
 STREAM_S = 1.0
 # Nobody else looks after these agents: without the doctor they end soon, and have nothing worth handing over.
-AGENT = ("--preload", "msgspec", "--grace", "2", "--idle", "30", "--orphan", "30")
+AGENT = ("--preload", "msgspec", "--grace", "2", "--idle", "20", "--orphan", "20")
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class _Hire:
     handle: str = ""
     started: bool = False
     gone: str | None = None
+    waits_for: str = ""
     do: str = ""
 
 
@@ -150,13 +151,15 @@ class Checkup:
         for hire in waiting:
             one = seen.get(hire.agent)
             if hire.engine is engine and one is not None:
-                hire.started = hire.started or one.state == "running"
+                hire.started = hire.started or one.state != "waiting"
                 hire.gone = one.why or "it ended" if one.state == "gone" else None
+                hire.waits_for = one.why if one.state == "waiting" else ""
 
     def _missing(self, here: Mapping[str, AgentView]) -> Iterator[Missing]:
         for one in self._hires:
             if one.agent not in here:
-                why = one.gone if one.gone is not None else f"nothing was heard of it for {self.wait_s:g} s"
+                waited = f"it waits for {one.waits_for}" if one.waits_for else "nothing was heard of it"
+                why = one.gone if one.gone is not None else f"{waited}, after {self.wait_s:g} s"
                 yield Missing(one.agent, one.pool, why, one.do, one.started)
 
     def _surely_give_back(self, engines: Sequence[Engine]) -> None:

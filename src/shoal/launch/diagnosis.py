@@ -88,7 +88,7 @@ def _missing(report: Report) -> Iterator[Verdict]:
         yield Verdict(
             "bad",
             one.agent,
-            f"it was started, and did not reach the coordinator at {urls}: {one.why}",
+            f"it was started, and did not come to the coordinator at {urls}: {one.why}",
             one.do or "open that port of this machine for it, or set address to one that leads here",
         )
 

@@ -127,7 +127,8 @@ class Examination:
             none = broken.__cause__
             error = none.failures[address.host] if isinstance(none, NoneAnswered) else TimeoutError()
             cause = reach.cause_of(error)
-            return Attempt(address.host, address.port, cause, f"{reach.WORDS[cause]} ({broken})")
+            more = f" ({error})" if cause in ("somebody else", "broken") and str(error) else ""
+            return Attempt(address.host, address.port, cause, reach.WORDS[cause] + more)
         return Attempt(address.host, address.port, connect_s=time.monotonic() - began)
 
     def _measure(self, port: Port, question: Question, attempt: Attempt) -> Attempt:

@@ -141,10 +141,12 @@ def _pair(what: str, pair: Pair, ports: str) -> Iterator[Verdict]:
     by_port: dict[int, list[Attempt]] = defaultdict(list)
     for one in pair.attempts:
         by_port[one.port].append(one)
-    for attempts in by_port.values():
-        if all(one.cause for one in attempts):
-            found = "; ".join(f"{addresses.shown(one.host, one.port)}: {one.said}" for one in attempts)
-            yield Verdict("bad", what, found, remedy([one.cause for one in attempts], ports))
+    closed = [port for port, attempts in by_port.items() if all(one.cause for one in attempts)]
+    if closed:
+        tried = [one for one in pair.attempts if one.port == closed[0]]
+        found = "; ".join(f"{addresses.shown(one.host, one.port)}: {one.said}" for one in tried)
+        also = f" (and the same on ports {', '.join(map(str, closed[1:]))})" if len(closed) > 1 else ""
+        yield Verdict("bad", what, found + also, remedy([one.cause for one in tried], ports))
     taken = pair.taken
     if taken is None:
         return

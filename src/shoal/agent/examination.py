@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import platform
@@ -10,23 +11,29 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+
+import msgspec
 
 from shoal.agent import probe
 from shoal.config import port_range
 from shoal.core.world import Address, Seat
 from shoal.errors import ShoalError
 from shoal.wire import reach
-from shoal.wire.examination import Attempt, Facts, Question
+from shoal.wire.examination import Attempt, Facts, Finding, Question
 from shoal.worker.dial import NoneAnswered
 from shoal.worker.exchange import ExchangeBroken
 from shoal.worker.handshake import CALL
 from shoal.worker.port import Port
 from shoal.worker.sockets import disown
 
+RoundTrips = Callable[[int], Awaitable[list[float]]]
+"""Takes so many round trips to the coordinator, in seconds."""
+
+ROUND_TRIPS = 5
 RUN = "shoal doctor"
 LIFE = "doctor"
 # What is imported, and under which names it is installed.
@@ -53,6 +60,15 @@ class Examination:
         self._token, self._agent, self._directory, self._hosts = token, agent, directory, hosts
         self._ports: list[Port] = []
         self._numbers = count(1)
+
+    async def answer(self, question: Question, received: float, trips: RoundTrips) -> Finding:
+        """Look in a thread: what is examined goes on meanwhile."""
+        if question.peer:
+            attempts = await asyncio.to_thread(self.attempts, question)
+            return Finding(received, time.time(), attempts=attempts)
+        facts = await asyncio.to_thread(self.facts, question)
+        facts = msgspec.structs.replace(facts, round_trips_s=tuple(await trips(ROUND_TRIPS)))
+        return Finding(received, time.time(), facts)
 
     def facts(self, question: Question) -> Facts:
         """All but the round trips, and listen where members would."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from websockets.exceptions import WebSocketException
 
 import shoal
@@ -27,7 +26,6 @@ from shoal.agent.outbox import Outbox
 from shoal.core import addresses
 from shoal.errors import HomeUnusable, MembershipError, NoWay, ShoalError
 from shoal.wire import credentials, reach
-from shoal.wire.examination import Finding
 from shoal.wire.messages import (
     PROTOCOL,
     AgentHello,
@@ -51,8 +49,8 @@ _RETRY_MIN_S = 0.1
 _RETRY_MAX_S = 2.0
 _SAY_EVERY_S = 30.0
 _ORPHAN_GRACE_S = 2.0
+_FIRST_S = 180.0
 _LAST_WORDS_S = 2.0
-ROUND_TRIPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +224,14 @@ class Agent:
                 await asyncio.Event().wait()
             if self._conversations > conversations:
                 away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
-            until = max(away_since, self._members.last_exit) + self._settings.idle_s
+            # Who never found the coordinator most likely never will, and somebody may pay for the machine.
+            patience_s = self._settings.idle_s if self._conversations else min(self._settings.idle_s, _FIRST_S)
+            until = max(away_since, self._members.last_exit) + patience_s
             if not len(self._members) and time.time() > until:
                 several = "," in self._settings.url
                 where = "at any of its addresses" if several else f"at {self._settings.url}"
                 raise NoWay(
-                    f"the coordinator did not answer {where} for {self._settings.idle_s:.0f} s",
+                    f"the coordinator did not answer {where} for {patience_s:.0f} s",
                     why=why,
                     do="start it again; or open its port for this machine, or set address to one that leads to it",
                 )
@@ -295,14 +295,8 @@ class Agent:
 
     async def _examine(self, asked: Examine, received: float) -> None:
         """Look, in a thread, and tell; what is examined goes on."""
-        examination = self._examination = self._examination or self._examiner()
-        if asked.question.peer:
-            attempts = await asyncio.to_thread(examination.attempts, asked.question)
-            finding = Finding(received, time.time(), attempts=attempts)
-        else:
-            facts = await asyncio.to_thread(examination.facts, asked.question)
-            trips_s = await self._link.round_trips(ROUND_TRIPS)
-            finding = Finding(received, time.time(), msgspec.structs.replace(facts, round_trips_s=tuple(trips_s)))
+        self._examination = self._examination or self._examiner()
+        finding = await self._examination.answer(asked.question, received, self._link.round_trips)
         self._outbox.put(Examined(asked.number, finding))
 
     def _examiner(self) -> Examination:

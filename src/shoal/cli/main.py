@@ -26,7 +26,7 @@ VERBS = {
     "token": "Make or revoke the token of a user of a standing coordinator.",
     "nodes": "List the machines of the coordinators.",
     "pools": "List pools of machines.",
-    "doctor": "Look for what could go wrong on this machine.",
+    "doctor": "Look for what could go wrong, on this machine or on those of pools.",
     "config": "Print every setting with its value and source.",
     "explain": "Explain an error code.",
     "completion": "Print shell completion for bash, zsh or fish.",

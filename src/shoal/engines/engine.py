@@ -19,7 +19,7 @@ from shoal.wire.credentials import Credentials
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own."""
+    """One agent to be started. `url` is the coordinator's, or several with commas; `options` are the agent's own."""
 
     hire: str
     tag: str

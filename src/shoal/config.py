@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core import batch, emulation, rules, sync
+from shoal.core.addresses import port_range as port_range
 from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
@@ -100,7 +101,11 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     ] = "auto"
     ship_limit_mb: Annotated[float, Meta(gt=0, description="the largest project that is sent")] = 256.0
     orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
-    host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose")] = ""
+    host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose, :: for all")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="port the coordinator listens on, 0 for any")] = 0
+    address: Annotated[
+        str, Meta(description="addresses of the coordinator that machines elsewhere try first, with commas")
+    ] = ""
     preload: Annotated[str, Meta(description="modules that members find imported, such as torch,torchvision")] = ""
     notice_source: Annotated[str, Meta(description="who warns of preemption: aws, gcp, azure, slurm or file:PATH")] = ""
     notice_url: Annotated[str, Meta(description="base URL of that source, empty for its usual one")] = ""
@@ -158,14 +163,6 @@ def unknown(name: str, known: list[str], where: str = "") -> BadSettings:
     return BadSettings(f"there is no setting {name!r}", where=where, do=do)
 
 
-def port_range(text: str) -> range | None:
-    """The ports of a setting such as ``29400-29499``, None for any."""
-    if not text:
-        return None
-    low, _, high = text.partition("-")
-    return range(int(low), int(high) + 1)
-
-
 def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
     try:
         converted = msgspec.convert(dict(values), kind, strict=False)
@@ -185,6 +182,9 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
 
 def _check_meaning(converted: Any, where: str) -> None:
     """Settings that have a grammar of their own, and those that must fit together."""
+    if getattr(converted, "ports", "") and getattr(converted, "exchange", "") == "gloo":
+        why = "Gloo listens on ports of its own choice"
+        raise BadSettings("ports cannot be kept with exchange=gloo", where=where, why=why, do="use exchange=ring")
     emulation.parse(getattr(converted, "emulate", ""), where)
     sync.parse(getattr(converted, "sync", "step"))
     bounds = {

@@ -812,3 +812,29 @@ class PlaceTooSmall(UsageError):
 
     code = "S152"
     exit_code = 3
+
+
+class NoWay(CoordinatorUnreachable):
+    """None of the addresses of the coordinator answers from this machine.
+
+    Agents dial out to one port and need no other; they try every address that the coordinator may have, and take the
+    first that proves to be it. Open that port between the machines (``port = 29300`` keeps it the same), or name an
+    address that leads to the coordinator with ``address = "gateway.lab:29300"``.
+    """
+
+    code = "S230"
+
+
+class CheckupFailed(LaunchError):
+    """``shoal doctor POOL`` could not examine any machine: none of those that it asked for came.
+
+    What the pool's engine said is in the error. Everything that was asked for has been given back.
+    """
+
+    code = "S455"
+
+
+class ExaminationFailed(MembershipError):
+    """A machine that ``shoal doctor POOL`` examines stopped answering while it was examined."""
+
+    code = "S231"

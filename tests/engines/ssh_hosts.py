@@ -94,7 +94,7 @@ class SshNetwork(Network):
         if host not in self._numbers:
             self.add(host)
             self._furnish(host, path, sshd)
-        enter = ["ip", "netns", "exec", self._space(host)]
+        enter = ["ip", "netns", "exec", self.space(host)]
         init = ["unshare", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "bash", "-c"]
         with (path / "log").open("ab") as log:
             text = INIT.format(host=host, path=path, sshd=SSHD)
@@ -168,7 +168,7 @@ class SshNetwork(Network):
 
     def _until_up(self, host: str) -> None:
         deadline = time.monotonic() + UP_WITHIN_S
-        look = ["ip", "netns", "exec", self._space(host), "ss", "-Hltn", "sport", "=", "22"]
+        look = ["ip", "netns", "exec", self.space(host), "ss", "-Hltn", "sport", "=", "22"]
         while b"LISTEN" not in subprocess.run(look, capture_output=True, check=True).stdout:
             assert time.monotonic() < deadline, f"{host}: {(self._path / host / 'log').read_text()}"
             time.sleep(0.02)

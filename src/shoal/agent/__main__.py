@@ -15,7 +15,7 @@ from shoal.agent.zygote import PRELOAD
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="shoal.agent", description="Starts, watches and ends members here.")
-    parser.add_argument("--url", required=True, help="the coordinator")
+    parser.add_argument("--url", required=True, help="the coordinator; of several, with commas, the first that answers")
     parser.add_argument("--token-file", required=True, help="its token, and its certificate if it has one")
     parser.add_argument("--name", default=socket.gethostname().split(".")[0], help="this machine's name in runs")
     parser.add_argument("--slots", type=int, default=None, help="how many members it offers (default: any number)")

@@ -6,31 +6,38 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
-from shoal.agent import probe
+from shoal.agent import paths, probe
 from shoal.agent.outbox import Outbox
 from shoal.errors import CoordinatorUnreachable, MembershipError, NameTaken, VersionMismatch, WrongToken
-from shoal.wire import codec, credentials
+from shoal.wire import codec, credentials, reach
 from shoal.wire.messages import AgentBeat, AgentHello, AgentWelcome, Refused, ToAgent
 
 
 class CoordinatorLink:
-    """The way to one coordinator; `linked` says whether there is a conversation now."""
+    """The way to one coordinator; `linked` says whether there is a conversation now.
 
-    def __init__(self, url: str, token_file: str, connect_s: float, outbox: Outbox) -> None:
-        self._url = _websocket_url(url)
+    It may have several URLs; `url` is the one that was taken last, or would be tried first.
+    """
+
+    def __init__(self, urls: Sequence[str], token_file: str, connect_s: float, outbox: Outbox) -> None:
+        self._ways = {url: _websocket_url(url) for url in urls}
+        if not self._ways:
+            raise CoordinatorUnreachable("no URL of a coordinator was given", do="give it with --url http://host:port")
+        self.url = next(iter(self._ways))
         self._token_file = token_file
         self._connect_s = connect_s
         self._outbox = outbox
         self._credentials = credentials.read(token_file)
         self._tls = credentials.ssl_context(self._credentials)
         self.linked = False
+        self._connection: ClientConnection | None = None
 
     async def converse(
         self, hello: AgentHello, welcomed: Callable[[AgentWelcome], None], obey: Callable[[ToAgent], None]
@@ -43,21 +50,39 @@ class CoordinatorLink:
                 raise refusal(welcome)
             if not isinstance(welcome, AgentWelcome):
                 raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
-            self.linked = True
+            self.linked, self._connection = True, link
             welcomed(welcome)
             try:
                 await _any_of(self._beat(welcome.beat_s), self._send_all(link), _listen(link, obey))
             finally:
-                self.linked = False
+                self.linked, self._connection = False, None
                 self._outbox.connection_lost(time.monotonic())
+
+    async def round_trips(self, count: int) -> list[float]:
+        """How long the coordinator takes to answer, in seconds, so many times; none while there is no conversation."""
+        link = self._connection
+        return [await (await link.ping()) for _ in range(count)] if link is not None else []
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[ClientConnection]:
+        ways = sorted(self._ways, key=lambda url: url != self.url)
         try:
-            link = await connect(
-                self._url,
+            self.url, link = await paths.first(ways, self._open, ClientConnection.close)
+        except paths.NoneAnswered as none:
+            raise _unreached(none) from none
+        try:
+            yield link
+        finally:
+            await link.close()
+
+    async def _open(self, url: str) -> ClientConnection:
+        """A connection to whoever has the coordinator's certificate, and accepts our token."""
+        target = self._ways[url]
+        try:
+            return await connect(
+                target,
                 additional_headers=self._credentials.headers,
-                ssl=self._tls if self._url.startswith("wss") else None,
+                ssl=self._tls if target.startswith("wss") else None,
                 open_timeout=self._connect_s,
                 close_timeout=1.0,
                 max_size=codec.MAX_MESSAGE_BYTES,
@@ -70,13 +95,9 @@ class CoordinatorLink:
                 raise
             raise WrongToken(
                 "the coordinator does not accept this token",
-                where=self._url,
+                where=url,
                 do=f"give the coordinator's own file with --token-file, not {self._token_file}",
             ) from error
-        try:
-            yield link
-        finally:
-            await link.close()
 
     async def _beat(self, every_s: float) -> None:
         while True:
@@ -114,6 +135,15 @@ async def _any_of(*work: Coroutine[Any, Any, None]) -> None:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
+
+
+def _unreached(none: paths.NoneAnswered) -> Exception:
+    """One error for all ways that failed: whoever knows that the token is wrong is the coordinator."""
+    failures = none.failures
+    told = next((error for error in failures.values() if isinstance(error, WrongToken)), None)
+    if told is not None or len(failures) == 1:
+        return told or next(iter(failures.values()))
+    return ConnectionError(reach.listed(failures))
 
 
 def refusal(refused: Refused) -> MembershipError:

@@ -24,7 +24,7 @@ class Luggage:
     """The projects under one agent. Blobs are kept in `cache`, which agents of one machine may share."""
 
     def __init__(self, url: str, token_file: str, cache: Path, directory: Path) -> None:
-        self._url, self._token_file, self._cache, self._directory = url, token_file, cache, directory
+        self.url, self._token_file, self._cache, self._directory = url, token_file, cache, directory
         self._lock = threading.Lock()
 
     def lay_out(self, name: str, run: str) -> Path:
@@ -54,7 +54,7 @@ class Luggage:
             except OSError as error:
                 if attempt == TRIES:
                     raise LuggageLost(
-                        "what the run sends along could not be fetched", where=self._url, why=str(error)
+                        "what the run sends along could not be fetched", where=self.url, why=str(error)
                     ) from error
                 time.sleep(0.2 * 2**attempt)
         return path
@@ -66,7 +66,7 @@ class Luggage:
         found = hashlib.sha256()
         # No proxy: it is the address that we talk to the coordinator at anyway.
         opener = build_opener(ProxyHandler({}), HTTPSHandler(context=credentials.ssl_context(access)))
-        request = Request(f"{self._url.rstrip('/')}/v1/blobs/{digest}", headers=access.headers)
+        request = Request(f"{self.url.rstrip('/')}/v1/blobs/{digest}", headers=access.headers)
         try:
             with opener.open(request, timeout=TIMEOUT_S) as answer, part.open("wb") as file:
                 while piece := answer.read(_PIECE_BYTES):

@@ -88,6 +88,7 @@ class Members:
 
     def __init__(self, home: Home, preload: tuple[str, ...], outbox: Outbox) -> None:
         self._home = home
+        self._url = home.url
         self._outbox = outbox
         self._luggage = Luggage(home.url, home.token_file, home.cache, home.directory / "runs")
         self._alive: dict[str, Member] = {}
@@ -111,6 +112,10 @@ class Members:
     @property
     def names(self) -> tuple[tuple[str, str, str], ...]:
         return tuple(member.name for member in self._alive.values())
+
+    def reached(self, url: str) -> None:
+        """The coordinator answered at this one of its URLs: members and what they need go the same way."""
+        self._url = self._luggage.url = url
 
     async def start(self, order: StartMember) -> None:
         """Start a member; an order that was obeyed already is answered again."""
@@ -156,7 +161,7 @@ class Members:
     def _order(self, key: str, member: Member, log_path: Path) -> orders.Start:
         order = member.order
         settings = _settings(order.env)
-        host = probe.host_to_announce(self._home.url, str(settings.get("interface") or self._home.interface))
+        hosts = probe.hosts_to_announce(self._url, str(settings.get("interface") or self._home.interface))
         threads = self._threads(order.env, settings)
         env = {
             "SHOAL_SETTINGS": "{}",
@@ -164,12 +169,12 @@ class Members:
             "OMP_NUM_THREADS": str(threads),
             **self._home.environ,
             **order.env,
-            "SHOAL_URL": self._home.url,
+            "SHOAL_URL": self._url,
             "SHOAL_TOKEN_FILE": self._home.token_file,
             "SHOAL_RUN": order.run,
             "SHOAL_MEMBER": order.member,
             "SHOAL_INCARNATION": order.incarnation,
-            "SHOAL_HOST": host,
+            "SHOAL_HOST": ",".join(hosts),
             "SHOAL_GRACE_S": f"{self._home.grace_s:g}",
             "SHOAL_SPEED": f"{self._core_speed * threads:.6g}",
             "PYTHONUNBUFFERED": "1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import math
 import os
@@ -17,7 +16,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from shoal.core.addresses import candidates
 from shoal.errors import Unreachable
+from shoal.wire import interfaces
 from shoal.wire.messages import Machine
 
 _NO_LIMIT_BYTES = 1 << 60
@@ -143,10 +144,9 @@ def _asked_nvidia_smi() -> tuple[str, ...]:
 
 def addresses() -> tuple[str, ...]:
     """Addresses of all interfaces that are up, other machines' first choice first."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [entry.address for name, entries in psutil.net_if_addrs().items() if name in up for entry in entries
-             if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address]  # fmt: skip
-    return tuple(sorted(found, key=lambda text: (_is_loopback(text), ":" in text)))
+    known = interfaces.interfaces()
+    others = tuple(address for one in known for address in one.addresses)
+    return tuple(dict.fromkeys((*candidates(known, interfaces.outward()), *others)))
 
 
 def address_of(interface: str) -> str:
@@ -164,26 +164,32 @@ def address_of(interface: str) -> str:
     )
 
 
-def host_to_announce(url: str, interface: str = "") -> str:
-    """The address under which the members here can be reached by those who use the same coordinator."""
+def hosts_to_announce(url: str, interface: str = "") -> tuple[str, ...]:
+    """The addresses under which members here may be reached by those who use the same coordinator, likeliest first.
+
+    A coordinator that speaks no TLS serves this machine alone.
+    """
     if interface:
-        return address_of(interface)
+        return (address_of(interface),)
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme in ("https", "wss") else 80)
-    return _local_address_towards(host, port)
+    secure = parts.scheme in ("https", "wss")
+    host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+    towards = _local_address_towards(host, port)
+    if _is_loopback(towards) and not secure:
+        return (towards,)
+    return candidates(interfaces.interfaces(), (towards,)) or (towards,)
 
 
 def _local_address_towards(host: str, port: int) -> str:
-    """The address that the kernel would send from; connecting a datagram socket sends nothing."""
+    """The address that the kernel would send from."""
     try:
-        options = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise Unreachable(f"the host {host!r} has no address", why=str(error), do="check its URL") from error
-    for family, kind, protocol, _, target in options:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    raise Unreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
+    found = interfaces.towards(host, port)
+    if not found:
+        raise Unreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
+    return found
 
 
 def _is_loopback(text: str) -> bool:

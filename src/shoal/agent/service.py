@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from websockets.exceptions import WebSocketException
 
@@ -23,12 +23,16 @@ from shoal.agent import notices, probe
 from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
-from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, ShoalError
+from shoal.core import addresses
+from shoal.errors import HomeUnusable, MembershipError, NoWay, ShoalError
+from shoal.wire import credentials, reach
 from shoal.wire.messages import (
     PROTOCOL,
     AgentHello,
     AgentWelcome,
     EndMember,
+    Examine,
+    Examined,
     MachineNotice,
     Refused,
     ShutDown,
@@ -36,12 +40,16 @@ from shoal.wire.messages import (
     ToAgent,
 )
 
+if TYPE_CHECKING:
+    from shoal.agent.examination import Examination
+
 log = logging.getLogger("shoal.agent")
 
 _RETRY_MIN_S = 0.1
 _RETRY_MAX_S = 2.0
 _SAY_EVERY_S = 30.0
 _ORPHAN_GRACE_S = 2.0
+_FIRST_S = 180.0
 _LAST_WORDS_S = 2.0
 
 
@@ -49,6 +57,7 @@ _LAST_WORDS_S = 2.0
 class AgentSettings:
     """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
 
+    `url` may name several, with commas: the first that answers as the coordinator is taken.
     `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None. `apart` says
     that this machine does not see the disk of who started the run.
     """
@@ -76,10 +85,11 @@ class Agent:
     def __init__(self, settings: AgentSettings, environ: dict[str, str]) -> None:
         self._settings = settings
         self._outbox = Outbox()
-        self._link = CoordinatorLink(settings.url, settings.token_file, settings.connect_s, self._outbox)
+        urls = addresses.split(settings.url)
+        self._link = CoordinatorLink(urls, settings.token_file, settings.connect_s, self._outbox)
         self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
         home = Home(
-            url=settings.url,
+            url=self._link.url,
             token_file=os.path.abspath(settings.token_file),
             directory=settings.directory,
             slots=settings.slots,
@@ -90,6 +100,7 @@ class Agent:
             grace_s=settings.grace_s,
         )
         self._members = Members(home, settings.preload, self._outbox)
+        self._examination: Examination | None = None
         self._ending = asyncio.Event()
         self._end_now = asyncio.Event()
         self._grace_s = settings.grace_s
@@ -119,6 +130,8 @@ class Agent:
         finally:
             await self._members.end_all(0.0, "the agent ends")
             await self._members.warm.close()
+            if self._examination is not None:
+                self._examination.close()
             for task in (link, ending, *self._tasks):
                 task.cancel()
         return 0
@@ -212,12 +225,16 @@ class Agent:
                 await asyncio.Event().wait()
             if self._conversations > conversations:
                 away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
-            until = max(away_since, self._members.last_exit) + self._settings.idle_s
+            # Who never found the coordinator most likely never will, and somebody may pay for the machine.
+            patience_s = self._settings.idle_s if self._conversations else min(self._settings.idle_s, _FIRST_S)
+            until = max(away_since, self._members.last_exit) + patience_s
             if not len(self._members) and time.time() > until:
-                raise CoordinatorUnreachable(
-                    f"the coordinator at {self._settings.url} did not answer for {self._settings.idle_s:.0f} s",
+                several = "," in self._settings.url
+                where = "at any of its addresses" if several else f"at {self._settings.url}"
+                raise NoWay(
+                    f"the coordinator did not answer {where} for {patience_s:.0f} s",
                     why=why,
-                    do="start it again, or check its URL",
+                    do="start it again; or open its port for this machine, or set address to one that leads to it",
                 )
             if self._settings.orphan_s is not None and time.time() > away_since + self._settings.orphan_s:
                 self._members.notice_all()
@@ -234,7 +251,7 @@ class Agent:
         try:
             await self._link.converse(self._hello(), self._welcomed, self._obey)
         except (OSError, TimeoutError, WebSocketException) as error:
-            return f"{type(error).__name__}: {error}"
+            return reach.in_words(error)
         except MembershipError as error:
             if not self._conversations and not len(self._members):
                 raise
@@ -247,7 +264,8 @@ class Agent:
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
-        log.info("linked to coordinator %s at %s", welcome.coordinator, self._settings.url)
+        log.info("linked to coordinator %s at %s", welcome.coordinator, self._link.url)
+        self._members.reached(self._link.url)
         self._conversations += 1
 
     def _hello(self) -> AgentHello:
@@ -271,8 +289,27 @@ class Agent:
                 self._in_background(self._members.end(name, message.grace_s, message.reason))
             case ShutDown():
                 self._in_background(self._shut_down(message.reason))
+            case Examine():
+                self._in_background(self._examine(message, time.time()))
             case AgentWelcome() | Refused():
                 pass
+
+    async def _examine(self, asked: Examine, received: float) -> None:
+        """Look, in a thread, and tell; what is examined goes on."""
+        self._examination = self._examination or self._examiner()
+        finding = await self._examination.answer(asked.question, received, self._link.round_trips)
+        self._outbox.put(Examined(asked.number, finding))
+
+    def _examiner(self) -> Examination:
+        # Few agents are ever examined, and it needs what members need: NumPy is not to hold up the start of all.
+        from shoal.agent.examination import Examination
+
+        return Examination(
+            credentials.read(self._settings.token_file).token,
+            self._settings.name,
+            self._settings.directory,
+            lambda interface: probe.hosts_to_announce(self._link.url, interface or self._settings.interface),
+        )
 
     async def _shut_down(self, reason: str) -> None:
         await self._members.end_all(self._settings.grace_s, reason)

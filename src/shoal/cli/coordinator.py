@@ -12,28 +12,32 @@ import click
 from shoal.cli.frame import Frame, with_frame
 from shoal.launch import render as launching
 from shoal.launch import sources
+from shoal.launch.address import LOOPBACK
 from shoal.launch.find import read_text
 from shoal.launch.place import home
+from shoal.wire.hires import urls_of
 from shoal.wire.hires import write as write_hires
 
 READY_S = 60.0
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; TLS off loopback.")
-@click.option(
-    "--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 for the one before, or any."
-)
+@click.option("--host", help="Address to listen on, :: for all; TLS off loopback.  [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), help="0 for the one before, or any.  [default: 0]")
+@click.option("--address", help="Addresses that machines elsewhere try first, with commas.")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Where it keeps everything.")
 @with_frame
-def command(frame: Frame, host: str, port: int, directory: Path | None) -> None:
+def command(frame: Frame, host: str | None, port: int | None, address: str | None, directory: Path | None) -> None:
     """Run a standing coordinator.
 
     Stays in the foreground, and prints its URL and token file. Submit to it with shoal submit --url, add machines with
     shoal join, let it hire from the pools of shoal.toml with shoal run --on. Started again on the same --dir it goes
     on where it was, and whoever trained meanwhile finds it again.
     """
-    hires = launching.hires_of(sources.choose(Path.cwd(), os.environ))
+    given = {"host": ("--host", host), "port": ("--port", port), "address": ("--address", address)}
+    options = {name: (option, value) for name, (option, value) in given.items() if value is not None}
+    choices = sources.choose(Path.cwd(), os.environ, (), options)
+    hires = launching.hires_of(choices)
     where = directory or launching.new_directory(home())
     fresh = not where.exists()
     launching.make(where, exist_ok=True)
@@ -42,7 +46,8 @@ def command(frame: Frame, host: str, port: int, directory: Path | None) -> None:
     from shoal.coordinator.__main__ import main
 
     threading.Thread(target=_announce, args=(frame, where), daemon=True).start()
-    code = main(["--dir", str(where), "--host", host, "--port", str(port)])
+    listening = ("--host", choices.text("host") or LOOPBACK, "--port", choices.text("port"))
+    code = main(["--dir", str(where), *listening, "--address", choices.text("address")])
     if code and fresh and not (where / "url").exists():
         launching.unmake(where)
     click.get_current_context().exit(code)
@@ -55,7 +60,7 @@ def _announce(frame: Frame, directory: Path) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    url, token_file = read_text(directory / "url"), str(directory / "token")
+    url, token_file = ",".join(urls_of(directory)), str(directory / "token")
     facts = {"coordinator": directory.name, "url": url, "token_file": token_file, "directory": str(directory)}
     lines = [f"coordinator {directory.name} at {url}", f"token file  {token_file}"]
     more = f"--url {url} --token-file {token_file}"

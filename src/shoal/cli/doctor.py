@@ -1,43 +1,63 @@
-"""`shoal doctor`: looks for what could go wrong on this machine."""
+"""`shoal doctor`: looks for what could go wrong on this machine, or on those of pools."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import click
-import msgspec
 
 from shoal.cli import table
 from shoal.cli.frame import Frame, with_frame
 from shoal.launch import sources
+from shoal.launch.diagnosis import Verdict as Finding
 from shoal.launch.place import home
 
 FREE_BYTES = 2 << 30
 MARKS = {"good": "ok  ", "warning": "warn", "bad": "BAD "}
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at."""
-
-    verdict: Literal["good", "warning", "bad"]
-    what: str
-    found: str
-    do: str = ""
-
-
 @click.command()
+@click.argument("pools", nargs=-1, metavar="[POOL]...")
+@click.option("--on", metavar="POOLS", help="The pools, with commas, such as spot,lab.")
+@click.option("-n", "--machines", type=click.IntRange(min=1), help="Machines of each.  [default: 1, or 2 of one pool]")
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(min=1), default=90.0, show_default=True, help="Seconds for them."
+)
 @click.option("--end-leftovers", is_flag=True, help="End processes of dead runs without asking.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Look with this setting.")
 @with_frame
-def command(frame: Frame, end_leftovers: bool, assignments: tuple[str, ...]) -> None:
-    """Look for what could go wrong on this machine."""
+def command(
+    frame: Frame,
+    pools: tuple[str, ...],
+    on: str | None,
+    machines: int | None,
+    wait_s: float,
+    end_leftovers: bool,
+    assignments: tuple[str, ...],
+) -> None:
+    """Look for what could go wrong, on this machine or on those of pools.
+
+    Machines of the pools that are named are hired for a moment: each tries to reach every other one as members would,
+    and says what it has. Then all are given back.
+    """
+    named = ",".join((*pools, *((on,) if on else ())))
+    options = {"on": ("--on", named)} if named else {}
+    choices = sources.choose(Path.cwd(), os.environ, assignments, options)
+    if named:
+        from shoal.cli import checkup
+
+        click.get_current_context().exit(checkup.examine(frame, choices, machines, wait_s))
+    here(frame, choices, end_leftovers)
+
+
+def here(frame: Frame, choices: sources.Choices, end_leftovers: bool) -> None:
+    """Look at this machine."""
     from shoal.cli import leftovers
 
-    choices = sources.choose(Path.cwd(), os.environ, assignments)
     findings = list(examine(home(), choices.text("ports")))
     old = leftovers.find(home())
     if old:
@@ -73,7 +93,7 @@ def examine(home: Path, ports: str) -> Iterator[Finding]:
         yield look()
 
 
-def text(findings: list[Finding]) -> str:
+def text(findings: Sequence[Finding]) -> str:
     """The findings for people."""
     lines = []
     for one in findings:
@@ -188,7 +208,10 @@ def _names() -> Finding:
     shown = f"{name} is {', '.join(found)}"
     if all(address.startswith("127.") or address == "::1" for address in found):
         return Finding(
-            "warning", "name", f"{shown}: loopback", "for more machines set interface=eth0, or mend /etc/hosts"
+            "warning",
+            "name",
+            f"{shown}: loopback",
+            "others are given addresses instead; mend /etc/hosts if scripts use the name",
         )
     return Finding("good", "name", shown)
 

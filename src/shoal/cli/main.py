@@ -28,7 +28,7 @@ VERBS = {
     "nodes": "List the machines of the coordinators.",
     "pools": "List pools of machines.",
     "cost": "Show what the machines of runs have cost.",
-    "doctor": "Look for what could go wrong on this machine.",
+    "doctor": "Look for what could go wrong, on this machine or on those of pools.",
     "config": "Print every setting with its value and source.",
     "explain": "Explain an error code.",
     "completion": "Print shell completion for bash, zsh or fish.",

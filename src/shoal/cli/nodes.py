@@ -36,9 +36,10 @@ def _text(pairs: list[tuple[str, AgentView]]) -> str:
             f"{len(agent.members)}/{agent.slots if agent.slots is not None else '∞'}",
             f"{agent.load:.2f}",
             agent.notice or "-",
+            agent.via.partition("://")[2] or "-",
             id,
         )
         for id, agent in pairs
     ]
-    head = ("agent", "machine", "state", "cores", "memory", "devices", "members", "load", "notice", "coordinator")
-    return table.columns(head, rows)
+    head = ("agent", "machine", "state", "cores", "memory", "devices", "members", "load", "notice", "via")
+    return table.columns((*head, "coordinator"), rows)

@@ -9,9 +9,7 @@ import gc
 import logging
 import os
 import secrets
-import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,33 +17,38 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from shoal.coordinator import tls
+from shoal.coordinator import listening, tls
 from shoal.coordinator.app import make_app
 from shoal.coordinator.auth import Guard, is_loopback
 from shoal.coordinator.hiring import open_pools
 from shoal.coordinator.keys import Keys
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
-from shoal.errors import BadCredentials, JournalUnwritable, PortInUse, ShoalError
+from shoal.core import addresses
+from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
 from shoal.store.views import Views
 from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
-
-PORT_WITHIN_S = 3.0
+from shoal.wire.hires import URLS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until told to go; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m shoal.coordinator", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="where its journal, token and logs are kept")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is used off loopback")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on, :: for all of both families; TLS off loopback"
+    )
+    parser.add_argument("--address", default="", help="addresses that machines elsewhere try first, with commas")
     parser.add_argument("--port", type=int, default=0, help="0 for any, or the one that it had before")
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     try:
-        return asyncio.run(_serve(options.dir, options.host, options.port, options.lifeline))
+        return asyncio.run(
+            _serve(options.dir, options.host, options.port, options.lifeline, addresses.split(options.address))
+        )
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -53,20 +56,20 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-async def _serve(directory: Path, host: str, port: int, lifeline: int | None) -> int:
+async def _serve(directory: Path, host: str, port: int, lifeline: int | None, named: tuple[str, ...]) -> int:
     _make_directory(directory)
     journal = Journal(directory)
     try:
         secure = not is_loopback(host)
         token = _keep_token(directory, tls.ensure(directory, host) if secure else None)
-        listener = _listen(host, port or _port_before(directory))
+        listeners = listening.listen(host, port or _port_before(directory))
     except BaseException:
         journal.close()
         raise
     service = Service(directory, journal, Views(directory), name=directory.resolve().name)
     service.replay()
     server = _Server(_config(service, token, directory, host, secure, lambda: server.end()))
-    _announce(directory, host, listener.getsockname()[1], secure)
+    _announce(directory, listening.urls(host, listeners[0].getsockname()[1], secure, named))
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
     hiring = open_pools(service, directory)
@@ -78,7 +81,7 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None) ->
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=listeners)
     finally:
         for keeper in keepers:
             keeper.cancel()
@@ -177,34 +180,11 @@ def _port_before(directory: Path) -> int:
         return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind, with a little patience for a predecessor that is just going."""
-    deadline = time.monotonic() + (PORT_WITHIN_S if port else 0.0)
-    while True:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(512)
-            listener.setblocking(False)
-            return listener
-        except OSError as error:
-            listener.close()
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            raise PortInUse(
-                f"the coordinator cannot listen on {host}:{port}",
-                why=error.strerror or str(error),
-                do="end the other process, or choose another address with --host and --port",
-            ) from error
-
-
-def _announce(directory: Path, host: str, port: int, secure: bool) -> None:
-    shown = f"[{host}]" if ":" in host else host
+def _announce(directory: Path, urls: listening.Urls) -> None:
     _write(directory / "pid", f"{os.getpid()}\n")
-    _write(directory / "url", f"{'https' if secure else 'http'}://{shown}:{port}\n")
+    # Whoever waits for the first may read the second.
+    _write(directory / URLS, "".join(f"{url}\n" for url in urls.elsewhere))
+    _write(directory / "url", f"{urls.here}\n")
 
 
 def _write(path: Path, text: str) -> None:

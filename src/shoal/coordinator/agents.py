@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import partial
+from itertools import count
 
 from shoal.coordinator import records
 from shoal.coordinator.links import AgentLink, same_version
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
-from shoal.errors import BadMessage, NameTaken
+from shoal.errors import BadMessage, ExaminationFailed, NameTaken
 from shoal.wire import messages as ms
+from shoal.wire.examination import Finding, Question
 
 BEAT_S = 1.0
 SILENT_S = 10.0
+EXAMINED_WITHIN_S = 40.0
 
 
 class Agents:
@@ -22,6 +26,26 @@ class Agents:
     def __init__(self, service: Service) -> None:
         self._service = service
         service.at_every_tick(self.drop_the_silent)
+        self._numbers = count(1)
+        self._asked: dict[int, asyncio.Future[Finding]] = {}
+
+    async def examine(self, agent: str, question: Question) -> Finding:
+        """Ask an agent to look at its machine; what it found."""
+        link = self._service.agents.get(agent)
+        if link is None:
+            raise ExaminationFailed(f"{agent} is not connected", do="shoal nodes lists who is")
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        link.send(ms.Examine(number, question))
+        try:
+            return await asyncio.wait_for(answer, EXAMINED_WITHIN_S + question.lasting_s)
+        except TimeoutError:
+            raise ExaminationFailed(
+                f"{agent} did not answer within {EXAMINED_WITHIN_S + question.lasting_s:g} s",
+                do="look at its log, agent.log in the directory of the hire",
+            ) from None
+        finally:
+            del self._asked[number]
 
     def said(self, link: AgentLink, message: ms.FromAgent) -> None:
         link.heard_at = self._service.clock.now()
@@ -31,6 +55,10 @@ class Agents:
             link.refuse(BadMessage.code, "the first message was not a hello")
         elif isinstance(message, ms.AgentBeat):
             link.load, link.memory_free_bytes = message.load, message.memory_free_bytes
+        elif isinstance(message, ms.Examined):
+            answer = self._asked.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message.finding)
         elif isinstance(message, ms.LogLines):
             self._log(message)
         else:

@@ -18,12 +18,14 @@ from shoal.coordinator import logs
 from shoal.coordinator.agents import Agents
 from shoal.coordinator.auth import USER
 from shoal.coordinator.blobs import Blobs
+from shoal.coordinator.keys import OWNER
 from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.members import Members
 from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
-from shoal.errors import BadMessage, BadRequest, ShoalError, StorageError, UnknownBlob, UnknownRun
+from shoal.errors import BadMessage, BadRequest, NotYours, ShoalError, StorageError, UnknownBlob, UnknownRun
 from shoal.wire import codec
+from shoal.wire.examination import Question
 from shoal.wire.messages import PROTOCOL
 from shoal.wire.views import Health, Problem, RunSpec, ScaleAsk, StopAsk
 
@@ -60,6 +62,7 @@ class Api:
             Route("/v1/runs/{run}/scale", _answering(self.scale), methods=["POST"]),
             Route("/v1/runs/{run}/resume", _answering(self.resume), methods=["POST"]),
             Route("/v1/agents", _answering(self.agents)),
+            Route("/v1/agents/{agent}/examine", _answering(self.examine), methods=["POST"]),
             Route("/v1/pools", _answering(self.pools)),
             Route("/v1/blobs", _answering(self.missing), methods=["POST"]),
             Route("/v1/blobs/{digest}", _answering(self.keep), methods=["PUT"]),
@@ -106,6 +109,11 @@ class Api:
 
     async def agents(self, _request: Request) -> object:
         return self._service.agent_views()
+
+    async def examine(self, request: Request) -> object:
+        if _user(request) != OWNER:
+            raise NotYours("only the coordinator's owner may examine its machines")
+        return await self._agents.examine(request.path_params["agent"], await _body(request, Question))
 
     async def pools(self, _request: Request) -> object:
         return self._service.pool_views()

@@ -24,7 +24,7 @@ from shoal.engines import pools
 from shoal.engines.engine import Ask, Engine, Seen
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
 from shoal.wire import credentials
-from shoal.wire.hires import hiring_of
+from shoal.wire.hires import hiring_of, urls_of
 
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
@@ -251,7 +251,7 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     if known != tuple(service.runs.supply.pools.values()):
         service.handle("", se.PoolsKnown(known))
     token = credentials.read(directory / "token")
-    url = (directory / "url").read_text("ascii").strip()
+    url = ",".join(urls_of(directory))
 
     def ask_of(asked: se.Submit) -> Ask:
         apart = () if found[asked.pool][1].shared else ("--apart",)

@@ -298,6 +298,7 @@ def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[
                 load=link.load if link else 0.0,
                 notice=agent.notice,
                 pool=agent.pool,
+                via=link.base_url if link else "",
             )
         )
     return found

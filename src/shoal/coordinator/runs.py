@@ -207,7 +207,7 @@ class Runs:
         restarts = restarts_of(run.settings)
         asking = (terms_of(run.spec), run.spec.priority)
         wanted = fe.RunWanted(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
-        self._fleet(wanted, now, asked)
+        self._fleet(replace(wanted, ports=str(run.settings.get("ports", ""))), now, asked)
 
     def _resume(self, run: Run, event: records.RunResumed, now: float, asked: Asked) -> None:
         """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""

@@ -7,11 +7,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.core import addresses
 from shoal.errors import BadRole
 
 TORCHRUN, TF, PS = "torchrun", "tf", "ps"
 KINDS = (TORCHRUN, TF, PS)
-FIRST_PORT, PORTS = 20000, 12000
+ANY_PORTS = range(20000, 32000)
 TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 
@@ -50,18 +51,25 @@ def tasks(kind: str, count: int, servers: int) -> tuple[Task, ...]:
 
 
 def rendezvous(
-    kind: str, run: str, salt: str, places: Sequence[Place], restarts: int, max_restarts: int, servers: int = 0
+    kind: str,
+    run: str,
+    salt: str,
+    places: Sequence[Place],
+    restarts: int,
+    max_restarts: int,
+    servers: int = 0,
+    span: range = ANY_PORTS,
 ) -> list[tuple[tuple[str, str], ...]]:
-    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports."""
+    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports of the span."""
     agents = list(dict.fromkeys(place.agent for place in places))
     ordered = sorted(range(len(places)), key=lambda i: agents.index(places[i].agent))
-    port = FIRST_PORT + zlib.crc32(f"{salt} {run} {restarts}".encode()) % (PORTS - len(places))
-    ports = {i: port + rank for rank, i in enumerate(ordered)}
+    first = zlib.crc32(f"{salt} {run} {restarts}".encode()) % max(1, len(span) - len(places))
+    ports = {i: span[(first + rank) % len(span)] for rank, i in enumerate(ordered)}
     envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
     given = tasks(kind, len(places), servers)
     cluster: dict[str, list[str]] = {}
     for i, task in zip(ordered, given, strict=True):
-        cluster.setdefault(task.type, []).append(f"{places[i].host}:{ports[i]}")
+        cluster.setdefault(task.type, []).append(addresses.shown(places[i].host, ports[i]))
     for rank, i in enumerate(ordered):
         if kind in (TF, PS):
             mine = {"type": given[rank].type, "index": given[rank].index}

@@ -100,6 +100,7 @@ class Wanted:
     restarts: budget.BudgetSettings
     servers: int = 0
     evaluators: int = 0
+    ports: str = ""
     trained: bool = False
     status: str = GOING
     exit_code: int = 0

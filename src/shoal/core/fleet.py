@@ -170,7 +170,7 @@ def _on_agent_notice(draft: Draft, event: fe.AgentNotice) -> None:
 def _on_run_wanted(draft: Draft, event: fe.RunWanted) -> None:
     wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
     wanted = replace(wanted, evaluators=event.evaluators, terms=event.terms, priority=event.priority)
-    draft.runs[event.run] = wanted
+    draft.runs[event.run] = replace(wanted, ports=event.ports)
 
 
 def _on_started(draft: Draft, event: fe.ProcessStarted) -> None:

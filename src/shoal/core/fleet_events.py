@@ -52,7 +52,10 @@ class AgentNotice:
 
 @dataclass(frozen=True, slots=True)
 class RunWanted:
-    """`terms` say for each role which machines it may use: all, if nothing is said."""
+    """`terms` say for each role which machines it may use: all, if nothing is said.
+
+    `ports` are those that its members may listen on, such as 29400-29499; empty for any.
+    """
 
     run: str
     min_members: int
@@ -63,6 +66,7 @@ class RunWanted:
     evaluators: int = 0
     terms: Mapping[str, Terms] = field(default_factory=dict)
     priority: int = 0
+    ports: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core import budget
+from shoal.core import addresses, budget
 from shoal.core import fleet_events as fe
-from shoal.core.compat import Place, rendezvous, tasks
+from shoal.core.compat import ANY_PORTS, Place, rendezvous, tasks
 from shoal.core.crew import (
     BACKOFF,
     DONE,
@@ -356,7 +356,8 @@ class Draft:
         run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
         hosts = [Place(agent.name, agent.host or "127.0.0.1") for agent in places]
         restarts, most = run.generation - 1, run.restarts.infrastructure
-        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers)
+        span = addresses.port_range(run.ports) or ANY_PORTS
+        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers, span)
         reason = "all start anew" if again else "the group is complete"
         for agent, env, task in zip(places, envs, tasks(run.compat, len(places), run.servers), strict=True):
             self.start_new(agent, run, reason, env, mark=TASK_MARKS.get(task.type, ""))

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a member listens for its peers."""
+    """Where a member listens for its peers; `others` are more addresses of its machine, with the same port."""
 
     host: str
     port: int
+    others: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

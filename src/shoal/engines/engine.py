@@ -19,7 +19,7 @@ from shoal.wire.credentials import Credentials
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own.
+    """One agent to be started. `url` is the coordinator's, or several with commas; `options` are the agent's own.
 
     `cpus` and `memory_bytes` are what its members need together, 0 if nobody said; a pool that says it itself is right.
     """

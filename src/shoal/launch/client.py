@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -12,6 +13,9 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from shoal import __version__, errors
+from shoal.core import addresses
+from shoal.wire import reach
+from shoal.wire.examination import Finding, Question
 from shoal.wire.messages import PROTOCOL
 from shoal.wire.views import (
     AgentView,
@@ -27,6 +31,7 @@ from shoal.wire.views import (
 )
 
 T = TypeVar("T")
+SEVERAL_S = 3.0
 
 
 class Client:
@@ -38,6 +43,18 @@ class Client:
         self._context = context
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
+
+    def why_silent(self, timeout_s: float) -> Exception | None:
+        """What keeps the coordinator from answering here within so many seconds; None if it does."""
+        usual_s, self._timeout_s = self._timeout_s, timeout_s
+        try:
+            status, _ = self._once("GET", "/v1/health", None, {})
+        except (OSError, http.client.HTTPException) as error:
+            return error
+        finally:
+            self._timeout_s = usual_s
+            self.close()
+        return None if status == http.client.OK else http.client.HTTPException(f"it answered {status}")
 
     def health(self) -> Health:
         return self._ask("GET", "/v1/health", Health)
@@ -82,6 +99,9 @@ class Client:
 
     def agents(self) -> tuple[AgentView, ...]:
         return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
+
+    def examine(self, agent: str, question: Question) -> Finding:
+        return self._ask("POST", f"/v1/agents/{quote(agent, safe='')}/examine", Finding, question)
 
     def pools(self) -> tuple[PoolView, ...]:
         return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
@@ -170,14 +190,36 @@ class Client:
 
 
 def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
-    """A client of the coordinator at `url`, with the token, and the certificate if there is one, from its file."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise errors.UsageError(f"{url!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
+    """A client of the coordinator at `url`, with the token, and the certificate if there is one, from its file.
+
+    Of several URLs, with commas, the first is taken that answers with that certificate.
+    """
+    urls = addresses.split(url)
+    for one in urls or (url,):
+        parts = urlsplit(one)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise errors.UsageError(f"{one!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
     from shoal.wire import credentials
 
     found = credentials.read(token_file)
-    return Client(url, found.token, credentials.ssl_context(found), timeout_s)
+    context = credentials.ssl_context(found)
+    clients = [Client(one, found.token, context, timeout_s) for one in urls]
+    return clients[0] if len(clients) == 1 else _first(clients)
+
+
+def _first(clients: Sequence[Client]) -> Client:
+    """The first of these, as they are listed, that answers; all are asked at once, and none for long."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+        asked = [threads.submit(client.why_silent, SEVERAL_S) for client in clients]
+        failures = {client.url: one.result() for client, one in zip(clients, asked, strict=True)}
+    for client in clients:
+        if failures[client.url] is None:
+            return client
+    raise errors.NoWay(
+        "the coordinator answers at none of its URLs",
+        why=reach.listed({url: error for url, error in failures.items() if error is not None}),
+        do="see that it runs, and that its port is open for this machine",
+    )
 
 
 def _problem(status: int, data: bytes, url: str) -> errors.ShoalError:

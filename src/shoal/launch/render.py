@@ -61,7 +61,9 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     before = hiring_of(directory) if spec is None else None
     hires = hires_of(choices, pools_of(spec) if spec is not None else (), before)
     host = choices.text("host") or address.of_coordinator(table["engine"] for table in hires.pools.values())
-    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port))
+    port = port or int(choices.text("port"))
+    named = ("--address", choices.text("address")) if choices.text("address") else ()
+    coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port), *named)
     if hires.pools:
         return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
     token_file = str(directory / "token")

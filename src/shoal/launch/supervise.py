@@ -82,7 +82,7 @@ class Supervisor:
         url_file = self._directory / "url"
         url_file.unlink(missing_ok=True)
         self._coordinator.start()
-        client = self._wait_for(url_file)
+        client = wait_for(self._coordinator, self._directory)
         # From now on it must come back where members and agents look for it.
         port = str(urlsplit(client.url).port)
         at = self._launch.coordinator.index("--port") + 1
@@ -93,19 +93,21 @@ class Supervisor:
             self._agent.start()
         return client
 
-    def _wait_for(self, url_file: Path) -> Client:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            if not self._coordinator.running():
-                raise self._coordinator.failure(f"the coordinator did not start ({self._coordinator.died()})")
-            url = read_text(url_file)
-            if url:
-                client = open_client(url, str(self._directory / "token"))
-                with contextlib.suppress(CoordinatorUnreachable):
-                    client.check()
-                    return client
-            time.sleep(0.02)
-        raise self._coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
+
+def wait_for(coordinator: Service, directory: Path) -> Client:
+    """A client of the coordinator that was just started there, as soon as it answers."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if not coordinator.running():
+            raise coordinator.failure(f"the coordinator did not start ({coordinator.died()})")
+        url = read_text(directory / "url")
+        if url:
+            client = open_client(url, str(directory / "token"))
+            with contextlib.suppress(CoordinatorUnreachable):
+                client.check()
+                return client
+        time.sleep(0.02)
+    raise coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
 
 
 def hand_over(client: Client, launch: Launch) -> RunView:

@@ -46,7 +46,7 @@ def connect(
     breakage = _Breakage(on_break)
     ring = port.connect(world, timeout_s, cancelled, breakage)
     try:
-        collective = Collective(ring, port.address.host, timeout_s, backend)
+        collective = Collective(ring, port.seen_as, timeout_s, backend)
     except (RuntimeError, ExchangeBroken) as error:
         ring.close()
         raise ExchangeBroken(f"could not build the {backend} group: {error}") from error
@@ -191,7 +191,7 @@ class Collective:
         for rank in range(self.size):
             if rank != self.rank:
                 name, number = store.get(f"shoal/{rank}").decode().split(" ")
-                self._peers.add((socket.gethostbyname(name), int(number)))
+                self._peers.add((str(socket.getaddrinfo(name, None)[0][4][0]), int(number)))
         return group
 
     def _device(self, host: str) -> Any:

@@ -11,6 +11,7 @@ import msgspec
 from shoal.errors import BadPool
 
 FILE = "pools.json"
+URLS = "urls"
 
 
 class Hires(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,3 +37,15 @@ def hiring_of(directory: Path) -> Hires | None:
         return msgspec.json.decode(path.read_bytes(), type=Hires)
     except msgspec.DecodeError as error:
         raise BadPool("the pools of this coordinator cannot be read", where=str(path), why=str(error)) from error
+
+
+def urls_of(directory: Path) -> tuple[str, ...]:
+    """At which URLs machines elsewhere may reach the coordinator of this directory, in the order to try them."""
+    for name in (URLS, "url"):
+        try:
+            found = tuple((directory / name).read_text("ascii").split())
+        except (OSError, ValueError):
+            found = ()
+        if found:
+            return found
+    return ()

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.core.shards import Placement
 from shoal.core.world import Address, World
+from shoal.wire.examination import Finding, Question
 
 PROTOCOL = 1
 GOAL = r"^((max|min):\s*\S.*)?$"
@@ -377,6 +378,13 @@ class LogLines(Message, frozen=True):
     lines: tuple[str, ...]
 
 
+class Examined(Message, frozen=True):
+    """The answer to the question of this number."""
+
+    number: int
+    finding: Finding
+
+
 # --- coordinator to agent
 
 
@@ -410,6 +418,13 @@ class EndMember(Message, frozen=True):
     incarnation: str
     grace_s: float
     reason: str
+
+
+class Examine(Message, frozen=True):
+    """Look at this machine, or at the way to another, and say Examined."""
+
+    number: int
+    question: Question
 
 
 class ShutDown(Message, frozen=True):
@@ -456,5 +471,5 @@ ToMember = Union[
     AlreadyDone,
     Leaving,
 ]
-FromAgent = Union[AgentHello, AgentBeat, MemberStarted, MemberExited, MachineNotice, LogLines]
-ToAgent = Union[AgentWelcome, Refused, StartMember, EndMember, ShutDown]
+FromAgent = Union[AgentHello, AgentBeat, MemberStarted, MemberExited, MachineNotice, LogLines, Examined]
+ToAgent = Union[AgentWelcome, Refused, StartMember, EndMember, ShutDown, Examine]

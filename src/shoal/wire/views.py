@@ -191,6 +191,8 @@ class RunView(msgspec.Struct, frozen=True):
 
 
 class AgentView(msgspec.Struct, frozen=True):
+    """A machine; `via` is the URL at which its agent reached the coordinator."""
+
     agent: str
     machine: str
     cores: int
@@ -203,6 +205,7 @@ class AgentView(msgspec.Struct, frozen=True):
     load: float
     notice: str
     pool: str = ""
+    via: str = ""
 
 
 class StoryLine(msgspec.Struct, frozen=True):

@@ -262,21 +262,43 @@ class Door:
         os.eventfd_write(self._wakeup, 1)
 
 
-def listen(host: str, ports: range | None) -> socket.socket:
-    """A listening socket on the first free port of a range, or on any; on all interfaces if the host is not ours."""
+def listen(host: str, ports: range | None, everywhere: bool = False) -> socket.socket:
+    """A listening socket on the first free port of a range, or on any.
+
+    It is on all interfaces and of both families if that is asked for, and on all of one if the host is not ours.
+    """
     busy: OSError | None = None
     for port in ports if ports is not None else (0,):
         try:
-            return _bind(host, port)
+            return _bind_everywhere(port) if everywhere else _bind(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             busy = error
     raise PortsTaken(
         f"no free port for the members of a run on {host}",
-        why=str(busy or "the range of ports is empty"),
+        why=f"all of {min(ports)}-{max(ports)} are taken" if ports else str(busy or "the range of ports is empty"),
         do="give a larger range with --set ports=FIRST-LAST, or none",
     )
+
+
+def _bind_everywhere(port: int) -> socket.socket:
+    """Both families on one socket; IPv4 alone where there is no other."""
+    try:
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    except OSError:
+        return _bind("0.0.0.0", port)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("::", port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return _bind("0.0.0.0", port)
+    return sock
 
 
 def _bind(host: str, port: int) -> socket.socket:

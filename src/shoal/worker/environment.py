@@ -15,7 +15,8 @@ from shoal.errors import BadSettings, IncompleteEnvironment
 class Environment:
     """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
 
-    `grace_s` is how long it may take to hand over once it is told to go, 0 if nobody has said so.
+    `host` and `others` are the addresses at which its peers may reach it; `grace_s` is how long it may take to hand
+    over once it is told to go, 0 if nobody has said so.
     """
 
     url: str
@@ -30,6 +31,7 @@ class Environment:
     role: str = "trainer"
     speed: float = 0.0
     grace_s: float = 0.0
+    others: tuple[str, ...] = ()
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -38,19 +40,21 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     if not url:
         return None
     settings = _decode(environ.get("SHOAL_SETTINGS") or "{}")
+    host, *others = _need(environ, "SHOAL_HOST").split(",")
     return Environment(
         url=url,
         token_file=_need(environ, "SHOAL_TOKEN_FILE"),
         run=_need(environ, "SHOAL_RUN"),
         member=_need(environ, "SHOAL_MEMBER"),
         incarnation=_need(environ, "SHOAL_INCARNATION"),
-        host=_need(environ, "SHOAL_HOST"),
+        host=host,
         settings=settings,
         values=parse_settings(settings),
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
         speed=_number(environ.get("SHOAL_SPEED", "")),
         grace_s=_number(environ.get("SHOAL_GRACE_S", "")),
+        others=tuple(others),
     )
 
 

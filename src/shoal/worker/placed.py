@@ -55,6 +55,7 @@ class PlacedSession(Correspondence):
             environment.incarnation,
             environment.host,
             port_range(self.settings.ports),
+            others=environment.others,
         )
         self.address = self.port.address
         self._link.open()

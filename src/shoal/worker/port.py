@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from shoal.worker.handover import Readable, Received
 from shoal.worker.handshake import RING, STATE, Hello, make_key
 from shoal.worker.ring import Ring
 from shoal.worker.sockets import alive, disown, shut
+from shoal.worker.ways import Ways
 
 STALL_S = 30.0
 
@@ -32,7 +33,10 @@ class _Offer:
 
 
 class Port:
-    """Where the peers of a member reach it, and from where it reaches them."""
+    """Where the peers of a member reach it, and from where it reaches them.
+
+    `seen_as` is its own address on the way to its neighbour in the latest ring.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Port:
         host: str,
         ports: range | None = None,
         user_timeout_ms: int = 5000,
+        others: Sequence[str] = (),
     ) -> None:
         self._identity = Identity(make_key(token, run), run, member, incarnation)
         self._user_timeout_ms = user_timeout_ms
@@ -51,8 +56,10 @@ class Port:
         self._deliveries: dict[socket.socket, tuple[int, threading.Thread]] = {}
         self._closed = False
         self._served: dict[str, Callable[[Hello, socket.socket], object]] = {}
-        listener = listen(host, ports)
-        self.address = Address(host, listener.getsockname()[1])
+        listener = listen(host, ports, everywhere=bool(others))
+        self.address = Address(host, listener.getsockname()[1], tuple(others))
+        self.seen_as = host
+        self._ways = Ways()
         self._door = Door(listener, self._identity, user_timeout_ms, self._on_arrival)
 
     def connect(
@@ -96,7 +103,7 @@ class Port:
         """Receive the state from a source, as soon as that offers it; `timeout_s` bounds each wait without progress."""
         seat = world.seats[source_rank]
         patience = Patience(timeout_s, cancelled)
-        sock = dial(self._identity, STATE, world.number, seat, patience, self._user_timeout_ms)
+        sock = self._dial(STATE, world.number, seat, patience)
         try:
             return handover.receive(sock, seat.member, timeout_s, cancelled)
         finally:
@@ -109,7 +116,7 @@ class Port:
     def call(self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event) -> socket.socket:
         """Open a connection of this kind to a member; the caller then owns it."""
         patience = Patience(timeout_s, cancelled)
-        sock = dial(self._identity, kind, number, seat, patience, self._user_timeout_ms)
+        sock = self._dial(kind, number, seat, patience)
         sock.setblocking(True)
         return sock
 
@@ -125,12 +132,15 @@ class Port:
         for _, (_, thread) in deliveries:
             thread.join()
 
+    def _dial(self, kind: str, number: int, seat: Seat, patience: Patience) -> socket.socket:
+        return dial(self._identity, kind, number, seat, patience, self._user_timeout_ms, self._ways)
+
     # --- the ring
 
     def _meet(self, world: World, rank: int, patience: Patience) -> tuple[socket.socket, socket.socket]:
-        seats, identity = world.seats, self._identity
-        next_, previous = seats[(rank + 1) % world.size], seats[rank - 1]
-        following = dial(identity, RING, world.number, next_, patience, self._user_timeout_ms)
+        next_, previous = world.seats[(rank + 1) % world.size], world.seats[rank - 1]
+        following = self._dial(RING, world.number, next_, patience)
+        self.seen_as = str(following.getsockname()[0])
         try:
             with self._door.arrived:
                 while not (sock := self._door.take(RING, world.number, previous.member, previous.incarnation)):

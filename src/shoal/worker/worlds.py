@@ -75,6 +75,7 @@ class Worlds(Correspondence):
             environment.incarnation,
             environment.host,
             port_range(self.settings.ports),
+            others=environment.others,
         )
         self.address = self.port.address
         self._entrances = Entrances(

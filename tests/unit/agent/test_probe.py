@@ -78,13 +78,13 @@ def test_garbage_in_the_files_is_ignored(tmp_path, many_cores):
 
 
 def test_a_coordinator_on_loopback_gets_a_loopback_address():
-    assert probe.host_to_announce("http://127.0.0.1:9") == "127.0.0.1"
-    assert probe.host_to_announce("http://[::1]:9", interface="lo") == "127.0.0.1"
+    assert probe.hosts_to_announce("http://127.0.0.1:9") == ("127.0.0.1",)
+    assert probe.hosts_to_announce("http://[::1]:9", interface="lo") == ("127.0.0.1",)
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(Unreachable, match="nope") as caught:
-        probe.host_to_announce("http://127.0.0.1:9", "nope")
+        probe.hosts_to_announce("http://127.0.0.1:9", "nope")
     assert "lo" in caught.value.why
 
 

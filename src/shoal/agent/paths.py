@@ -1,0 +1,62 @@
+"""Tries several ways side by side, and takes the first that leads where it should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STAGGER_S = 0.25
+
+
+class NoneAnswered(Exception):  # noqa: N818 - what it holds are the errors
+    """Every way failed; `failures` says how each did."""
+
+    def __init__(self, failures: dict[str, Exception]) -> None:
+        super().__init__(", ".join(f"{way}: {error}" for way, error in failures.items()))
+        self.failures = failures
+
+
+async def first(
+    ways: Sequence[str],
+    open_: Callable[[str], Awaitable[T]],
+    close: Callable[[T], Awaitable[object]],
+    stagger_s: float = STAGGER_S,
+) -> tuple[str, T]:
+    """The first way that opens, and what it opened; others that open as well are closed again.
+
+    The next way is begun when one has failed, or has not answered for a moment: if the first answers, it is the only
+    one that is tried.
+    """
+    waiting = list(ways)
+    tasks: dict[asyncio.Future[T], str] = {}
+    failures: dict[str, Exception] = {}
+    try:
+        while waiting or tasks:
+            if waiting:
+                way = waiting.pop(0)
+                tasks[asyncio.ensure_future(open_(way))] = way
+            done, _ = await asyncio.wait(
+                tasks, timeout=stagger_s if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            # In the order in which they were begun: of two that are there, the better one.
+            for task in [one for one in tasks if one in done]:
+                error = task.exception()
+                if error is None:
+                    return tasks.pop(task), task.result()
+                if not isinstance(error, Exception):
+                    raise error
+                failures[tasks.pop(task)] = error
+    finally:
+        await _give_up(list(tasks), close)
+    raise NoneAnswered(failures)
+
+
+async def _give_up(tasks: list[asyncio.Future[T]], close: Callable[[T], Awaitable[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for opened in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(opened, BaseException):
+            await close(opened)

@@ -1,0 +1,64 @@
+"""The URLs at which a coordinator may be reached, and the sockets behind them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shoal.coordinator import listening
+from shoal.core.addresses import Interface
+from shoal.errors import PortInUse
+
+
+@pytest.fixture
+def two_networks(monkeypatch):
+    known = (
+        Interface("lo", ("127.0.0.1",)),
+        Interface("docker0", ("172.17.0.1",)),
+        Interface("eth0", ("10.0.0.1", "fd00::1")),
+    )
+    monkeypatch.setattr(listening.interfaces, "interfaces", lambda: known)
+    monkeypatch.setattr(listening.interfaces, "outward", lambda: ("10.0.0.1",))
+    monkeypatch.setattr(listening.interfaces, "good_names", lambda: ("lab",))
+
+
+def test_who_listens_everywhere_is_local_here_and_has_all_addresses_elsewhere(two_networks):
+    found = listening.urls("::", 29300, secure=True)
+    assert found.here == "https://127.0.0.1:29300"
+    assert found.elsewhere == (
+        "https://10.0.0.1:29300",
+        "https://[fd00::1]:29300",
+        "https://172.17.0.1:29300",
+        "https://lab:29300",
+    )
+
+
+def test_addresses_that_are_named_come_first_with_their_own_ports(two_networks):
+    found = listening.urls("0.0.0.0", 29300, True, ("gateway.lab:443", "203.0.113.7", "[fd00::9]:1", "fd00::8"))
+    assert found.elsewhere[:4] == (
+        "https://gateway.lab:443",
+        "https://203.0.113.7:29300",
+        "https://[fd00::9]:1",
+        "https://[fd00::8]:29300",
+    )
+    assert "https://[fd00::1]:29300" not in found.elsewhere, "it does not listen there"
+
+
+def test_who_listens_at_one_address_has_that_one():
+    assert listening.urls("127.0.0.1", 1, False) == listening.Urls("http://127.0.0.1:1", ("http://127.0.0.1:1",))
+    assert listening.urls("fd00::1", 1, True).here == "https://[fd00::1]:1"
+
+
+def test_both_families_get_one_port_and_a_taken_one_is_named(monkeypatch):
+    monkeypatch.setattr(listening, "PORT_WITHIN_S", 0.0)
+    sockets = listening.listen("::", 0)
+    port = sockets[0].getsockname()[1]
+    try:
+        assert {one.getsockname()[1] for one in sockets} == {port}
+        assert [one.family for one in sockets] == [socket.AF_INET, socket.AF_INET6][: len(sockets)]
+        with pytest.raises(PortInUse, match=str(port)):
+            listening.listen("::", port)
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,77 @@
+"""Which addresses of a machine others try, in which order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.addresses import Interface, candidates, name_is_good, reaches_out, shown, split
+
+LO = Interface("lo", ("127.0.0.1", "::1"))
+ETH = Interface("eth0", ("10.0.0.2", "fd00::2"), 1000)
+DOCKER = Interface("docker0", ("172.17.0.1",), 10000)
+
+ips = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)).map(str)
+machines = st.lists(
+    st.builds(
+        Interface,
+        st.sampled_from(["lo", "eth0", "ib0", "docker0", "br-1f", "wg0", "virbr0"]),
+        st.lists(ips, max_size=3).map(tuple),
+        st.sampled_from([0, 1000, 10_000, 100_000]),
+    ),
+    max_size=6,
+)
+
+
+def test_the_way_to_the_coordinator_comes_first_and_bridges_of_containers_last():
+    other = Interface("eth1", ("192.168.1.2",), 1000)
+    found = candidates((LO, DOCKER, other, ETH), first=("10.0.0.2",))
+    assert found == ("10.0.0.2", "192.168.1.2", "fd00::2", "172.17.0.1")
+
+
+def test_a_much_faster_network_comes_before_the_way_to_the_coordinator():
+    assert candidates((ETH, Interface("ib0", ("10.9.0.2",), 100_000)), ("10.0.0.2",))[:2] == ("10.9.0.2", "10.0.0.2")
+    assert candidates((ETH, Interface("eth1", ("10.9.0.2",), 1900)), ("10.0.0.2",))[0] == "10.0.0.2"
+    assert candidates((ETH, Interface("eth1", ("10.9.0.2",), 0)), ("10.0.0.2",))[0] == "10.0.0.2"
+
+
+def test_loopback_and_addresses_that_need_an_interface_are_never_given_to_others():
+    assert candidates((LO, Interface("eth0", ("fe80::1", "127.0.1.1", "0.0.0.0")))) == ()
+
+
+def test_an_address_of_somebody_who_passes_on_to_us_is_kept():
+    assert candidates((ETH,), first=("203.0.113.7",))[0] == "203.0.113.7"
+
+
+@given(machines, st.lists(ips, max_size=2))
+def test_whatever_the_interfaces_are_candidates_are_ours_reach_out_and_are_named_once(interfaces, first):
+    found = candidates(interfaces, first)
+    known = {address for one in interfaces for address in one.addresses} | set(first)
+    assert len(found) == len(set(found)) <= 6
+    assert set(found) <= known
+    assert all(reaches_out(address) for address in found)
+    usable = {address for address in known if reaches_out(address)}
+    assert bool(found) == bool(usable)
+
+
+@given(machines, ips.filter(reaches_out))
+def test_no_bridge_of_containers_comes_before_the_known_way(interfaces, first):
+    found = candidates(interfaces, (first,))
+    before = found[: found.index(first)]
+    inner = {address for one in interfaces if one.is_inner for address in one.addresses}
+    outer = {address for one in interfaces if not one.is_inner for address in one.addresses}
+    assert not set(before) & (inner - outer)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "good"), [((), False), (("127.0.1.1",), False), (("::1", "10.0.0.2"), False), (("10.0.0.2",), True)]
+)
+def test_a_name_that_leads_back_here_is_not_given_to_others(resolved, good):
+    assert name_is_good(resolved) is good
+
+
+def test_addresses_are_written_as_urls_have_them():
+    assert shown("fd00::1", 80) == "[fd00::1]:80"
+    assert shown("lab", 80) == "lab:80"
+    assert split(" a, b,,a ") == ("a", "b")

@@ -1,0 +1,34 @@
+"""Ports of scripts that are run unmodified."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shoal.config import parse_settings
+from shoal.core import compat
+from shoal.core.compat import Place
+from shoal.errors import BadSettings
+
+PLACES = [Place("a", "10.0.0.1"), Place("a", "10.0.0.1"), Place("b", "fd00::1")]
+
+
+@pytest.mark.parametrize("size", [3, 4, 100])
+def test_every_rank_has_a_port_of_its_own_within_the_range(size):
+    span = range(29400, 29400 + size)
+    for restarts in range(20):
+        envs = compat.rendezvous("tf", "run", "salt", PLACES, restarts, 9, span=span)
+        workers = json.loads(dict(envs[0])["TF_CONFIG"])["cluster"]["worker"]
+        ports = [int(one.rpartition(":")[2]) for one in workers]
+        assert len(set(ports)) == 3
+        assert set(ports) <= set(span)
+        assert workers[2].startswith("[fd00::1]:")
+        torchrun = dict(compat.rendezvous("torchrun", "run", "salt", PLACES, restarts, 9, span=span)[0])
+        assert int(torchrun["MASTER_PORT"]) in span
+
+
+def test_ports_that_gloo_would_not_keep_to_are_refused():
+    with pytest.raises(BadSettings, match="gloo"):
+        parse_settings({"ports": "29400-29499", "exchange": "gloo"})
+    assert parse_settings({"ports": "29400-29499", "exchange": "ring"}).ports

@@ -204,6 +204,21 @@ class LogPage(msgspec.Struct, frozen=True):
     next: int
 
 
+class FileView(msgspec.Struct, frozen=True):
+    """A file that a run has at its coordinator; `name` is below one of its folders, `modified` is in seconds."""
+
+    name: str
+    size_bytes: int
+    modified: float
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    """The files of one folder of a run, by name, and how much more the coordinator can take."""
+
+    files: tuple[FileView, ...]
+    free_bytes: int
+
+
 class StopAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = "asked by the user"
     checkpoint: bool = True

@@ -9,11 +9,16 @@ import msgspec
 
 from shoal.config import Settings, Value, parse_settings
 from shoal.errors import BadSettings, IncompleteEnvironment
+from shoal.store.blobs import Access
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete."""
+    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
+
+    `store` is where checkpoints go if this machine does not see the run's directory; `apart` is what stands here for
+    the directory of who started the run, if this machine does not see that: what is saved there goes back.
+    """
 
     url: str
     token_file: str
@@ -26,6 +31,12 @@ class Environment:
     run_dir: str
     role: str = "trainer"
     speed: float = 0.0
+    store: str = ""
+    apart: str = ""
+
+    @property
+    def access(self) -> Access:
+        return Access(self.url, self.token_file)
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -46,6 +57,8 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         run_dir=_need(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
         speed=_number(environ.get("SHOAL_SPEED", "")),
+        store=environ.get("SHOAL_STORE", ""),
+        apart=environ.get("SHOAL_APART", ""),
     )
 
 

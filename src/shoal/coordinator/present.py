@@ -106,7 +106,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         joins=state.joins,
         last_change=run.last_change,
         checkpoint_step=state.checkpoint_step,
-        checkpoint_path=state.checkpoint_path,
+        checkpoint_path=_seen_from_here(state.checkpoint_path, run.name, directory),
         directory=directory,
         batch=latest.batch if latest else 0,
         noise=latest.noise if latest else None,
@@ -115,6 +115,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
         evaluation=_evaluation(run),
         user=run.user,
+        cwd=run.spec.cwd,
         cost=_shown(supply.account_at(runs.supply, now).of_run(run.name)) if run.spec.on else None,
     )
 
@@ -144,6 +145,12 @@ def _pool_view(pool: Pool, state: supply.State, account: Account) -> PoolView:
         until=standing.until or None,
         cost=_shown(account.of_pool(pool.name)),
     )
+
+
+def _seen_from_here(path: str, run: str, directory: str) -> str:
+    """Where a checkpoint is: what members send to the coordinator is in the run's own directory."""
+    sent = f"coordinator://{run}/"
+    return f"{directory}/{path.removeprefix(sent)}" if path.startswith(sent) else path
 
 
 def _evaluation(run: Run) -> Evaluation | None:

@@ -127,7 +127,8 @@ class RunView(msgspec.Struct, frozen=True):
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
     `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
-    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator.
+    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator; `cwd` is the
+    directory that it was started in, on the machine of who did.
     """
 
     run: str
@@ -166,6 +167,7 @@ class RunView(msgspec.Struct, frozen=True):
     tensorboard_error: str = ""
     cost: CostView | None = None
     user: str = ""
+    cwd: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):

@@ -124,23 +124,24 @@ def test_a_coordinator_that_is_away_for_a_while_costs_no_piece(town: Town) -> No
     assert "waiting for the coordinator at http://there" in town.said[0]
 
 
-def test_an_answer_that_is_lost_costs_nothing(town: Town) -> None:
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_an_answer_that_is_lost_costs_nothing(town: Town, lost: int) -> None:
     """The request is carried out, but the line breaks before the answer; also after the very last piece."""
-    for lost in range(3):
-        count, real = [0], AsgiConnection.getresponse
+    asked: list[str] = []
 
-        class Deaf(AsgiConnection):
-            def getresponse(self) -> Any:
-                answer = real(self)
-                count[0] += 1
-                if count[0] == lost + 1:
-                    raise http.client.RemoteDisconnected("cut")
-                return answer
+    class Deaf(AsgiConnection):
+        def getresponse(self) -> Any:
+            answer = super().getresponse()
+            asked.append("")
+            if len(asked) == lost:
+                raise http.client.RemoteDisconnected("cut")
+            return answer
 
-        store = town.store()
-        store._connect = lambda deaf=Deaf: deaf(town.app)  # type: ignore[misc]
-        assert store.put(f"a{lost}", [b"0123456789"]) == 10
-        assert content(town.store(), f"a{lost}") == b"0123456789"
+    store = town.store()
+    store._connect = lambda: Deaf(town.app)
+    assert store.put("a", [b"0123456789"]) == 10
+    assert content(town.store(), "a") == b"0123456789"
+    assert len(asked) == 4
 
 
 def test_patience_has_an_end_and_nothing_is_left(town: Town) -> None:
@@ -152,7 +153,7 @@ def test_patience_has_an_end_and_nothing_is_left(town: Town) -> None:
             raise ConnectionResetError("cut")
 
     town.fail = fail
-    with pytest.raises(OSError, match="has not answered for 9. s") as raised:
+    with pytest.raises(OSError, match=r"has not answered for 9\d s") as raised:
         town.store().put("a", [b"0123456789"])
     assert raised.value.errno == errno.EIO
     assert sent[-1] == "DELETE"

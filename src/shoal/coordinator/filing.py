@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse
 
 from shoal.coordinator.auth import USER
@@ -49,14 +49,8 @@ class Filing:
         if not offset.isdecimal():
             raise BadRequest("a piece of a file needs its offset", why=repr(offset[:20]))
         whole = whole_of(query.get("size", ""), query["digest"]) if "digest" in query else None
-        piece = bytearray()
-        async for some in request.stream():
-            piece += some
-            if len(piece) > MAX_PIECE_BYTES:
-                raise BadRequest("a piece of a file is too large", why=f"the limit is {MAX_PIECE_BYTES} bytes")
-        upload = query.get("upload", "")
-        name = request.path_params["name"]
-        await asyncio.to_thread(self._files.take, run, name, upload, int(offset), bytes(piece), whole)
+        piece, upload, name = await _piece(request), query.get("upload", ""), request.path_params["name"]
+        await asyncio.to_thread(self._files.take, run, name, upload, int(offset), piece, whole)
         return {}
 
     async def delete(self, request: Request) -> object:
@@ -79,3 +73,15 @@ class Filing:
 
 def _user(request: Request) -> str:
     return str(request.scope.get(USER, ""))
+
+
+async def _piece(request: Request) -> bytes:
+    piece = bytearray()
+    try:
+        async for some in request.stream():
+            piece += some
+            if len(piece) > MAX_PIECE_BYTES:
+                raise BadRequest("a piece of a file is too large", why=f"the limit is {MAX_PIECE_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise BadRequest("whoever sent a piece of a file is gone") from error
+    return bytes(piece)

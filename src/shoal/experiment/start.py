@@ -24,7 +24,7 @@ from shoal.launch.sources import Choices, Option
 from shoal.launch.supervise import Supervisor
 from shoal.pack import files as packed_files
 from shoal.pack import function as packed_function
-from shoal.pack import manifest, modules, project
+from shoal.pack import manifest, modules
 from shoal.pack.files import Files
 from shoal.pack.manifest import Manifest
 from shoal.wire import credentials
@@ -106,7 +106,7 @@ def _packed_for_others(
 ) -> Launch:
     """A launch whose function goes to machines that do not see this disk: with its files, its modules, the project."""
     directory, root = Path(launch.directory), Path.cwd() if launch.ship else None
-    sent = {path.absolute() for path in project.find(root).values()} if root is not None else set()
+    sent = {path.absolute() for path in luggage.found(root).values()} if root is not None else set()
     own = modules.imported(sys.modules, sent)
     near = modules.relative(packed_function.search_path(), root) if root is not None else ()
     made = pack(directory, experiment_fn, contents, own, near)

@@ -15,7 +15,18 @@ import msgspec
 from shoal.errors import BadFiles, PackDamaged
 
 IGNORES = ".shoalignore"
-NEVER = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache", "*.pyc")
+NEVER = (
+    ".git",
+    ".shoal",
+    "__pycache__",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "*.pyc",
+)
 LARGEST = 5
 _PIECE_BYTES = 1 << 20
 

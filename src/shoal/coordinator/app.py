@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -57,9 +58,9 @@ class Api:
         self._agents = Agents(service)
         self._requests = Requests(service)
         self._blobs = Blobs(service.directory / "blobs")
-        files = Files(service.run_dir)
-        self._filing = Filing(files, lambda user, run: self._requests.of(user, run).name)
-        service.at_every_tick(sweep_every(files, lambda: list(service.runs.runs), SWEEP_S))
+        self._files = Files(service.run_dir)
+        self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)
+        service.at_every_tick(sweep_every(self._files, lambda: list(service.runs.runs), SWEEP_S))
         self._leave = leave
         self._leaving: asyncio.Task[None] | None = None
 
@@ -151,6 +152,8 @@ class Api:
         await asyncio.sleep(0.1)
         while self._requests.busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
+        for run in self._service.runs.runs:
+            self._files.sweep(run, math.inf)
         self._leave()
 
     async def metrics(self, _request: Request) -> Response:

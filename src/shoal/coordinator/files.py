@@ -96,12 +96,12 @@ class Files:
         """Forget the pieces of a file that will not come."""
         self._part(run, upload).unlink(missing_ok=True)
 
-    def sweep(self, run: str, now: float) -> int:
-        """Forget what nobody has sent a piece of for long: who sent it is gone. How many there were."""
+    def sweep(self, run: str, now: float, stale_s: float = STALE_S) -> int:
+        """Forget what nobody has sent a piece of for so long: who sent it is gone. How many there were."""
         count = 0
         for part in (Path(self._directory_of(run)) / UPLOADS).glob("*.part"):
             with contextlib.suppress(OSError):
-                if now - part.stat().st_mtime > STALE_S:
+                if now - part.stat().st_mtime > stale_s:
                     part.unlink()
                     count += 1
         return count

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import errno
 import http.client
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from shoal.config import Settings
 from shoal.coordinator.app import _answering
 from shoal.coordinator.auth import USER
 from shoal.coordinator.files import Files
 from shoal.coordinator.filing import Filing
-from shoal.errors import NotYours, StoreUnusable, UnknownRun
-from shoal.store import coordinator
-from shoal.store.blobs import Access, Blob, open_store
+from shoal.errors import CheckpointFailed, NotYours, StoreUnusable, UnknownRun
+from shoal.store import checkpoint, coordinator
+from shoal.store.blobs import Access, Blob, LocalStore, open_store
 from shoal.store.coordinator import CoordinatorStore
 from shoal.testing.asgi import AsgiConnection
 from shoal.wire import credentials
+from shoal.worker.keeper import Codec, StateKeeper
+from shoal.worker.snapshot import Snapshot
+from shoal.worker.solo import Solo
 
 Fail = Callable[[str, str], None]
 
@@ -206,6 +212,55 @@ def test_what_the_coordinator_cannot_keep_is_said_as_it_was(town: Town, monkeypa
         town.store().put("a", [b"x"])
     assert raised.value.errno == errno.ENOSPC
     assert town.now < 1.0, "it is not tried again"
+
+
+def snapshot(step: int, size: int = 300) -> Snapshot:
+    return Snapshot(step, b"header", [np.full(size, step, np.uint8), np.zeros(0, np.uint8)], readers=1)
+
+
+def test_checkpoints_are_written_read_and_pruned_there(town: Town) -> None:
+    store = town.store()
+    for step in (1, 2, 3):
+        town.fail = broken(step)
+        checkpoint.write(store, snapshot(step), "me", run="r", world=1, meta={})
+    found = checkpoint.read(town.store())
+    assert (found.entry.step, found.header, found.buffers[0].tolist()) == (3, b"header", [3] * 300)
+    assert checkpoint.prune(store, 2) == ["step-000000000001.world-00000001"]
+    assert [entry.step for entry in checkpoint.entries(LocalStore(town.path / "r" / "checkpoints"))] == [3, 2]
+
+
+def test_a_disk_that_is_full_there_costs_one_checkpoint_and_no_older_one(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.write(town.store(), snapshot(1), "me", run="r", world=1, meta={})
+    monkeypatch.setattr("shoal.coordinator.files.RESERVED_BYTES", 1 << 60)
+    with pytest.raises(CheckpointFailed, match="step 2 could not be written to coordinator://r/checkpoints") as raised:
+        checkpoint.write(town.store(), snapshot(2), "me", run="r", world=1, meta={})
+    assert "free some space" in raised.value.do
+    assert checkpoint.read(town.store()).entry.step == 1
+
+
+def test_a_step_does_not_wait_for_a_checkpoint_that_is_on_its_way(town: Town) -> None:
+    on_its_way, may_go_on = threading.Event(), threading.Event()
+
+    def fail(method: str, _target: str) -> None:
+        if method == "PUT":
+            on_its_way.set()
+            assert may_go_on.wait(20)
+
+    town.fail = fail
+    session = Solo()
+    session.settings = Settings(checkpoint_every_steps=1)
+    codec = Codec(lambda _parts: (b"", [np.zeros(40, np.uint8)]), lambda _parts, _header, _buffers: None)
+    keeper = StateKeeper(session, "r", "", codec)
+    keeper.open = town.store  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        keeper.at_boundary(step)
+        keeper.before_change()
+    assert on_its_way.wait(20), "no checkpoint was begun"
+    may_go_on.set()
+    keeper.close()
+    assert [entry.step for entry in checkpoint.entries(town.store())] == [1], "one at a time"
 
 
 def test_users_read_files_of_their_own_runs_and_write_none(tmp_path: Path) -> None:

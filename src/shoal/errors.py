@@ -838,3 +838,50 @@ class ExaminationFailed(MembershipError):
     """A machine that ``shoal doctor POOL`` examines stopped answering while it was examined."""
 
     code = "S231"
+
+
+class UnknownFile(StorageError):
+    """A run has no file of this name at its coordinator: nothing was saved under it, or it was pruned since.
+
+    ``shoal fetch RUN`` brings all that there is.
+    """
+
+    code = "S545"
+
+
+class UploadBroken(StorageError):
+    """The pieces of a file that a member sends to the coordinator do not make up the file that it has.
+
+    Nothing of it is kept. A checkpoint is tried again when the next one is due; something that was saved is still on
+    the machine that the error names.
+    """
+
+    code = "S546"
+
+
+class CoordinatorFull(StorageError):
+    """The coordinator has no room left for what members send it: checkpoints, and what they save.
+
+    The training goes on. Make room on the disk that the coordinator's directory is on, or name another place for
+    checkpoints with ``--set checkpoint.to=URL``. The last of the disk is kept for the coordinator's own journal.
+    """
+
+    code = "S547"
+
+
+class OutputLost(StorageError):
+    """What a member saved could not be brought to the coordinator, from a machine that does not share a disk with it.
+
+    It is still on that machine, under the path that the error names, for as long as the machine is there.
+    """
+
+    code = "S548"
+
+
+class FetchFailed(LaunchError):
+    """What a run has saved could not be written to where it was to be brought.
+
+    Nothing is left half written; ``shoal fetch RUN`` brings what is missing.
+    """
+
+    code = "S450"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -25,14 +24,16 @@ SCRIPT = Path(__file__).with_name("train.py")
 class Hired(Stage):
     """A run that takes its machines from pools."""
 
-    def __init__(self, path: Path, on: str, members: str, pools: str, *settings: str, script: str, steps: int) -> None:
+    def __init__(
+        self, path: Path, on: str, members: str, pools: str, *settings: str, script: str, steps: int, text: str = ""
+    ) -> None:
         self._on, self._folder = on, path / "project"
         self._folder.mkdir()
         (self._folder / "shoal.toml").write_text(pools)
         (self._folder / "words.py").write_text("GREETING = 'hello'\n")
         (self._folder / "secret.bin").write_text("not for others")
         (self._folder / ".shoalignore").write_text("*.bin\n")
-        shutil.copy(SCRIPT, self._folder / "train.py")
+        (self._folder / "train.py").write_text(text or SCRIPT.read_text())
         given = ("preload=torch,shoal.torch", "notice.grace_s=3", *settings)
         super().__init__(path, Path(script), members, given, {"STEPS": str(steps)})
 
@@ -83,9 +84,16 @@ class Hired(Stage):
 
 @contextlib.contextmanager
 def hired(
-    path: Path, on: str, members: str, pools: str, *settings: str, script: str = str(SCRIPT), steps: int = 200
+    path: Path,
+    on: str,
+    members: str,
+    pools: str,
+    *settings: str,
+    script: str = str(SCRIPT),
+    steps: int = 200,
+    text: str = "",
 ) -> Iterator[Hired]:
-    run = Hired(path, on, members, pools, *settings, script=script, steps=steps)
+    run = Hired(path, on, members, pools, *settings, script=script, steps=steps, text=text)
     try:
         yield run
     finally:

@@ -12,6 +12,8 @@ import pytest
 from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network, why_not
 from tests.engines.ssh_site import SOURCES
 
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
 from shoal.testing.stage import Stage
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
 
-SETTINGS = (f"host={HUB}", "lease_s=2", "notice.grace_s=3", "preload=torch,shoal.torch")
+SETTINGS = (f"host={HUB}", "lease_s=2", "notice.grace_s=3", "preload=torch,shoal.torch", "checkpoint.every_steps=100")
 
 
 class OnHosts(Stage):
@@ -61,6 +63,10 @@ def test_a_run_goes_on_when_a_host_loses_its_power_and_takes_it_back(
             run.until_size(2)
             run.finish(patience_s=200)
             assert {one["step"] for one in run.of("done")} == {600}
+            (kept,) = run.home.glob("coordinators/*/runs/*/checkpoints")
+            entries = checkpoint.entries(open_store(str(kept)))
+            assert entries, "hosts send their checkpoints to the coordinator"
+            assert entries[0].step >= 500
             for host in ("h1", "h2"):
                 assert not network.running(host, "shoal.agent")
                 assert not list(network.home(host).rglob("token*"))

@@ -30,6 +30,7 @@ START_WITHIN_S = 300.0
 _LOOK_S = 0.08
 _WEIGH_S = 0.5
 _DETAIL_CHARACTERS = 2000
+STORE = "coordinator://"
 # An interpreter reads these once, when it starts; a fork of a warm one would not see them.
 _COLD_VARIABLES = (
     "LD_PRELOAD",
@@ -130,20 +131,24 @@ class Members:
         self._alive[key] = member
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if order.project and (self._home.apart or not os.path.isdir(order.cwd)):
-                member.order = await self._unpacked(order)
+            member.order = await self._at_home(order)
             start = self._order(key, member, directory / f"{base}.log")
             member.warm = not start.cold
             await self.warm.start(start, START_WITHIN_S)
         except (ShoalError, OSError, ValueError) as error:
             self._never_started(key, error)
 
-    async def _unpacked(self, order: StartMember) -> StartMember:
-        """The order as it is on a machine that has only what the run sent along."""
-        run = _file_name(order.run)
-        where = await asyncio.to_thread(self._luggage.lay_out, order.project, run)
-        env = {**order.env, "SHOAL_RUN_DIR": str(self._home.directory / "runs" / run)}
-        return msgspec.structs.replace(order, cwd=str(where), env=env)
+    async def _at_home(self, order: StartMember) -> StartMember:
+        """The order as this machine can carry it out: what it does not see of the user's disk is here, or goes back."""
+        told, run, cwd = order.env.get("SHOAL_RUN_DIR", ""), _file_name(order.run), order.cwd
+        env = dict(order.env)
+        if self._home.apart or (told and not os.path.isdir(told)):
+            env |= {"SHOAL_RUN_DIR": str(self._home.directory / "runs" / run), "SHOAL_STORE": f"{STORE}{order.run}"}
+        if order.project and (self._home.apart or not os.path.isdir(cwd)):
+            cwd = str(await asyncio.to_thread(self._luggage.lay_out, order.project, run))
+        if self._home.apart or cwd != order.cwd:
+            env["SHOAL_APART"] = cwd
+        return msgspec.structs.replace(order, cwd=cwd, env=env)
 
     def _on_start(self, key: str, pid: int) -> None:
         if (member := self._alive.get(key)) is None:

@@ -5,6 +5,7 @@ It reads a `Launch` from standard input and answers with one line: the accepted 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -53,6 +54,8 @@ def main() -> None:
                 seen = Follower(client, view, _WithoutLogs(display), supervisor.tend, since).follow(interrupts, EVERY_S)
         finally:
             supervisor.close(client)
+        with contextlib.suppress(errors.FetchFailed):
+            supervisor.bring_back()
     from shoal.cli.summary import exit_code
 
     sys.exit(exit_code(seen.view, abandoned=seen.abandoned))

@@ -18,6 +18,7 @@ VERBS = {
     "resume": "Go on with a run that was stopped or lost all its members.",
     "ps": "List runs.",
     "status": "Show a run and its members.",
+    "fetch": "Bring what a run has saved.",
     "logs": "Print what the members of a run print.",
     "why": "Tell what happened to a run or a member, and why.",
     "stop": "Stop a run after a checkpoint.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import msgspec
@@ -12,7 +13,8 @@ from shoal.cli.display import Display, Forgiving, JsonLines, Plain
 from shoal.cli.follow import Followed, Follower
 from shoal.cli.frame import Frame, interactive, show_error
 from shoal.cli.interrupts import Interrupts
-from shoal.errors import UsageError, from_code
+from shoal.errors import FetchFailed, UsageError, from_code
+from shoal.launch import outputs
 from shoal.launch.client import Client, open_client
 from shoal.launch.place import Place
 from shoal.launch.render import Launch
@@ -34,7 +36,9 @@ def supervise(frame: Frame, launch: Launch) -> int:
             in_order = not seen.abandoned
     finally:
         supervisor.close(client if in_order else None)
-    return conclude(frame, seen)
+    code = conclude(frame, seen)
+    _say_brought(frame, supervisor.bring_back)
+    return code
 
 
 def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
@@ -44,7 +48,22 @@ def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0
     with Interrupts() as interrupts:
-        return conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
+        code = conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
+    if launch.spec is not None:
+        source, to = outputs.There(place.url, place.token_file, view.run), Path(launch.spec.cwd)
+        _say_brought(frame, lambda: outputs.bring(source, to).names)
+    return code
+
+
+def _say_brought(frame: Frame, bring: Callable[[], tuple[str, ...]]) -> None:
+    """Bring back what members elsewhere saved, and say so; what fails costs nothing, as it stays where it is."""
+    try:
+        names = bring()
+    except FetchFailed as error:
+        show_error(error, frame.json)
+        return
+    if names:
+        frame.say(f"brought back {', '.join(names)}")
 
 
 def hand_in(place: Place, launch: Launch) -> tuple[Client, RunView]:

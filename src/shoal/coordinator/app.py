@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -18,12 +19,24 @@ from shoal.coordinator import logs
 from shoal.coordinator.agents import Agents
 from shoal.coordinator.auth import USER
 from shoal.coordinator.blobs import Blobs
+from shoal.coordinator.files import Files, sweep_every
+from shoal.coordinator.filing import Filing
 from shoal.coordinator.keys import OWNER
 from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.members import Members
 from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
-from shoal.errors import BadMessage, BadRequest, NotYours, ShoalError, StorageError, UnknownBlob, UnknownRun
+from shoal.errors import (
+    BadMessage,
+    BadRequest,
+    NotYours,
+    ShoalError,
+    StorageError,
+    UnknownBlob,
+    UnknownFile,
+    UnknownRun,
+    UploadBroken,
+)
 from shoal.wire import codec
 from shoal.wire.examination import Question
 from shoal.wire.messages import PROTOCOL
@@ -33,6 +46,7 @@ HELLO_WITHIN_S = 10.0
 SHUT_DOWN_WITHIN_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_LINES = 10_000
+SWEEP_S = 60.0
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -47,6 +61,9 @@ class Api:
         self._agents = Agents(service)
         self._requests = Requests(service)
         self._blobs = Blobs(service.directory / "blobs")
+        self._files = Files(service.run_dir)
+        self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)
+        service.at_every_tick(sweep_every(self._files, lambda: list(service.runs.runs), SWEEP_S))
         self._leave = leave
         self._leaving: asyncio.Task[None] | None = None
 
@@ -61,6 +78,7 @@ class Api:
             Route("/v1/runs/{run}/stop", _answering(self.stop), methods=["POST"]),
             Route("/v1/runs/{run}/scale", _answering(self.scale), methods=["POST"]),
             Route("/v1/runs/{run}/resume", _answering(self.resume), methods=["POST"]),
+            *(Route(path, _answering(one), methods=[how]) for path, how, one in self._filing.endpoints()),
             Route("/v1/agents", _answering(self.agents)),
             Route("/v1/agents/{agent}/examine", _answering(self.examine), methods=["POST"]),
             Route("/v1/pools", _answering(self.pools)),
@@ -143,6 +161,8 @@ class Api:
         await asyncio.sleep(0.1)
         while self._requests.busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
+        for run in self._service.runs.runs:
+            self._files.sweep(run, math.inf)
         self._leave()
 
     async def metrics(self, _request: Request) -> Response:
@@ -218,11 +238,14 @@ def _base_url(socket: WebSocket) -> str:
 
 
 def _answering(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
-    """Turns what an endpoint returns into JSON, and Shoal's errors into problems."""
+    """Turns what an endpoint returns into JSON, unless it is an answer, and Shoal's errors into problems."""
 
     async def answer(request: Request) -> Response:
         try:
-            return Response(msgspec.json.encode(await endpoint(request)), media_type="application/json")
+            found = await endpoint(request)
+            if isinstance(found, Response):
+                return found
+            return Response(msgspec.json.encode(found), media_type="application/json")
         except ShoalError as error:
             return _problem(error)
 
@@ -230,11 +253,19 @@ def _answering(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
 
 
 def _problem(error: ShoalError) -> Response:
-    unknown, full = isinstance(error, UnknownRun | UnknownBlob), isinstance(error, StorageError)
     problem = Problem(error.code, error.what, error.where, error.why, error.do)
-    return Response(
-        msgspec.json.encode(problem), 404 if unknown else 507 if full else 400, media_type="application/json"
-    )
+    return Response(msgspec.json.encode(problem), _status(error), media_type="application/json")
+
+
+def _status(error: ShoalError) -> int:
+    match error:
+        case UnknownRun() | UnknownBlob() | UnknownFile():
+            return 404
+        case UploadBroken():
+            return 409
+        case StorageError():
+            return 507
+    return 400
 
 
 async def _body(request: Request, kind: type[T], default: T | None = None) -> T:

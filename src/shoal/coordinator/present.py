@@ -107,7 +107,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         joins=state.joins,
         last_change=run.last_change,
         checkpoint_step=state.checkpoint_step,
-        checkpoint_path=state.checkpoint_path,
+        checkpoint_path=_seen_from_here(state.checkpoint_path, run.name, directory),
         directory=directory,
         batch=latest.batch if latest else 0,
         noise=latest.noise if latest else None,
@@ -120,6 +120,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         priority=run.spec.priority,
         **_money(run, runs, now),
         **_queued(run, runs, now),
+        cwd=run.spec.cwd,
     )
 
 
@@ -168,6 +169,12 @@ def _pool_view(pool: Pool, state: supply.State, account: Account) -> PoolView:
         cost=_shown(account.of_pool(pool.name)),
         labels=dict(pool.labels),
     )
+
+
+def _seen_from_here(path: str, run: str, directory: str) -> str:
+    """Where a checkpoint is: what members send to the coordinator is in the run's own directory."""
+    sent = f"coordinator://{run}/"
+    return f"{directory}/{path.removeprefix(sent)}" if path.startswith(sent) else path
 
 
 def _evaluation(run: Run) -> Evaluation | None:

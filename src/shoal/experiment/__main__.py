@@ -24,14 +24,16 @@ def main(pack: str) -> None:
     os.environ.setdefault("TF_CONFIG", task_config(told.role, told.member))
     contents = manifest.read(Path(pack), credentials.read(told.token_file).token)
     files.check(contents.files, Path.cwd())
-    experiment = _called(contents, pack)
+    if told.apart:
+        files.check(contents.modules, Path(pack) / manifest.MODULES)
+    experiment = _called(contents, pack, apart=bool(told.apart))
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
     import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not told.values.evaluator)
 
 
-def _called(contents: manifest.Manifest, pack: str) -> object:
-    experiment_fn = function.get(Path(pack), contents)
+def _called(contents: manifest.Manifest, pack: str, *, apart: bool) -> object:
+    experiment_fn = function.get(Path(pack), contents, apart=apart)
     try:
         return experiment_fn()
     except ShoalError:

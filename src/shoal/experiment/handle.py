@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from shoal.errors import CoordinatorUnreachable, RunFailed
 from shoal.experiment.keep import Keeper
 from shoal.launch import find
 from shoal.launch.find import OVER, Records
+from shoal.launch.outputs import Here, bring
 from shoal.launch.render import parse_members
 from shoal.wire.views import LogPage, RunView, ScaleAsk, StopAsk, StoryLine
 
@@ -102,6 +104,7 @@ class RunHandle:
             self._keeper.join()
             if self._keeper.failure is not None:
                 raise self._keeper.failure
+        self.fetch()
         view = self.view()
         if view.status == "failed":
             raise RunFailed(
@@ -111,6 +114,13 @@ class RunHandle:
                 do="run.logs() shows what members printed, run.story() what happened",
             )
         return view
+
+    def fetch(self, to: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
+        """Bring what members on machines that do not share this disk have saved so far; the names of what is new.
+
+        It goes to the run's `directory`, where it would be if they shared it; `wait` does so by itself.
+        """
+        return bring(Here(self._directory, self.id), Path(to) if to is not None else self.directory).names
 
     def stop(self, reason: str = "asked by the user", *, checkpoint: bool = True, timeout_s: float = 60.0) -> RunView:
         """Stop the run, after a checkpoint unless told otherwise; `shoal resume` goes on with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,18 +13,18 @@ import msgspec
 from shoal import config
 from shoal.config import Value
 from shoal.core import sync
-from shoal.errors import BadRole, BadSettings, InsideMember
+from shoal.errors import BadFiles, BadRole, BadSettings, InsideMember
 from shoal.experiment.handle import RunHandle
 from shoal.experiment.keep import Keeper
 from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
-from shoal.launch import detached, render, sources
+from shoal.launch import detached, luggage, render, sources
 from shoal.launch.place import LOCAL, home
 from shoal.launch.render import Launch
 from shoal.launch.sources import Choices, Option
 from shoal.launch.supervise import Supervisor
 from shoal.pack import files as packed_files
 from shoal.pack import function as packed_function
-from shoal.pack import manifest
+from shoal.pack import manifest, modules
 from shoal.pack.files import Files
 from shoal.pack.manifest import Manifest
 from shoal.wire import credentials
@@ -31,7 +32,9 @@ from shoal.wire.views import RoleSpec, RunSpec
 from shoal.worker.experiment import Experiment
 
 MEMBER = "shoal.experiment"
-PACK, WORK = "pack", "work"
+WORK, NAME = "work", ".shoal-pack"
+# Where members work, so that it is there wherever they do.
+PACK = f"{WORK}/{NAME}"
 
 
 def run(
@@ -59,29 +62,69 @@ def run(
     _check_together(roles, choices)
     for setting in render.ROLES_ON.values():
         render.checked_pools(choices, setting)
-    contents = packed_files.named(files)
+    contents = _named(files)
     directory = render.new_directory(home())
     spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, dict(env or {}))
     launch = render.render(directory, choices, spec)
     render.make(directory)
     try:
-        pack(directory, experiment_fn, contents)
+        if render.is_apart(choices, spec):
+            launch = _packed_for_others(launch, choices, experiment_fn, contents)
+        else:
+            pack(directory, experiment_fn, contents)
         return _detached(launch) if detach else _kept(launch)
     except BaseException:
         render.unmake(directory)
         raise
 
 
-def pack(directory: Path, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]) -> None:
-    """Write what members need into the directory of a coordinator that is still to be started, with its token."""
+def pack(
+    directory: Path,
+    experiment_fn: Callable[[], Experiment],
+    contents: Mapping[str, Path],
+    own: Mapping[str, Path] = {},
+    near: tuple[str, ...] = (),
+) -> Manifest:
+    """Write what members need into the directory of a coordinator that is still to be started, with its token.
+
+    `own` are modules for machines that cannot import them, and `near` where others are looked for in the project there.
+    """
     token = secrets.token_urlsafe(32)
     credentials.write(directory / "token", credentials.Credentials(token))
+    (directory / WORK).mkdir(mode=0o700)
     where = directory / PACK
     where.mkdir(mode=0o700)
     function = packed_function.put(where, experiment_fn)
     kept = packed_files.put(where, contents)
-    manifest.write(where, Manifest(function, kept, tuple(packed_function.search_path())), token)
+    search = tuple(packed_function.search_path())
+    made = Manifest(function, kept, search, packed_files.put(where, own), near)
+    manifest.write(where, made, token)
     packed_files.lay_out(where, kept, directory / WORK)
+    return made
+
+
+def _packed_for_others(
+    launch: Launch, choices: Choices, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]
+) -> Launch:
+    """A launch whose function goes to machines that do not see this disk: with its files, its modules, the project."""
+    directory, root = Path(launch.directory), Path.cwd() if launch.ship else None
+    sent = {path.absolute() for path in luggage.found(root).values()} if root is not None else set()
+    own = modules.imported(sys.modules, sent)
+    near = modules.relative(packed_function.search_path(), root) if root is not None else ()
+    made = pack(directory, experiment_fn, contents, own, near)
+    packed = packed_files.shipped(directory / PACK, made, NAME)
+    told = luggage.weigh(root, float(choices.text("ship_limit_mb")), packed)
+    sys.stderr.write(f"shoal: sends {told}\n")
+    named = {name: str(path) for name, path in packed.items()}
+    return msgspec.structs.replace(launch, ship=str(root or ""), packed=named)
+
+
+def _named(files: Files) -> dict[str, Path]:
+    contents = packed_files.named(files)
+    taken = [name for name in contents if name.partition("/")[0] == NAME]
+    if taken:
+        raise BadFiles(f"a file cannot be called {taken[0]!r}", why="that is where the function itself is")
+    return contents
 
 
 def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choices, env: dict[str, str]) -> RunSpec:
@@ -90,7 +133,7 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
     asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
     return RunSpec(
         name=choices.text("name") or name.strip("<>"),
-        argv=(MEMBER, str(directory / PACK)),
+        argv=(MEMBER, NAME),
         cwd=str(directory / WORK),
         members=members,
         env=env,

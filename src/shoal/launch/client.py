@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import io
 import ssl
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -111,8 +112,8 @@ class Client:
         missing: tuple[str, ...] = self._ask("POST", "/v1/blobs", tuple[str, ...], tuple(contents))
         for digest in missing:
             found = contents[digest]
-            data = found if isinstance(found, bytes) else found.read_bytes()
-            status, answer = self._exchange("PUT", f"/v1/blobs/{digest}", data)
+            with io.BytesIO(found) if isinstance(found, bytes) else found.open("rb") as data:
+                status, answer = self._exchange("PUT", f"/v1/blobs/{digest}", data)
             if status >= 400:
                 raise _problem(status, answer, self.url)
         return len(missing)
@@ -144,9 +145,9 @@ class Client:
             raise errors.BadMessage("an answer that does not fit the API", where=self.url, why=str(error)) from error
         return answer
 
-    def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    def _exchange(self, method: str, target: str, body: bytes | BinaryIO | None) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self.token}", "Accept": "application/json"}
-        if body is not None:
+        if isinstance(body, bytes):
             headers["Content-Type"] = "application/json"
         reused = self._connection is not None
         try:
@@ -165,7 +166,9 @@ class Client:
             self.close()
             raise self._unreachable(error) from error
 
-    def _once(self, method: str, target: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+    def _once(
+        self, method: str, target: str, body: bytes | BinaryIO | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
         if self._connection is None or method != "GET":
             self.close()
             self._connection = self._connect()

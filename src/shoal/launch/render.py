@@ -34,7 +34,8 @@ KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.{},websockets.sync.client,p
 class Launch(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
-    There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is.
+    There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is, and `packed` what
+    is sent besides, by where it belongs there.
     """
 
     directory: str
@@ -47,6 +48,7 @@ class Launch(msgspec.Struct, frozen=True):
     made: bool = False
     hires: Hires | None = None
     ship: str = ""
+    packed: dict[str, str] = {}
 
 
 def new_directory(home: Path) -> Path:
@@ -154,13 +156,15 @@ def budget_of(choices: Choices) -> float | None:
 
 def shipped(choices: Choices, spec: RunSpec | None) -> str:
     """The directory that is sent along, if some machine of the run's own pools does not see it."""
-    taken = [
-        pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1]
-        for name in (pools_of(spec) if spec is not None else ())
-    ]
-    if spec is None or (choices.text("ship") == "auto" and all(engine.shared for engine in taken)):
+    if spec is None or (choices.text("ship") == "auto" and not is_apart(choices, spec)):
         return ""
     return sent_away(choices, spec)
+
+
+def is_apart(choices: Choices, spec: RunSpec) -> bool:
+    """Whether some machine of the run's own pools does not see this disk."""
+    taken = [pools.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in pools_of(spec)]
+    return not all(engine.shared for engine in taken)
 
 
 def sent_away(choices: Choices, spec: RunSpec) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shoal.errors import CoordinatorUnreachable, ShoalError
-from shoal.launch import luggage
+from shoal.launch import luggage, outputs
 from shoal.launch.client import Client, open_client
 from shoal.launch.find import OVER, SUPERVISOR, read_text
 from shoal.launch.render import URL, Launch, make, unmake
@@ -34,7 +34,7 @@ class Supervisor:
         self._directory = Path(launch.directory)
         self._coordinator = Service("coordinator", launch.coordinator, self._directory / "coordinator.log")
         self._agent: Service | None = None
-        self._accepted = False
+        self._view: RunView | None = None
 
     def open(self) -> tuple[Client, RunView]:
         """Start both, submit or resume the run; on failure nothing is left behind."""
@@ -45,9 +45,8 @@ class Supervisor:
         (self._directory / SUPERVISOR).write_text(f"{os.getpid()}\n")
         try:
             client = self._start()
-            view = hand_over(client, self._launch)
-            self._accepted = True
-            return client, view
+            self._view = hand_over(client, self._launch)
+            return client, self._view
         except BaseException:
             self.close()
             raise
@@ -75,8 +74,14 @@ class Supervisor:
             self._coordinator.wait(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
             client.close()
         self._coordinator.end(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
-        if self._launch.made and not self._accepted:
+        if self._launch.made and self._view is None:
             unmake(self._directory)
+
+    def bring_back(self) -> tuple[str, ...]:
+        """Bring what members elsewhere saved to where those here would have; the names."""
+        if self._view is None or not Path(self._view.cwd).is_dir():
+            return ()
+        return outputs.bring(outputs.Here(self._directory, self._view.run), Path(self._view.cwd)).names
 
     def _start(self) -> Client:
         url_file = self._directory / "url"
@@ -114,7 +119,8 @@ def hand_over(client: Client, launch: Launch) -> RunView:
     """Submit the run of a launch with what is sent along, or resume it."""
     if launch.spec is None:
         return resume(client, launch.resume, launch.members, launch.budget)
-    sent = luggage.send(client, Path(launch.ship)) if launch.ship else ""
+    root, packed = Path(launch.ship) if launch.ship else None, launch.packed
+    sent = luggage.send(client, root, {name: Path(one) for name, one in packed.items()}) if root or packed else ""
     return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 

@@ -55,6 +55,18 @@ def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
 
 
+def shipped(pack: Path, contents: manifest.Manifest, name: str) -> dict[str, Path]:
+    """What travels of a pack to machines that do not see it: by its place in a working directory there.
+
+    The pack itself is called `name` in it.
+    """
+    own = [manifest.MANIFEST, manifest.SIGNATURE]
+    own += [f"{manifest.BLOBS}/{contents.function.pickled}"] if contents.function.pickled else []
+    named = contents.files | {f"{name}/{manifest.MODULES}/{one}": digest for one, digest in contents.modules.items()}
+    found = {one: pack / manifest.BLOBS / digest for one, digest in named.items()}
+    return found | {f"{name}/{one}": pack / one for one in own}
+
+
 def check(kept: Mapping[str, str], where: Path) -> None:
     """An error unless every file in a directory holds what it held when it was copied into the pack."""
     for name, digest in kept.items():

@@ -45,9 +45,13 @@ def search_path() -> list[str]:
     return [os.path.abspath(place) for place in sys.path if os.path.exists(place or ".")]
 
 
-def get(directory: Path, contents: Manifest) -> Callable[[], Any]:
-    """The function of a pack whose manifest was checked."""
-    sys.path.extend(place for place in contents.search if place not in sys.path)
+def get(directory: Path, contents: Manifest, *, apart: bool = False) -> Callable[[], Any]:
+    """The function of a pack whose manifest was checked; `apart` from the disk of who made it, with its modules."""
+    if apart:
+        # Before what is installed here, which may be another version; after what the run itself put in the way.
+        sys.path[1:1] = [os.path.abspath(place) for place in (str(directory / manifest.MODULES), *contents.near)]
+    else:
+        sys.path.extend(place for place in contents.search if place not in sys.path)
     function = contents.function
     if function.pickled:
         return _unpickled(manifest.get_bytes(directory, function.pickled), function.name)

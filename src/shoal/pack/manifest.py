@@ -5,6 +5,7 @@ A pack is a directory::
     manifest.json   the names of all that is in it, and the hash of what each holds
     manifest.hmac   what the run's token signs it with
     blobs/HASH      what they hold, once each
+    modules/        on machines of others, modules that cannot be imported there
 
 The signature covers the manifest and the manifest covers the blobs, so that nothing of a pack can be exchanged by
 somebody who does not have the token.
@@ -21,7 +22,7 @@ import msgspec
 
 from shoal.errors import PackDamaged
 
-MANIFEST, SIGNATURE, BLOBS = "manifest.json", "manifest.hmac", "blobs"
+MANIFEST, SIGNATURE, BLOBS, MODULES = "manifest.json", "manifest.hmac", "blobs", "modules"
 _PURPOSE = b"shoal pack 1\n"
 _PIECE_BYTES = 1 << 20
 
@@ -35,11 +36,17 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`files` maps names to hashes; `search` is where the modules of who made the pack are looked for."""
+    """`files` maps names to hashes; `search` is where the modules of who made the pack are looked for.
+
+    On machines that do not see these places `modules`, by hash too, are in a folder of the pack, and `near` is what
+    stands there for those places that were below the project's directory.
+    """
 
     function: Function
     files: dict[str, str] = {}
     search: tuple[str, ...] = ()
+    modules: dict[str, str] = {}
+    near: tuple[str, ...] = ()
 
 
 def write(directory: Path, manifest: Manifest, token: str) -> None:

@@ -15,7 +15,18 @@ import msgspec
 from shoal.errors import BadFiles, PackDamaged
 
 IGNORES = ".shoalignore"
-NEVER = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache", "*.pyc")
+NEVER = (
+    ".git",
+    ".shoal",
+    "__pycache__",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "*.pyc",
+)
 LARGEST = 5
 _PIECE_BYTES = 1 << 20
 
@@ -46,7 +57,7 @@ def find(root: Path) -> dict[str, Path]:
     """
     patterns = _patterns(root)
     names = _known_to_git(root)
-    found = sorted(_walk(root) if names is None else names)
+    found = sorted(walk(root) if names is None else names)
     kept = [name for name in found if not any(_matches(name, pattern) for pattern in patterns)]
     return {name: root / name for name in kept if (root / name).is_file()}
 
@@ -66,7 +77,7 @@ def check_size(files: Mapping[str, Path], limit_bytes: int) -> None:
         raise BadFiles(
             f"the project is too large to send: {describe(files)}",
             why=f"at most {_size(limit_bytes)} are sent",
-            do=f"name what is not needed in {IGNORES}, or put data where all machines find it",
+            do=f"name what is not needed in {IGNORES}, put data where all machines find it, or set ship_limit_mb",
         )
 
 
@@ -144,7 +155,8 @@ def _known_to_git(root: Path) -> list[str] | None:
     return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)]
 
 
-def _walk(root: Path) -> Iterator[str]:
+def walk(root: Path) -> Iterator[str]:
+    """All files below a directory but what is made anew, by their paths in it."""
     for directory, folders, files in os.walk(root):
         folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in NEVER)]
         for name in files:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from shoal.errors import ShoalError, StoreUnusable
 
 PARTIAL = ".partial"
+SCHEME = "coordinator://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,20 @@ class Store(Protocol):
         """Return how much can still be written, or None if there is no telling."""
 
 
-def open_store(where: str) -> Store:
-    """Return the store at a path or an fsspec URL."""
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach a coordinator: where it is, and the file with its token."""
+
+    url: str
+    token_file: str
+
+
+def open_store(where: str, access: Access | None = None) -> Store:
+    """Return the store at a path, an fsspec URL, or ``coordinator://RUN/FOLDER`` of the coordinator that one knows."""
     if where.startswith("file://"):
         return LocalStore(Path(where.removeprefix("file://")))
+    if where.startswith(SCHEME):
+        return _at_coordinator(where, access)
     if "://" in where:
         return RemoteStore(where)
     return LocalStore(Path(where))
@@ -189,6 +200,19 @@ class RemoteStore:
             file.close()
         with contextlib.suppress(Exception):
             self._files.rm_file(self._path(name))
+
+
+def _at_coordinator(where: str, access: Access | None) -> Store:
+    run, _, folder = where.removeprefix(SCHEME).partition("/")
+    if access is None or not run or not folder or "/" in folder:
+        raise StoreUnusable(
+            f"{where} cannot be used",
+            why="it is a place at a run's own coordinator",
+            do=f"write checkpoint.to={SCHEME}",
+        )
+    from shoal.store.coordinator import CoordinatorStore
+
+    return CoordinatorStore(access, run, folder)
 
 
 def _file_system(url: str) -> tuple[Any, str]:

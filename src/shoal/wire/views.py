@@ -142,7 +142,7 @@ class RunView(msgspec.Struct, frozen=True):
     machines that were hired for it, `costs` the same by pool, `rate_per_h` what an hour of them costs now, and `budget`
     what they may cost in all; `user` is who submitted it, empty for the owner of the coordinator; `problem` is what
     kept it from beginning. `queued` is its place among the runs that wait for machines, 0 if it does not; `waits_for`
-    is what it waits for.
+    is what it waits for; `cwd` is the directory that it was started in, on the machine of who did.
     """
 
     run: str
@@ -188,6 +188,7 @@ class RunView(msgspec.Struct, frozen=True):
     priority: int = 0
     queued: int = 0
     waits_for: str = ""
+    cwd: str = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):
@@ -227,6 +228,21 @@ class LogPage(msgspec.Struct, frozen=True):
 
     lines: tuple[tuple[str, str], ...]
     next: int
+
+
+class FileView(msgspec.Struct, frozen=True):
+    """A file that a run has at its coordinator; `name` is below one of its folders, `modified` is in seconds."""
+
+    name: str
+    size_bytes: int
+    modified: float
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    """The files of one folder of a run, by name, and how much more the coordinator can take."""
+
+    files: tuple[FileView, ...]
+    free_bytes: int
 
 
 class StopAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.config import Settings, Value, parse_settings
 from shoal.errors import BadSettings, IncompleteEnvironment
+from shoal.store.blobs import Access
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,9 @@ class Environment:
     """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
 
     `host` and `others` are the addresses at which its peers may reach it; `grace_s` is how long it may take to hand
-    over once it is told to go, 0 if nobody has said so.
+    over once it is told to go, 0 if nobody has said so. `store` is where checkpoints go if this machine does not see
+    the run's directory; `apart` is what stands here for the directory of who started the run, if this machine does not
+    see that: what is saved there goes back.
     """
 
     url: str
@@ -32,6 +35,12 @@ class Environment:
     speed: float = 0.0
     grace_s: float = 0.0
     others: tuple[str, ...] = ()
+    store: str = ""
+    apart: str = ""
+
+    @property
+    def access(self) -> Access:
+        return Access(self.url, self.token_file)
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -55,6 +64,8 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         speed=_number(environ.get("SHOAL_SPEED", "")),
         grace_s=_number(environ.get("SHOAL_GRACE_S", "")),
         others=tuple(others),
+        store=environ.get("SHOAL_STORE", ""),
+        apart=environ.get("SHOAL_APART", ""),
     )
 
 

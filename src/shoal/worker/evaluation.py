@@ -22,6 +22,7 @@ from shoal.errors import (
     StoreUnusable,
 )
 from shoal.wire import messages
+from shoal.worker import outputs
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import StateKeeper
 from shoal.worker.metrics import number_of
@@ -111,6 +112,7 @@ def _evaluate(
     if better and asked.export:
         session.phase("exporting")
         export(asked.export, write)
+        outputs.bring_back(session.environment, asked.export)
     kept = asked.export if better else ""
     session.line.evaluated(messages.Evaluated(step, finite, asked.best, asked.patience, kept))
     return step, value if better else best

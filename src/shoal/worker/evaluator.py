@@ -20,6 +20,7 @@ class EvaluatorSession(Solo):
 
     def __init__(self, environment: Environment) -> None:
         super().__init__()
+        self.environment = environment
         self.settings = environment.values
         self.me = environment.member
         self.line = Line(environment)

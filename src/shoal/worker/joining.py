@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shoal.core import sync
 from shoal.core.roster import EVALUATOR
+from shoal.store.blobs import SCHEME
 from shoal.worker import environment
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.placed import PlacedSession
@@ -41,9 +42,16 @@ def join() -> Joined:
     session = _session(told)
     _handle_sigterm(session, told.grace_s or NOTICE_S)
     _tell_of_errors(session)
+    return Joined(session, told.run, checkpoints_of(told))
+
+
+def checkpoints_of(told: environment.Environment) -> str:
+    """Where the checkpoints of a run are: where it was asked, else in its directory, seen from here or not."""
     elsewhere = told.values.checkpoint_to
-    where = f"{elsewhere.rstrip('/')}/{told.run}" if elsewhere else os.path.join(told.run_dir, "checkpoints")
-    return Joined(session, told.run, where)
+    if elsewhere and elsewhere != SCHEME:
+        return f"{elsewhere.rstrip('/')}/{told.run}"
+    above = f"{SCHEME}{told.run}" if elsewhere == SCHEME else told.store or told.run_dir
+    return os.path.join(above, "checkpoints")
 
 
 def _session(told: environment.Environment) -> Session | PlacedSession | EvaluatorSession:

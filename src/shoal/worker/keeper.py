@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shoal.core.pulse import Pulse
 from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
+from shoal.store.blobs import Store, open_store
 from shoal.store.schedule import Schedule
 from shoal.store.writer import AsyncWriter
 from shoal.worker.placed import PlacedSession
@@ -59,6 +59,11 @@ class StateKeeper:
         self._writer: AsyncWriter | None = None
         self._pending: Snapshot | None = None
 
+    def open(self) -> Store:
+        """Where checkpoints are written to and read from."""
+        told = self._session.environment
+        return open_store(self._where, told.access if told is not None else None)
+
     def capture(self) -> tuple[bytes, list[Bytes]]:
         return self._codec.capture(self.parts)
 
@@ -69,7 +74,7 @@ class StateKeeper:
 
     def restore(self) -> int | None:
         try:
-            found = checkpoint.read(open_store(self._where))
+            found = checkpoint.read(self.open())
         except NoCheckpoint:
             return None
         for passed in found.passed_over:
@@ -81,7 +86,7 @@ class StateKeeper:
 
     def newest(self) -> tuple[int, int] | None:
         """The step and the world of the newest checkpoint that can be restored, None if there is none."""
-        found = checkpoint.newest(open_store(self._where))
+        found = checkpoint.newest(self.open())
         return found.key if found is not None else None
 
     def at_boundary(self, step: int) -> None:
@@ -146,7 +151,7 @@ class StateKeeper:
     def _open_writer(self) -> AsyncWriter:
         if self._writer is None:
             self._writer = AsyncWriter(
-                open_store(self._where),
+                self.open(),
                 self._run,
                 self._session.settings.checkpoint_keep,
                 on_done=self._written,

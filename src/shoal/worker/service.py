@@ -14,7 +14,6 @@ from shoal.core.order import Order
 from shoal.core.shards import LEDGER
 from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
 from shoal.store.schedule import Schedule
 from shoal.wire import messages
 from shoal.worker import parted
@@ -134,7 +133,7 @@ class _Service:
         ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
         step = self._tried = self._order.steps_within(ledger.finished_samples)
         snapshot = Snapshot(step, *parted.whole(found), readers=1)
-        store = open_store(self._keeper.where)
+        store = self._keeper.open()
         run, me, number = self._session.environment.run, self._session.me, placement.number
         try:
             entry = checkpoint.write(
@@ -153,7 +152,7 @@ class _Service:
     def _restore(self) -> None:
         self._session.phase("restoring")
         try:
-            found = checkpoint.read(open_store(self._keeper.where))
+            found = checkpoint.read(self._keeper.open())
         except NoCheckpoint:
             self._session.restored(None)
             return

@@ -8,6 +8,7 @@ from typing import Any
 from shoal.config import Settings
 from shoal.core.pulse import Pulse
 from shoal.core.world import Address, Seat, World
+from shoal.worker.environment import Environment
 from shoal.worker.exchange import Exchange, ExchangeBroken
 from shoal.worker.ring import Ring
 from shoal.worker.worlds import Keeper
@@ -25,6 +26,7 @@ class Solo:
     is_writer = True
     wishes = 0
     reason = ""
+    environment: Environment | None = None
 
     def __init__(self) -> None:
         self.settings = Settings(checkpoint_every_s=0)

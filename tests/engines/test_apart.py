@@ -1,0 +1,48 @@
+"""Machines that share no disk with the user: what they train on and save survives all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines.test_hiring import SCRIPT, Hired, hired, pool
+
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+
+STEPS = 100
+
+
+def newest(run: Hired) -> int:
+    where = next(run.home.glob("coordinators/*/runs/*"), run.home) / "checkpoints"
+    found = checkpoint.newest(open_store(str(where)))
+    return found.step if found is not None else -1
+
+
+def test_a_run_outlives_all_its_machines_and_goes_on_where_they_were_on_another_one(tmp_path: Path) -> None:
+    pools = "".join(
+        pool(name, limit, shared=False, directory=str(tmp_path / "home" / name)).replace("False", "false")
+        for name, limit in (("far", 2), ("farther", 1))
+    )
+    text = SCRIPT.read_text().replace('run.save(OUT / "final.pt")', 'print("saves", flush=True); run.save("final.pt")')
+    settings = ("checkpoint.every_steps=10", "lease_s=1")
+    with hired(tmp_path, "far,farther", "1:2", pools, *settings, script="train.py", steps=STEPS, text=text) as run:
+        run.until_size(2)
+        run.until(lambda: newest(run) >= 20, "a checkpoint at the coordinator")
+        lost = {one["pid"] for one in run.of("ready")}
+        for process in run.agents().values():
+            process.kill()
+        run.until(lambda: any(one["pid"] not in lost for one in run.commits()), "another one to go on")
+        first = min(one["step"] for one in run.commits() if one["pid"] not in lost)
+        last = max(one["step"] for one in run.commits() if one["pid"] in lost)
+        assert 20 < first <= last + 1, "it went on where they were"
+        assert not list(run.home.glob("far*/**/checkpoints/*")), "a checkpoint is on a machine that may be lost"
+        run.finish(patience_s=120)
+        assert {one["step"] for one in run.of("done")} == {STEPS}
+        assert set(torch.load(tmp_path / "project" / "final.pt")) == {"weight", "bias"}
+        assert "brought back final.pt" in run.output
+        assert "| saves" in run.output
+        run.check_leftovers()

@@ -1,0 +1,114 @@
+"""`shoal.run` on machines that see nothing of the disk of who calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.store import checkpoint
+from shoal.store.blobs import open_store
+
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(240)]
+
+POOL = """
+[pool.far]
+engine = "local"
+shared = false
+limit = 3
+directory = "{machines}"
+"""
+
+PROGRAM = """
+import dataclasses, os
+import aside_library
+
+def far_away():
+    import os, sys
+    import beside, helper, aside_library.deep
+    print("in", os.getcwd(), flush=True)
+    for module in (beside, helper, aside_library, aside_library.deep):
+        assert os.path.realpath(module.__file__).startswith(os.path.realpath(os.getcwd())), module.__file__
+    assert open("data/one.csv").read() == "1,2"
+    assert aside_library.deep.read() == "packed"
+    assert (beside.NAME, helper.ANSWER, closed_over) == ("beside", 42, "closed over")
+    made = experiment_fn()
+    return dataclasses.replace(made, data=Patient(made.data), save="models/last.pt", best="min:worst", export="best.pt")
+
+closed_over = "closed over"
+
+class Patient:
+    "Samples that are not to be had in the last epoch until the evaluator has brought a model back."
+
+    def __init__(self, data):
+        self.data, self.asked = data, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        import glob, time
+        self.asked += 1
+        until = time.monotonic() + 60
+        while self.asked > 100 and not glob.glob(os.environ["WHERE"]) and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.data[index]
+
+if __name__ == "__main__":
+    roles = {"trainer": shoal.Role(count=2), "evaluator": shoal.Role()}
+    run = shoal.run(
+        far_away, on="far", roles=roles, files={"helper.py": "given/other.py", "data": "data"},
+        env={"WHERE": os.environ["SHOAL_HOME"] + "/coordinators/*/runs/*/outputs/best.pt"},
+        checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
+    view = run.wait(150)
+    work = run.directory
+    tell(status=view.status, logs=run.logs(), story=str(run.story()), checkpoint=view.checkpoint_path,
+         tensorboard=view.tensorboard, run_dir=view.directory, again=run.fetch(), apart=run.fetch("elsewhere"),
+         saved=[str(path) for path in (work / "models/last.pt", work / "best.pt") if path.is_file()])
+"""
+
+
+@pytest.fixture
+def elsewhere(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with machines and a library, neither of which is in the project."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    texts = {
+        "shoal.toml": POOL.format(machines=elsewhere / "machines"),
+        "beside.py": "NAME = 'beside'\n",
+        "given/other.py": "ANSWER = 42\n",
+        "data/one.csv": "1,2",
+        f"{elsewhere}/library/aside_library/__init__.py": "",
+        f"{elsewhere}/library/aside_library/deep.py": (
+            "import pathlib\ndef read(): return pathlib.Path(__file__).with_name('text').read_text()\n"
+        ),
+        f"{elsewhere}/library/aside_library/text": "packed",
+    }
+    for name, text in texts.items():
+        (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (stage.path / name).write_text(text)
+    before = stage.environ.get("PYTHONPATH", "")
+    stage.environ["PYTHONPATH"] = f"{elsewhere / 'library'}:{before}"
+    return elsewhere
+
+
+def test_a_function_its_files_and_its_modules_go_there_and_what_it_saves_comes_back(
+    stage: Any, elsewhere: Path
+) -> None:
+    machines = elsewhere / "machines"
+    # Agents must not find the library by the variable that we have it from.
+    program = "import os\nos.environ['PYTHONPATH'] = os.environ['PYTHONPATH'].partition(':')[2]\n" + PROGRAM
+    (told,) = stage.finish(stage.begin(program), patience_s=200)
+    assert told["status"] == "done", told["story"]
+    assert "shoal: sends " in stage.output
+    worked_in = {line.partition(" | in ")[2] for line in told["logs"].splitlines() if " | in " in line}
+    assert len(worked_in) == 2, "the evaluator lives on one of them"
+    assert all(Path(one).is_relative_to(machines) for one in worked_in)
+    assert not [path for path in machines.rglob("token*") if "project" in path.parts], "a token was sent along"
+    assert [Path(one).name for one in told["saved"]] == ["last.pt", "best.pt"], told["logs"]
+    assert (told["again"], sorted(told["apart"])) == ([], ["best.pt", "models/last.pt"])
+    run_dir = Path(told["run_dir"])
+    assert list((run_dir / "uploads").iterdir()) == []
+    assert Path(told["checkpoint"]).parent == run_dir / "checkpoints"
+    assert checkpoint.read(open_store(str(run_dir / "checkpoints"))).entry.step == 9
+    assert list(Path(told["tensorboard"]).rglob("events.*"))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from shoal.coordinator.blobs import FOLDER, Blobs
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
 from shoal.core import supply
@@ -23,6 +24,8 @@ from shoal.core.supply import ASKED
 from shoal.engines import pools
 from shoal.engines.engine import Ask, Engine
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
+from shoal.pack import environment
+from shoal.pack.environment import Environment
 from shoal.wire import credentials
 from shoal.wire.hires import hiring_of
 
@@ -44,7 +47,8 @@ class Hiring:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._desks = {
-            name: _Desk(name, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
+            name: _Desk(name, service.name, engine, ask_of, self._said, self._told_ends)
+            for name, engine in engines.items()
         }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
@@ -112,6 +116,7 @@ class _Desk(threading.Thread):
     def __init__(
         self,
         pool: str,
+        tag: str,
         engine: Engine,
         ask_of: Callable[[str, str, int], Ask],
         said: Callable[[se.Event], None],
@@ -119,7 +124,7 @@ class _Desk(threading.Thread):
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
         self._pool, self._engine, self._ask_of, self._said, self._ends = pool, engine, ask_of, said, ends
-        self._tag = ask_of(pool, "", 0).tag
+        self._tag = tag
         self._line: queue.Queue[se.Submit | se.Cancel | None] = queue.Queue()
         self._stopped = threading.Event()
         self._end_all = False
@@ -206,6 +211,24 @@ class _Desk(threading.Thread):
             log.error("%s of pool %s may be left of this coordinator: %s", handle, self._pool, error)
 
 
+class Wardrobe:
+    """The environments of pools, put where machines can fetch them when one is first asked for."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._made: dict[str, Environment] = {}
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> Environment | None:
+        """The environment that a pool names, None if it names none; in the thread of a desk."""
+        if not text:
+            return None
+        with self._lock:
+            if text not in self._made:
+                self._made[text] = environment.stow(text, self._blobs.add)
+            return self._made[text]
+
+
 def open_pools(service: Service, directory: Path) -> Hiring | None:
     """Hire from the pools that the coordinator's directory describes; None if there are none."""
     hires = hiring_of(directory)
@@ -218,9 +241,13 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     token = credentials.read(directory / "token")
     url = (directory / "url").read_text("ascii").strip()
 
+    wardrobe = Wardrobe(Blobs(directory / FOLDER))
+
     def ask_of(pool: str, hire: str, slots: int) -> Ask:
-        apart = () if found[pool][1].shared else ("--apart",)
-        return Ask(hire, service.name, url, token, slots or None, (*hires.agent, *apart))
+        engine = found[pool][1]
+        apart = () if engine.shared else ("--apart",)
+        made = wardrobe.get(engine.options.environment)
+        return Ask(hire, service.name, url, token, slots or None, (*hires.agent, *apart), made)
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

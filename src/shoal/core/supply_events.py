@@ -98,6 +98,22 @@ class PoolUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparing:
+    """A machine is there and makes ready what its agent needs, which may take long; `why` says what it does."""
+
+    hire: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unprepared:
+    """A machine is there, and cannot be made ready for its agent."""
+
+    hire: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHere:
     agent: str
 
@@ -137,6 +153,8 @@ Event = Union[
     Refused,
     Observed,
     PoolUnreachable,
+    Preparing,
+    Unprepared,
     AgentHere,
     AgentLeaving,
     AgentLost,

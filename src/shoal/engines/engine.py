@@ -14,12 +14,16 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from shoal.pack.environment import Environment
 from shoal.wire.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own."""
+    """One agent to be started. `url` is the coordinator's, as the machine reaches it; `options` are the agent's own.
+
+    `environment` is what it is to run in, if that has to be made there first.
+    """
 
     hire: str
     tag: str
@@ -27,6 +31,7 @@ class Ask:
     credentials: Credentials
     slots: int | None = None
     options: tuple[str, ...] = ()
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
     whether machines see the disk of who starts runs, so that nothing has to be sent: without it, the engine knows.
+    With an `environment`, any `python` will do: it makes the environment there once, which has Shoal. `image` is what
+    the agent's container is made of, for engines that have containers.
     """
 
     python: str = ""
+    environment: str = ""
+    image: str = ""
     setup: tuple[str, ...] = ()
     directory: str = ""
     shared: bool | None = None
@@ -86,6 +95,7 @@ class Engine(ABC):
 
     options_type: ClassVar[type[Options]] = Options
     usually_shared: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False
 
     def __init__(self, pool: str, options: Options) -> None:
         self.pool, self.options = pool, options
@@ -98,7 +108,8 @@ class Engine(ABC):
     @property
     def shared(self) -> bool:
         """Whether machines see the disk of who starts runs."""
-        return self.usually_shared if self.options.shared is None else self.options.shared
+        usually = self.usually_shared and not self.options.image
+        return usually if self.options.shared is None else self.options.shared
 
     @abstractmethod
     def render(self, ask: Ask) -> Rendered:

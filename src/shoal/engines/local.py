@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal.engines import boot
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
 from shoal.errors import HireRefused
@@ -19,6 +20,7 @@ from shoal.wire import credentials
 
 END_S = 10.0
 BORN_WITHIN_S = 0.01
+TAIL = 4000
 
 
 class Local(Engine):
@@ -27,6 +29,8 @@ class Local(Engine):
     usually_shared = True
 
     def render(self, ask: Ask) -> Rendered:
+        if ask.environment is not None:
+            return Rendered(("/bin/sh", "-c", boot.script(ask, self.options, python=self._python)))
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
         given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))
@@ -134,8 +138,8 @@ def _end(process: psutil.Process) -> None:
 def _last_words(where: Path) -> str:
     """The last error that the agent wrote, if it ended by one."""
     try:
-        lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
+        text = (where / "agent.log").read_text(errors="replace")
     except FileNotFoundError:
-        lines = []
-    errors = [line for line in lines[-20:] if "error[" in line or " ERROR " in line]
-    return errors[-1].partition("error[")[2][:300].partition("] ")[2] if errors else "its process is gone"
+        text = ""
+    words = boot.last_words(text[-TAIL:])
+    return words.partition("] ")[2] if "error[" in words else "its process is gone"

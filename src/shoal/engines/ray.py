@@ -74,6 +74,7 @@ class Ray(Engine):
     """Agents on the nodes of a Ray cluster."""
 
     options_type: ClassVar[type[Options]] = RayOptions
+    takes_images: ClassVar[bool] = True
     options: RayOptions
 
     def __init__(self, pool: str, options: Options) -> None:
@@ -262,6 +263,8 @@ def actor_options(options: RayOptions) -> dict[str, Any]:
         asked["resources"] = dict(options.resources)
     if options.labels:
         asked["label_selector"] = dict(options.labels)
+    if options.image:
+        asked["runtime_env"] = {"image_uri": options.image}
     if options.placement == "spread" and not options.group:
         asked["scheduling_strategy"] = "SPREAD"
     return asked

@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import msgspec
 
-from shoal.engines import ssh_command, ssh_contact
+from shoal.engines import boot, ssh_command, ssh_contact
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ssh_command import SshOptions
 from shoal.engines.ssh_contact import ENV, Contact, Json
-from shoal.engines.ssh_trouble import Trouble, last_words
+from shoal.engines.ssh_trouble import Trouble
 from shoal.errors import EngineUnreachable, HireRefused, LaunchError
 
 FRESH_S = 2.0
@@ -220,7 +220,7 @@ class Ssh(Engine):
     def _seen(self, contact: Contact, tag: str, one: Json, *, silent: bool) -> Seen:
         handle = ssh_command.handle(contact.host, tag, one["hire"])
         if not one["alive"]:
-            words = last_words(one["said"])
+            words = boot.last_words(one["said"])
             contact.proved = False
             return Seen(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
         return Seen(one["hire"], handle, "running", contact.why() if silent else "")

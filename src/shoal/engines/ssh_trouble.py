@@ -175,19 +175,6 @@ def skew(now_there: float, asked_at: float, answered_at: float) -> str:
     return ""
 
 
-def last_words(log: str) -> str:
-    """What an agent said last: its error with the cause, or its last line."""
-    lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
-    if not lines:
-        return "it said nothing"
-    errors = [place for place, line in enumerate(lines) if "error[" in line]
-    if not errors:
-        return lines[-1][:300]
-    after = lines[errors[-1] + 1 :]
-    why = next((line[3:].strip() for line in after if line.startswith("why ")), "")
-    return f"{lines[errors[-1]]}{f' ({why})' if why else ''}"[:300]
-
-
 def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> Trouble:
     names = {"pool": pool, "host": host}
     *before, last = answer["said"].split("\n")[-3:-1] or [""]
@@ -209,7 +196,10 @@ def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, A
 
 
 def _unfit(names: Mapping[str, str], what: str, why: str, more: str) -> Trouble:
-    do = f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"'
+    do = (
+        f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"; '
+        'or let it be installed there: environment = "requirements.txt"'
+    )
     return Trouble(HireRefused(what, where=_where(names), why=f"{why} ({more})", do=do))
 
 

@@ -215,6 +215,13 @@ class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max: int
 
 
+class HireWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a hired machine does before its agent is there, or why it cannot be made ready."""
+
+    why: str
+    failed: bool = False
+
+
 class Problem(msgspec.Struct, frozen=True):
     """An error as the API answers it."""
 

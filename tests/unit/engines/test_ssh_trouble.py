@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shoal.engines import ssh_contact
+from shoal.engines.boot import last_words
 from shoal.engines.ssh_command import Place, SshOptions
 from shoal.engines.ssh_contact import Contact
-from shoal.engines.ssh_trouble import Trouble, last_words, of_answer, of_ssh, silent, skew
+from shoal.engines.ssh_trouble import Trouble, of_answer, of_ssh, silent, skew
 from shoal.errors import EngineUnreachable, HireRefused
 
 OPTIONS = SshOptions(hosts=("gpu1",))

@@ -21,6 +21,7 @@ PIECE_BYTES = 1 << 20
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
 
 class Lost(Exception):  # noqa: N818 - what could not be had
@@ -37,13 +38,14 @@ class Coordinator:
             token, _, certificate = file.read().strip().partition("\n")
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token.strip()}"}
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        trust: Any = []
         if certificate.strip():
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname = False
             context.verify_flags |= getattr(ssl, "VERIFY_X509_PARTIAL_CHAIN", 0x80000)
             context.load_verify_locations(cadata=certificate)
-            self._opener.add_handler(urllib.request.HTTPSHandler(context=context))
+            trust = [urllib.request.HTTPSHandler(context=context)]
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *trust)
 
     def get(self, digest: str, path: str) -> None:
         """Fetch what has this hash into a file, which is whole when it is there."""

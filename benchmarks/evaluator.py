@@ -1,6 +1,6 @@
 """What an evaluator on its own core costs the trainers: step time with and without it.
 
-python -m benchmarks.evaluator [--quick] [--json FILE]      about 18 minutes, 5 with --quick, on a quiet machine
+python -m benchmarks.evaluator [--quick] [--out FILE]      about 22 minutes, 6 with --quick, on a quiet machine
 
 One trainer has the first core; the evaluator, the coordinator and the agent have the last one. Checkpoints are written
 every few seconds, more often than is usual, and are measured by themselves too. The evaluator scores for most of the
@@ -9,8 +9,14 @@ else the machine does hits all of them. A side's figure is the median over its r
 the ratio of medians, with the lowest and the highest ratio of a single turn as its spread. The trainer's CPU time says
 what remains on a machine that is not quiet. `shared` leaves it to the system which core each process gets.
 
-At last, within one run, the evaluator is stopped and let go on in turns of two seconds, which shows its own part even
-where the machine's mood changes from run to run.
+The cores of a machine share caches, memory and, where they are virtual, sometimes one another. So `stranger` has the
+same scoring done on the last core by a process that knows nothing of the run: what that costs is the machine's, and
+what the evaluator costs beyond it is Shoal's.
+
+A machine's mood changes more from run to run than an evaluator could slow anybody down. So the figure comes from within
+one run: the evaluator is stopped and let go on in turns of a second, and each turn at work is compared with the two
+around it. Given are the median over all turns and the interval in which it lies with 95 % probability; the stranger is
+stopped and let go on likewise. The sides above say what checkpoints cost, as far as the mood allows.
 """
 
 from __future__ import annotations
@@ -19,26 +25,30 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks import machine
+
+RESULT = Path(__file__).parent / "results" / "evaluator.json"
 SCRIPT = Path(__file__).with_name("scripts") / "evaluated.py"
 CORES = sorted(os.sched_getaffinity(0))
 EVERY_S = 5.0
 # What is measured begins so long after the first step, and not before the first evaluation.
 WARM_UP_S = EVERY_S + 1.0
 GOAL = 1.03
-TURN_S = 2.0
+TURN_S = 1.0
 SETTLE_S = 0.2
 
 
@@ -48,10 +58,12 @@ class Side:
     evaluator: bool
     checkpoints: bool
     pin: bool = True
+    stranger: bool = False
 
 
 ALONE = Side("alone", evaluator=False, checkpoints=False)
 CHECKPOINTS = Side("checkpoints", evaluator=False, checkpoints=True)
+STRANGER = Side("stranger", evaluator=False, checkpoints=True, stranger=True)
 EVALUATOR = Side("evaluator", evaluator=True, checkpoints=True)
 SHARED = Side("shared", evaluator=True, checkpoints=True, pin=False)
 
@@ -83,7 +95,7 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
     with tempfile.TemporaryDirectory() as folder:
         cores = {"trainer": CORES[0], "evaluator": CORES[-1]} if side.pin else {}
         plan = {"out": folder, "seconds": seconds, "score_s": 0.9 * EVERY_S, "cores": cores}
-        plan |= {"evaluator": side.evaluator, "warm_up_s": WARM_UP_S}
+        plan |= {"scored": side.evaluator or side.stranger, "every_s": EVERY_S, "warm_up_s": WARM_UP_S}
         environ = {
             **os.environ,
             "SHOAL_HOME": f"{folder}/home",
@@ -94,7 +106,10 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
         options = ["--evaluator"] if side.evaluator else []
         options += ["--set", f"checkpoint.every_s={EVERY_S if side.checkpoints else 0}"]
         command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+        with (
+            subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process,
+            beside(environ) if side.stranger else contextlib.nullcontext(),
+        ):
             if side.pin:
                 # What it starts is there too, until the script moves the trainer away.
                 os.sched_setaffinity(process.pid, {CORES[-1]})
@@ -107,6 +122,16 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
         return Told(trained["begins_at"], trained["steps"], scored)
 
 
+@contextlib.contextmanager
+def beside(environ: dict[str, str]) -> Iterator[None]:
+    """The stranger, for as long as a run takes."""
+    with subprocess.Popen([sys.executable, str(SCRIPT), "stranger"], env=environ) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def figures_of(told: Told) -> Figures:
     """What a run says after its first few seconds."""
     kept = [pair for pair in told.steps if pair[0] >= told.begins_at]
@@ -115,31 +140,38 @@ def figures_of(told: Told) -> Figures:
     return Figures((last - first) / count, (last_cpu - first_cpu) / count, scoring_s / (last - first))
 
 
-def in_turns(seconds: float) -> list[tuple[float, float]]:
-    """The median step times of turns with the evaluator stopped, each with that of the turn at work that follows."""
+def in_turns(side: Side, seconds: float) -> list[float]:
+    """How much longer steps take in each turn in which the evaluator (or the stranger) is at work, as a ratio."""
     turns: list[tuple[float, bool]] = []
 
     def alternate(process: subprocess.Popen[bytes], folder: Path) -> None:
-        evaluator: psutil.Process | None = None
+        other: psutil.Process | None = None
         try:
             while process.poll() is None and (not turns or time.monotonic() - turns[0][0] < seconds):
                 if (folder / "scoring").exists():
-                    evaluator = evaluator or evaluator_of(process)
+                    other = other or (stranger_here() if side.stranger else evaluator_of(process))
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if evaluator is not None:
+                    if other is not None:
                         stop = not turns or not turns[-1][1]
-                        evaluator.suspend() if stop else evaluator.resume()
+                        other.suspend() if stop else other.resume()
                         turns.append((time.monotonic(), stop))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(TURN_S)
         finally:
             # A run waits for its evaluator.
             with contextlib.suppress(psutil.NoSuchProcess):
-                if evaluator is not None:
-                    evaluator.resume()
+                if other is not None:
+                    other.resume()
 
-    told = played(EVALUATOR, seconds, alternate)
-    return pairs_of(turns, [at for at, _ in told.steps if at >= told.begins_at])
+    told = played(side, seconds, alternate)
+    return ratios_of(turns, [at for at, _ in told.steps if at >= told.begins_at])
+
+
+def stranger_here() -> psutil.Process | None:
+    for one in psutil.Process().children():
+        if one.cmdline()[-1:] == ["stranger"]:
+            return one
+    return None
 
 
 def evaluator_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
@@ -150,19 +182,25 @@ def evaluator_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
     return None
 
 
-def pairs_of(turns: Sequence[tuple[float, bool]], times: Sequence[float]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    stopped_s: float | None = None
+def ratios_of(turns: Sequence[tuple[float, bool]], times: Sequence[float]) -> list[float]:
+    """The mean step of every turn at work over those of the two stopped turns around it."""
+    means: list[tuple[bool, float | None]] = []
     for (begins, stopped), (ends, _) in itertools.pairwise(turns):
         inside = [at for at in times if begins + SETTLE_S < at < ends]
-        steps = [after - before for before, after in itertools.pairwise(inside)]
-        if not steps or begins < times[0]:
-            stopped_s = None
-        elif stopped:
-            stopped_s = statistics.median(steps)
-        elif stopped_s is not None:
-            found.append((stopped_s, statistics.median(steps)))
+        usable = len(inside) > 1 and begins >= times[0]
+        means.append((stopped, (inside[-1] - inside[0]) / (len(inside) - 1) if usable else None))
+    found: list[float] = []
+    for (_, before), (stopped, mean), (_, after) in zip(means, means[1:], means[2:], strict=False):
+        if not stopped and before and mean and after:
+            found.append(mean / math.sqrt(before * after))
     return found
+
+
+def median_of(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the interval in which it lies with 95 % probability, whatever the distribution."""
+    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
+    low, high = max(0, math.floor(len(ordered) / 2 - half)), min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
+    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def slowdown(mine: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
@@ -177,13 +215,14 @@ def shown(ratio: float, low: float, high: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 5 minutes")
-    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, and not `shared`: 6 minutes")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where all figures go, and the table beside them")
     given = parser.parse_args()
     if len(CORES) < 2:
         parser.error("this needs two cores: one for the trainer and one for its evaluator")
-    sides = (ALONE, CHECKPOINTS, EVALUATOR) if given.quick else (ALONE, CHECKPOINTS, EVALUATOR, SHARED)
-    repetitions, seconds, turns_s = (3, 12.0, 60.0) if given.quick else (7, 20.0, 120.0)
+    about = machine.describe()
+    sides = (ALONE, CHECKPOINTS, STRANGER, EVALUATOR, *(() if given.quick else (SHARED,)))
+    repetitions, seconds, turns_s = (2, 12.0, 120.0) if given.quick else (7, 20.0, 300.0)
     found: dict[str, list[Figures]] = {side.name: [] for side in sides}
     for number in range(repetitions):
         first = number % len(sides)
@@ -192,33 +231,50 @@ def main() -> None:
             found[side.name].append(figures)
             told = f"{1e3 * figures.step_s:8.2f} ms, {1e3 * figures.cpu_s:8.2f} ms of CPU"
             print(f"{number + 1}/{repetitions}  {side.name:<12}{told}, scoring {figures.scoring:.0%}", flush=True)
-    report(found)
-    pairs = in_turns(turns_s)
-    if pairs:
-        told = shown(*slowdown([working for _, working in pairs], [stopped for stopped, _ in pairs]))
-        print(f"in {len(pairs)} turns of one run, at work against stopped: {told}")
-    if given.json:
-        given.json.write_text(json.dumps(as_json(found, pairs), indent=1))
+    turns = {side.name: in_turns(side, turns_s) for side in (EVALUATOR, STRANGER)}
+    text = render(about, found, turns)
+    print(text)
+    given.out.write_text(json.dumps(as_json(about, found, turns), indent=1) + "\n")
+    given.out.with_suffix(".md").write_text(text)
 
 
-def report(found: dict[str, list[Figures]]) -> None:
-    print(f"\n{'side':<12}{'step, ms':>10}   {'slow-down (of single turns)':<30}{'of CPU':<30}{'scoring':>8}")
+def render(about: dict[str, Any], found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> str:
+    """What was found, as tables."""
+    met = median_of(turns[EVALUATOR.name])[0] <= GOAL
+    lines = [
+        "# What an evaluator costs the trainers",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB; load before: {about['load_before']}.",
+        "",
+        "Steps while it works against steps while it is stopped, in turns of one run: the median, and where it lies",
+        "with 95 % probability. A *stranger* does the same work on the same core and knows nothing of the run.",
+        "",
+        "| who works | turns | steps are slower by | goal | met |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, ratios in turns.items():
+        goal = f"≤ {GOAL - 1:.0%} | {'yes' if met else '**no**'}" if name == EVALUATOR.name else "|"
+        lines.append(f"| {name} | {len(ratios)} | {shown(*median_of(ratios))} | {goal} |")
+    lines += [
+        "",
+        "Runs of each kind, medians (lowest … highest of a turn); they differ by the machine's mood too.",
+        "",
+        "| side | step, ms | slower than alone | in CPU time | evaluator at work |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     base = found[ALONE.name]
     for name, mine in found.items():
         slower = slowdown([one.step_s for one in mine], [one.step_s for one in base])
         cpu = slowdown([one.cpu_s for one in mine], [one.cpu_s for one in base])
         step_ms = 1e3 * statistics.median(one.step_s for one in mine)
         scoring = statistics.median(one.scoring for one in mine)
-        print(f"{name:<12}{step_ms:>10.2f}   {shown(*slower):<30}{shown(*cpu):<30}{scoring:>8.0%}")
-    slower = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in base])
-    own = slowdown([one.step_s for one in found[EVALUATOR.name]], [one.step_s for one in found[CHECKPOINTS.name]])
-    print(f"\ngoal: at most {GOAL - 1:+.0%}, checkpoints included: {'met' if slower[0] <= GOAL else 'NOT met'}")
-    print(f"of it the evaluator's own, against checkpoints alone: {shown(*own)}")
+        lines.append(f"| {name} | {step_ms:.2f} | {shown(*slower)} | {shown(*cpu)} | {scoring:.0%} |")
+    return "\n".join([*lines, ""])
 
 
-def as_json(found: dict[str, list[Figures]], pairs: list[tuple[float, float]]) -> dict[str, Any]:
+def as_json(about: dict[str, Any], found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> dict[str, Any]:
     sides = {name: [[one.step_s, one.cpu_s, one.scoring] for one in mine] for name, mine in found.items()}
-    return {"cores": CORES, "sides": sides, "in_turns": pairs}
+    return {"machine": about, "sides": sides, "in_turns": turns}
 
 
 if __name__ == "__main__":

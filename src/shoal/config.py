@@ -79,6 +79,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     ] = 30.0
     tensorboard: Annotated[bool, Meta(description="write event files for TensorBoard into the run's directory")] = True
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
+    begin_s: Annotated[float, Meta(gt=0, description="how long a run that has not begun asks pools that only fail")] = (
+        600.0
+    )
 
 
 class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):

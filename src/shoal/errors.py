@@ -739,7 +739,25 @@ class HireRefused(LaunchError):
     code = "S431"
 
 
-class BadEnvironment(LaunchError):
+class NoMachines(LaunchError):
+    """A run has not begun, and cannot: none of its pools gives it a machine.
+
+    Each pool is named with what it said and what to do about it. A pool that refuses (an unknown partition, a wrong
+    key, no space, a limit of zero) is not waited for; one that cannot be reached, or that takes nothing more just now,
+    is asked again for as long as ``begin_s`` says. Machines that wait in a queue are waited for without end. Whatever
+    had been started is given back. A run that has begun never ends like this: it waits for machines.
+    """
+
+    code = "S470"
+
+
+class PoolFull(LaunchError):
+    """All machines of a pool are in use by others; it is asked again by itself."""
+
+    code = "S471"
+
+
+class BadEnvironment(HireRefused):
     """What a pool names as its environment cannot be sent to machines: it is not there, or of no kind that Shoal knows.
 
     It is a requirements file, a ``pylock.toml``, a packed environment (conda-pack, venv-pack, tar), a ``.pex``, or

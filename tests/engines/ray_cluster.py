@@ -49,13 +49,16 @@ def why_not() -> str:
 
 
 class RayCluster:
-    """A head without processors, and workers that are added and killed."""
+    """A head without processors, and workers that are added and killed.
 
-    def __init__(self) -> None:
+    `apart` gives it a network of its own; without it, the one that this thread is in must lead nowhere else.
+    """
+
+    def __init__(self, *, apart: bool = True) -> None:
         # Ray's sockets are below it, and their paths may have 107 bytes.
         self.directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")
         self.workers = 0
-        alone = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+        alone = ("unshare", *(("--net",) if apart else ()), "--pid", "--fork", "--kill-child", "--mount-proc")
         inside = 'ip link set lo up && exec "$0" "$@"'
         self._process = subprocess.Popen(
             [*alone, "sh", "-c", inside, sys.executable, "-P", __file__],

@@ -51,7 +51,7 @@ MessageTimeout=5
 SlurmdTimeout=8
 SlurmctldTimeout=5
 InactiveLimit=0
-KillWait=20
+KillWait={kill_wait_s}
 WaitTime=0
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
@@ -79,10 +79,13 @@ def missing() -> str:
 
 
 class Cluster:
-    """munged, slurmctld and one slurmd per node; `root` has no spaces in it."""
+    """munged, slurmctld and one slurmd per node; `root` has no spaces in it.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    A job that is cancelled has `kill_wait_s` between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, root: Path, kill_wait_s: int = 20) -> None:
+        self.root, self.kill_wait_s = root, kill_wait_s
         self.conf = root / "etc" / "slurm.conf"
         self.env = {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.conf)}
         self._guard: subprocess.Popen[bytes] | None = None
@@ -100,7 +103,8 @@ class Cluster:
             + (" Gres=gpu:a100:2" if node == "n4" else "")
             for node, port in zip(NODES, ports, strict=True)
         )
-        self.conf.write_text(CONF.format(root=self.root, controller_port=controller_port, nodes="\n".join(nodes)))
+        given = {"root": self.root, "controller_port": controller_port, "kill_wait_s": self.kill_wait_s}
+        self.conf.write_text(CONF.format(nodes="\n".join(nodes), **given))
         (self.root / "etc" / "gres.conf").write_text(GRES.format(root=self.root))
         for gpu in ("gpu0", "gpu1"):
             (self.root / gpu).touch()

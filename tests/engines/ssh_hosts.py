@@ -160,6 +160,12 @@ class SshNetwork(Network):
         assert done.returncode == 0, f"{words} on {host}: {done.stderr}"
         return done.stdout
 
+    def tc(self, host: str, *words: str) -> None:
+        """Shape what leaves an interface of a host, or of the hub if none is named."""
+        space = self._space(host) if host else self._hub
+        done = subprocess.run(["tc", "-n", space, "qdisc", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
     def _until_up(self, host: str) -> None:
         deadline = time.monotonic() + UP_WITHIN_S
         look = ["ip", "netns", "exec", self._space(host), "ss", "-Hltn", "sport", "=", "22"]

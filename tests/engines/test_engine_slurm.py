@@ -224,6 +224,16 @@ def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: 
     assert not [entry for entry in journal if entry["kind"] == "WorldBroke"]
 
 
+def test_an_agent_is_done_with_handing_over_before_slurm_kills_it(site: SlurmSite) -> None:
+    engine = site.engine()
+    engine.submit(replace(site.ask("pool-1"), options=("--preload", "msgspec", "--grace", "60")))
+    site.until_agents("pool-1")
+    (argv,) = (
+        one for one in site.left() if " -m shoal.agent " in one and "--name pool-1 " in one and "zygote" not in one
+    )
+    assert "--grace 15 " in f"{argv} ", "the site grants 20 s"
+
+
 def _last_commit(records: Path) -> dict[str, Any]:
     lines = [line for file in records.glob("*.jsonl") for line in file.read_text().splitlines() if line.endswith("}")]
     commits = [one for one in map(json.loads, lines) if one["event"] == "commit"]

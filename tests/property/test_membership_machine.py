@@ -73,10 +73,10 @@ class Model:
 
 
 class Membership(RuleBasedStateMachine):
-    @initialize(count=st.integers(1, 4))
-    def begin(self, count: int) -> None:
+    @initialize(count=st.integers(1, 4), hires=st.booleans())
+    def begin(self, count: int, hires: bool) -> None:
         self.now = 1000.0
-        self.state = State(RULES)
+        self.state = self.first = State(dataclasses.replace(RULES, hires=hires))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
         self.names = 0
@@ -139,7 +139,7 @@ class Membership(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_notice(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and not m.leaving)
-        if victim is not None and self._others_can_go_on(victim):
+        if victim is not None and (self.state.rules.hires or self._others_can_go_on(victim)):
             victim.leaving = True
             victim.say(ev.NoticeGiven(victim.name, 30.0, "notice"))
 
@@ -228,7 +228,7 @@ class Membership(RuleBasedStateMachine):
         self._replay()
 
     def _replay(self) -> None:
-        state = State(RULES)
+        state = self.first
         for event, at in self.journal:
             state, _ = decide(state, event, at)
         assert state == self.state

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.core import events as ev
 from shoal.core.membership import Beat, Rules, State, decide, due
-from shoal.core.world import Address
+from shoal.core.world import Address, World
 
 RULES = Rules(min_members=1, max_members=2, gather_s=0.5)
 
@@ -100,6 +100,56 @@ def test_a_proposal_is_not_replaced_while_its_members_may_be_crossing() -> None:
     assert not told(asked, ev.DissolveWorld)
     [proposed] = told(asked, ev.ProposeWorld)
     assert [seat.member for seat in proposed.world.seats] == ["a", "c"], "c is let in after the world that is live now"
+
+
+HIRED = replace(RULES, hires=True)
+
+
+def test_where_others_are_hired_those_who_were_all_told_to_go_train_on_until_one_takes_over() -> None:
+    state, asked = after(world_of("a", "b", rules=HIRED), ev.NoticeGiven("a", 60.0, "spot"))
+    assert [seat.member for seat in proposed(asked).seats] == ["b"]
+    state, asked = after(state, ev.NoticeGiven("b", 60.0, "spot"))
+    assert not [i for i in asked if isinstance(i, ev.StopMembers | ev.DissolveWorld)]
+    state, _ = after(state, ev.MemberLeft("a", 3, state.proposal.number))
+    assert [seat.member for seat in state.world.seats] == ["b"]
+    state, asked = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    assert [seat.member for seat in proposed(asked).seats] == ["b", "c"]
+    state, asked = after(state, ev.EnteredWorld("c", state.proposal.number, 5))
+    assert [seat.member for seat in proposed(asked).seats] == ["c"], "who has handed over goes"
+
+
+def test_a_run_of_one_member_is_handed_over_by_two() -> None:
+    only = replace(HIRED, max_members=1)
+    state, _ = after(world_of("a", rules=only), ev.NoticeGiven("a", 60.0, "spot"))
+    state, asked = after(state, hello("b"), ev.BecameReady("b", "x", None))
+    assert [seat.member for seat in proposed(asked).seats] == ["a", "b"]
+    state, asked = after(state, ev.EnteredWorld("b", state.proposal.number, 5))
+    assert [seat.member for seat in proposed(asked).seats] == ["b"]
+
+
+def test_whoever_can_stay_longest_hands_over() -> None:
+    notices = (ev.NoticeGiven("a", 20.0, "spot"), ev.NoticeGiven("b", 60.0, "spot"))
+    state, _ = after(replace(world_of("a", "b", rules=HIRED), proposal=None), *notices)
+    state, asked = after(replace(state, proposal=None), hello("c"), ev.BecameReady("c", "x", None))
+    assert [seat.member for seat in proposed(asked).seats] == ["b", "c"]
+
+
+def test_if_nobody_comes_to_take_over_there_is_a_checkpoint_while_there_is_time() -> None:
+    state, _ = after(world_of("a", rules=HIRED), ev.NoticeGiven("a", 60.0, "spot"))
+    beats = {"a": Beat(144.0)}
+    assert ev.TimerFired("leave") not in due(state, beats, 144.0)
+    assert ev.TimerFired("leave") in due(state, beats, 145.0)
+    _, asked = after(state, ev.TimerFired("leave"), now=145.0)
+    assert [i.checkpoint for i in asked if isinstance(i, ev.StopMembers)] == [True]
+
+
+def test_a_machine_that_goes_sooner_than_its_member_knew_is_believed() -> None:
+    state, _ = after(world_of("a", rules=HIRED), ev.NoticeGiven("a", 60.0, "SIGTERM"), ev.NoticeGiven("a", 8.0, "spot"))
+    assert ev.TimerFired("leave") in due(state, {"a": Beat(103.0)}, 103.0)
+
+
+def proposed(asked: list[ev.Instruction]) -> World:
+    return next(i.world for i in asked if isinstance(i, ev.ProposeWorld))
 
 
 def test_notice_to_everybody_stops_the_run_with_a_checkpoint() -> None:

@@ -10,9 +10,9 @@ import msgspec
 from shoal.cli import summary
 from shoal.cli.display import Display, Forgiving, JsonLines, Plain
 from shoal.cli.follow import Followed, Follower
-from shoal.cli.frame import Frame, interactive
+from shoal.cli.frame import Frame, interactive, show_error
 from shoal.cli.interrupts import Interrupts
-from shoal.errors import UsageError
+from shoal.errors import UsageError, from_code
 from shoal.launch.client import Client, open_client
 from shoal.launch.place import Place
 from shoal.launch.render import Launch
@@ -75,6 +75,9 @@ def conclude(frame: Frame, seen: Followed) -> int:
     """Print the summary; the exit code of the command."""
     facts = summary.of(seen.view, seen.story, abandoned=seen.abandoned)
     try:
+        if seen.view.problem is not None:
+            show_error(from_code(**msgspec.structs.asdict(seen.view.problem)), frame.json)
+            return facts.exit_code
         if frame.json:
             click.echo(msgspec.json.encode({"event": "end", **msgspec.to_builtins(facts)}))
         elif not frame.quiet or facts.exit_code not in (0, 75):

@@ -114,7 +114,8 @@ def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
     cause, reached, worlds = "", 0, 0
     for line in story:
         if line.kind in ("WorldBroke", "DissolveWorld", "ProcessExited") and began is None and worlds:
-            began = line.at
+            # Whoever left in order held nobody up.
+            began = None if line.kind == "ProcessExited" and line.text.endswith(PLANNED) else line.at
         if line.kind == "DissolveWorld":
             cause = line.reason
         elif line.kind == "WorldBroke":

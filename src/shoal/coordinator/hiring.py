@@ -22,7 +22,7 @@ from shoal.core import supply
 from shoal.core import supply_events as se
 from shoal.core.supply import ASKED
 from shoal.engines import pools
-from shoal.engines.engine import Ask, Engine
+from shoal.engines.engine import Ask, Engine, Seen
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
 from shoal.pack import environment
 from shoal.pack.environment import Environment
@@ -166,12 +166,13 @@ class _Desk(threading.Thread):
                 self._said(se.Ended(asked.hire))
         except EngineUnreachable as error:
             # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
-            self._said(se.PoolUnreachable(self._pool, _in_short(error)))
+            self._said(se.PoolUnreachable(self._pool, *_told(error)))
             if isinstance(asked, se.Submit):
-                self._said(se.Refused(self._pool, asked.hire, _in_short(error)))
+                self._said(se.Refused(self._pool, asked.hire, *_told(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
-            self._said(se.Refused(self._pool, asked.hire, _in_short(error)))
+            final = isinstance(error, HireRefused)
+            self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
 
     def _submit(self, asked: se.Submit) -> None:
         try:
@@ -184,7 +185,8 @@ class _Desk(threading.Thread):
         try:
             found = self._engine.watch(self._tag)
         except ShoalError as error:
-            self._said(se.PoolUnreachable(self._pool, _in_short(error)))
+            final = isinstance(error, HireRefused)
+            self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
             return
         # Two pools may be of one cluster: each looks after its own.
         mine = [one for one in sorted(found, key=lambda one: one.hire) if se.pool_of(one.hire) == self._pool]
@@ -200,15 +202,17 @@ class _Desk(threading.Thread):
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
             return
-        mine = [one.handle for one in found if se.pool_of(one.hire) == self._pool and one.state != "gone"]
+        # Those that ended by themselves have left their tokens.
+        mine = [one for one in found if se.pool_of(one.hire) == self._pool]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             list(threads.map(self._end, mine))
 
-    def _end(self, handle: str) -> None:
+    def _end(self, one: Seen) -> None:
         try:
-            self._engine.cancel(handle)
+            self._engine.cancel(one.handle)
         except ShoalError as error:
-            log.error("%s of pool %s may be left of this coordinator: %s", handle, self._pool, error)
+            if one.state != "gone":
+                log.error("%s of pool %s may be left of this coordinator: %s", one.handle, self._pool, error)
 
 
 class Wardrobe:
@@ -252,5 +256,6 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 
 
-def _in_short(error: ShoalError) -> str:
-    return f"{error.what}: {error.why}" if error.why else error.what
+def _told(error: ShoalError) -> tuple[str, str, str]:
+    """What is wrong, where, and what to do."""
+    return f"{error.what}: {error.why}" if error.why else error.what, error.where, error.do

@@ -115,6 +115,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
         evaluation=_evaluation(run),
         user=run.user,
+        problem=run.problem,
         cost=_shown(supply.account_at(runs.supply, now).of_run(run.name)) if run.spec.on else None,
     )
 

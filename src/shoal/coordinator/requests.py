@@ -133,9 +133,11 @@ class Requests:
         """A hired machine says how it is getting on; only what was hired has the coordinator's own token."""
         if user:
             raise NotYours(f"{user} is not a machine that was hired", do="only agents may say this")
-        kind = se.Unprepared if word.failed else se.Preparing
-        if hire in self._service.runs.supply.hires:
-            self._service.handle("", kind(hire, word.why[:WORDS]))
+        if hire not in self._service.runs.supply.hires:
+            return
+        why, where, do = (text[:WORDS] for text in (word.why, word.where, word.do))
+        said = se.Unprepared(hire, why, where, do, word.final) if word.failed else se.Preparing(hire, why)
+        self._service.handle("", said)
 
     @property
     def busy(self) -> bool:

@@ -6,7 +6,7 @@ worked out here, so that the journal holds only what came from outside, and repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
@@ -17,7 +17,8 @@ from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
 from shoal.core.roster import EVALUATOR
-from shoal.wire.views import RunSpec
+from shoal.errors import NoMachines
+from shoal.wire.views import Problem, RunSpec
 
 Instruction = Union[
     events.Instruction,
@@ -58,6 +59,8 @@ class Run:
     pids: dict[str, int] = field(default_factory=dict)
     evaluation: evaluation.State = field(default_factory=evaluation.State)
     user: str = ""
+    asked_to_stop: bool = False
+    problem: Problem | None = None
 
     @property
     def over(self) -> bool:
@@ -117,7 +120,16 @@ class Runs:
         for instruction in instructions:
             # What happens to machines concerns all who may use them.
             told = going if isinstance(instruction, se.Tell) else [""]
-            asked.extend((name, instruction) for name in told)
+            if isinstance(instruction, se.GiveUp):
+                self._give_up(instruction, now, asked)
+            else:
+                asked.extend((name, instruction) for name in told)
+
+    def _give_up(self, instruction: se.GiveUp, now: float, asked: Asked) -> None:
+        run = self.runs[instruction.run]
+        asked.append((run.name, instruction))
+        run.problem = present_problem(run.name, instruction.troubles)
+        self._fleet(fe.RunHopeless(run.name, f"{run.problem.what}: {run.problem.why}"), now, asked)
 
     def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
         if isinstance(event, fe.AgentJoined):
@@ -133,14 +145,17 @@ class Runs:
         for run in sorted(self.runs.values(), key=lambda run: -run.spec.priority):
             wanted = self.fleet.runs.get(run.name)
             if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
-                needs.append(se.Need(run.name, run.spec.on, wanted.places))
+                least = wanted.min_members + wanted.servers
+                begun = run.membership.started or run.membership.joins > 0
+                patience_s = float(run.settings.get("begin_s", Settings().begin_s))
+                needs.append(se.Need(run.name, run.spec.on, wanted.places, least, begun, patience_s))
         return tuple(needs)
 
     # --- the life of a run
 
     def _create(self, name: str, event: records.RunCreated, now: float, asked: Asked) -> None:
         low, high = event.spec.members
-        rules = rules_of(event.settings, low, high)
+        rules = rules_of(event.settings, low, high, hires=bool(event.spec.on))
         state = membership.State(rules=rules, started=event.spec.resume)
         run = Run(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
         run.user = event.user
@@ -158,7 +173,7 @@ class Runs:
         """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""
         old = run.membership
         run.membership = membership.State(
-            rules=rules_of(run.settings, event.min_members, event.max_members),
+            rules=rules_of(run.settings, event.min_members, event.max_members, hires=bool(run.spec.on)),
             number=old.number,
             life=old.life,
             order=old.order,
@@ -172,6 +187,7 @@ class Runs:
         )
         run.ended, run.status, run.exit_code, run.failure = None, "", None, None
         run.since, run.reason, run.ends_as = now, run.membership.reason, "resumable"
+        run.asked_to_stop, run.problem = False, None
         run.evaluation = replace(run.evaluation, members={})
         self._want(run, event.min_members, event.max_members, now, asked)
 
@@ -186,7 +202,7 @@ class Runs:
         elif run.over or isinstance(event, records.Measured):
             return
         elif isinstance(event, records.StopRequested):
-            run.ends_as = event.status
+            run.ends_as, run.asked_to_stop = event.status, True
             self._membership(run, events.StopAsked(event.reason, event.checkpoint, 75), now, asked, event.grace_s)
         elif fl.role_of(getattr(event, "member", "")) == EVALUATOR:
             self._evaluation(run, event, now, asked)
@@ -203,6 +219,12 @@ class Runs:
         if event.code in _VICTIMS or (follows and run.failure is not None and run.failure.code not in _VICTIMS):
             return
         run.failure, run.failed_at = event, now
+
+    def _wait_for_others(self, run: Run, reason: str, now: float, asked: Asked) -> None:
+        """All were told to go before anybody had come to take over: those who are hired next begin where they ended."""
+        asked.append((run.name, fe.Tell(run.name, f"{reason}; waiting for machines that are hired instead")))
+        rules = run.membership.rules
+        self._resume(run, records.RunResumed(rules.min_members, rules.max_members), now, asked)
 
     # --- evaluators, whose comings and goings concern nobody else
 
@@ -303,6 +325,9 @@ class Runs:
         self.fleet, instructions = fl.decide(self.fleet, event, now)
         for instruction in instructions:
             run = self.runs.get(instruction.run)
+            if run is not None and isinstance(instruction, fe.RunEnded) and _goes_on(run):
+                self._wait_for_others(run, instruction.reason, now, asked)
+                continue
             asked.append((instruction.run, instruction))
             if run is None or run.over:
                 continue
@@ -319,16 +344,35 @@ class Runs:
             self._tell_guests(self.runs[event.run], now, asked)
 
 
+def present_problem(run: str, troubles: Sequence[se.PoolTrouble]) -> Problem:
+    """Why a run cannot begin, as an error that names each pool, its cause and the remedy."""
+    if len(troubles) == 1:
+        (one,) = troubles
+        what, where = f"pool {one.pool} has no machine for run {run}", one.where or f"[pool.{one.pool}]"
+        return Problem(NoMachines.code, what, where, one.why, one.do)
+    names = ", ".join(one.pool for one in troubles)
+    why = "; ".join(f"{one.pool}: {one.why}" + (f" ({one.where})" if one.where else "") for one in troubles)
+    do = "; ".join(f"{one.pool}: {one.do}" for one in troubles if one.do)
+    return Problem(NoMachines.code, f"the pools {names} have no machines for run {run}", "", why, do)
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether a run whose members are gone only waits for others."""
+    stopping = run.membership.stopping
+    return not run.over and not run.asked_to_stop and stopping is not None and stopping.until_others
+
+
 def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:
     if failure is None:
         return reason
     return f"{failure.member} raised {failure.kind}: {failure.text}"
 
 
-def rules_of(settings: Mapping[str, records.Value], low: int, high: int) -> membership.Rules:
+def rules_of(settings: Mapping[str, records.Value], low: int, high: int, *, hires: bool = False) -> membership.Rules:
     given = {key: float(settings[key]) for key in ("lease_s", "reconnect_s", "gather_s", "stall_s") if key in settings}
     servers = servers_of(settings)
-    return replace(membership.Rules(min_members=low, max_members=high, servers=servers), **given)  # type: ignore[arg-type]
+    rules = membership.Rules(min_members=low, max_members=high, servers=servers, hires=hires)
+    return replace(rules, **given)  # type: ignore[arg-type]
 
 
 def _serving(run: Run) -> int:

@@ -171,4 +171,5 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     se.Submit: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
     se.Cancel: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
     se.Tell: lambda i: (i.text, ""),
+    se.GiveUp: lambda i: ("the run cannot begin", "; ".join(f"pool {one.pool}: {one.why}" for one in i.troubles)),
 }

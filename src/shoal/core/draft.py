@@ -111,8 +111,10 @@ class Draft:
             # The only state is held by somebody who is about to go: it comes along to hand it over.
             staying += [m for m in holders if m.leaving and m.step == top]
         if self.base.stopping is None and holders and all(m.leaving for m in staying):
-            self._stop_for_lack_of_members([m.name for m in staying])
-            return
+            if not self._with_time(staying):
+                self._stop_for_lack_of_members([m.name for m in staying])
+                return
+            staying = self._with_time(staying)
         if not self._enough(staying):
             return
         fitting = self._fitting(staying)
@@ -229,12 +231,20 @@ class Draft:
             ),
             key=lambda m: m.order,
         )
-        if not stay and not joiners:
-            self._stop_for_lack_of_members([m.name for m in seated])
-            return
-        if not stay:
-            stay = seated
         limit = self.base.rules.max_members
+        if not stay and not joiners:
+            stay = self._with_time(seated)
+            if not stay:
+                self._stop_for_lack_of_members([m.name for m in seated])
+                return
+            self.wait_for("every member was told to go: they train on until others come to take over")
+            if len(stay) == len(seated):
+                return
+        elif not stay:
+            # Who can stay longest hands over, even if that is one more than there may be.
+            limit = max(limit, 2)
+            last = sorted(seated, key=lambda m: -m.stop_by)[: max(1, limit - len(joiners))]
+            stay = [m for m in seated if m in last]
         target = stay[:limit] + joiners[: max(0, limit - len(stay))]
         if not any(m.leaving for m in target) and len(target) < self.base.rules.min_members:
             return
@@ -304,9 +314,14 @@ class Draft:
 
     # --- stopping
 
+    def _with_time(self, leaving: list[Member]) -> list[Member]:
+        """Those who were told to go, but can wait for somebody who is hired to take over."""
+        return [m for m in leaving if self.base.rules.hires and m.stop_by > self.now]
+
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
-        self.stop(ev.StopAsked(f"every member was told to go: {cause}", checkpoint=True, exit_code=75))
+        reason = f"every member was told to go: {cause}"
+        self.stop(ev.StopAsked(reason, checkpoint=True, exit_code=75, until_others=self.base.rules.hires))
 
     def stop(self, asked: ev.StopAsked) -> None:
         if self.base.stopping is None:

@@ -175,9 +175,12 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
+    """`until_others` says that it is for lack of members only, and that the run goes on when others are there."""
+
     reason: str
     checkpoint: bool
     exit_code: int
+    until_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,11 @@ def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
                 del draft.processes[p.run, p.member]
 
 
+def _on_hopeless(draft: Draft, event: fe.RunHopeless) -> None:
+    if draft.runs[event.run].status == GOING:
+        draft.fail(event.run, event.reason, 4)
+
+
 def _on_wait_over(draft: Draft, event: fe.WaitOver) -> None:
     if event.what == "agent":
         _forget_agent(draft, event.agent)
@@ -318,5 +323,6 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     fe.Scaled: _on_scaled,
     fe.RunStopping: _on_stopping,
     fe.RunFinished: _on_finished,
+    fe.RunHopeless: _on_hopeless,
     fe.WaitOver: _on_wait_over,
 }

@@ -135,6 +135,14 @@ class RunFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class RunHopeless:
+    """A run cannot begin: there are no machines for it."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WaitOver:
     """A wait for an agent, a run or a process is over; `what` says which."""
 
@@ -158,6 +166,7 @@ Event = Union[
     Scaled,
     RunStopping,
     RunFinished,
+    RunHopeless,
     WaitOver,
 ]
 

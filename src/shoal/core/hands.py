@@ -225,6 +225,8 @@ class Draft:
                 self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
             self.asked.append(fe.RunEnded(name, "all members are done", 0))
+        elif run.pools:
+            return  # others are hired for it
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
             self.set_run(name, alone_since=self.now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.core import events as ev
-from shoal.core.roster import OUT, STARTING, WAITING, Beat, Member, State
+from shoal.core.roster import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
 
 
 def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
@@ -22,9 +22,17 @@ def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, 
         fired.append(ev.TimerFired("gather"))
     elif any(0.0 < m.benched_until <= now for m in state.members.values()):
         fired.append(ev.TimerFired("bench"))
+    if state.rules.hires and state.stopping is None and _last_call(state, now):
+        fired.append(ev.TimerFired("leave"))
     if state.proposal is not None and state.repeat_at is not None and now >= state.repeat_at:
         fired.append(ev.TimerFired("proposal"))
     return tuple(fired)
+
+
+def _last_call(state: State, now: float) -> bool:
+    """Whether all who train were told to go, and one of them cannot wait any longer for somebody to take over."""
+    staying = any(m.status == TRAINING and not m.leaving for m in state.members.values())
+    return not staying and any(m.leaving and m.stop_by <= now for m in state.members.values())
 
 
 def _why_lost(state: State, member: Member, beat: Beat | None, now: float) -> str:

@@ -26,6 +26,9 @@ from shoal.core.draft import Draft, listed
 from shoal.core.leases import due
 from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
 
+# What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
+CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
+
 __all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "Rules", "State", "decide", "due"]
 
 
@@ -221,8 +224,15 @@ def _on_lost(draft: Draft, event: ev.Lost) -> None:
 
 
 def _on_notice(draft: Draft, event: ev.NoticeGiven) -> None:
-    if event.member in draft.members and not draft.members[event.member].leaving:
-        draft.update(event.member, leaving=event.cause)
+    member = draft.members.get(event.member)
+    if member is None:
+        return
+    stop_by = draft.now + event.within_s - max(CHECKPOINT_S, CHECKPOINT_PART * event.within_s)
+    if member.leaving:
+        # Its machine may have less time than it knew itself.
+        draft.update(event.member, stop_by=min(member.stop_by, stop_by))
+    else:
+        draft.update(event.member, leaving=event.cause, stop_by=stop_by)
         draft.ask(ev.Say(f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}", event.member))
 
 

@@ -15,7 +15,7 @@ TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings that membership depends on."""
+    """The settings that membership depends on. `hires` says that others are asked for when members have to go."""
 
     min_members: int = 1
     max_members: int = 1
@@ -25,11 +25,15 @@ class Rules:
     stall_s: float = 300.0
     bench_s: float = 1.0
     servers: int = 0
+    hires: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What is known of one member. `step` is the state that it holds outside a world, None for none."""
+    """What is known of one member. `step` is the state that it holds outside a world, None for none.
+
+    One that is `leaving` trains on until `stop_by` if there is nobody yet to take over.
+    """
 
     name: str
     incarnation: str
@@ -44,6 +48,7 @@ class Member:
     connected: bool = True
     away_since: float | None = None
     leaving: str = ""
+    stop_by: float = 0.0
     suspected: bool = False
     strikes: int = 0
     benched_until: float = 0.0

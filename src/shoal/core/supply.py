@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.core import money
+from shoal.core import money, prospects
 from shoal.core import supply_events as se
 from shoal.core.money import Account
 from shoal.core.supply_events import Need, Pool
 
 ASKED, SUBMITTED, HERE, LEAVING = "asked", "submitted", "here", "leaving"
 LIVE = (ASKED, SUBMITTED, HERE)
+LOOK = "look into agent.log below hires/ in its directory there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,22 @@ class Hire:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a pool is doing. It is asked for nothing before `until`; `strikes` are failures not long after each other."""
+    """How a pool is doing. It is asked for nothing before `until`; `strikes` are failures not long after each other.
+
+    `failing_since` is since when it has taken no hire; `final` says that it never will, as it is asked; `fruitless`
+    counts the hires in a row that were gone before their agents came.
+    """
 
     until: float = 0.0
     strikes: int = 0
     struck_at: float = 0.0
     why: str = ""
+    where: str = ""
+    do: str = ""
     unreachable_since: float | None = None
+    failing_since: float | None = None
+    final: bool = False
+    fruitless: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,7 @@ def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     """The waits that are over."""
     limits = state.limits
     fired = [se.PatienceOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
+    fired += [se.PatienceOver("begin", run=need.run) for need in state.needs if prospects.hopeless(state, need, now)]
     for hire in state.hires.values():
         waited_s = now - hire.since
         patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
@@ -215,14 +226,24 @@ class _Draft:
     def tell(self, text: str) -> None:
         self.asked.append(se.Tell(text))
 
-    def strike(self, pool: str, why: str) -> None:
+    def strike(self, pool: str, why: str, where: str = "", do: str = "") -> None:
         """A pool failed us: leave it alone for a while, longer each time."""
         limits, before = self.base.limits, self.standings.get(pool, Standing())
         strikes = before.strikes if self.now - before.struck_at < 2 * limits.pause_max_s else 0
         pause_s = min(limits.pause_max_s, limits.pause_s * 2.0 ** min(strikes, 20))
-        self.stand(pool, strikes=strikes + 1, struck_at=self.now, until=self.now + pause_s, why=why)
+        self.stand(pool, strikes=strikes + 1, struck_at=self.now, until=self.now + pause_s, why=why, where=where, do=do)
         if why != before.why:
-            self.tell(f"pool {pool} is asked again in {pause_s:g} s: {why}")
+            self.tell(f"pool {pool} is asked again in {pause_s:g} s: {why}" + (f"; {do}" if do else ""))
+
+    def fail(self, pool: str, *, final: bool) -> None:
+        """A pool took no hire."""
+        since = self.standings.get(pool, Standing()).failing_since
+        self.stand(pool, failing_since=self.now if since is None else since, final=final)
+
+    def trust(self, pool: str) -> None:
+        """A pool took a hire."""
+        if pool in self.standings:
+            self.stand(pool, failing_since=None, final=False)
 
     def let_go(self, hire: Hire, reason: str) -> None:
         self.update(hire, status=LEAVING, since=self.now, spare_since=None, why=reason)
@@ -296,6 +317,7 @@ def _on_submitted(draft: _Draft, event: se.Submitted) -> None:
         draft.asked.append(se.Cancel(event.pool, event.hire, event.handle, "nobody asked for it"))
     elif hire.status == ASKED:
         draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
+        draft.trust(hire.pool)
     elif hire.status == LEAVING:
         draft.asked.append(se.Cancel(hire.pool, hire.name, event.handle, hire.why))
         draft.update(hire, handle=event.handle)
@@ -307,7 +329,9 @@ def _on_refused(draft: _Draft, event: se.Refused) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, LEAVING):
         draft.forget(hire)
-        draft.strike(hire.pool, event.why)
+        draft.strike(hire.pool, event.why, event.where, event.do)
+        if hire.status == ASKED:
+            draft.fail(hire.pool, final=event.final)
 
 
 def _on_observed(draft: _Draft, event: se.Observed) -> None:
@@ -356,22 +380,25 @@ def _gone(draft: _Draft, hire: Hire, why: str) -> None:
     if hire.status == LEAVING:
         return
     draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
+    if hire.status == SUBMITTED:
+        draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, Standing()).fruitless + 1)
     lived_s = draft.now - hire.since if hire.status == HERE else 0.0
     if lived_s < draft.base.limits.young_s and not hire.going:
-        draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}")
+        draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
 
 
 def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
     standing = draft.standings.get(event.pool, Standing())
     if standing.unreachable_since is None:
-        draft.stand(event.pool, unreachable_since=draft.now, why=event.why)
+        draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
+        draft.fail(event.pool, final=event.final)
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
 
 
 def _reached(draft: _Draft, pool: str) -> None:
     standing = draft.standings.get(pool, Standing())
     if standing.unreachable_since is not None:
-        draft.stand(pool, unreachable_since=None, why="")
+        draft.stand(pool, unreachable_since=None, why="", final=False)
         draft.tell(f"pool {pool} can be reached again")
 
 
@@ -398,7 +425,10 @@ def _on_preparing(draft: _Draft, event: se.Preparing) -> None:
 def _on_unprepared(draft: _Draft, event: se.Unprepared) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
-        draft.strike(hire.pool, event.why)
+        draft.strike(hire.pool, event.why, event.where, event.do)
+        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        if event.final:
+            draft.fail(hire.pool, final=True)
         draft.let_go(hire, event.why)
 
 
@@ -410,7 +440,7 @@ def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
             hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since, heard_at=None
         )
         if hire.pool in draft.standings:
-            draft.stand(hire.pool, until=0.0, why="")
+            draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
 
 
 def _on_leaving(draft: _Draft, event: se.AgentLeaving) -> None:
@@ -437,7 +467,11 @@ def _on_ended(draft: _Draft, event: se.Ended) -> None:
 
 def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
     hire = draft.hires.get(event.hire)
-    if event.what == "pool" and event.pool in draft.standings:
+    if event.what == "begin":
+        for need in draft.base.needs:
+            troubles = prospects.hopeless(draft.freeze(), need, draft.now) if need.run == event.run else ()
+            draft.asked += [se.GiveUp(need.run, troubles)] if troubles else []
+    elif event.what == "pool" and event.pool in draft.standings:
         draft.stand(event.pool, until=0.0)
     elif hire is None:
         return
@@ -450,7 +484,8 @@ def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
         )
     elif event.what == "join" and hire.status == SUBMITTED:
         why = f"its machine runs, but no agent came within {draft.base.limits.join_s:g} s"
-        draft.strike(hire.pool, f"{hire.name}: {why}")
+        draft.strike(hire.pool, f"{hire.name}: {why}", do=f"see that its machines reach the coordinator: {LOOK}")
+        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
         draft.let_go(hire, why)
     elif event.what == "cancel" and hire.status == LEAVING:
         draft.update(hire, since=draft.now)

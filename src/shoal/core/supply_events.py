@@ -25,11 +25,27 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many places a run could use at most, and the pools that it may take them from, in its order."""
+    """How many places a run could use at most, and the pools that it may take them from, in its order.
+
+    Until it has `begun`, it needs `least` places, and is given up when its pools have only failed for `patience_s`.
+    """
 
     run: str
     pools: tuple[str, ...]
     slots: int
+    least: int = 1
+    begun: bool = True
+    patience_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTrouble:
+    """What is wrong with a pool, where, and what to do about it."""
+
+    pool: str
+    why: str
+    where: str = ""
+    do: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +89,14 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """`final` says that the pool will never give it as it is asked."""
+
     pool: str
     hire: str
     why: str
+    where: str = ""
+    do: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +116,9 @@ class Observed:
 class PoolUnreachable:
     pool: str
     why: str
+    where: str = ""
+    do: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +131,13 @@ class Preparing:
 
 @dataclass(frozen=True, slots=True)
 class Unprepared:
-    """A machine is there, and cannot be made ready for its agent."""
+    """A machine is there, and cannot be made ready for its agent; `final` says that no other of its pool could."""
 
     hire: str
     why: str
+    where: str = ""
+    do: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +166,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PatienceOver:
-    """A wait for a hire or a pool is over; `what` says which."""
+    """A wait for a hire, a pool, or the first machines of a run is over; `what` says which."""
 
     what: str
     hire: str = ""
     pool: str = ""
+    run: str = ""
 
 
 Event = Union[
@@ -188,4 +216,12 @@ class Tell:
     text: str
 
 
-Instruction = Union[Submit, Cancel, Tell]
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A run that has not begun cannot begin with its pools as they are."""
+
+    run: str
+    troubles: tuple[PoolTrouble, ...]
+
+
+Instruction = Union[Submit, Cancel, Tell, GiveUp]

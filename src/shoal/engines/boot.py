@@ -12,7 +12,6 @@ from shoal.pack.environment import Environment
 
 HIRES = "hires"
 OLDEST_FIRST = (3, 7)
-WORDS = 500
 
 
 def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token", before: Sequence[str] = ()) -> str:
@@ -64,19 +63,6 @@ def _with_environment(ask: Ask, environment: Environment, python: str, token: st
         "SHOAL",
         f'exec {quoted(python)} "$home/first.py" {made} {shlex.quote(ask.hire)} {given(ask, token)}',
     ]
-
-
-def last_words(log: str) -> str:
-    """What an agent said last: its error with the cause, or its last line."""
-    lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
-    if not lines:
-        return "it said nothing"
-    errors = [place for place, line in enumerate(lines) if "error[" in line]
-    if not errors:
-        return lines[-1][:WORDS]
-    after = lines[errors[-1] + 1 :]
-    why = next((line[3:].strip() for line in after if line.startswith("why ")), "")
-    return f"{lines[errors[-1]]}{f' ({why})' if why else ''}"[:WORDS]
 
 
 def quoted(path: str) -> str:

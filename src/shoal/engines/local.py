@@ -12,15 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from shoal.engines import boot
+from shoal.engines import boot, grace, last_words
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
 from shoal.errors import HireRefused
 from shoal.wire import credentials
 
-END_S = 10.0
+END_S = 5.0
 BORN_WITHIN_S = 0.01
-TAIL = 4000
 
 
 class Local(Engine):
@@ -54,7 +53,7 @@ class Local(Engine):
                 )
         except OSError as error:
             raise HireRefused("an agent could not be started here", where=str(where), why=str(error)) from error
-        _note(where, process.pid)
+        _note(where, process.pid, grace.of(ask))
         return str(where)
 
     def watch(self, tag: str) -> list[Seen]:
@@ -72,7 +71,7 @@ class Local(Engine):
         where = Path(handle)
         process = _running(where)
         if process is not None:
-            _end(process)
+            _end(process, _grace_s(where) + END_S)
         (where / "process.json").unlink(missing_ok=True)
         (where / "token").unlink(missing_ok=True)
 
@@ -92,11 +91,11 @@ class Local(Engine):
         return self._above / HIRES / tag / hire
 
 
-def _note(where: Path, pid: int) -> None:
+def _note(where: Path, pid: int, grace_s: float) -> None:
     """Write down which process it is; the time of its birth tells it from another that gets its number later."""
     born = psutil.Process(pid).create_time()
     part = where / "process.json.part"
-    part.write_text(json.dumps({"pid": pid, "born": born}))
+    part.write_text(json.dumps({"pid": pid, "born": born, "grace_s": grace_s}))
     part.replace(where / "process.json")
 
 
@@ -113,6 +112,14 @@ def _running(where: Path) -> psutil.Process | None:
     return process if same and status != psutil.STATUS_ZOMBIE else None
 
 
+def _grace_s(where: Path) -> float:
+    """How long an agent gives its members to hand over."""
+    try:
+        return float(json.loads((where / "process.json").read_text()).get("grace_s", 0.0))
+    except (OSError, ValueError):
+        return 0.0
+
+
 def _reap(pid: int) -> None:
     try:
         os.waitpid(pid, os.WNOHANG)
@@ -120,11 +127,11 @@ def _reap(pid: int) -> None:
         return
 
 
-def _end(process: psutil.Process) -> None:
+def _end(process: psutil.Process, within_s: float) -> None:
     """As an agent is told to go: it hands over and ends its members; whatever is left after that is killed."""
     try:
         process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + within_s
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.02)
         _reap(process.pid)
@@ -138,8 +145,7 @@ def _end(process: psutil.Process) -> None:
 def _last_words(where: Path) -> str:
     """The last error that the agent wrote, if it ended by one."""
     try:
-        text = (where / "agent.log").read_text(errors="replace")
+        lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
     except FileNotFoundError:
-        text = ""
-    words = boot.last_words(text[-TAIL:])
-    return words.partition("] ")[2] if "error[" in words else "its process is gone"
+        lines = []
+    return last_words.of_log("\n".join(lines[-20:])) if lines else "its process is gone"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, ray_nodes
+from shoal.engines import boot, grace, last_words, ray_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ray_link import DriverError, Link
 from shoal.errors import EngineUnreachable, HireRefused
@@ -102,7 +102,7 @@ class Ray(Engine):
         return list(seen.values())
 
     def cancel(self, handle: str) -> None:
-        grace_s = self.options.grace_s
+        grace_s = self.options.grace_s + grace.MARGIN_S
         self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
 
     def offers(self) -> list[Offer]:
@@ -122,6 +122,7 @@ class Ray(Engine):
 
     def _request(self, ask: Ask) -> dict[str, Any]:
         tied = dataclasses.replace(ask, options=(*ask.options, "--lifeline", LIFELINE))
+        tied = grace.within(tied, self.options.grace_s + grace.MARGIN_S)
         return {
             "do": "submit",
             "name": actor_name(ask.tag, ask.hire),
@@ -132,7 +133,8 @@ class Ray(Engine):
 
     def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Seen:
         if one["state"] == "DEAD":
-            return Seen(hire, one["name"], "gone", brief(one["why"]))
+            unfit = last_words.of_python(one["why"], self.options.python)
+            return Seen(hire, one["name"], "gone", unfit or brief(one["why"]))
         if one["state"] == "ALIVE":
             why = "Ray drains its node" if one["until"] else ""
             return Seen(hire, one["name"], "running", why, one["until"])

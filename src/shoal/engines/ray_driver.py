@@ -107,7 +107,9 @@ class Hire:
         except OSError:
             lines = []
         said = lines or self._said
-        since = max((at for at, line in enumerate(said) if line.startswith("error[")), default=len(said) - 1)
+        # An interpreter that is too old for `-P` tells so, and then how it is used.
+        telling = [at for at, line in enumerate(said) if line.startswith("error[") or "option: -P" in line]
+        since = max(telling, default=len(said) - 1)
         words = [" ".join(line.split()) for line in said[since:] if not line.strip().startswith("more ")]
         return "; ".join(words)[:400] or "it said nothing"
 

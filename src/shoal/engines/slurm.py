@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.engines import boot, slurm_jobs, slurm_nodes
+from shoal.engines import boot, grace, last_words, slurm_jobs, slurm_nodes
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.slurm_refusals import failure, not_configured, not_installed
 from shoal.errors import BadCredentials, EngineUnreachable, HireRefused, LaunchError
@@ -29,6 +29,9 @@ from shoal.wire import credentials
 
 NOTICE_S = 60
 COMMAND_S = 60.0
+# Slurm's own default of what passes between SIGTERM and SIGKILL.
+KILL_WAIT_S = 30.0
+LOG_CHARACTERS = 20_000
 # What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
@@ -80,10 +83,11 @@ class Slurm(Engine):
         given = options.directory or os.environ.get("SHOAL_HOME") or "~/.shoal"
         self._above = Path(given).expanduser().absolute()
         self._looked: tuple[float, str, list[Seen]] | None = None
+        self._kill_wait_s, self._learnt = KILL_WAIT_S, False
 
     def render(self, ask: Ask) -> Rendered:
         notice = ("--notice-source", f"slurm:{self.options.notice_s}")
-        told = replace(ask, options=(*notice, *ask.options))
+        told = grace.within(replace(ask, options=(*notice, *ask.options)), self._kill_wait_s)
         options = msgspec.structs.replace(self.options, directory=str(self._above))
         # A login shell knows `module`, which is what set-up lines are mostly about.
         shell = "#!/bin/bash -l" if options.setup else "#!/bin/sh"
@@ -97,6 +101,7 @@ class Slurm(Engine):
         if any(one.state != "gone" for one in known):
             return name
         where = self._home(ask.tag, ask.hire)
+        self._learn()
         rendered = self.render(ask)
         self._looked = None
         try:
@@ -144,6 +149,13 @@ class Slurm(Engine):
         said = self._run((*argv, f"--Format={slurm_jobs.FORMAT}"), env={"SLURM_TIME_FORMAT": "%s"})
         return slurm_jobs.parse(said)
 
+    def _learn(self) -> None:
+        """Ask once how long jobs of this site may take to end; until it is known, what is usual holds."""
+        if not self._learnt:
+            with contextlib.suppress(LaunchError):
+                said = slurm_jobs.kill_wait_s(self._run(("scontrol", "show", "config")))
+                self._kill_wait_s, self._learnt = KILL_WAIT_S if said is None else said, True
+
     def _hurry(self, jobs: Sequence[slurm_jobs.Job], tag: str) -> None:
         """Ask Slurm not to let two minutes pass before it starts what it has queued again."""
         now, prefix = time.time(), slurm_jobs.job_name(tag, "")
@@ -154,7 +166,8 @@ class Slurm(Engine):
                     self._run(("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.ENOUGH_S}"))
 
     def _with_last_words(self, one: Seen, tag: str) -> Seen:
-        words = boot_words(self._home(tag, one.hire)) if one.state == "gone" and "FAILED" in one.why else ""
+        python = self.options.python or sys.executable
+        words = boot_words(self._home(tag, one.hire), python) if one.state == "gone" and "FAILED" in one.why else ""
         return replace(one, why=f"{one.why}: {words}") if words else one
 
     def _run(self, argv: Sequence[str], text: str = "", env: Mapping[str, str] | None = None) -> str:
@@ -252,15 +265,15 @@ def _tidy(where: Path) -> None:
         where.rmdir()
 
 
-def boot_words(home: Path) -> str:
-    """The last line that a hire left in the shared directory, of its agent or of Slurm."""
+def boot_words(home: Path, python: str = "") -> str:
+    """The last words that a hire left in the shared directory, of its agent or of Slurm."""
     for name in ("agent.log", "job.log"):
         try:
-            lines = (home / name).read_text(errors="replace").strip().splitlines()
+            text = (home / name).read_text(errors="replace")[-LOG_CHARACTERS:]
         except OSError:
             continue
-        if lines:
-            return boot.last_words("\n".join(lines))
+        if text.strip():
+            return last_words.of_log(text, python)
     return f"it left no word in {home}; do the nodes share that directory?"
 
 

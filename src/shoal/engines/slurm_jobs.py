@@ -121,6 +121,12 @@ def _job(line: str) -> Job:
     )
 
 
+def kill_wait_s(config: str) -> float | None:
+    """How long Slurm waits between SIGTERM and SIGKILL, as `scontrol show config` prints it."""
+    found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
+    return float(found[1]) if found else None
+
+
 def timestamp(text: str) -> float | None:
     """A point in time as seconds, with SLURM_TIME_FORMAT=%s or without; None for N/A, NONE, Unknown."""
     text = text.strip()

@@ -19,12 +19,12 @@ from typing import ClassVar
 
 import msgspec
 
-from shoal.engines import boot, ssh_command, ssh_contact
+from shoal.engines import grace, last_words, ssh_command, ssh_contact
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.engines.ssh_command import SshOptions
 from shoal.engines.ssh_contact import ENV, Contact, Json
 from shoal.engines.ssh_trouble import Trouble
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import EngineUnreachable, HireRefused, LaunchError, PoolFull
 
 FRESH_S = 2.0
 START_WITHIN_S = 20.0
@@ -134,7 +134,7 @@ class Ssh(Engine):
             "room": contact.place.room,
             "script": self._rendered(ask, contact.host).text,
             "credentials": f"{ask.credentials.token}\n{ask.credentials.certificate_pem or ''}",
-            "grace_s": ssh_command.grace_s(ask),
+            "grace_s": grace.of(ask),
             # What is delivered late, by a connection that came back, must not start what was given up.
             "start_by": time.time() + contact.ahead_s + START_WITHIN_S,
         }
@@ -183,7 +183,9 @@ class Ssh(Engine):
             f"{host}: {error if isinstance(error, str) else f'{error.what} ({error.why})'}" for host, error in against
         ]
         silent = [error for error in errors if isinstance(error, EngineUnreachable)]
-        kind = EngineUnreachable if len(silent) == len(against) else HireRefused
+        kind: type[LaunchError] = EngineUnreachable if len(silent) == len(against) else HireRefused
+        if len(errors) < len(against):
+            kind = PoolFull
         remedies = dict.fromkeys(error.do for error in errors if error.do)
         return kind(
             f"no host of pool {self.pool} takes {ask.hire}",
@@ -220,7 +222,7 @@ class Ssh(Engine):
     def _seen(self, contact: Contact, tag: str, one: Json, *, silent: bool) -> Seen:
         handle = ssh_command.handle(contact.host, tag, one["hire"])
         if not one["alive"]:
-            words = boot.last_words(one["said"])
+            words = last_words.of_log(one["said"], ssh_command.agent_python(self._ssh))
             contact.proved = False
             return Seen(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
         return Seen(one["hire"], handle, "running", contact.why() if silent else "")

@@ -165,13 +165,5 @@ def agent_python(options: SshOptions) -> str:
     return options.python or (sys.executable if options.shared else "python3")
 
 
-def grace_s(ask: Ask) -> float:
-    """How long the agent gives its members, as its own options say."""
-    for name, value in zip(ask.options, ask.options[1:], strict=False):
-        if name == "--grace":
-            return float(value)
-    return GRACE_S
-
-
 def _bad(pool: str, why: str, do: str) -> BadPool:
     return BadPool(f"the hosts of pool {pool} cannot be used", where=f"[pool.{pool}]", why=why, do=do)

@@ -16,7 +16,15 @@ import signal
 import sys
 import time
 
-from shoal.errors import EnvironmentNotFetched, NoCacheThere, NoRoomThere, ShoalError
+from shoal.errors import (
+    ArchiveDamaged,
+    EnvironmentNotBuilt,
+    EnvironmentNotFetched,
+    EnvironmentUnfit,
+    NoCacheThere,
+    NoRoomThere,
+    ShoalError,
+)
 from shoal.pack.there_cache import Cache, node
 from shoal.pack.there_kinds import Kinds
 
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 SAY_S = 30.0
 TELL_S = 5.0
 FAILED, STOPPED = 4, 128 + signal.SIGTERM
+# What is wrong with the environment itself, wherever it is made.
+FINAL = (ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnfit)
 
 
 class Stopped(BaseException):
@@ -89,18 +99,23 @@ class Line:
             if what != self._said:
                 _print(what)
             self._said, self._next = what, now + SAY_S
-            self._tell(what, failed=False)
+            self._tell(why=what)
 
     def refuse(self, error: ShoalError) -> int:
         _print(str(error))
-        self._tell(f"{error.what}: {error.why} (shoal explain {error.code})", failed=True)
+        self._tell(
+            why=f"{error.what}: {error.why}",
+            failed=True,
+            where=error.where,
+            do=f"{error.do} (shoal explain {error.code})",
+            final=isinstance(error, FINAL),
+        )
         return FAILED
 
-    def _tell(self, why: str, *, failed: bool) -> None:
+    def _tell(self, **word: object) -> None:
         # If nobody hears it, it is in the log, and the engine sees how this ends.
-        body = json.dumps({"why": why, "failed": failed}).encode()
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._coordinator.tell(f"/v1/hires/{self._hire}", body, TELL_S)
+            self._coordinator.tell(f"/v1/hires/{self._hire}", json.dumps(word).encode(), TELL_S)
 
 
 def _stop(*_: object) -> None:

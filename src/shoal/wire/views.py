@@ -127,7 +127,8 @@ class RunView(msgspec.Struct, frozen=True):
     `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
     are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
     `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
-    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator.
+    machines that were hired for it; `user` is who submitted it, empty for the owner of the coordinator; `problem` is
+    what kept it from beginning.
     """
 
     run: str
@@ -166,6 +167,7 @@ class RunView(msgspec.Struct, frozen=True):
     tensorboard_error: str = ""
     cost: CostView | None = None
     user: str = ""
+    problem: Problem | None = None
 
 
 class AgentView(msgspec.Struct, frozen=True):
@@ -216,10 +218,13 @@ class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HireWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a hired machine does before its agent is there, or why it cannot be made ready."""
+    """What a hired machine does before its agent is there, or why it failed; `final` if all others would, too."""
 
     why: str
     failed: bool = False
+    where: str = ""
+    do: str = ""
+    final: bool = False
 
 
 class Problem(msgspec.Struct, frozen=True):

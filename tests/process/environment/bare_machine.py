@@ -83,7 +83,7 @@ class Machine:
         return str(self.environments / folder / (self.environments / folder / "python").read_text())
 
     def failures(self) -> list[str]:
-        return [one["why"] for one in self.told if one["failed"]]
+        return [f"{one['why']}; {one['do']}" for one in self.told if one.get("failed")]
 
     def close(self) -> None:
         self._server.shutdown()

@@ -55,7 +55,7 @@ def test_what_cannot_be_installed_is_told_and_leaves_nothing(machine: Machine) -
     assert "error[S441] requirements.txt cannot be installed on" in said
     assert "No matching distribution found for no-such-thing==9" in said
     (why,) = machine.failures()
-    assert "No matching distribution found for no-such-thing==9 (shoal explain S441)" in why
+    assert "No matching distribution found for no-such-thing==9; correct requirements.txt (shoal explain S441)" in why
     assert machine.folders() == []
     (log,) = machine.environments.glob("*.log")
     assert str(log) in said

@@ -39,6 +39,7 @@ SILENT = {
     "Scaled": True,
     "RunStopping": True,
     "RunFinished": True,
+    "RunHopeless": True,
     "WaitOver": True,
     "MachineKnown": True,
     "Measured": True,

@@ -203,6 +203,24 @@ def test_what_was_let_go_while_it_was_being_submitted_is_ended_when_it_comes() -
     assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["job 7"]
 
 
+def test_what_was_let_go_before_its_handle_was_known_is_ended_where_it_is_seen() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.need(0)
+    world.wait(6)
+    asked = world.tell(se.Observed("spot", (Sighting("spot-1", "job 7", running=True),)))
+    assert [one.handle for one in asked if isinstance(one, se.Cancel)] == ["job 7"]
+
+
+def test_one_that_is_overdue_is_let_go_when_nobody_wants_it_any_more() -> None:
+    world = World(SPOT)
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.wait(61)
+    assert world.state.hires["spot-1"].overdue
+    assert of(se.Cancel, world.need(0)) == ["spot-1"]
+
+
 def test_a_hire_that_nobody_asked_for_is_ended() -> None:
     world = World()
     asked = world.tell(se.Observed("spot", (Sighting("spot-9", "job 9", running=True),)))
@@ -338,3 +356,21 @@ def test_a_machine_can_speak_before_its_engine_does() -> None:
     world.tell(se.Preparing("nobody-7", "builds"))
     world.tell(se.Unprepared("nobody-7", "no"))
     assert world.status() == {"spot-1": SUBMITTED}
+
+
+def test_a_run_whose_environment_cannot_be_made_anywhere_is_given_up() -> None:
+    world = World()
+    need = Need("run", ("spot",), 1, begun=False)
+    world.tell(se.NeedsChanged((need,)))
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Unprepared("spot-1", "torch cannot be installed", "n1:log", "correct it", final=True))
+    (given_up,) = [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]
+    assert given_up.troubles == (se.PoolTrouble("spot", "torch cannot be installed", "n1:log", "correct it"),)
+
+
+def test_one_machine_that_cannot_be_made_ready_does_not_end_a_run() -> None:
+    world = World()
+    world.tell(se.NeedsChanged((Need("run", ("spot",), 1, begun=False),)))
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Unprepared("spot-1", "its disk is full"))
+    assert not [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]

@@ -103,10 +103,3 @@ def test_engines_without_containers_name_those_that_have_them(engine: str) -> No
         pools.parse("lab", {"engine": engine, "image": "lab/torch"} | ({"hosts": ["a"]} if engine == "ssh" else {}))
     assert "images are for slurm and ray" in refused.value.why
     assert "environment" in refused.value.do
-
-
-def test_last_words_are_the_last_error_and_its_cause() -> None:
-    log = "builds\nerror[S441] it cannot be\n  where  here\n  why    pip says no\n  do     mend it\n"
-    assert boot.last_words(log) == "error[S441] it cannot be (pip says no)"
-    assert boot.last_words("one\ntwo\n") == "two"
-    assert boot.last_words("") == "it said nothing"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.engines import pools, ssh_command, ssh_there
+from shoal.engines import grace, pools, ssh_command, ssh_there
 from shoal.engines.engine import Ask
 from shoal.engines.ssh import Ssh
 from shoal.engines.ssh_command import Place, SshOptions, order, places
@@ -154,5 +154,5 @@ def test_a_handle_names_the_host_and_the_hire() -> None:
 
 
 def test_the_grace_is_the_agents_own() -> None:
-    assert ssh_command.grace_s(ASK) == 20.0
-    assert ssh_command.grace_s(replace(ASK, options=())) == 30.0
+    assert grace.of(ASK) == 20.0
+    assert grace.of(replace(ASK, options=())) == 30.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from shoal.engines import ssh_contact
-from shoal.engines.boot import last_words
 from shoal.engines.ssh_command import Place, SshOptions
 from shoal.engines.ssh_contact import Contact
 from shoal.engines.ssh_trouble import Trouble, of_answer, of_ssh, silent, skew
@@ -128,13 +127,6 @@ def test_a_clock_is_wrong_only_if_the_time_of_the_call_does_not_explain_it() -> 
     assert skew(1011.0, 990.0, 1010.0) == ""
     assert "is 50 s ahead" in skew(1060.0, 990.0, 1010.0)
     assert "is 60 s behind" in skew(930.0, 990.0, 1010.0)
-
-
-def test_the_last_words_of_an_agent_are_its_error_and_the_cause() -> None:
-    log = "INFO linked\nERROR error[S201] it was refused\n  where  there\n  why    another token\n  more   and so on"
-    assert last_words(log) == "ERROR error[S201] it was refused (another token)"
-    assert last_words("Traceback\nModuleNotFoundError: no module named shoal\n\n").startswith("ModuleNotFoundError")
-    assert last_words(" \n") == "it said nothing"
 
 
 def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:

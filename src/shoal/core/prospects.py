@@ -1,0 +1,67 @@
+"""Whether a run can begin at all with what its pools have said so far; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shoal.core.supply_events import Need, Pool, PoolTrouble
+
+if TYPE_CHECKING:
+    from shoal.core.supply import Standing, State
+
+# So many machines in a row that were gone before their agents came are no accident.
+FRUITLESS = 3
+
+
+def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
+    """What is wrong with each pool of a run that cannot begin as things are; nothing for all others.
+
+    A pool that only fails is good for what it has given; one that does not is good for all that it may give.
+    """
+    if need.begun:
+        return ()
+    places, troubles = 0, []
+    for name in need.pools:
+        pool, standing = state.pools.get(name), state.standings.get(name)
+        wrong = _wrong(pool, standing, need, now) if pool is not None else None
+        if wrong is not None:
+            places += _had(state, name)
+            troubles.append(wrong)
+        elif pool is not None:
+            places += pool.limit * pool.slots
+    if places >= need.least:
+        return ()
+    named = {trouble.pool for trouble in troubles}
+    troubles += [_too_small(pool, need) for pool in _pools(state.pools, need) if pool.name not in named]
+    return tuple(troubles)
+
+
+def _wrong(pool: Pool, standing: Standing | None, need: Need, now: float) -> PoolTrouble | None:
+    if pool.limit == 0:
+        return PoolTrouble(pool.name, "it may give no machine: its limit is 0", do="raise its limit")
+    if standing is None:
+        return None
+    if standing.final:
+        return PoolTrouble(pool.name, standing.why, standing.where, standing.do)
+    if standing.fruitless >= FRUITLESS:
+        why = f"{standing.fruitless} machines in a row were gone before they could be used; {standing.why}"
+        return PoolTrouble(pool.name, why, standing.where, standing.do)
+    if standing.failing_since is not None and now - standing.failing_since >= need.patience_s:
+        why = f"it was asked again and again for {need.patience_s:g} s: {standing.why}"
+        return PoolTrouble(pool.name, why, standing.where, standing.do)
+    return None
+
+
+def _too_small(pool: Pool, need: Need) -> PoolTrouble:
+    why = f"it gives {pool.limit * pool.slots} places at most, and the run cannot begin with less than {need.least}"
+    return PoolTrouble(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
+
+
+def _had(state: State, pool: str) -> int:
+    """The places of all that a pool has given, or still may."""
+    return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status != "leaving")
+
+
+def _pools(known: Mapping[str, Pool], need: Need) -> list[Pool]:
+    return [known[name] for name in need.pools if name in known]

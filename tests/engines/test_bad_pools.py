@@ -1,0 +1,239 @@
+"""What can be wrong with pools, as somebody meets it who types `shoal run --on POOL`: one clear error, nothing left.
+
+With a real Slurm and real ssh hosts; what Ray says is in test_engine_ray.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.engines import slurm_cluster, ssh_hosts
+from tests.engines.slurm_cluster import Cluster
+from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network
+from tests.engines.ssh_site import SOURCES
+
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+
+if why := slurm_cluster.missing() or ssh_hosts.why_not():
+    pytest.skip(f"SKIPPED: {why}", allow_module_level=True)
+
+WITHIN_S = 60.0
+LAUNCH, USAGE = 4, 2
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNetwork]:
+    with ssh_network(tmp_path_factory.mktemp("ssh") / "net", "h1", "h2") as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def slurm(network: SshNetwork) -> Iterator[Cluster]:
+    """In the hub, as the tests are."""
+    found = Cluster(Path(tempfile.mkdtemp(prefix="shoal-slurm-")))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+class Site:
+    """A user with a project, a shoal.toml and the clusters."""
+
+    def __init__(self, path: Path, network: SshNetwork, slurm: Cluster) -> None:
+        self.path, self.network, self.slurm = path, network, slurm
+        self.project, self.home = path / "project", path / "home"
+        self.project.mkdir()
+        shutil.copy(Path(__file__).with_name("train.py"), self.project)
+        (path / "records").mkdir()
+        self.tables: list[str] = []
+
+    def ssh(self, name: str, *hosts: str, **more: Any) -> None:
+        given = {"hosts": list(hosts or ("h1",)), "config": str(self.network.config), "connect_s": 2}
+        setup = [f"export PYTHONPATH={SOURCES} RECORDS={self.path}/records STEPS=20 OMP_NUM_THREADS=1"]
+        self.pool(name, "ssh", **{**given, "python": sys.executable, "setup": setup, **more})
+
+    def on_slurm(self, name: str, **more: Any) -> None:
+        self.pool(name, "slurm", **{"look_s": 0.2, "directory": str(self.path / "slurm"), **more})
+
+    def pool(self, name: str, engine: str, **more: Any) -> None:
+        lines = [f"[pool.{name}]", f'engine = "{engine}"', *(f"{key} = {_toml(value)}" for key, value in more.items())]
+        self.tables.append("\n".join(lines))
+
+    def run(self, on: str, *options: str, script: str = "train.py", code: int = LAUNCH) -> str:
+        """What `shoal run` says on stderr; it has to end in time, with this exit code, and to leave nothing behind."""
+        (self.project / "shoal.toml").write_text("\n".join(self.tables))
+        environ = {**self.slurm.env, "SHOAL_HOME": str(self.home), "RECORDS": f"{self.path}/records", "STEPS": "20"}
+        settings = [f"host={HUB}", "begin_s=3", "preload=torch,shoal.torch", "notice.grace_s=3"]
+        given = [part for one in settings for part in ("--set", one)]
+        argv = [sys.executable, "-m", "shoal.cli.main", "run", "--on", on, *given, *options, script]
+        done = subprocess.run(
+            argv, cwd=self.project, env=environ, capture_output=True, text=True, timeout=WITHIN_S, check=False
+        )
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.stderr.count("error[") == (1 if code else 0), done.stderr
+        self.nothing_is_left()
+        return done.stderr
+
+    def nothing_is_left(self) -> None:
+        assert not [word for word in self.slurm.ask("squeue", "--noheader", "--format=%j").stdout.split()]
+        deadline = time.monotonic() + 10.0
+        while left := self._processes():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        places = [self.path / "slurm", *(self.network.home(host) for host in ("h1", "h2"))]
+        assert not [str(file) for place in places for file in place.rglob("token*")], "a token is left"
+
+    def _processes(self) -> list[list[str]]:
+        found = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+        mine = (str(self.home), str(self.path / "slurm"), str(self.network.home("h1")), str(self.network.home("h2")))
+        return [argv for argv in found if any(part.startswith(mine) for part in argv)]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value).replace("'", '"')
+
+
+@pytest.fixture
+def site(tmp_path: Path, network: SshNetwork, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Site:
+    for host in ("h1", "h2"):
+        shutil.rmtree(network.home(host) / ".shoal", ignore_errors=True)
+    return Site(tmp_path, network, slurm)
+
+
+def parts(said: str) -> dict[str, str]:
+    """The lines of an error, by their labels."""
+    block = said[said.index("error[") :].splitlines()
+    found = {"what": block[0]}
+    for line in block[1:]:
+        match = re.match(r"  (where|why|do|more)\s+(.*)", line)
+        if match:
+            found[match[1]] = match[2]
+    return found
+
+
+# --- Slurm
+
+
+def test_an_unknown_partition(site: Site) -> None:
+    site.on_slurm("batch", partition="nix")
+    error = parts(site.run("batch"))
+    assert re.fullmatch(r"error\[S470\] pool batch has no machine for run train-\w+", error["what"])
+    assert error["where"] == "[pool.batch] partition = 'nix'"
+    assert "Slurm has no such partition: " in error["why"]
+    assert error["do"] == "sinfo lists the partitions"
+
+
+def test_a_limit_of_zero(site: Site) -> None:
+    site.on_slurm("batch", limit=0)
+    error = parts(site.run("batch"))
+    assert error["where"] == "[pool.batch]"
+    assert error["why"] == "it may give no machine: its limit is 0"
+    assert error["do"] == "raise its limit"
+
+
+def test_less_than_the_run_needs(site: Site) -> None:
+    site.on_slurm("batch", limit=1)
+    site.ssh("lab", "h1")
+    error = parts(site.run("batch,lab", "-n", "3:4"))
+    assert "the pools batch, lab have no machines" in error["what"]
+    assert "batch: it gives 1 places at most, and the run cannot begin with less than 3" in error["why"]
+    assert "lab: it gives 1 places at most" in error["why"]
+    assert "ask for fewer members with -n" in error["do"]
+
+
+def test_a_python_that_is_too_old_for_an_agent(site: Site, tmp_path: Path) -> None:
+    # As every Python before 3.11 says it.
+    old = _program(tmp_path / "python3.9", "echo 'Unknown option: -P' >&2; echo 'usage: python3 [option]' >&2; exit 2")
+    site.on_slurm("batch", python=str(old), limit=3)
+    error = parts(site.run("batch", "-n", "1:3"))
+    assert "machines in a row were gone before they could be used" in error["why"]
+    assert f"{old} is older than Python 3.11: name another with python = in its pool" in error["why"]
+
+
+# --- ssh
+
+
+def test_an_unreachable_host(site: Site) -> None:
+    site.ssh("lab", "10.91.0.200")
+    error = parts(site.run("lab"))
+    assert "it was asked again and again for 3 s: " in error["why"]
+    assert "10.91.0.200 does not answer" in error["why"]
+    assert "switched on" in error["do"]
+
+
+def test_a_wrong_key(site: Site, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
+    config = tmp_path / "config"
+    config.write_text(site.network.config.read_text().replace("IdentityFile", "#"))
+    site.ssh("lab", "h1", config=str(config), identity=str(tmp_path / "other"))
+    error = parts(site.run("lab"))
+    assert "h1 does not let us in: " in error["why"]
+    assert "Permission denied (publickey)" in error["why"]
+    assert "identity in [pool.lab]" in error["do"]
+
+
+def test_a_python_that_is_too_old_on_a_host(site: Site, tmp_path: Path) -> None:
+    site.ssh("lab", "h1", python=str(_program(tmp_path / "old", "echo 3.9.2")))
+    error = parts(site.run("lab"))
+    assert "the Python of h1 is too old" in error["why"]
+    assert "3.9.2" in error["why"]
+
+
+def test_a_full_disk_of_a_host(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    site.network.on("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk"))
+    site.network.on("h1", "sh", "-c", f"head -c 100000 /dev/zero >{tmp_path}/disk/fill || true")
+    site.ssh("lab", "h1", directory=str(tmp_path / "disk"))
+    error = parts(site.run("lab"))
+    assert "no space is left on h1" in error["why"]
+    assert "make room" in error["do"]
+    assert site.network.on("h1", "find", str(tmp_path / "disk"), "-name", "token*") == ""
+
+
+def test_each_pool_is_named_with_its_own_cause(site: Site) -> None:
+    site.on_slurm("batch", partition="nix")
+    site.ssh("lab", "h1", python="/opt/none/bin/python")
+    error = parts(site.run("batch,lab"))
+    assert "the pools batch, lab have no machines" in error["what"]
+    assert "batch: Slurm has no such partition" in error["why"]
+    assert "lab: there is no such Python on h1" in error["why"]
+    assert "batch: sinfo lists the partitions; lab: " in error["do"]
+
+
+def test_a_clock_that_is_an_hour_late_harms_nobody(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() - 3600.0\n")
+    late = _program(tmp_path / "late", f'exec env PYTHONPATH={tmp_path}:{SOURCES} {sys.executable} "$@"')
+    site.ssh("lab", "h1", "h2", python=str(late))
+    site.run("lab", "-n", "2", code=0)
+
+
+# --- here
+
+
+def test_a_script_that_is_not_there(site: Site) -> None:
+    site.on_slurm("batch")
+    error = parts(site.run("batch", script="trian.py", code=USAGE))
+    assert "there is no script trian.py" in error["what"]
+    assert error["do"] == "did you mean train.py?"
+    assert not (site.home / "coordinators").exists()
+
+
+def _program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path

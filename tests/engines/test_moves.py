@@ -1,0 +1,130 @@
+"""One run on three clusters, one after the other: each is taken away from it, and not a step is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.everywhere import Everywhere, everywhere, why_not
+from tests.engines.ssh_hosts import HUB
+from tests.process.faults.stage import SCRIPT, Stage
+
+pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
+
+if why := why_not():
+    pytest.skip(f"SKIPPED: {why}", allow_module_level=True)
+
+SETTINGS = (f"host={HUB}", "lease_s=3", "notice.grace_s=60", "preload=torch,shoal.torch", "checkpoint.every_s=0")
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Everywhere]:
+    with everywhere(tmp_path_factory.mktemp("everywhere"), rays=2) as found:
+        yield found
+
+
+class Moving(Stage):
+    """A run that may take machines of all clusters, in this order: Slurm, Ray, ssh hosts."""
+
+    def __init__(self, path: Path, clusters: Everywhere, on: str = "slurm,rays,lab", **plan: Any) -> None:
+        self.clusters, self._on, self._folder = clusters, on, path / "project"
+        self._folder.mkdir()
+        shutil.copy(SCRIPT, self._folder / "train.py")
+        self._hurry = path / "hurry"
+        self._exports = {"RECORDS": str(path / "records")}
+        self._path = path
+        super().__init__(path, "1:2", SETTINGS, hurry=str(self._hurry), **plan)
+
+    def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        told = {**self._exports, "FAULTS": self.environ["FAULTS"]}
+        (self._folder / "shoal.toml").write_text(self.clusters.pools(self._path, told))
+        before = Path.cwd()
+        os.chdir(self._folder)
+        try:
+            return super().start(*arguments, where=where)
+        finally:
+            os.chdir(before)
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return super().begin("--on", self._on, *arguments[:-1], "train.py")
+
+    def hurry(self) -> None:
+        """No step waits any longer."""
+        self._hurry.touch()
+
+    def pools_now(self) -> list[str]:
+        """The pools of those who committed the last step."""
+        commits = self.commits()
+        last = [one for one in commits if one["step"] == commits[-1]["step"]] if commits else []
+        return sorted(one["member"].rpartition("-")[0] for one in last)
+
+    def until_on(self, *pools: str) -> None:
+        self.until(lambda: self.pools_now() == sorted(pools), f"steps on {' and '.join(pools)}")
+
+
+def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(clusters: Everywhere, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    with_old = clusters.pools(tmp_path, {}).replace(f'"{sys.executable}"', '"/nowhere/python"').replace("= 2", "= 3")
+    (tmp_path / "shoal.toml").write_text(with_old)
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home")}
+    argv = ["run", "--on", "rays", "-n", "1:3", "--set", f"host={HUB}", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", *argv], cwd=tmp_path, env=environ, capture_output=True, timeout=90
+    )
+    said = done.stderr.decode()
+    assert done.returncode == 4, said
+    assert "error[S470] pool rays has no machine for run train-" in said
+    assert "3 machines in a row were gone before they could be used" in said
+    assert "/nowhere/python" in said
+    assert not clusters.left_in(tmp_path)
+
+
+def test_a_slow_link_holds_up_nobody_longer_than_it_takes(clusters: Everywhere, tmp_path: Path) -> None:
+    run = Moving(tmp_path, clusters, "lab", epochs=20, pause_s=0.1, width=96)
+    try:
+        run.until_on("lab", "lab")
+        with clusters.slow("h1", "3mbit"):
+            run.until_step(run.step() + 20)
+            assert run.world_size() == 2
+        run.hurry()
+        run.finish()
+        run.check()
+        assert not run.journal("WorldBroke")
+        assert "is lost" not in run.output
+    finally:
+        run.close()
+
+
+def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
+    """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
+    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=150, pause_s=0.1)
+    try:
+        run.until_on("slurm", "slurm")
+        assert "pool dead cannot be reached" in run.output
+        clusters.slurm.ask("scontrol", "update", "NodeName=n1,n2,n3", "State=DRAIN", "Reason=taken away")
+        clusters.slurm.ask("scancel", f"--user={os.getuid()}")
+        run.until_on("rays", "rays")
+        clusters.slurm.stop_controller()
+        run.until(lambda: "pool slurm cannot be reached" in run.output, "the loss of the controller to be seen")
+        for left in (1, 0):
+            clusters.ray.raylets()[0].kill()
+            run.until_on(*left * ["rays"], *(2 - left) * ["lab"])
+        clusters.slurm.start_controller()
+        run.until(lambda: "pool slurm can be reached again" in run.output, "the controller to be back")
+        run.hurry()
+        run.finish()
+        run.check()
+        assert {one for one in re.findall(r"(\d+) steps? lost", run.output)} == {"0"}
+        assert "checkpoint" not in run.output, "the state went from machine to machine"
+        assert not clusters.left_in(tmp_path)
+    finally:
+        run.close()

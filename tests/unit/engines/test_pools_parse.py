@@ -1,0 +1,41 @@
+"""What can be said of a pool in shoal.toml, and what is said of what cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.engines import pools
+from shoal.errors import BadPool, UnknownEngine
+
+
+def test_a_pool_is_what_its_table_says() -> None:
+    table = {"engine": "slurm", "partition": "night", "limit": 4, "slots": 2, "price": 0.5, "instead": 1.5}
+    pool, engine = pools.parse("spot", table)
+    assert (pool.limit, pool.slots, pool.price_per_h, pool.instead_per_h) == (4, 2, 0.5, 1.5)
+    assert engine.pool == "spot"
+    assert engine.options.partition == "night"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({}, "names no engine"),
+        ({"engine": "slurm", "partitoin": "night"}, "did you mean partition?"),
+        ({"engine": "slurm", "zzz": 1}, "slurm takes"),
+        ({"engine": "local", "limit": -1}, "limit of pool spot"),
+        ({"engine": "local", "slots": "two"}, "slots of pool spot"),
+        ({"engine": "slurm", "requeue": "perhaps"}, "requeue of pool spot"),
+    ],
+)
+def test_what_cannot_be_said_of_a_pool_is_named(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadPool) as caught:
+        pools.parse("spot", table, where="shoal.toml")
+    assert says in str(caught.value)
+    assert caught.value.where == "shoal.toml"
+
+
+def test_an_unknown_engine_is_an_error_that_names_the_others() -> None:
+    with pytest.raises(UnknownEngine, match="local, ray, slurm, ssh"):
+        pools.parse("spot", {"engine": "slurn"})

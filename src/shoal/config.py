@@ -99,6 +99,9 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     ship: Annotated[
         Literal["auto", "always", "never"], Meta(description="whether the project is sent along with the run")
     ] = "auto"
+    environment: Annotated[
+        str, Meta(description="what machines of pools install or unpack, as requirements.txt, empty for nothing")
+    ] = ""
     ship_limit_mb: Annotated[float, Meta(gt=0, description="the largest project that is sent")] = 256.0
     orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
     host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose, :: for all")] = ""

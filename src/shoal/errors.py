@@ -757,6 +757,83 @@ class PoolFull(LaunchError):
     code = "S471"
 
 
+class BadEnvironment(HireRefused):
+    """What a pool names as its environment cannot be sent to machines: it is not there, or of no kind that Shoal knows.
+
+    It is a requirements file, a ``pylock.toml``, a packed environment (conda-pack, venv-pack, tar), a ``.pex``, or
+    ``"shoal"`` for Shoal alone. Nothing was started.
+    """
+
+    code = "S440"
+
+
+class EnvironmentNotBuilt(LaunchError):
+    """What the environment of a pool lists could not be installed on a machine.
+
+    The error ends with what pip said last; the whole log is on the machine, where the error says. Where machines reach
+    no index, name one in the file (``--index-url``, ``--find-links``) or set ``PIP_INDEX_URL`` in the pool's ``setup``.
+    """
+
+    code = "S441"
+
+
+class PythonTooOld(LaunchError):
+    """The Python of a machine is older than Shoal needs.
+
+    Name a newer one as ``python`` of the pool, or pack one into an archive (``conda-pack``) as its ``environment``.
+    """
+
+    code = "S442"
+
+
+class NoEnvironments(LaunchError):
+    """The Python of a machine cannot make virtual environments: its modules ``venv`` or ``ensurepip`` are missing.
+
+    Install them there (``python3-venv`` on Debian and Ubuntu), name another ``python``, or send a packed environment.
+    """
+
+    code = "S443"
+
+
+class EnvironmentNotFetched(LaunchError):
+    """A machine could not fetch from the coordinator what its environment is made of.
+
+    It uses the port that agents talk to the coordinator on, and no proxy.
+    """
+
+    code = "S444"
+
+
+class EnvironmentUnfit(LaunchError):
+    """An agent cannot start in the environment of a pool: its Python does not run there, or something is missing in it.
+
+    What is packed must fit the machine (system, processor) and hold what Shoal needs: install that before packing.
+    """
+
+    code = "S445"
+
+
+class ArchiveDamaged(StorageError):
+    """The packed environment of a pool could not be unpacked on a machine."""
+
+    code = "S540"
+
+
+class NoRoomThere(StorageError):
+    """The disk of a machine is full, or its quota used up, so that no environment can be kept there.
+
+    Give the pool another ``directory``. Environments that nobody has used for 30 days are removed by themselves.
+    """
+
+    code = "S541"
+
+
+class NoCacheThere(StorageError):
+    """Environments cannot be kept on a machine: Shoal's ``directory`` there cannot be written."""
+
+    code = "S542"
+
+
 class LuggageLost(LaunchError):
     """What a run sends along (its project) did not arrive on a machine, or could not be written there.
 

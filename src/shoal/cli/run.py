@@ -166,6 +166,7 @@ def _describe_pools(launch: Launch) -> list[str]:
     """What each pool would be asked for, as its engine would be."""
     from shoal.engines import pools
     from shoal.engines.engine import Ask
+    from shoal.pack.environment import SHOWN
     from shoal.wire.credentials import Credentials
 
     lines = []
@@ -175,7 +176,9 @@ def _describe_pools(launch: Launch) -> list[str]:
         lines += [
             f"pool         {name}: {pool.engine}, {offered}" + (f", {pool.price_per_h:g}/h" if pool.price_per_h else "")
         ]
-        shown = engine.render(Ask(f"{name}-1", "<coordinator>", launching.URL, Credentials("<token>"), pool.slots))
+        made = SHOWN if engine.options.environment else None
+        ask = Ask(f"{name}-1", "<coordinator>", launching.URL, Credentials("<token>"), pool.slots, environment=made)
+        shown = engine.render(ask)
         lines += [f"             {' '.join(shown.argv)}"]
         lines += [f"             | {line}" for line in shown.text.splitlines()]
     return lines

@@ -18,7 +18,7 @@ import shoal
 from shoal.coordinator import logs
 from shoal.coordinator.agents import Agents
 from shoal.coordinator.auth import USER
-from shoal.coordinator.blobs import Blobs
+from shoal.coordinator.blobs import FOLDER, Blobs
 from shoal.coordinator.files import Files, sweep_every
 from shoal.coordinator.filing import Filing
 from shoal.coordinator.keys import OWNER
@@ -40,7 +40,7 @@ from shoal.errors import (
 from shoal.wire import codec
 from shoal.wire.examination import Question
 from shoal.wire.messages import PROTOCOL
-from shoal.wire.views import Health, Problem, RunSpec, ScaleAsk, StopAsk
+from shoal.wire.views import Health, HireWord, Problem, RunSpec, ScaleAsk, StopAsk
 
 HELLO_WITHIN_S = 10.0
 SHUT_DOWN_WITHIN_S = 10.0
@@ -60,7 +60,7 @@ class Api:
         self._members = Members(service)
         self._agents = Agents(service)
         self._requests = Requests(service)
-        self._blobs = Blobs(service.directory / "blobs")
+        self._blobs = Blobs(service.directory / FOLDER)
         self._files = Files(service.run_dir)
         self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)
         service.at_every_tick(sweep_every(self._files, lambda: list(service.runs.runs), SWEEP_S))
@@ -82,6 +82,7 @@ class Api:
             Route("/v1/agents", _answering(self.agents)),
             Route("/v1/agents/{agent}/examine", _answering(self.examine), methods=["POST"]),
             Route("/v1/pools", _answering(self.pools)),
+            Route("/v1/hires/{hire}", _answering(self.hire), methods=["POST"]),
             Route("/v1/blobs", _answering(self.missing), methods=["POST"]),
             Route("/v1/blobs/{digest}", _answering(self.keep), methods=["PUT"]),
             Route("/v1/blobs/{digest}", self.blob),
@@ -135,6 +136,11 @@ class Api:
 
     async def pools(self, _request: Request) -> object:
         return self._service.pool_views()
+
+    async def hire(self, request: Request) -> object:
+        """What a machine says of itself before its agent is there."""
+        self._requests.heard(_user(request), request.path_params["hire"], await _body(request, HireWord))
+        return {}
 
     async def missing(self, request: Request) -> object:
         """Which of these hashes are not here yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from shoal.errors import BadRequest, JournalUnwritable, UnknownBlob
 
+FOLDER = "blobs"
 MAX_BLOB_BYTES = 4 << 30
+_PIECE_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -24,6 +27,21 @@ class Blobs:
 
     def missing(self, digests: Iterable[str]) -> list[str]:
         return [digest for digest in digests if not self._path(digest).exists()]
+
+    def add(self, source: Path | bytes) -> str:
+        """Keep a file of this machine, or these bytes; the hash that finds it. Raises OSError."""
+        self._directory.mkdir(exist_ok=True, mode=0o700)
+        part = self._directory / f"{secrets.token_hex(8)}.part"
+        found = hashlib.sha256()
+        try:
+            with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as given, part.open("wb") as to:
+                while piece := given.read(_PIECE_BYTES):
+                    found.update(piece)
+                    to.write(piece)
+            os.replace(part, self._path(found.hexdigest()))
+        finally:
+            part.unlink(missing_ok=True)
+        return found.hexdigest()
 
     def path(self, digest: str) -> Path:
         """Where it is; UnknownBlob if it was never sent."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from shoal.coordinator.blobs import FOLDER, Blobs
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
 from shoal.core import spending, supply
@@ -23,6 +24,8 @@ from shoal.core.supply import ASKED
 from shoal.engines import pools
 from shoal.engines.engine import Ask, Engine, Seen
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
+from shoal.pack import environment
+from shoal.pack.environment import Environment
 from shoal.wire import credentials
 from shoal.wire.hires import hiring_of, urls_of
 
@@ -241,6 +244,24 @@ class _Desk(threading.Thread):
         return True
 
 
+class Wardrobe:
+    """The environments of pools, put where machines can fetch them when one is first asked for."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._made: dict[str, Environment] = {}
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> Environment | None:
+        """The environment that a pool names, None if it names none; in the thread of a desk."""
+        if not text:
+            return None
+        with self._lock:
+            if text not in self._made:
+                self._made[text] = environment.stow(text, self._blobs.add)
+            return self._made[text]
+
+
 def open_pools(service: Service, directory: Path) -> Hiring | None:
     """Hire from the pools that the coordinator's directory describes; None if there are none."""
     hires = hiring_of(directory)
@@ -253,11 +274,14 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     token = credentials.read(directory / "token")
     url = ",".join(urls_of(directory))
 
+    wardrobe = Wardrobe(Blobs(directory / FOLDER))
+
     def ask_of(asked: se.Submit) -> Ask:
-        apart = () if found[asked.pool][1].shared else ("--apart",)
+        engine = found[asked.pool][1]
+        apart = () if engine.shared else ("--apart",)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
-        size = (asked.cpus * asked.slots, memory_bytes)
-        return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size)
+        size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
+        return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size, made)
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

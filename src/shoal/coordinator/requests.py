@@ -15,6 +15,7 @@ from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
 from shoal.core import compat, supply, sync
 from shoal.core import events as ev
+from shoal.core import supply_events as se
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.errors import (
     AmbiguousRun,
@@ -29,9 +30,10 @@ from shoal.errors import (
     UnknownRun,
 )
 from shoal.wire import messages as ms
-from shoal.wire.views import RunSpec, RunView, ScaleAsk, StopAsk
+from shoal.wire.views import HireWord, RunSpec, RunView, ScaleAsk, StopAsk
 
 ROLES = (TRAINER, SERVER, EVALUATOR)
+WORDS = 1000
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -133,6 +135,16 @@ class Requests:
         low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
         self._service.handle(run.name, records.RunResumed(low, high))
         return self._service.view(run.name)
+
+    def heard(self, user: str, hire: str, word: HireWord) -> None:
+        """A hired machine says how it is getting on; only what was hired has the coordinator's own token."""
+        if user:
+            raise NotYours(f"{user} is not a machine that was hired", do="only agents may say this")
+        if hire not in self._service.runs.supply.hires:
+            return
+        why, where, do = (text[:WORDS] for text in (word.why, word.where, word.do))
+        said = se.Unprepared(hire, why, where, do, word.final) if word.failed else se.Preparing(hire, why)
+        self._service.handle("", said)
 
     @property
     def busy(self) -> bool:

@@ -44,8 +44,9 @@ class Hire:
     """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
 
     `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
-    `spare_since` is since when no run needs it, and `spare_why` why. `cpus` and `memory_bytes` are those of each of its
-    places. `whose` are the runs that need it, or needed it last, and how many of its places.
+    `spare_since` is since when no run needs it, and `spare_why` why. While its machine is made ready, `heard_at` is
+    when it last said so. `cpus` and `memory_bytes` are those of each of its places. `whose` are the runs that need it,
+    or needed it last, and how many of its places.
     """
 
     name: str
@@ -59,11 +60,16 @@ class Hire:
     going: bool = False
     paid_since: float | None = None
     spare_since: float | None = None
+    heard_at: float | None = None
     why: str = ""
     spare_why: str = ""
     cpus: int = 0
     memory_bytes: int = 0
     whose: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def preparing(self) -> bool:
+        return self.status == SUBMITTED and self.heard_at is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,11 @@ def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     for hire in state.hires.values():
         waited_s = now - hire.since
         patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
-        if hire.status == SUBMITTED and hire.running and waited_s > limits.join_s:
+        silent_s = now - max(hire.since, hire.heard_at or hire.since)
+        slow = hire.status == SUBMITTED and (hire.preparing or not hire.running)
+        if hire.status == SUBMITTED and hire.running and silent_s > limits.join_s:
             fired.append(se.PatienceOver("join", hire=hire.name))
-        elif hire.status == SUBMITTED and not hire.running and not hire.overdue and waited_s > patience_s:
+        elif slow and not hire.overdue and waited_s > patience_s:
             fired.append(se.PatienceOver("patience", hire=hire.name))
         elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
             fired.append(se.PatienceOver("cancel", hire=hire.name))
@@ -179,9 +187,14 @@ def is_news(state: State, event: se.Observed) -> bool:
         or mine[seen.hire].status == ASKED
         or mine[seen.hire].handle != seen.handle
         or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
-        or (seen.why and seen.why != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
+        or (_why(mine[seen.hire], seen) != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
         for seen in event.seen
     )
+
+
+def _why(hire: Hire, seen: se.Sighting) -> str:
+    """What is to be said of a hire: its machine knows best what it does."""
+    return hire.why if hire.preparing else seen.why or hire.why
 
 
 def users(state: State) -> dict[str, dict[str, int]]:
@@ -478,13 +491,15 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
         hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
     elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
         # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
-        hire = draft.update(hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None)
+        hire = draft.update(
+            hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
+        )
     if hire.status == LEAVING and not hire.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
     elif hire.handle and hire.handle != seen.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, "it was started twice"))
         return
-    draft.update(hire, handle=hire.handle or seen.handle, why=seen.why or hire.why)
+    draft.update(hire, handle=hire.handle or seen.handle, why=_why(hire, seen))
 
 
 def _gone(draft: _Draft, hire: Hire, why: str) -> None:
@@ -520,11 +535,43 @@ def _reached(draft: _Draft, pool: str) -> None:
         draft.tell(f"pool {pool} can be reached again")
 
 
+def _on_preparing(draft: _Draft, event: se.Preparing) -> None:
+    """It is not mistaken for a machine whose agent does not come for as long as it says what it does."""
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        since = hire.since if hire.preparing else draft.now
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        if event.why != hire.why:
+            draft.tell(f"{hire.name} of pool {hire.pool} {event.why}")
+        draft.update(
+            hire,
+            status=SUBMITTED,
+            running=True,
+            overdue=hire.overdue and hire.preparing,
+            since=since,
+            paid_since=paid_since,
+            heard_at=draft.now,
+            why=event.why,
+        )
+
+
+def _on_unprepared(draft: _Draft, event: se.Unprepared) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        draft.strike(hire.pool, event.why, event.where, event.do)
+        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        if event.final:
+            draft.fail(hire.pool, final=True)
+        draft.let_go(hire, event.why)
+
+
 def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
         paid_since = draft.now if hire.paid_since is None else hire.paid_since
-        draft.update(hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since)
+        draft.update(
+            hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since, heard_at=None
+        )
         if hire.pool in draft.standings:
             draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
 
@@ -589,6 +636,8 @@ _HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
     se.PoolClosed: _on_closed,
+    se.Preparing: _on_preparing,
+    se.Unprepared: _on_unprepared,
     se.AgentHere: _on_joined,
     se.AgentLeaving: _on_leaving,
     se.AgentLost: _on_lost,

@@ -141,6 +141,25 @@ class PoolClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparing:
+    """A machine is there and makes ready what its agent needs, which may take long; `why` says what it does."""
+
+    hire: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unprepared:
+    """A machine is there, and cannot be made ready for its agent; `final` says that no other of its pool could."""
+
+    hire: str
+    why: str
+    where: str = ""
+    do: str = ""
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHere:
     agent: str
 
@@ -185,6 +204,8 @@ Event = Union[
     Observed,
     PoolUnreachable,
     PoolClosed,
+    Preparing,
+    Unprepared,
     AgentHere,
     AgentLeaving,
     AgentLost,

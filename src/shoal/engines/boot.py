@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from collections.abc import Sequence
 
 from shoal.engines.engine import Ask, Options
+from shoal.pack import first
+from shoal.pack.environment import Environment
 
 HIRES = "hires"
 # How long what a hire left is kept, for whoever wants to read its log or what members wrote beside it.
 KEEP_S = 24 * 3600.0
+OLDEST_FIRST = (3, 7)
 
 
 def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token", before: Sequence[str] = ()) -> str:
@@ -24,8 +28,11 @@ def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token
         'mkdir -p "$home"',
         *before,
         *options.setup,
-        f'exec {command(ask, python, token)} >>"$home/agent.log" 2>&1',
     ]
+    if ask.environment is None:
+        lines.append(f'exec {quoted(python)} -P -m shoal.agent {given(ask, token)} >>"$home/agent.log" 2>&1')
+    else:
+        lines += _with_environment(ask, ask.environment, python, token)
     return "\n".join(lines) + "\n"
 
 
@@ -35,11 +42,29 @@ def home(tag: str, hire: str, options: Options) -> str:
     return f"{above}/{HIRES}/{tag}/{hire}"
 
 
-def command(ask: Ask, python: str, token: str) -> str:
-    """The agent's command line; it names the file of the token and never the token itself."""
+def given(ask: Ask, token: str) -> str:
+    """The agent's options; they name the file of the token and never the token itself."""
     options = [*(("--slots", str(ask.slots)) if ask.slots is not None else ()), *ask.options]
-    given = f'--url {shlex.quote(ask.url)} --token-file "{token}" --name {shlex.quote(ask.hire)} --dir "$home"'
-    return " ".join([quoted(python), "-P", "-m", "shoal.agent", given, *map(shlex.quote, options)])
+    told = f'--url {shlex.quote(ask.url)} --token-file "{token}" --name {shlex.quote(ask.hire)} --dir "$home"'
+    return " ".join([told, *map(shlex.quote, options)])
+
+
+def _with_environment(ask: Ask, environment: Environment, python: str, token: str) -> list[str]:
+    """Any Python there fetches Shoal, which makes the environment and becomes the agent in it."""
+    major, minor = OLDEST_FIRST
+    too_old = f"error[S442] the Python of this machine is too old: needed is {major}.{minor}, it is "
+    look = f"import sys; sys.version_info < ({major}, {minor}) and sys.exit('{too_old}' + sys.version.split()[0])"
+    made = (
+        f'"$home" {shlex.quote(ask.url)} "{token}" {shlex.quote(environment.shoal)} {shlex.quote(environment.recipe)}'
+    )
+    return [
+        'exec >>"$home/agent.log" 2>&1',
+        f"{quoted(python)} -c {shlex.quote(look)}",
+        """cat >"$home/first.py" <<'SHOAL'""",
+        inspect.getsource(first).rstrip("\n"),
+        "SHOAL",
+        f'exec {quoted(python)} "$home/first.py" {made} {shlex.quote(ask.hire)} {given(ask, token)}',
+    ]
 
 
 def quoted(path: str) -> str:

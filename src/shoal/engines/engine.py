@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from shoal.pack.environment import Environment
 from shoal.wire.credentials import Credentials
 
 
@@ -22,6 +23,7 @@ class Ask:
     """One agent to be started. `url` is the coordinator's, or several with commas; `options` are the agent's own.
 
     `cpus` and `memory_bytes` are what its members need together, 0 if nobody said; a pool that says it itself is right.
+    `environment` is what it is to run in, if that has to be made there first.
     """
 
     hire: str
@@ -32,6 +34,7 @@ class Ask:
     options: tuple[str, ...] = ()
     cpus: int = 0
     memory_bytes: int = 0
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
     whether machines see the disk of who starts runs, so that nothing has to be sent: without it, the engine knows.
+    With an `environment`, any `python` will do: it makes the environment there once, which has Shoal. `image` is what
+    the agent's container is made of, for engines that have containers.
     """
 
     python: str = ""
+    environment: str = ""
+    image: str = ""
     setup: tuple[str, ...] = ()
     directory: str = ""
     shared: bool | None = None
@@ -92,6 +99,7 @@ class Engine(ABC):
     options_type: ClassVar[type[Options]] = Options
     usually_shared: ClassVar[bool] = False
     sized: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False
 
     def __init__(self, pool: str, options: Options) -> None:
         self.pool, self.options = pool, options
@@ -109,7 +117,8 @@ class Engine(ABC):
     @property
     def shared(self) -> bool:
         """Whether machines see the disk of who starts runs."""
-        return self.usually_shared if self.options.shared is None else self.options.shared
+        usually = self.usually_shared and not self.options.image
+        return usually if self.options.shared is None else self.options.shared
 
     @abstractmethod
     def render(self, ask: Ask) -> Rendered:

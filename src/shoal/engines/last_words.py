@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 OLDEST = "3.11"
-LONGEST = 300
+LONGEST = 500
 # `-P` came with the oldest Python that agents can use, and is the first thing that an older one trips over.
 _OLD = re.compile(r"[Uu]nknown option:? -P")
 _LACKS = re.compile(r"No module named '?(\w+)")
@@ -16,9 +16,10 @@ def of_log(log: str, python: str = "") -> str:
     lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
     if not lines:
         return "it said nothing"
-    if unfit := of_python(" ".join(lines[-5:]), python):
-        return unfit
     errors = [place for place, line in enumerate(lines) if "error[" in line]
+    unfit = of_python(" ".join(lines[-5:]), python)
+    if unfit and not any(place >= len(lines) - 5 for place in errors):
+        return unfit
     if not errors:
         return "its process is gone" if " INFO " in lines[-1] else lines[-1][:LONGEST]
     after = lines[errors[-1] + 1 :]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.engines import grace, last_words, leftovers
+from shoal.engines import boot, grace, last_words, leftovers
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
 from shoal.errors import HireRefused
@@ -29,6 +29,8 @@ class Local(Engine):
     usually_shared = True
 
     def render(self, ask: Ask) -> Rendered:
+        if ask.environment is not None:
+            return Rendered(("/bin/sh", "-c", boot.script(ask, self.options, python=self._python)))
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
         given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))

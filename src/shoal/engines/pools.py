@@ -73,7 +73,16 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
             near = difflib.get_close_matches(key, [*general, *known], n=1)
             do = f"did you mean {near[0]}?" if near else f"{said.engine} takes {', '.join(sorted((*general, *known)))}"
             raise BadPool(f"pool {name} cannot be told {key!r}", where=where, do=do)
-    engine = kind(name, _convert(name, own, kind.options_type, where))
+    options = _convert(name, own, kind.options_type, where)
+    if options.image and not kind.takes_images:
+        able = [one for one in OURS if engine_type(one).takes_images]
+        raise BadPool(
+            f"pool {name} cannot run the image {options.image!r}",
+            where=where,
+            why=f"{said.engine} starts agents on machines as they are; images are for {' and '.join(able)}",
+            do="give it an environment instead: a requirements file, or a packed archive",
+        )
+    engine = kind(name, options)
     limit = said.limit if engine.most is None else min(said.limit, engine.most)
     price = (said.price, said.instead, said.patience_s)
     pool = Pool(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)

@@ -75,6 +75,7 @@ class Ray(Engine):
     """Agents on the nodes of a Ray cluster."""
 
     options_type: ClassVar[type[Options]] = RayOptions
+    takes_images: ClassVar[bool] = True
     options: RayOptions
     sized = True
 
@@ -271,6 +272,8 @@ def actor_options(options: RayOptions, cpus: int = 0, memory_bytes: int = 0) -> 
         asked["resources"] = dict(options.resources)
     if options.labels:
         asked["label_selector"] = dict(options.labels)
+    if options.image:
+        asked["runtime_env"] = {"image_uri": options.image}
     if options.placement == "spread" and not options.group:
         asked["scheduling_strategy"] = "SPREAD"
     return asked

@@ -76,6 +76,7 @@ class Slurm(Engine):
 
     usually_shared = True
     sized = True
+    takes_images = True
     options_type = SlurmOptions
     options: SlurmOptions
 
@@ -96,7 +97,8 @@ class Slurm(Engine):
         options = msgspec.structs.replace(self.options, directory=str(self._above))
         # A login shell knows `module`, which is what set-up lines are mostly about.
         shell = "#!/bin/bash -l" if options.setup else "#!/bin/sh"
-        script = boot.script(told, options, python=options.python or sys.executable, before=_BEFORE)
+        python = options.python or ("python3" if options.image else sys.executable)
+        script = boot.script(told, options, python=python, before=_BEFORE)
         return Rendered(arguments(ask, self.options, self._home(ask.tag, ask.hire)), f"{shell}\n{script}")
 
     def submit(self, ask: Ask) -> str:
@@ -246,8 +248,17 @@ def arguments(ask: Ask, options: SlurmOptions, home: Path) -> tuple[str, ...]:
         f"--signal=B:USR1@{options.notice_s}",
         "--requeue" if options.requeue else "--no-requeue",
         *(f"--{name}={value}" for name, value in given.items() if value),
+        *_container(options, home),
         *options.extra,
     )
+
+
+def _container(options: SlurmOptions, home: Path) -> tuple[str, ...]:
+    """The job in a container, by NVIDIA's plug-in pyxis; what the agent finds its token in has to be seen there."""
+    if not options.image:
+        return ()
+    above = home.parents[2]
+    return (f"--container-image={options.image}", f"--container-mounts={above}:{above}")
 
 
 def _prepare(where: Path, ask: Ask) -> None:

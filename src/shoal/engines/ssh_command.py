@@ -152,12 +152,10 @@ def script(ask: Ask, options: SshOptions) -> str:
 
 def check(options: SshOptions) -> str:
     """Shell that ends with the word "fit" if an agent could run there; it says first which Python there is."""
-    major, minor = OLDEST_AGENT
-    look = (
-        "import sys; print(sys.version.split()[0]); "
-        f"sys.version_info >= ({major}, {minor}) or sys.exit(0); "
-        'import importlib.util as u; print("fit" if u.find_spec("shoal") else "no shoal")'
-    )
+    major, minor = OLDEST_AGENT if not options.environment else OLDEST_HELPER
+    shoal = 'import importlib.util as u; print("fit" if u.find_spec("shoal") else "no shoal")'
+    last = 'print("fit")' if options.environment else shoal
+    look = f"import sys; print(sys.version.split()[0]); sys.version_info >= ({major}, {minor}) or sys.exit(0); {last}"
     run = f"exec {boot.quoted(agent_python(options))} -c {shlex.quote(look)}"
     return "\n".join(["set -e", *options.setup, run]) + "\n"
 

@@ -196,7 +196,10 @@ def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, A
 
 
 def _unfit(names: Mapping[str, str], what: str, why: str, more: str) -> Trouble:
-    do = f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"'
+    do = (
+        f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"; '
+        'or let it be installed there: environment = "requirements.txt"'
+    )
     return Trouble(HireRefused(what, where=_where(names), why=f"{why} ({more})", do=do))
 
 

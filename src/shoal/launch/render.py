@@ -21,6 +21,7 @@ from shoal.errors import BadCount, BadPool, BadRole, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
+from shoal.pack import environment
 from shoal.wire.hires import Hires, hiring_of
 from shoal.wire.views import RoleSpec, RunSpec
 
@@ -80,8 +81,12 @@ def hires_of(choices: Choices, names: Collection[str] | None = None, before: Hir
     had = before.pools if before is not None else {}
     chosen = choices.pools if names is None else (*names, *had)
     tables = {name: dict(choices.pools.get(name, had.get(name, LOCAL_POOL))) for name in chosen}
+    base, where = choices.file.parent if choices.file is not None else Path.cwd(), str(choices.file or "")
     for name, table in tables.items():
-        pools.parse(name, table, str(choices.file or ""))
+        found = table.get("environment", "" if table.get("engine") == LOCAL else choices.text("environment"))
+        if found:
+            table["environment"] = environment.resolved(str(found), base, f"[pool.{name}] of {where}")
+        pools.parse(name, table, where)
     return Hires(tables, (*agent_options(choices), "--orphan", choices.text("orphan_s")))
 
 

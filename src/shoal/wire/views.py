@@ -259,6 +259,16 @@ class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: float | None = None
 
 
+class HireWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a hired machine does before its agent is there, or why it failed; `final` if all others would, too."""
+
+    why: str
+    failed: bool = False
+    where: str = ""
+    do: str = ""
+    final: bool = False
+
+
 class Problem(msgspec.Struct, frozen=True):
     """An error as the API answers it."""
 

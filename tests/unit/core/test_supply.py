@@ -290,3 +290,87 @@ def test_news_are_what_differs_from_what_is_known() -> None:
     assert supply.is_news(world.state, se.Observed("spot", ()))
     world.tell(running)
     assert not supply.is_news(world.state, running)
+
+
+def test_a_machine_that_says_that_it_is_made_ready_is_waited_for() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Preparing("spot-1", "builds its environment"))
+    join_s = world.state.limits.join_s
+    for _ in range(3):
+        assert not of(se.Cancel, world.wait(0.9 * join_s))
+        world.tell(se.Preparing("spot-1", "builds its environment"))
+    assert world.status() == {"spot-1": SUBMITTED}
+    asked = world.wait(1.1 * join_s)
+    assert of(se.Cancel, asked) == ["spot-1"], "then it was silent for too long"
+
+
+def test_what_is_made_ready_for_long_does_not_hold_the_others_up() -> None:
+    world = World()
+    world.need(1, "spot", "lab")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Preparing("spot-1", "builds its environment"))
+    asked = world.wait(SPOT.patience_s + 1)
+    assert of(se.Submit, asked) == ["lab-2"]
+    assert any("builds its environment" in one.text for one in asked if isinstance(one, se.Tell))
+    world.deliver("lab-2")
+    world.tell(se.AgentHere("spot-1"))
+    assert of(se.Cancel, world.wait(world.state.limits.surplus_s + 1)) == ["lab-2"]
+
+
+def test_a_machine_that_cannot_be_made_ready_is_let_go_and_its_pool_left_alone() -> None:
+    world = World()
+    world.need(1, "spot", "lab")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Preparing("spot-1", "builds its environment"))
+    asked = world.tell(se.Unprepared("spot-1", "torch cannot be installed"))
+    assert of(se.Cancel, asked) == ["spot-1"]
+    assert of(se.Submit, asked) == ["lab-2"]
+    assert world.state.standings["spot"].why == "torch cannot be installed"
+    assert [one.text for one in asked if isinstance(one, se.Tell)] == [
+        "pool spot is asked again in 5 s: torch cannot be installed"
+    ]
+    world.tell(se.Observed("spot", (), (("spot-1", "it failed"),)))
+    assert world.state.standings["spot"].strikes == 1, "it is one failure, however often it is told"
+
+
+def test_what_a_machine_says_of_itself_is_not_overwritten_by_its_engine() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Preparing("spot-1", "builds its environment"))
+    seen = se.Observed("spot", (Sighting("spot-1", "job", True, "Slurm job 5"),))
+    assert not supply.is_news(world.state, seen)
+    world.tell(seen)
+    assert world.state.hires["spot-1"].why == "builds its environment"
+
+
+def test_a_machine_can_speak_before_its_engine_does() -> None:
+    world = World()
+    world.need(1, "spot")
+    world.tell(se.Preparing("spot-1", "builds its environment"))
+    assert world.status() == {"spot-1": SUBMITTED}
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    assert world.state.hires["spot-1"].handle == "job"
+    world.tell(se.Preparing("nobody-7", "builds"))
+    world.tell(se.Unprepared("nobody-7", "no"))
+    assert world.status() == {"spot-1": SUBMITTED}
+
+
+def test_a_run_whose_environment_cannot_be_made_anywhere_is_given_up() -> None:
+    world = World()
+    need = Need("run", ("spot",), 1, begun=False)
+    world.tell(se.NeedsChanged((need,)))
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Unprepared("spot-1", "torch cannot be installed", "n1:log", "correct it", final=True))
+    (given_up,) = [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]
+    assert given_up.troubles == (se.PoolTrouble("spot", "torch cannot be installed", "n1:log", "correct it"),)
+
+
+def test_one_machine_that_cannot_be_made_ready_does_not_end_a_run() -> None:
+    world = World()
+    world.tell(se.NeedsChanged((Need("run", ("spot",), 1, begun=False),)))
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Unprepared("spot-1", "its disk is full"))
+    assert not [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]

@@ -1,0 +1,122 @@
+"""A machine that has nothing but Python: what it fetches is served here, and what it tells is written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.engines import boot
+from shoal.engines.engine import Ask, Options
+from shoal.pack import environment
+from shoal.pack.environment import Environment
+from shoal.wire import credentials
+from shoal.wire.credentials import Credentials
+
+PYTHON = os.path.realpath(sys.executable)
+PATIENCE_S = 60.0
+
+
+class Machine:
+    """One machine, whose hires end as soon as their agents are up: they only print their help."""
+
+    def __init__(self, path: Path, wheels: Path) -> None:
+        self.path, self.wheels = path, wheels
+        self.blobs: dict[str, bytes] = {}
+        self.told: list[dict[str, Any]] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def environments(self) -> Path:
+        return self.path / "there" / "environments"
+
+    def put(self, source: Path | bytes) -> str:
+        data = source if isinstance(source, bytes) else source.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        self.blobs[digest] = data
+        return digest
+
+    def requirements(self, *lines: str) -> Environment:
+        file = self.path / "requirements.txt"
+        file.write_text("\n".join(["--no-index", f"--find-links {self.wheels}", *lines]) + "\n")
+        return environment.stow(str(file), self.put)
+
+    def hire(self, name: str, made: Environment, python: str = PYTHON) -> subprocess.Popen[bytes]:
+        """Start what becomes an agent."""
+        url = f"http://127.0.0.1:{self._server.server_port}"
+        ask = Ask(name, "tag", url, Credentials("s3cret"), None, ("--help",), made)
+        home = self.home(name)
+        home.mkdir(parents=True)
+        credentials.write(home / "token", ask.credentials)
+        script = boot.script(ask, Options(directory=str(self.path / "there")), python=python)
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "SHOAL_"))}
+        return subprocess.Popen(["sh", "-c", script], env=env, start_new_session=True)
+
+    def home(self, name: str) -> Path:
+        return self.path / "there" / "hires" / "tag" / name
+
+    def log(self, name: str) -> str:
+        return (self.home(name) / "agent.log").read_text()
+
+    def ended(self, name: str, made: Environment, python: str = PYTHON) -> tuple[int, str]:
+        """How a hire ended, and what it said."""
+        code = self.hire(name, made, python).wait(PATIENCE_S)
+        return code, self.log(name)
+
+    def folders(self) -> list[str]:
+        """The environments, whole or half, without what Shoal itself lies in."""
+        found = [one.name for one in self.environments.iterdir() if one.is_dir()]
+        return sorted(one for one in found if not one.startswith("shoal-"))
+
+    def python(self) -> str:
+        """The interpreter of the only environment that there is."""
+        (folder,) = self.folders()
+        return str(self.environments / folder / (self.environments / folder / "python").read_text())
+
+    def failures(self) -> list[str]:
+        return [f"{one['why']}; {one['do']}" for one in self.told if one.get("failed")]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def running(session: int) -> list[psutil.Process]:
+    """Who is left of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def _handler(machine: Machine) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = machine.blobs.get(self.path.rpartition("/")[2])
+            allowed = self.headers["Authorization"] == "Bearer s3cret"
+            self.send_response(200 if data is not None and allowed else 404)
+            self.end_headers()
+            self.wfile.write(data or b"")
+
+        def do_POST(self) -> None:
+            machine.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    return Handler

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from bare_machine import Machine
+
+from shoal.testing import wheelhouse
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = wheelhouse.fill(tmp_path_factory.mktemp("wheels"))
+    wheelhouse.add(folder, "greeting", "1.0", {"greeting.py": b"WORDS = 'hello'\n"})
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, wheels: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path, wheels)
+    try:
+        yield made
+    finally:
+        made.close()
+        for one in psutil.Process().children(recursive=True):
+            if any(str(tmp_path) in part for part in one.cmdline()):
+                one.send_signal(signal.SIGKILL)

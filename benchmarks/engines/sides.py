@@ -25,9 +25,13 @@ SiteT = TypeVar("SiteT", bound=Site)
 
 
 class Side(ABC, Generic[SiteT]):
-    """A way to train on a site. `home` outlives its jobs and is where it keeps what it need not do twice."""
+    """A way to train on a site. `home` outlives its jobs and is where it keeps what it need not do twice.
+
+    `survives` says whether it is also measured what the loss of a machine costs it.
+    """
 
     name: ClassVar[str]
+    survives: ClassVar[bool] = True
     settings: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, site: SiteT, home: Path) -> None:
@@ -139,6 +143,20 @@ class SrunTorchrun(TorchrunSide[SlurmSite]):
         return machine != self.site.nodes[0]
 
 
+class SbatchTorchrun(SrunTorchrun):
+    """The same as a batch job, which Slurm lets wait for its scheduler, as it does with Shoal's; srun is not made to."""
+
+    name = "sbatch, srun torchrun"
+    survives = False
+
+    def commands(self, job: list[str], least: int, most: int) -> list[list[str]]:
+        (srun,) = super().commands(job, least, most)
+        asked = [word for word in srun[1:] if word.startswith("--") and word != "--kill-on-bad-exit=0"]
+        script = self.home / "job.sh"
+        script.write_text(f"#!/bin/sh\n{shlex.join(srun)}\n")
+        return [["sbatch", "--wait", f"--output={self.home}/job.log", *asked, str(script)]]
+
+
 class SshTorchrun(TorchrunSide[SshSite]):
     """ssh starts a torchrun on each host."""
 
@@ -174,4 +192,8 @@ class RayTrain(Side[RaySite]):
         return [[*script, "--storage", str(self.home / f"storage-{time.monotonic_ns()}"), *job]]
 
 
-PEERS: dict[str, type[Side[Any]]] = {"slurm": SrunTorchrun, "ray": RayTrain, "ssh": SshTorchrun}
+PEERS: dict[str, tuple[type[Side[Any]], ...]] = {
+    "slurm": (SrunTorchrun, SbatchTorchrun),
+    "ray": (RayTrain,),
+    "ssh": (SshTorchrun,),
+}

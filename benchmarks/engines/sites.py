@@ -23,9 +23,13 @@ UP_S = 60.0
 
 
 class Site(ABC):
-    """A cluster with machines of one member each. `pool` is what shoal.toml says of it, without its name."""
+    """A cluster with machines of one member each. `pool` is what shoal.toml says of it, without its name.
+
+    `survives` says whether machines of it are lost in measurements.
+    """
 
     name: ClassVar[str]
+    survives: ClassVar[bool] = True
     machines: int
 
     def __init__(self) -> None:
@@ -106,7 +110,10 @@ class SlurmSite(Site):
     def clear(self) -> None:
         for node in self.nodes:
             if not self._cluster.on_node(node):
+                # Slurm would wait for what ran there.
+                self._cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
                 self._cluster.start_node(node)
+                self._cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self._cluster.clear()
 
 
@@ -165,6 +172,7 @@ class SshSite(Site):
     """Two hosts with a network and processes of their own, and sshd."""
 
     name = "ssh"
+    survives = False
     hosts = ("h1", "h2")
     machines = len(hosts)
 

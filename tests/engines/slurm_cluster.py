@@ -138,7 +138,7 @@ class Cluster:
         """The daemon of a node, what it started, and every process of its jobs."""
         held = {pid for pid, env in self._ours().items() if f"SLURMD_NODENAME={node}" in env}
         stepds = {parent for parent in map(_parent, held) if parent and _name(parent).startswith("slurmstepd")}
-        return {_pid(self.root / f"slurmd.{node}.pid"), *stepds, *held} - {0}
+        return set(filter(_alive, (_pid(self.root / f"slurmd.{node}.pid"), *stepds, *held)))
 
     def stop(self) -> None:
         """Everything of it, whatever happened before."""

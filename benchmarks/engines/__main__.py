@@ -1,7 +1,7 @@
 """`python -m benchmarks.engines`: how soon a run begins on a cluster, what a lost machine costs it, and what is left.
 
-Shoal and whoever is usually asked on that cluster take turns, so that whatever else the machine does hits both. Each
-part that was measured replaces what is in the JSON file of it; the others stay.
+Shoal and whoever is usually asked on that cluster take turns, so that whatever else the machine does hits both. What
+was measured replaces what the JSON file has of it; the rest of the file stays.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PARTS = ("start", "loss", "leftovers")
 # On each of two engines.
 CRASHES = 50
+LOSSES = 3
 Measure = Callable[[Side[Any], Path], figures.Figures]
 
 
@@ -38,12 +39,18 @@ def main() -> None:
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     parts = [part for part in PARTS if part in options.only]
     for part in parts:
-        found[part] = {"machine": machine.describe(), "began": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+        now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+        found[part] = {**found.get(part, {}), "machine": machine.describe(), "began": now}
+    found["settings"] = {peer.name: dict(peer.settings) for peers in PEERS.values() for peer in peers}
     try:
         if "start" in parts or "loss" in parts:
             for kind in SITES:
                 if kind.name in options.on:
-                    _measure(kind, parts, found, options)
+                    try:
+                        _measure(kind, parts, found, options)
+                    except (AssertionError, TimeoutError) as failure:
+                        # The cluster itself gave up; what was found on it until then is kept.
+                        say(f"{kind.name}: given up: {str(failure)[:2000]}")
         if "leftovers" in parts:
             crashes = 10 if options.quick else CRASHES
             found["leftovers"]["rounds"] = [leftovers.count(engine, crashes) for engine in leftovers.ENGINES]
@@ -60,7 +67,11 @@ def _measure(kind: type[Site], parts: list[str], found: dict[str, Any], options:
         say(f"{kind.name}: SKIPPED, {why}")
         return
     chance, times = random.Random(options.seed), 2 if options.quick else options.repetitions
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-", dir="/tmp") as scratch, kind().open() as site:
+    with (
+        # Sockets below it must have short names.
+        tempfile.TemporaryDirectory(prefix="shoal-bench-", dir="/tmp", ignore_cleanup_errors=True) as scratch,
+        kind(Path(scratch, "site")).open() as site,
+    ):
         sides = [Shoal(site, Path(scratch, "shoal"))]
         sides += [peer(site, Path(scratch, f"peer-{number}")) for number, peer in enumerate(PEERS[kind.name])]
         if "start" in parts:
@@ -71,7 +82,8 @@ def _measure(kind: type[Site], parts: list[str], found: dict[str, Any], options:
             _write(options.out, found)
         if "loss" in parts and site.survives:
             lasting = [side for side in sides if side.survives]
-            rounds = _in_turns(lasting, times, lambda side, where: figures.loss(side, where, chance), Path(scratch))
+            losses = 1 if options.quick else min(times, LOSSES)
+            rounds = _in_turns(lasting, losses, lambda side, where: figures.loss(side, where, chance), Path(scratch))
             found["loss"].setdefault("sites", {})[kind.name] = rounds
             _write(options.out, found)
 
@@ -98,7 +110,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two repetitions, and ten crashes: under five minutes")
+    parser.add_argument("--quick", action="store_true", help="two starts, one loss, ten crashes: under five minutes")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--only", type=lambda text: text.split(","), default=["start", "loss"], help=", ".join(PARTS))
     parser.add_argument("--on", type=lambda text: text.split(","), default=[site.name for site in SITES])

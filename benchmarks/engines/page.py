@@ -25,7 +25,8 @@ def page(found: Found) -> str:
             on = found[part]["machine"]
             lines += [
                 f"{title[0].upper()}{title[1:]}: {found[part]['began']} UTC, {on['cpu']}, {on['cores']} cores, "
-                f"{on['memory_gib']} GiB; Python {on['python']}, torch {on['torch']}; load before: {on['load_before']}.",
+                f"{on['memory_gib']} GiB; Python {on['python']}, torch {on['torch']}; "
+                f"load before: {on['load_before']}.",
                 "",
             ]
     lines += ["| figure | Shoal | its own way | goal | met |", "| --- " * 5 + "|"]
@@ -53,7 +54,7 @@ def _leftovers(found: Found) -> Iterator[str]:
         figure = f"left after {one['crashes']} random crashes ({one['told']}), {one['engine']} pools"
         told = f"{one['processes']} processes, {one['jobs']} jobs" if "failed" not in one else one["failed"]
         met = _met("failed" not in one and one["processes"] == one["jobs"] == 0)
-        yield f"| {figure} | {told} | – | 0, 0 | {met} |"
+        yield f"| {figure} | {told} | - | 0, 0 | {met} |"
 
 
 def _against(figure: str, sides: Found, peer: str, key: str, goal: float) -> str:

@@ -144,7 +144,7 @@ class SrunTorchrun(TorchrunSide[SlurmSite]):
 
 
 class SbatchTorchrun(SrunTorchrun):
-    """The same as a batch job, which Slurm lets wait for its scheduler, as it does with Shoal's; srun is not made to."""
+    """The same as a batch job: it waits for Slurm's scheduler, as Shoal's do, and as srun from a terminal does not."""
 
     name = "sbatch, srun torchrun"
     survives = False
@@ -188,6 +188,7 @@ class RayTrain(Side[RaySite]):
         return {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(self.settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"])}
 
     def commands(self, job: list[str], least: int, most: int) -> list[list[str]]:
+        del least
         script = [sys.executable, str(SCRIPTS / "train_ray.py"), "--workers", str(most)]
         return [[*script, "--storage", str(self.home / f"storage-{time.monotonic_ns()}"), *job]]
 

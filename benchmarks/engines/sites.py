@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
+from tests.engines import ray_cluster, slurm_cluster, ssh_hosts
 
 import shoal
 from benchmarks.processes import ROOT
-from tests.engines import ray_cluster, slurm_cluster, ssh_hosts
 
 SOURCES = Path(shoal.__file__).parents[1]
 UP_S = 60.0
@@ -32,9 +32,9 @@ class Site(ABC):
     survives: ClassVar[bool] = True
     machines: int
 
-    def __init__(self) -> None:
-        # Its hosts find nothing of ours on a path of their own; sockets below it must have short names.
-        self.directory = Path(tempfile.mkdtemp(prefix="shoal-site-", dir="/tmp"))
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
         self.env = {"PYTHONPATH": f"{SOURCES}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
     @staticmethod
@@ -118,7 +118,7 @@ class SlurmSite(Site):
 
 
 class RaySite(Site):
-    """A head without processors and four nodes of one, one more than members: a machine that is lost has a successor."""
+    """A head without processors and four nodes of one, one more than members: one that is lost has a successor."""
 
     name = "ray"
     machines = 4
@@ -126,12 +126,9 @@ class RaySite(Site):
 
     @staticmethod
     def why_not() -> str:
-        try:
-            import pandas  # noqa: F401 - without it there is no Ray Train
-            import ray  # noqa: F401
-        except ImportError as error:
-            return f"{error}: scripts/setup bench"
-        return ray_cluster.why_not()
+        # Without pandas there is no Ray Train.
+        absent = [name for name in ("ray", "pandas") if importlib.util.find_spec(name) is None]
+        return f"not installed: {', '.join(absent)}; scripts/setup bench" if absent else ray_cluster.why_not()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[RaySite]:

@@ -29,10 +29,11 @@ class TimedOutError(Exception):
 
 
 class Commits:
-    """All commits of a job so far, in order of time."""
+    """All commits of a job so far, in order of time. `running` says whether one of its processes lives."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, running: Callable[[int], bool] = is_running) -> None:
         self._directory = directory
+        self._running = running
         self._read: dict[Path, int] = {}
         self._all: list[Commit] = []
 
@@ -79,7 +80,7 @@ class Commits:
             for commit in commits[-12 * members :]:
                 if commit.world == commits[-1].world and commit.size == members and commit.samples:
                     recent.setdefault(commit.pid, set()).add(commit.step)
-            steady = [pid for pid, steps in recent.items() if len(steps) >= 10 and is_running(pid)]
+            steady = [pid for pid, steps in recent.items() if len(steps) >= 10 and self._running(pid)]
             if len(steady) == members and time.monotonic() - commits[-1].at < 2.0:
                 return sorted(steady)
             time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -73,6 +74,7 @@ class Job:
         self.usual_share: int = options.usual_share or self.batch
         self.pace_s: float = options.pace_s
         self.gated: bool = options.gated
+        self.number = number_among_hosts() if options.hosts else os.getpid()
         self._log: int | None = None
 
     def forward(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -84,7 +86,7 @@ class Job:
     def committed(self, step: int, world: object, size: int, samples: int, at: float | None = None) -> None:
         """Writes that this process applied `step` in `world`, with `samples` of its own in it."""
         if self._log is None:
-            self._log = os.open(self.directory / f"{os.getpid()}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._log = os.open(self.directory / f"{self.number}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(self._log, f"{step} {time.monotonic() if at is None else at:.6f} {world} {size} {samples}\n".encode())
 
     def is_member(self, number: int) -> None:
@@ -111,7 +113,12 @@ class Job:
             time.sleep(0.01)
 
 
-def from_arguments() -> Job:
+def number_among_hosts() -> int:
+    """A number of this process that no other has, on hosts too that count their processes anew."""
+    return int(f"{os.stat('/proc/self/ns/pid').st_ino}{os.getpid():07}")
+
+
+def from_arguments(arguments: Sequence[str] | None = None) -> Job:
     """The job that the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
@@ -120,4 +127,5 @@ def from_arguments() -> Job:
     parser.add_argument("--usual-share", type=int, default=0, help="samples of one step of one member, usually")
     parser.add_argument("--pace-s", type=float, default=0.0, help="least seconds that a forward pass takes")
     parser.add_argument("--gated", action="store_true")
-    return Job(parser.parse_args())
+    parser.add_argument("--hosts", action="store_true", help="processes are on hosts that number them by themselves")
+    return Job(parser.parse_args(arguments))

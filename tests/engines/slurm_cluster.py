@@ -136,9 +136,13 @@ class Cluster:
 
     def lose_node(self, node: str) -> None:
         """Its power fails: the daemon, what it started and every process of its jobs go at once, and say nothing."""
+        _end(self.on_node(node), signal.SIGKILL)
+
+    def on_node(self, node: str) -> set[int]:
+        """The daemon of a node, what it started, and every process of its jobs."""
         held = {pid for pid, env in self._ours().items() if f"SLURMD_NODENAME={node}" in env}
         stepds = {parent for parent in map(_parent, held) if parent and _name(parent).startswith("slurmstepd")}
-        _end([_pid(self.root / f"slurmd.{node}.pid"), *stepds, *held], signal.SIGKILL)
+        return set(filter(_alive, (_pid(self.root / f"slurmd.{node}.pid"), *stepds, *held)))
 
     def stop(self) -> None:
         """Everything of it, whatever happened before."""

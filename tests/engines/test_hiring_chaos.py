@@ -1,22 +1,34 @@
-"""Coordinator, agents and members die at random, also while machines are hired: nothing is left, nothing is lost."""
+"""Coordinator, agents, members and clients die at random, also while machines are hired: nothing is left or lost.
+
+SHOAL_HIRING_FAULTS says how many die, SHOAL_HIRING_ENGINE where (local or slurm); SHOAL_HIRING_REPORT names a file that
+is told what died and what was left.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from test_hiring import Hired, hired, pool
+from tests.engines import slurm_cluster
+from tests.engines.test_hiring import Hired, hired, pool
 
-pytestmark = [pytest.mark.chaos, pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.process, pytest.mark.timeout(1500)]
 
 FAULTS = int(os.environ.get("SHOAL_HIRING_FAULTS", "15"))
+ENGINE = os.environ.get("SHOAL_HIRING_ENGINE", "local")
+REPORT = os.environ.get("SHOAL_HIRING_REPORT", "")
+PER_RUN = 15
 STEPS = 100_000
+GONE_WITHIN_S = 90.0
 
 
 def hurt(run: Hired, dice: random.Random) -> str:
@@ -37,23 +49,69 @@ def hurt(run: Hired, dice: random.Random) -> str:
     return kind
 
 
-def test_random_crashes_leave_nothing_behind(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def machines(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Two pools, and how many jobs of theirs there are."""
+    pools = pool("spot", 2) + pool("lab", 2)
+    if ENGINE == "local":
+        yield pools, lambda: 0
+        return
+    if why := slurm_cluster.missing():
+        pytest.skip(f"Slurm: {why}")
+    cluster = slurm_cluster.Cluster(path / "slurm")
+    try:
+        cluster.start()
+        monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        monkeypatch.setenv("PATH", slurm_cluster.PATH)
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
+        yield pools.replace('"local"', '"slurm"'), lambda: len(cluster.ask("squeue", "-h", states).stdout.splitlines())
+    finally:
+        cluster.stop()
+
+
+def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
+    """Let so many die, the client at last; what died."""
+    died: Counter[str] = Counter()
+    run.until_size(3)
+    for number in range(faults - 1):
+        step = run.step()
+        kind = hurt(run, dice)
+        died[kind] += 1
+        print(number, kind, flush=True)
+        time.sleep(dice.uniform(0.0, 4.0))
+        # The supervisor gives up on a coordinator that dies again and again within seconds, and rightly so.
+        run.until(lambda before=step: run.step() > before, "another step", patience_s=180.0)
+    run.until_size(3)
+    assert len(run.agents()) == 3, "three machines are enough for three members"
+    assert run.agents().keys() == {one["agent"]["agent"] for one in run.shoal("nodes") if one["agent"]["connected"]}
+    commits = run.commits()
+    assert {e["step"] for e in commits} == set(range(1, max(e["step"] for e in commits) + 1)), "a step was lost"
+    run.process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))
+    died["client"] += 1
+    return died
+
+
+def left_of(run: Hired, jobs: Callable[[], int]) -> tuple[int, int]:
+    """The processes and jobs of a run that are there for longer than they may be."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (left := (len(run.agents()) + len(run.living()), jobs())) != (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def test_random_crashes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
     print("seed", seed)
-    dice = random.Random(seed)
-    pools = pool("spot", 2) + pool("lab", 2)
-    with hired(tmp_path, "spot,lab", "1:3", pools, "orphan_s=10", "budget.infrastructure=100000", steps=STEPS) as run:
-        run.until_size(3)
-        for number in range(FAULTS):
-            step = run.step()
-            print(number, hurt(run, dice), flush=True)
-            time.sleep(dice.uniform(0.0, 4.0))
-            # The supervisor gives up on a coordinator that dies again and again within seconds, and rightly so.
-            run.until(lambda before=step: run.step() > before, "another step", patience_s=180.0)
-        run.until_size(3)
-        assert len(run.agents()) == 3, "three machines are enough for three members"
-        assert run.agents().keys() == {one["agent"]["agent"] for one in run.shoal("nodes") if one["agent"]["connected"]}
-        commits = run.commits()
-        assert {e["step"] for e in commits} == set(range(1, max(e["step"] for e in commits) + 1)), "a step was lost"
-        run.process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))
-        run.check_leftovers(within_s=90.0)
+    dice, died, left = random.Random(seed), Counter[str](), []
+    settings = ("orphan_s=10", "budget.infrastructure=100000", "host=127.0.0.1")
+    with machines(tmp_path, monkeypatch) as (pools, jobs):
+        while died.total() < FAULTS:
+            home = tmp_path / f"after-{died.total()}"
+            home.mkdir()
+            with hired(home, "spot,lab", "1:3", pools, *settings, steps=STEPS) as run:
+                died += outlive(run, dice, min(PER_RUN, FAULTS - died.total()))
+                left.append(left_of(run, jobs))
+            if REPORT:
+                found = {"died": died, "processes": sum(one for one, _ in left), "jobs": sum(one for _, one in left)}
+                Path(REPORT).write_text(json.dumps({**found, "seed": seed}))
+            assert left[-1] == (0, 0), f"processes and jobs left behind: {left[-1]}\n{run.output[-3000:]}"

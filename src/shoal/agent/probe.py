@@ -57,7 +57,7 @@ def _cpu_quota(root: Path) -> float:
     return 1e9 if least == math.inf else least
 
 
-def core_speed(lasting_s: float = 0.5, clock: Callable[[], float] = time.perf_counter) -> float:
+def core_speed(lasting_s: float = 0.15, clock: Callable[[], float] = time.perf_counter) -> float:
     """How fast one core of this machine multiplies small matrices, in arbitrary units: the best of several tries.
 
     Only comparisons between machines mean anything; training corrects them from its first steps on.

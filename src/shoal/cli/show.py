@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli import summary
 from shoal.cli.display import Display, Forgiving, JsonLines, Plain
 from shoal.cli.follow import Followed, Follower
 from shoal.cli.frame import Frame, interactive, show_error
@@ -97,6 +96,9 @@ def watch(
 
 def conclude(frame: Frame, seen: Followed) -> int:
     """Print the summary; the exit code of the command."""
+    # What it knows of takes longer to load than all the rest, and nobody needs it before the end.
+    from shoal.cli import summary
+
     facts = summary.of(seen.view, seen.story, abandoned=seen.abandoned)
     try:
         if seen.view.problem is not None:

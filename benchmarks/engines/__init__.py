@@ -1,0 +1,1 @@
+"""Shoal on clusters against what these clusters are usually trained on with: srun and ssh with torchrun, Ray Train."""

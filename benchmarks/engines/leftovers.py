@@ -1,0 +1,59 @@
+"""What is left of runs whose coordinators, agents, members and clients were killed at random, on pools of machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.sites import SOURCES
+from benchmarks.processes import ROOT
+from benchmarks.rounds import say
+
+TEST = "tests/engines/test_hiring_chaos.py"
+ENGINES = ("local", "slurm")
+EACH_S = 20.0
+MORE_S = 120.0
+
+
+def count(engine: str, crashes: int) -> dict[str, Any]:
+    """The processes and jobs that are left of the runs of the test of this, with so many crashes on this engine."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-", dir="/tmp") as scratch:
+        report = Path(scratch, "report.json")
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{SOURCES}{os.pathsep}{ROOT}",
+            "SHOAL_HIRING_FAULTS": str(crashes),
+            "SHOAL_HIRING_ENGINE": engine,
+            "SHOAL_HIRING_REPORT": str(report),
+        }
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={scratch}/tests",
+            TEST,
+        ]
+        done = subprocess.run(
+            argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=crashes * EACH_S + MORE_S, check=False
+        )
+        told: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {"died": {}}
+    died = told["died"]
+    found = {"engine": engine, "crashes": sum(died.values()), "told": _told(died), **told}
+    if done.returncode != 0 or not died:
+        found["failed"] = " ".join(done.stdout.strip().splitlines()[-1:])
+        say(done.stdout[-3000:])
+    say(f"leftovers, {engine}: {found}")
+    return found
+
+
+def _told(died: dict[str, int]) -> str:
+    return ", ".join(f"{many} {kind}" for kind, many in sorted(died.items()))

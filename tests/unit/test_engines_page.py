@@ -1,0 +1,49 @@
+"""The table of the benchmark of engines: medians, spreads, and whether goals are met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.engines.page import page
+
+MACHINE = {"cpu": "some", "cores": 2, "memory_gib": 8, "python": "3.11", "torch": "2.13", "load_before": 0.1}
+PART = {"machine": MACHINE, "began": "2026-11-16 12:00"}
+
+
+def row(found: dict[str, Any], figure: str) -> list[str]:
+    line = next(line for line in page(found).splitlines() if line.startswith(f"| {figure}"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def starts(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    sides = {"shoal": ours, "srun torchrun": theirs}
+    told = {name: [{"first_step_s": one} for one in values] for name, values in sides.items()}
+    return {"start": {**PART, "sites": {"slurm": told}}}
+
+
+def test_a_start_that_is_sooner_than_the_engines_own_meets_its_goal():
+    _, ours, theirs, goal, met = row(starts([3.0, 9.0, 4.0], [5.0, 4.0, 6.0]), "submit → first step, Slurm")
+    assert (ours, theirs) == ("4.00 s (3.00-9.00)", "srun torchrun: 5.00 s (4.00-6.00)")
+    assert (goal, met) == ("0.8 x (≤ 1)", "yes")
+
+
+def test_a_start_that_is_later_is_said_to_miss_it():
+    assert row(starts([5.1], [5.0]), "submit → first step, Slurm")[-1] == "**no**"
+
+
+def test_one_lost_step_is_one_too_many_and_a_job_that_never_came_back_is_told():
+    sides = {
+        "shoal": [{"recovery_s": 0.1, "lost_steps": 0}, {"recovery_s": 0.2, "lost_steps": 1}],
+        "Ray Train": [{"recovery_s": 9.0, "lost_steps": 7}, {"failed": "no such commit in 150 s"}],
+    }
+    found = {"loss": {**PART, "sites": {"ray": sides}}}
+    assert row(found, "node loss → next commit, Ray")[2] == "Ray Train: 9.00 s (9.00-9.00); 1 of 2 never"
+    assert row(found, "node loss → next commit, Ray")[-1] == "yes"
+    assert row(found, "… steps lost")[-1] == "**no**"
+
+
+def test_a_process_that_is_left_is_said():
+    left = {"engine": "slurm", "crashes": 50, "told": "50 agent", "processes": 1, "jobs": 0}
+    found = {"leftovers": {**PART, "rounds": [left]}}
+    assert row(found, "left after 50 random crashes")[1] == "1 processes, 0 jobs"
+    assert row(found, "left after 50 random crashes")[-1] == "**no**"

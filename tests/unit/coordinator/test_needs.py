@@ -69,7 +69,7 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
     found.create("r", msgspec.structs.replace(SPEC, roles=roles), evaluator=True)
     assert found.runs.supply.needs == (
         Need("r", ("lab",), 1, 1),
-        Need("r", ("spot",), 2, 1, cpus=4, memory_bytes=7),
+        Need("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, begun=False),
     )
     assert {hire.pool: (hire.cpus, hire.memory_bytes) for hire in found.runs.supply.hires.values()} == {
         "lab": (0, 0),
@@ -82,9 +82,11 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
 def test_servers_without_pools_of_their_own_are_counted_with_the_trainers() -> None:
     found = Coordinator()
     found.create("r", SPEC, sync="async", servers=2)
-    assert found.runs.supply.needs == (Need("r", ("spot",), 4, 3),)
+    assert found.runs.supply.needs == (Need("r", ("spot",), 4, 3, begun=False),)
     found.create("apart", msgspec.structs.replace(SPEC, roles={"server": RoleSpec(on=("lab",))}), sync="async")
-    assert found.runs.supply.needs[1:] == (Need("apart", ("lab",), 2, 2), Need("apart", ("spot",), 2, 1))
+    assert found.runs.supply.needs[1:] == tuple(
+        Need("apart", pools, 2, least, begun=False) for pools, least in ((("lab",), 2), (("spot",), 1))
+    )
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_machines_until_its_processes_have_ended() -> None:

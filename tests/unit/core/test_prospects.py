@@ -19,7 +19,7 @@ class World:
     def __init__(self, *pools: Pool, least: int = 1, most: int = 2, begun: bool = False) -> None:
         self.state, self.now = State(), 100.0
         self.tell(se.PoolsKnown(pools))
-        self.need = Need("run", tuple(pool.name for pool in pools), most, least, begun, 60.0)
+        self.need = Need("run", tuple(pool.name for pool in pools), most, least, begun=begun, patience_s=60.0)
         self.tell(se.NeedsChanged((self.need,)))
 
     def tell(self, event: se.Event, after_s: float = 0.0) -> None:

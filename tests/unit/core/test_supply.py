@@ -360,7 +360,7 @@ def test_a_machine_can_speak_before_its_engine_does() -> None:
 
 def test_a_run_whose_environment_cannot_be_made_anywhere_is_given_up() -> None:
     world = World()
-    need = Need("run", ("spot",), 1, begun=False)
+    need = Need("run", ("spot",), 1, 1, begun=False)
     world.tell(se.NeedsChanged((need,)))
     world.tell(se.Submitted("spot", "spot-1", "job"))
     world.tell(se.Unprepared("spot-1", "torch cannot be installed", "n1:log", "correct it", final=True))
@@ -370,7 +370,7 @@ def test_a_run_whose_environment_cannot_be_made_anywhere_is_given_up() -> None:
 
 def test_one_machine_that_cannot_be_made_ready_does_not_end_a_run() -> None:
     world = World()
-    world.tell(se.NeedsChanged((Need("run", ("spot",), 1, begun=False),)))
+    world.tell(se.NeedsChanged((Need("run", ("spot",), 1, 1, begun=False),)))
     world.tell(se.Submitted("spot", "spot-1", "job"))
     world.tell(se.Unprepared("spot-1", "its disk is full"))
     assert not [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]

@@ -20,7 +20,9 @@ from shoal.pack.environment import Environment
 from shoal.wire.credentials import Credentials
 
 MADE = Environment("5ea1", "4ec1")
-ASK = Ask("lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret", "PEM"), 4, ("--grace", "20"), MADE)
+ASK = Ask(
+    "lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret", "PEM"), 4, ("--grace", "20"), environment=MADE
+)
 BEFORE = """\
 set -e
 umask 077

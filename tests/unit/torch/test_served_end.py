@@ -45,7 +45,8 @@ def service(path: Path, server: Any, *, evaluator: bool = True) -> Any:
         placement=SimpleNamespace(number=3),
         checkpointed=lambda *_told: None,
     )
-    return _Service(session, SimpleNamespace(where=str(path)), server, ORDER)  # type: ignore[arg-type]
+    keeper = SimpleNamespace(where=str(path), open=lambda: open_store(str(path)))
+    return _Service(session, keeper, server, ORDER)  # type: ignore[arg-type]
 
 
 def written(path: Path) -> list[int]:

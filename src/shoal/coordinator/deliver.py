@@ -15,7 +15,6 @@ from shoal.core.fleet import role_of
 from shoal.wire import messages as ms
 from shoal.wire.views import RoleSpec, RunSpec
 
-
 PREEMPTED = 75
 
 

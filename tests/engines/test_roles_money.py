@@ -20,10 +20,8 @@ def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_i
     given = ("evaluator=true", "evaluator_on=lab", "checkpoint.every_steps=20")
     with hired(tmp_path, "spot", "1:2", pools, *given, steps=80) as run:
         run.until_size(2)
-        run.until(lambda: run.of("evaluated"), "an evaluation")
-        pooled = {name.rpartition("-")[0] for name in run.agents()}
-        assert pooled == {"spot", "lab"}
-        run.finish(patience_s=150)
+        assert sorted(name.rpartition("-")[0] for name in run.agents()) == ["lab", "spot", "spot"]
+        run.finish(patience_s=200)
         members = {e["member"] for e in run.of("ready")}
         assert all(name.startswith("lab-") == ("evaluator" in name) for name in members), members
         assert max(e["step"] for e in run.of("evaluated")) == 80
@@ -54,9 +52,6 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         assert view["checkpoint_step"] >= 5
         assert "needed to stop in order" in view["reason"]
         begun = {e["pid"] for e in run.of("ready")}
-        run.process = run.start("resume", run.name)
-        assert run.process.wait(60) == 3
-        assert "error[S150]" in run.output
         run.process = run.start("resume", run.name, "--budget", "500")
         run.until(lambda: {e["pid"] for e in run.of("ready")} - begun, "somebody who goes on")
         run.until_step(view["checkpoint_step"] + 5)
@@ -75,10 +70,9 @@ def test_runs_of_several_users_wait_in_line_and_only_their_owner_may_change_them
     path = standing.path
     first = standing.shoal("submit", "--on", "farm", "-n", "2", *ada, "train.py", "4000", where=path / "ada")
     standing.until(lambda: _view(standing, first["run"], ada)["world_size"] == 2, "a world of two")
-    second = standing.shoal("submit", "--on", "farm", "-n", "2", *bob, "train.py", where=path / "bob")
-    urgent = standing.shoal(
-        "submit", "--on", "farm", "--priority", "5", "--name", "urgent", *bob, "train.py", where=path / "bob"
-    )
+    second = standing.shoal("submit", "--on", "farm", "-n", "2", *bob, "train.py", "5", where=path / "bob")
+    hurry = ("--priority", "5", "--name", "urgent")
+    urgent = standing.shoal("submit", "--on", "farm", *hurry, *bob, "train.py", "5", where=path / "bob")
     assert (first["user"], second["user"]) == ("ada", "bob")
 
     queue = {one["run"]: one for one in standing.shoal("ps", *ada, where=path)}

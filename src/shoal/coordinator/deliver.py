@@ -15,6 +15,8 @@ from shoal.core.fleet import role_of
 from shoal.wire import messages as ms
 from shoal.wire.views import RoleSpec, RunSpec
 
+PREEMPTED = 75
+
 
 def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
     """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name."""
@@ -34,7 +36,9 @@ def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
         case ev.Expel(member, reason):
             yield member, ms.Expelled(reason)
         case ev.StopMembers(to, reason, checkpoint, exit_code):
-            yield from ((name, ms.Stop(reason, checkpoint, exit_code)) for name in to)
+            # For members there are two ways to end: as done, and as to be gone on with, whatever the run ends as.
+            ends = PREEMPTED if exit_code else 0
+            yield from ((name, ms.Stop(reason, checkpoint, ends)) for name in to)
         case ev.TellFinished(to, step):
             yield from ((name, ms.Finished(step)) for name in to)
         case ev.Grant(member, name):

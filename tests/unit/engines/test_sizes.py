@@ -1,0 +1,49 @@
+"""What members need reaches the engines that can ask for it, unless the pool says itself how large machines are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shoal.engines import pools
+from shoal.engines.engine import Ask, Rendered
+from shoal.errors import BadPool
+from shoal.wire.credentials import Credentials
+
+ASK = Ask("spot-1", "c0ffee", "http://h:1", Credentials("secret"), 2, (), cpus=8, memory_bytes=(5 << 30) + 1)
+
+
+def rendered(**table: object) -> Rendered:
+    return pools.parse("spot", table)[1].render(ASK)
+
+
+def test_slurm_is_asked_for_what_members_need() -> None:
+    argv = rendered(engine="slurm").argv
+    assert "--cpus-per-task=8" in argv
+    assert "--mem=5121M" in argv
+
+
+def test_what_a_pool_of_slurm_says_itself_is_right() -> None:
+    argv = rendered(engine="slurm", cpus_per_task=16, memory="32G").argv
+    assert "--cpus-per-task=16" in argv
+    assert "--mem=32G" in argv
+    pool, _ = pools.parse("spot", {"engine": "slurm", "cpus_per_task": 16, "memory": "32G"})
+    assert (pool.sized, pool.cpus, pool.memory_bytes) == (True, 16, 32 << 30)
+
+
+def test_ray_is_asked_for_what_members_need_unless_the_pool_says_it() -> None:
+    options = json.loads(rendered(engine="ray").text)["options"]
+    assert (options["num_cpus"], options["memory"]) == (8.0, (5 << 30) + 1)
+    options = json.loads(rendered(engine="ray", cpus=2, memory_bytes=7).text)["options"]
+    assert (options["num_cpus"], options["memory"]) == (2.0, 7)
+
+
+def test_labels_are_what_machines_carry_and_for_ray_also_what_nodes_are_chosen_by() -> None:
+    labels = {"gpu": "a100"}
+    for engine in ("local", "slurm", "ray"):
+        pool, _ = pools.parse("spot", {"engine": engine, "labels": labels})
+        assert pool.labels == labels
+    assert json.loads(rendered(engine="ray", labels=labels).text)["options"]["label_selector"] == labels
+    with pytest.raises(BadPool):
+        pools.parse("spot", {"engine": "local", "labels": "gpu"})

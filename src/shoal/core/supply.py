@@ -378,7 +378,7 @@ def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
     if standing.unreachable_since is None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
-        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
+        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
 
 
 def _reached(draft: _Draft, pool: str) -> None:

@@ -16,6 +16,7 @@ from shoal.core import budget, compat, evaluation, events, membership, servers, 
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
+from shoal.core.crew import Wanted
 from shoal.core.roster import EVALUATOR
 from shoal.errors import NoMachines
 from shoal.wire.views import Problem, RunSpec
@@ -146,9 +147,8 @@ class Runs:
             wanted = self.fleet.runs.get(run.name)
             if run.spec.on and not run.over and wanted is not None and wanted.status == fl.GOING:
                 least = wanted.min_members + wanted.servers
-                begun = run.membership.started or run.membership.joins > 0
                 patience_s = float(run.settings.get("begin_s", Settings().begin_s))
-                needs.append(se.Need(run.name, run.spec.on, wanted.places, least, begun, patience_s))
+                needs.append(se.Need(run.name, run.spec.on, wanted.places, least, _has_begun(run, wanted), patience_s))
         return tuple(needs)
 
     # --- the life of a run
@@ -354,6 +354,12 @@ def present_problem(run: str, troubles: Sequence[se.PoolTrouble]) -> Problem:
     why = "; ".join(f"{one.pool}: {one.why}" + (f" ({one.where})" if one.where else "") for one in troubles)
     do = "; ".join(f"{one.pool}: {one.do}" for one in troubles if one.do)
     return Problem(NoMachines.code, f"the pools {names} have no machines for run {run}", "", why, do)
+
+
+def _has_begun(run: Run, wanted: Wanted) -> bool:
+    """Whether somebody has trained; of an unmodified script, whether it was ever started."""
+    state = run.membership
+    return state.started or state.placement is not None or bool(run.spec.compat and wanted.seen)
 
 
 def _goes_on(run: Run) -> bool:

@@ -296,7 +296,19 @@ def _on_pools(draft: _Draft, event: se.PoolsKnown) -> None:
 
 
 def _on_needs(draft: _Draft, event: se.NeedsChanged) -> None:
+    known = {need.run for need in draft.base.needs}
     draft.base = replace(draft.base, needs=event.needs)
+    new = {pool for need in event.needs if need.run not in known for pool in need.pools}
+    for pool in sorted(new & draft.standings.keys()):
+        _ask_anew(draft, pool)
+
+
+def _ask_anew(draft: _Draft, pool: str) -> None:
+    """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
+    if draft.standings[pool].unreachable_since is None:
+        draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
+    else:
+        draft.stand(pool, failing_since=draft.now)
 
 
 def _on_submitted(draft: _Draft, event: se.Submitted) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.core import prospects, supply
@@ -129,6 +131,19 @@ def test_a_pool_that_may_give_too_little_is_known_at_once(pool: Pool) -> None:
     world = World(pool, least=2)
     (trouble,) = world.given_up() or ()
     assert "limit" in trouble.why + trouble.do
+
+
+def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
+    world = World(SPOT, most=1)
+    world.refuse("spot-1")
+    assert world.given_up() is not None
+    world.tell(se.NeedsChanged(()))
+    world.need = replace(world.need, run="later")
+    world.tell(se.NeedsChanged((world.need,)))
+    assert not prospects.hopeless(world.state, world.need, world.now)
+    assert list(world.state.hires) == ["spot-2"], "it is asked at once"
+    world.refuse("spot-2")
+    assert prospects.hopeless(world.state, world.need, world.now)
 
 
 def test_whom_a_run_waits_for_is_told_with_what_they_say() -> None:

@@ -131,6 +131,18 @@ def test_a_pool_that_refuses_does_not_hold_the_run_up(tmp_path: Path) -> None:
         run.check_leftovers()
 
 
+def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    with hired(tmp_path, "spot", "1", pool("spot", 1), "checkpoint.every_s=0", steps=120) as run:
+        run.until_step(20)
+        (agent,) = run.agents().values()
+        agent.terminate()
+        run.finish()
+        assert "waiting for machines that are hired instead" in run.output
+        assert len({e["member"] for e in run.of("ready")}) == 2
+        assert [e["step"] for e in run.commits()] == list(range(1, 121)), "a step was lost, or done twice"
+        run.check_leftovers()
+
+
 def test_machines_are_hired_and_given_back_as_the_run_is_scaled(tmp_path: Path) -> None:
     with hired(tmp_path, "spot", "1:1", pool("spot", 3), steps=600) as run:
         run.until_size(1)

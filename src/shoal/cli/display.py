@@ -124,7 +124,7 @@ class Plain:
         self._quiet = quiet
         self._every_s = every_s
         self._next_at = 0.0
-        self._shown: tuple[str, int] = ("", -1)
+        self._shown = ("", -1, "")
         self._told, self._untold, self._tell_at = 0, 0, 0.0
 
     def logs(self, lines: Sequence[tuple[str, str]]) -> None:
@@ -152,10 +152,11 @@ class Plain:
 
     def view(self, view: RunView) -> None:
         now = self._clock()
-        if self._quiet or now < self._next_at or (view.status, view.step) == self._shown:
+        shown = (view.status, view.step, "" if view.status == "training" else view.reason)
+        if self._quiet or now < self._next_at or shown == self._shown:
             return
         self._next_at = now + self._every_s
-        self._shown = (view.status, view.step)
+        self._shown = shown
         self._say(progress(view))
 
     def note(self, text: str) -> None:

@@ -11,7 +11,7 @@ from shoal.coordinator.links import AgentLink, MemberLink
 from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
-from shoal.core import supply
+from shoal.core import prospects, supply
 from shoal.core.money import Account, Cost
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.core.supply_events import Pool
@@ -198,6 +198,9 @@ def _evaluation(run: Run) -> Evaluation | None:
 def _now(run: Run, runs: Runs) -> tuple[str, str, int]:
     """Status, reason and size; a compat run has processes instead of worlds."""
     world, wanted = run.membership.world, runs.fleet.runs.get(run.name)
+    nobody = not run.over and run.spec.on and not runs.fleet.of_run(run.name) and not run.membership.members
+    if nobody and (machines := prospects.awaited(runs.supply, run.spec.on)):
+        return run.state_name, machines, 0
     if run.over or not run.spec.compat or wanted is None or wanted.status == fl.STOPPING:
         return run.state_name, run.reason, world.size if world is not None else _trainers(run)
     running = [p for p in runs.fleet.of_run(run.name) if p.status in (fl.RUNNING, fl.DONE)]

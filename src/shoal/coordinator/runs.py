@@ -181,7 +181,7 @@ class Runs:
             terms = wanted.terms_of(role)
             if wants and most:
                 # An evaluator that cannot be had keeps nobody from training.
-                begun = run.membership.started or run.membership.joins > 0 or role == EVALUATOR
+                begun = role == EVALUATOR or _has_begun(run, wanted)
                 need = se.Need(run.name, terms.pools, most, least, terms.cpus, terms.memory_bytes)
                 budget = run.budget if going else None
                 patience_s = float(run.settings.get("begin_s", Settings().begin_s))
@@ -396,6 +396,12 @@ def present_problem(run: str, troubles: Sequence[se.PoolTrouble]) -> Problem:
     why = "; ".join(f"{one.pool}: {one.why}" + (f" ({one.where})" if one.where else "") for one in troubles)
     do = "; ".join(f"{one.pool}: {one.do}" for one in troubles if one.do)
     return Problem(NoMachines.code, f"the pools {names} have no machines for run {run}", "", why, do)
+
+
+def _has_begun(run: Run, wanted: Wanted) -> bool:
+    """Whether somebody has trained; of an unmodified script, whether it was ever started."""
+    state = run.membership
+    return state.started or state.placement is not None or bool(run.spec.compat and wanted.seen)
 
 
 def _goes_on(run: Run) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.core.supply_events import Need, Pool, PoolTrouble
@@ -35,6 +35,20 @@ def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
     named = {trouble.pool for trouble in troubles}
     troubles += [_too_small(pool, need) for pool in _pools(state.pools, need) if pool.name not in named]
     return tuple(troubles)
+
+
+def awaited(state: State, pools: Sequence[str]) -> str:
+    """What a run without members waits for: machines of its pools, and what those say."""
+    parts = []
+    for name in pools:
+        standing = state.standings.get(name)
+        coming = [h for h in state.hires.values() if h.pool == name and h.status in ("asked", "submitted")]
+        if coming:
+            why = next((h.why for h in coming if h.why and not h.running), "")
+            parts.append(f"{len(coming)} of pool {name}" + (f" ({why})" if why else ""))
+        elif standing is not None and standing.why:
+            parts.append(f"pool {name}, which is asked again ({standing.why})")
+    return f"waiting for machines: {'; '.join(parts)}" if parts else ""
 
 
 def _wrong(pool: Pool, standing: Standing | None, need: Need, now: float) -> PoolTrouble | None:

@@ -437,7 +437,19 @@ def _on_pools(draft: _Draft, event: se.PoolsKnown) -> None:
 
 
 def _on_needs(draft: _Draft, event: se.NeedsChanged) -> None:
+    known = {need.run for need in draft.base.needs}
     draft.base = replace(draft.base, needs=event.needs)
+    new = {pool for need in event.needs if need.run not in known for pool in need.pools}
+    for pool in sorted(new & draft.standings.keys()):
+        _ask_anew(draft, pool)
+
+
+def _ask_anew(draft: _Draft, pool: str) -> None:
+    """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
+    if draft.standings[pool].unreachable_since is None:
+        draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
+    else:
+        draft.stand(pool, failing_since=draft.now)
 
 
 def _on_submitted(draft: _Draft, event: se.Submitted) -> None:
@@ -520,7 +532,7 @@ def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
     if standing.unreachable_since is None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
-        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; the others are asked for what is missing")
+        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
 
 
 def _on_closed(draft: _Draft, event: se.PoolClosed) -> None:

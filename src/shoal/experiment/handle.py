@@ -111,7 +111,8 @@ class RunHandle:
                 f"run {self.id} failed at step {view.step}",
                 where=str(self._directory),
                 why=view.reason,
-                do="run.logs() shows what members printed, run.story() what happened",
+                do=(view.problem.do if view.problem is not None else "")
+                or "run.logs() shows what members printed, run.story() what happened",
             )
         return view
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from shoal.core import supply
+from shoal.core import prospects, supply
 from shoal.core import supply_events as se
 from shoal.core.supply import State
 from shoal.core.supply_events import Need, Pool
@@ -129,6 +131,32 @@ def test_a_pool_that_may_give_too_little_is_known_at_once(pool: Pool) -> None:
     world = World(pool, least=2)
     (trouble,) = world.given_up() or ()
     assert "limit" in trouble.why + trouble.do
+
+
+def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
+    world = World(SPOT, most=1)
+    world.refuse("spot-1")
+    assert world.given_up() is not None
+    world.tell(se.NeedsChanged(()))
+    world.need = replace(world.need, run="later")
+    world.tell(se.NeedsChanged((world.need,)))
+    assert not prospects.hopeless(world.state, world.need, world.now)
+    assert list(world.state.hires) == ["spot-2"], "it is asked at once"
+    world.refuse("spot-2")
+    assert prospects.hopeless(world.state, world.need, world.now)
+
+
+def test_whom_a_run_waits_for_is_told_with_what_they_say() -> None:
+    world = World(SPOT, LAB, most=9)
+    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.Observed("spot", (se.Sighting("spot-1", "job", False, "no node is free (Resources)"),)))
+    assert prospects.awaited(world.state, ("spot", "lab")) == (
+        "waiting for machines: 8 of pool spot (no node is free (Resources)); 1 of pool lab"
+    )
+    world.refuse("lab-9", final=False)
+    assert prospects.awaited(world.state, ("lab",)) == (
+        "waiting for machines: pool lab, which is asked again (no such partition)"
+    )
 
 
 def test_a_run_that_has_begun_is_never_given_up() -> None:

@@ -142,13 +142,18 @@ class _Call:
                     if self._advance(attempt):
                         del self._attempts[fd]
                         return attempt.host, attempt.sock
-                who = (self._seat.member,)
-                self._patience.check(who, f"{self._seat.member} did not answer at {', '.join(hosts)}")
+                self._patience.check((self._seat.member,), self._silence(hosts))
                 if not waiting and self._failures and time.monotonic() > began + SILENT_S:
                     self._believe_silence()
         finally:
             for attempt in self._attempts.values():
                 disown(attempt.sock)
+
+    def _silence(self, hosts: tuple[str, ...]) -> str:
+        where = ", ".join(addresses.shown(host, self._seat.address.port) for host in hosts)
+        unconnected = not any(attempt.open for attempt in self._attempts.values())
+        more = " (no connection: shoal doctor POOL finds out why)" if unconnected else ""
+        return f"{self._seat.member} did not answer at {where}{more}"
 
     def _begin(self, host: str) -> None:
         try:

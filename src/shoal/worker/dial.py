@@ -137,12 +137,14 @@ class _Call:
                     began = time.monotonic()
                     self._begin(waiting.pop(0))
                     continue
-                for fd, _ in self._poll.poll(GLANCE_S * 1000):
+                stirred = self._poll.poll(GLANCE_S * 1000)
+                for fd, _ in stirred:
                     attempt = self._attempts[fd]
                     if self._advance(attempt):
                         del self._attempts[fd]
                         return attempt.host, attempt.sock
-                self._patience.check((self._seat.member,), self._silence(hosts))
+                if not stirred:
+                    self._patience.check((self._seat.member,), self._silence(hosts))
                 if not waiting and self._failures and time.monotonic() > began + SILENT_S:
                     self._believe_silence()
         finally:

@@ -109,8 +109,8 @@ class WrongRun(MembershipError):
 class Unreachable(MembershipError):
     """A member cannot open a connection to another member.
 
-    Every member listens on one port of its machine. The address that it announces must be reachable from the
-    other machines: mind host names that resolve to loopback, several interfaces, and firewalls.
+    Every member listens on one port of its machine, and announces all addresses of that machine; the others try them
+    one after another. ``shoal doctor POOL`` tells which of them lead nowhere, and what to do about it.
     """
 
     code = "S204"

@@ -22,7 +22,7 @@ if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
 
 PORTS = "20000-20100"
-HOSTS = ("h1", "h2", "h3")
+HOSTS = ("h1", "h2")
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def check_all_is_given_back(network: SshNetwork) -> None:
 
 
 def test_the_doctor_names_the_pair_the_port_and_the_remedy_and_gives_all_machines_back(network: SshNetwork) -> None:
-    firewall(network.space("h3"), PORTS)
-    asked = doctor("-n", "3", "--json")
+    firewall(network.space("h2"), PORTS)
+    asked = doctor("--json")
     out, err = asked.communicate(timeout=200)
     assert asked.returncode == 4, err.decode()
     found = json.loads(out)
@@ -59,24 +59,24 @@ def test_the_doctor_names_the_pair_the_port_and_the_remedy_and_gives_all_machine
     assert sorted(hosts.values()) == list(HOSTS)
     assert all(one["facts"]["round_trips_s"] and abs(one["skew_s"]) < 60 for one in found["machines"])
     pairs = {(hosts[one["here"]], hosts[one["there"]]): one for one in found["pairs"]}
-    assert len(pairs) == 6
+    assert len(pairs) == 2
     for (here, there), pair in pairs.items():
         causes = {one["cause"] for one in pair["attempts"]}
-        assert causes == ({"silent"} if there == "h3" else {""}), f"{here} → {there}: {pair}"
-        if there != "h3":
+        assert causes == ({"silent"} if there == "h2" else {""}), f"{here} → {there}: {pair}"
+        if there != "h2":
             measured = pair["attempts"][0]
             assert measured["bytes_per_s"] > 0
             assert measured["round_trip_s"] > 0
             assert {one["port"] for one in pair["attempts"]} == {20000, 20050, 20100}
     bad = [one for one in found["verdicts"] if one["verdict"] == "bad"]
-    assert {one["what"].partition(" → ")[2] for one in bad} == {agent for agent, host in hosts.items() if host == "h3"}
+    assert {one["what"].partition(" → ")[2] for one in bad} == {agent for agent, host in hosts.items() if host == "h2"}
     assert all(f"open TCP {PORTS} between the machines" in one["do"] for one in bad)
-    assert f"{network.address('h3')}:20000" in str(bad)
+    assert f"{network.address('h2')}:20000" in str(bad)
     check_all_is_given_back(network)
 
 
 def test_an_interrupted_doctor_gives_all_machines_back(network: SshNetwork) -> None:
-    asked = doctor("-n", "2")
+    asked = doctor()
     deadline = time.monotonic() + 60
     while sum(bool(network.running(host, "shoal.agent")) for host in HOSTS) < 2:
         assert asked.poll() is None, asked.communicate()

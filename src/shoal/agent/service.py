@@ -24,7 +24,7 @@ from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
 from shoal.core import addresses
-from shoal.errors import HomeUnusable, MembershipError, NoWay, ShoalError
+from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, NoWay, ShoalError
 from shoal.wire import credentials, reach
 from shoal.wire.messages import (
     PROTOCOL,
@@ -231,7 +231,7 @@ class Agent:
             if not len(self._members) and time.time() > until:
                 several = "," in self._settings.url
                 where = "at any of its addresses" if several else f"at {self._settings.url}"
-                raise NoWay(
+                raise (NoWay if several else CoordinatorUnreachable)(
                     f"the coordinator did not answer {where} for {patience_s:.0f} s",
                     why=why,
                     do="start it again; or open its port for this machine, or set address to one that leads to it",

@@ -10,6 +10,7 @@ from itertools import count
 from shoal.coordinator import records
 from shoal.coordinator.links import AgentLink, same_version
 from shoal.coordinator.service import Service
+from shoal.core import addresses
 from shoal.core import fleet_events as fe
 from shoal.errors import BadMessage, ExaminationFailed, NameTaken
 from shoal.wire import messages as ms
@@ -77,7 +78,7 @@ class Agents:
         if not re.fullmatch(r"[\w.:-]+", hello.agent) or len(hello.agent) > 100:
             link.refuse(BadMessage.code, "the name of the agent cannot be used", why=repr(hello.agent[:80]))
             return
-        host = "127.0.0.1" if link.peer == "::1" else link.peer
+        host = _host_of(link, hello)
         known = self._service.runs.machines.get(hello.agent)
         told = records.MachineKnown(hello.agent, hello.machine, hello.pid)
         successor = known is not None and known.pid != hello.pid
@@ -150,3 +151,11 @@ def _exited(message: ms.MemberExited) -> fe.ProcessExited:
         message.exit_code,
         message.signal,
     )
+
+
+def _host_of(link: AgentLink, hello: ms.AgentHello) -> str:
+    """The address of an agent's machine for others: not loopback, if they may be elsewhere."""
+    if not addresses.is_loopback(link.peer):
+        return link.peer
+    outer = [one for one in hello.machine.addresses if addresses.reaches_out(one)]
+    return outer[0] if outer and link.base_url.startswith("https:") else "127.0.0.1"

@@ -137,18 +137,25 @@ class _Call:
                     began = time.monotonic()
                     self._begin(waiting.pop(0))
                     continue
-                for fd, _ in self._poll.poll(GLANCE_S * 1000):
+                stirred = self._poll.poll(GLANCE_S * 1000)
+                for fd, _ in stirred:
                     attempt = self._attempts[fd]
                     if self._advance(attempt):
                         del self._attempts[fd]
                         return attempt.host, attempt.sock
-                who = (self._seat.member,)
-                self._patience.check(who, f"{self._seat.member} did not answer at {', '.join(hosts)}")
+                if not stirred:
+                    self._patience.check((self._seat.member,), self._silence(hosts))
                 if not waiting and self._failures and time.monotonic() > began + SILENT_S:
                     self._believe_silence()
         finally:
             for attempt in self._attempts.values():
                 disown(attempt.sock)
+
+    def _silence(self, hosts: tuple[str, ...]) -> str:
+        where = ", ".join(addresses.shown(host, self._seat.address.port) for host in hosts)
+        unconnected = not any(attempt.open for attempt in self._attempts.values())
+        more = " (no connection: shoal doctor POOL finds out why)" if unconnected else ""
+        return f"{self._seat.member} did not answer at {where}{more}"
 
     def _begin(self, host: str) -> None:
         try:

@@ -278,3 +278,17 @@ def test_ending_refuses_a_process_that_is_not_a_descendant():
     child.kill()
     child.wait()
     assert processes.own(child.pid) is None
+
+
+def test_an_agent_takes_the_url_that_answers_and_one_that_finds_none_names_the_cause_of_each(coordinator, start_agent):
+    url = f"http://127.0.0.1:{coordinator.port}"
+    agent = start_agent("--url", f"http://127.0.0.2:9,http://no.such.host.invalid:9,{url}", "--idle", "0.5")
+    until(lambda: "linked to coordinator" in agent.log.read_text(), "the agent is linked")
+    assert f"at {url}" in agent.log.read_text()
+    coordinator.close()
+    assert agent.process.wait(30) == 4
+    told = agent.log.read_text()
+    assert "error[S230]" in told
+    assert "http://127.0.0.2:9: refused" in told
+    assert "http://no.such.host.invalid:9: the name is not known here" in told
+    assert f"{url}: refused" in told

@@ -53,7 +53,9 @@ def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordi
 def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) -> None:
     coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
     try:
-        assert coordinator.url.startswith("https://0.0.0.0:")
+        assert coordinator.url.startswith("https://127.0.0.1:"), (
+            "the URL is for this machine; urls has those for others"
+        )
         assert oct((coordinator.directory / "token").stat().st_mode)[-3:] == "600"
         assert oct((coordinator.directory / "key.pem").stat().st_mode)[-3:] == "600"
         before = coordinator.credentials

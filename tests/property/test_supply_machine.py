@@ -113,6 +113,14 @@ class SupplyMachine(RuleBasedStateMachine):
             self.agents.add(name)
             self.tell(se.AgentHere(name))
 
+    @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9), works=st.booleans())
+    def a_machine_is_made_ready(self, pool: str, pick: int, works: bool) -> None:
+        jobs = sorted(self.jobs[pool].keys() - self.agents)
+        if jobs:
+            name = jobs[pick % len(jobs)]
+            self.jobs[pool][name] = RUNNING
+            self.tell(se.Preparing(name, "builds") if works else se.Unprepared(name, "it cannot be built"))
+
     @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9))
     def a_machine_gets_a_notice(self, pool: str, pick: int) -> None:
         agents = sorted(self.agents & self.jobs[pool].keys())

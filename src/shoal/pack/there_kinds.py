@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OLDEST = (3, 11)
 NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
 OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|Max retries exceeded|Network is unreachable|timed out")
+SOURCE = re.compile(r"\s*(-i|-f|--(index-url|extra-index-url|find-links|no-index|trusted-host|pre|prefer-binary))\b")
 FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PATHS = "import json, sys; print(json.dumps(sys.path))"
@@ -82,10 +83,12 @@ class Kinds:
             hashed = "--hash=" in file.read()
         self._pip(folder, python, "-r", "requirements.txt", *(() if hashed else (shoal,)))
         if hashed:
-            # What is locked stays as it is; only what it lacks for Shoal is added.
+            # What is locked stays as it is; only what it lacks for Shoal is added, from where the rest came from.
             with open(os.path.join(given, "locked.txt"), "w") as file:
                 file.write(self._steps.said(folder, [python, "-m", "pip", "list", "--format=freeze"]))
-            self._pip(folder, python, "-c", "locked.txt", shoal)
+            with open(os.path.join(given, "more.txt"), "w") as file:
+                file.write("\n".join([*_sources(given), "-c locked.txt", shoal]) + "\n")
+            self._pip(folder, python, "-r", "more.txt")
         shutil.rmtree(given)
         return python
 
@@ -199,6 +202,16 @@ class Kinds:
         with open(os.path.join(folder, "python"), "w") as file:
             file.write(os.path.relpath(python, folder))
         shutil.rmtree(os.path.join(folder, "tmp"), ignore_errors=True)
+
+
+def _sources(given: str) -> list[str]:
+    """Where requirements files say that packages are to be found."""
+    found = []
+    for name in sorted(os.listdir(given)):
+        if name.endswith(".txt"):
+            with open(os.path.join(given, name)) as file:
+                found += [line.strip() for line in file if SOURCE.match(line)]
+    return found
 
 
 def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, inside: str) -> None:

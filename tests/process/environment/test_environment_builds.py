@@ -42,11 +42,12 @@ def test_two_at_once_build_one_and_the_third_finds_it(machine: Machine) -> None:
     code, said = machine.ended("lab-3", made)
     assert (code, UP in said, len(machine.told)) == (0, True, told), said
     show = "import greeting, shoal; print(greeting.WORDS, shoal.__file__)"
-    shown = subprocess.run([machine.python(), "-c", show], capture_output=True, text=True, env={})
+    shown = subprocess.run([machine.python(), "-B", "-c", show], capture_output=True, text=True, env={})
     assert shown.stdout.startswith(f"hello {machine.environments}"), shown.stderr
     inside = machine.environments / machine.folders()[0]
     assert {one.name for one in inside.iterdir()} == {"log", "python", "ready", "used", "venv"}
     assert not list(machine.home("lab-1").glob("*.whl"))
+    assert not list(inside.rglob("greeting.*.pyc")), "pip heard what this machine tells it"
 
 
 def test_what_cannot_be_installed_is_told_and_leaves_nothing(machine: Machine) -> None:

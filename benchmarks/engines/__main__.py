@@ -34,7 +34,6 @@ Measure = Callable[[Side[Any], Path], figures.Figures]
 
 def main() -> None:
     options = _options()
-    processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     parts = [part for part in PARTS if part in options.only]
@@ -42,6 +41,12 @@ def main() -> None:
         now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         found[part] = {**found.get(part, {}), "machine": machine.describe(), "began": now}
     found["settings"] = {peer.name: dict(peer.settings) for peers in PEERS.values() for peer in peers}
+    if "leftovers" in parts:
+        crashes = 10 if options.quick else CRASHES
+        found["leftovers"]["rounds"] = [leftovers.count(engine, crashes) for engine in leftovers.ENGINES]
+        _write(options.out, found)
+    # Not before: what the others kill would stay here as zombies.
+    processes.adopt_orphans()
     try:
         if "start" in parts or "loss" in parts:
             for kind in SITES:
@@ -51,10 +56,6 @@ def main() -> None:
                     except (AssertionError, TimeoutError) as failure:
                         # The cluster itself gave up; what was found on it until then is kept.
                         say(f"{kind.name}: given up: {str(failure)[:2000]}")
-        if "leftovers" in parts:
-            crashes = 10 if options.quick else CRASHES
-            found["leftovers"]["rounds"] = [leftovers.count(engine, crashes) for engine in leftovers.ENGINES]
-            _write(options.out, found)
     finally:
         processes.end_all()
     options.out.with_suffix(".md").write_text(page.page(found))

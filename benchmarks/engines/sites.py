@@ -134,7 +134,9 @@ class RaySite(Site):
     def open(self) -> Iterator[RaySite]:
         # Its workers have the environment of whoever starts it.
         os.environ.update(self.env)
-        self._cluster = ray_cluster.RayCluster()
+        # Workers that wait for work, as Ray has them by default.
+        settings = {name: value for name, value in ray_cluster.SETTINGS.items() if "prestart" not in name}
+        self._cluster = ray_cluster.RayCluster(settings)
         try:
             with self._cluster.network():
                 self.env |= {"RAY_TMPDIR": self._cluster.directory, "RAY_ADDRESS": self._cluster.address}

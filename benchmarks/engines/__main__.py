@@ -73,7 +73,7 @@ def _measure(kind: type[Site], parts: list[str], found: dict[str, Any], options:
         tempfile.TemporaryDirectory(prefix="shoal-bench-", dir="/tmp", ignore_cleanup_errors=True) as scratch,
         kind(Path(scratch, "site")).open() as site,
     ):
-        sides = [Shoal(site, Path(scratch, "shoal"))]
+        sides: list[Side[Any]] = [Shoal(site, Path(scratch, "shoal"))]
         sides += [peer(site, Path(scratch, f"peer-{number}")) for number, peer in enumerate(PEERS[kind.name])]
         if "start" in parts:
             # The first round fills caches, and is not counted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,5 +50,5 @@ def loss(side: Side[Any], directory: Path, chance: random.Random) -> Figures:
         side.end()
 
 
-def _of_another_world(last: Commit) -> Any:
+def _of_another_world(last: Commit) -> Callable[[Commit], bool]:
     return lambda commit: commit.world != last.world

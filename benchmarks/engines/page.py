@@ -51,7 +51,9 @@ def _losses(found: Found) -> Iterator[str]:
 
 def _leftovers(found: Found) -> Iterator[str]:
     for one in found.get("leftovers", {}).get("rounds", []):
-        figure = f"left after {one['crashes']} random crashes ({one['told']}), {one['engine']} pools"
+        figure = (
+            f"left after {one['crashes']} crashes, {one['engine']} pools (killed or frozen at random: {one['told']})"
+        )
         told = f"{one['processes']} processes, {one['jobs']} jobs" if "failed" not in one else one["failed"]
         met = _met("failed" not in one and one["processes"] == one["jobs"] == 0)
         yield f"| {figure} | {told} | - | 0, 0 | {met} |"

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ class Site(ABC):
         """What is missing for it here, or nothing."""
 
     @abstractmethod
-    def open(self) -> contextlib.AbstractContextManager[object]:
+    def open(self) -> contextlib.AbstractContextManager[Site]:
         """It is up while this is entered, and what this thread starts then can reach it."""
 
     @property
@@ -134,7 +134,9 @@ class RaySite(Site):
     def open(self) -> Iterator[RaySite]:
         # Its workers have the environment of whoever starts it.
         os.environ.update(self.env)
-        self._cluster = ray_cluster.RayCluster()
+        # Workers that wait for work, as Ray has them by default.
+        settings = {name: value for name, value in ray_cluster.SETTINGS.items() if "prestart" not in name}
+        self._cluster = ray_cluster.RayCluster(settings)
         try:
             with self._cluster.network():
                 self.env |= {"RAY_TMPDIR": self._cluster.directory, "RAY_ADDRESS": self._cluster.address}
@@ -228,7 +230,7 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def _until(ready: Any, what: str) -> None:
+def _until(ready: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + UP_S
     while not ready():
         if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> None:
     model = prepare_model(jobs.build_model(job.model))
     optimizer = jobs.build_optimizer(model)
     dataset = jobs.build_dataset()
-    sampler = DistributedSampler(dataset, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, drop_last=True)
     loader = DataLoader(dataset, batch_size=job.batch // size, sampler=sampler, drop_last=True)
     step = 0
     checkpoint = ray.train.get_checkpoint()

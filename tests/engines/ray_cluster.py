@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -54,7 +54,7 @@ class RayCluster:
     `apart` gives it a network of its own; without it, the one that this thread is in must lead nowhere else.
     """
 
-    def __init__(self, *, apart: bool = True) -> None:
+    def __init__(self, settings: Mapping[str, str] = SETTINGS, *, apart: bool = True) -> None:
         # Ray's sockets are below it, and their paths may have 107 bytes.
         self.directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")
         self.workers = 0
@@ -65,7 +65,7 @@ class RayCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=open(os.path.join(self.directory, "cluster.log"), "wb"),  # noqa: SIM115 - the child's
-            env={**os.environ, **SETTINGS, "RAY_TMPDIR": self.directory},
+            env={**os.environ, **settings, "RAY_TMPDIR": self.directory},
             text=True,
         )
         self.address: str = ""

@@ -69,6 +69,12 @@ def machines(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
         cluster.stop()
 
 
+def is_settled(run: Hired) -> bool:
+    agents = run.agents()
+    known = {one["agent"]["agent"] for one in run.shoal("nodes") if one["agent"]["connected"]}
+    return run.world_size() == 3 == len(agents) and agents.keys() == known
+
+
 def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
     """Let so many die, the client at last; what died."""
     died: Counter[str] = Counter()
@@ -81,9 +87,7 @@ def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
         time.sleep(dice.uniform(0.0, 4.0))
         # The supervisor gives up on a coordinator that dies again and again within seconds, and rightly so.
         run.until(lambda before=step: run.step() > before, "another step", patience_s=180.0)
-    run.until_size(3)
-    assert len(run.agents()) == 3, "three machines are enough for three members"
-    assert run.agents().keys() == {one["agent"]["agent"] for one in run.shoal("nodes") if one["agent"]["connected"]}
+    run.until(lambda: is_settled(run), "three machines, and no more, for three members", patience_s=180.0)
     commits = run.commits()
     assert {e["step"] for e in commits} == set(range(1, max(e["step"] for e in commits) + 1)), "a step was lost"
     run.process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))

@@ -107,8 +107,8 @@ def test_a_run_never_spends_more_than_its_budget(
     assert site.spent <= budget + most * spending.LOOK_S / 3600.0
     left = budget - site.spent
     if site.over:
-        cheapest = min(pool.price_per_h for pool in site.pools)
-        paying = supply.rate_of(site.state, "run") + cheapest
+        # What it could not do without may have been several machines, of the dearest pool.
+        paying = supply.rate_of(site.state, "run") + least * max(pool.price_per_h for pool in site.pools)
         tick = (paying + most) * 2 * spending.LOOK_S / 3600.0
         assert left <= paying * spending.RESERVE_S / 3600.0 + tick, "it was stopped while there was money"
     site.stop()

@@ -45,5 +45,5 @@ def test_one_lost_step_is_one_too_many_and_a_job_that_never_came_back_is_told():
 def test_a_process_that_is_left_is_said():
     left = {"engine": "slurm", "crashes": 50, "told": "50 agent", "processes": 1, "jobs": 0}
     found = {"leftovers": {**PART, "rounds": [left]}}
-    assert row(found, "left after 50 random crashes")[1] == "1 processes, 0 jobs"
-    assert row(found, "left after 50 random crashes")[-1] == "**no**"
+    assert row(found, "left after 50 crashes")[1] == "1 processes, 0 jobs"
+    assert row(found, "left after 50 crashes")[-1] == "**no**"

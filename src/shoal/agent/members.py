@@ -95,7 +95,6 @@ class Members:
         self._alive: dict[str, Member] = {}
         self._cores = probe.cores()
         self._core_speed = 0.0
-        threading.Thread(target=self._measure, name="shoal-probe", daemon=True).start()
         self.last_exit = 0.0
         environment = {**home.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
         # One thread in NumPy's own library, or the warm process would have more than one from the import on.
@@ -103,8 +102,14 @@ class Members:
         self._warm_environment = environment
         self.warm = WarmProcess(preload, environment, self._on_start, self._on_exit)
 
+    def open(self) -> None:
+        """Start the warm process, and then measure a core beside it: a member born before that has no guess."""
+        self.warm.open()
+        measuring = threading.Thread(target=self._measure, name="shoal-probe", daemon=True)
+        # It would hold up the start of the warm process, for which everybody waits.
+        asyncio.get_running_loop().call_soon(measuring.start)
+
     def _measure(self) -> None:
-        """Beside the warm process that is starting: nobody waits for it, and a member born before it has no guess."""
         self._core_speed = probe.core_speed()
 
     def __len__(self) -> int:

@@ -113,7 +113,7 @@ class Agent:
         """Until told to go, or the coordinator stays away for too long."""
         self._make_directory()
         self._machine = probe.machine(self._settings.name)
-        self._members.warm.open()
+        self._members.open()
         self._listen_to_signals()
         link = asyncio.create_task(self._stay_linked())
         self._in_background(self._members.follow_logs())

@@ -165,7 +165,8 @@ class Stage:
             self.process.kill()
             self.process.wait(10)
         _, alive = psutil.wait_procs(family, timeout=15)
-        leftovers = [p.cmdline() for p in alive if p.is_running()]
+        # What has ended, and only waits for whoever adopted it, has no command line any more.
+        leftovers = [command for p in alive if (command := _command(p))]
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -75,12 +76,16 @@ class CoordinatorLink:
         finally:
             await link.close()
 
-    async def _open(self, url: str) -> ClientConnection:
+    async def _open(self, url: str, answered: Callable[[], None]) -> ClientConnection:
         """A connection to whoever has the coordinator's certificate, and accepts our token."""
         target = self._ways[url]
+        async with asyncio.timeout(self._connect_s):
+            sock = await _connect(target)
+        answered()
         try:
             return await connect(
                 target,
+                sock=sock,
                 additional_headers=self._credentials.headers,
                 ssl=self._tls if target.startswith("wss") else None,
                 open_timeout=self._connect_s,
@@ -135,6 +140,27 @@ async def _any_of(*work: Coroutine[Any, Any, None]) -> None:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
+
+
+async def _connect(url: str) -> socket.socket:
+    """A socket that is connected to where a URL leads: to the first of its addresses that takes it."""
+    parts, loop = urlsplit(url), asyncio.get_running_loop()
+    port = parts.port or (443 if parts.scheme == "wss" else 80)
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, where)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure or OSError(f"{parts.hostname} has no address")
 
 
 def _unreached(none: paths.NoneAnswered) -> Exception:

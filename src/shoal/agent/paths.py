@@ -9,6 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STAGGER_S = 0.25
+PROOF_S = 3.0
 
 
 class NoneAnswered(Exception):  # noqa: N818 - what it holds are the errors
@@ -21,26 +22,33 @@ class NoneAnswered(Exception):  # noqa: N818 - what it holds are the errors
 
 async def first(
     ways: Sequence[str],
-    open_: Callable[[str], Awaitable[T]],
+    open_: Callable[[str, Callable[[], None]], Awaitable[T]],
     close: Callable[[T], Awaitable[object]],
     stagger_s: float = STAGGER_S,
+    proof_s: float = PROOF_S,
 ) -> tuple[str, T]:
     """The first way that opens, and what it opened; others that open as well are closed again.
 
     The next way is begun when one has failed, or has not answered for a moment: if the first answers, it is the only
-    one that is tried.
+    one that is tried. `open_` is given a way and what to call as soon as somebody answers there at all; then there is
+    more time, because a coordinator to which a thousand agents come at once is slow, and not to be asked twice.
     """
-    waiting = list(ways)
+    clock = asyncio.get_running_loop().time
+    waiting, next_at = list(ways), 0.0
     tasks: dict[asyncio.Future[T], str] = {}
     failures: dict[str, Exception] = {}
+
+    def answered() -> None:
+        nonlocal next_at
+        next_at = clock() + proof_s
+
     try:
         while waiting or tasks:
-            if waiting:
-                way = waiting.pop(0)
-                tasks[asyncio.ensure_future(open_(way))] = way
-            done, _ = await asyncio.wait(
-                tasks, timeout=stagger_s if waiting else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            if waiting and (not tasks or clock() >= next_at):
+                way, next_at = waiting.pop(0), clock() + stagger_s
+                tasks[asyncio.ensure_future(open_(way, answered))] = way
+            within_s = max(0.0, next_at - clock()) if waiting else None
+            done, _ = await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             # In the order in which they were begun: of two that are there, the better one.
             for task in [one for one in tasks if one in done]:
                 error = task.exception()
@@ -48,7 +56,7 @@ async def first(
                     return tasks.pop(task), task.result()
                 if not isinstance(error, Exception):
                     raise error
-                failures[tasks.pop(task)] = error
+                failures[tasks.pop(task)], next_at = error, 0.0
     finally:
         await _give_up(list(tasks), close)
     raise NoneAnswered(failures)

@@ -28,6 +28,8 @@ from shoal.worker.ways import Ways
 TRIES = 3
 GLANCE_S = 0.02
 STAGGER_S = 0.25
+# A member that computes may take its time to prove itself; a worse way must not be taken only because of that.
+PROOF_S = 1.0
 # Silence is believed after this long, once another address has said something: a lost packet is sent again after 1 s.
 SILENT_S = 1.5
 
@@ -121,6 +123,7 @@ class _Call:
         self._poll = select.poll()
         self._attempts: dict[int, _Attempt] = {}
         self._failures: dict[str, Exception] = {}
+        self._next_at = 0.0
 
     def connect(self, hosts: tuple[str, ...], sure: str | None) -> tuple[str, socket.socket]:
         """The host that the member was reached at, and the connection.
@@ -133,8 +136,9 @@ class _Call:
                 gone = isinstance(self._failures.get(sure or ""), ConnectionRefusedError)
                 if gone or not (waiting or self._attempts):
                     raise NoneAnswered(self._failures)
-                if waiting and (not self._attempts or time.monotonic() >= began + STAGGER_S):
+                if waiting and (not self._attempts or time.monotonic() >= self._next_at):
                     began = time.monotonic()
+                    self._next_at = began + STAGGER_S
                     self._begin(waiting.pop(0))
                     continue
                 stirred = self._poll.poll(GLANCE_S * 1000)
@@ -200,6 +204,7 @@ class _Call:
             attempt.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             attempt.sock.send(attempt.packed)
             attempt.open = True
+            self._next_at = time.monotonic() + PROOF_S
             self._poll.modify(attempt.sock, select.POLLIN)
         except (OSError, Refused) as error:
             fd = attempt.sock.fileno()
@@ -230,5 +235,6 @@ class _Call:
                 self._drop(attempt, TimeoutError())
 
     def _drop(self, attempt: _Attempt, error: Exception) -> None:
+        self._next_at = 0.0
         self._failures[attempt.host] = error
         disown(attempt.sock)

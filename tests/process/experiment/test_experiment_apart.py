@@ -16,12 +16,12 @@ POOL = """
 [pool.far]
 engine = "local"
 shared = false
-limit = 3
+limit = 2
 directory = "{machines}"
 """
 
 PROGRAM = """
-import dataclasses, os
+import dataclasses
 import aside_library
 
 def far_away():
@@ -33,39 +33,19 @@ def far_away():
     assert open("data/one.csv").read() == "1,2"
     assert aside_library.deep.read() == "packed"
     assert (beside.NAME, helper.ANSWER, closed_over) == ("beside", 42, "closed over")
-    made = experiment_fn()
-    return dataclasses.replace(made, data=Patient(made.data), save="models/last.pt", best="min:worst", export="best.pt")
+    return dataclasses.replace(experiment_fn(), save="models/last.pt")
 
 closed_over = "closed over"
 
-class Patient:
-    "Samples that are not to be had in the last epoch until the evaluator has brought a model back."
-
-    def __init__(self, data):
-        self.data, self.asked = data, 0
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        import glob, time
-        self.asked += 1
-        until = time.monotonic() + 60
-        while self.asked > 100 and not glob.glob(os.environ["WHERE"]) and time.monotonic() < until:
-            time.sleep(0.05)
-        return self.data[index]
-
 if __name__ == "__main__":
-    roles = {"trainer": shoal.Role(count=2), "evaluator": shoal.Role()}
     run = shoal.run(
-        far_away, on="far", roles=roles, files={"helper.py": "given/other.py", "data": "data"},
-        env={"WHERE": os.environ["SHOAL_HOME"] + "/coordinators/*/runs/*/outputs/best.pt"},
-        checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
-    view = run.wait(150)
+        far_away, on="far", roles={"trainer": shoal.Role(count=2)},
+        files={"helper.py": "given/other.py", "data": "data"}, checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
+    view = run.wait(180)
     work = run.directory
-    tell(status=view.status, logs=run.logs(), story=str(run.story()), checkpoint=view.checkpoint_path,
-         tensorboard=view.tensorboard, run_dir=view.directory, again=run.fetch(), apart=run.fetch("elsewhere"),
-         saved=[str(path) for path in (work / "models/last.pt", work / "best.pt") if path.is_file()])
+    tell(status=view.status, step=view.checkpoint_step, logs=run.logs(), story=str(run.story()),
+         checkpoint=view.checkpoint_path, tensorboard=view.tensorboard, run_dir=view.directory,
+         again=run.fetch(), apart=run.fetch("elsewhere"), saved=(work / "models/last.pt").is_file())
 """
 
 
@@ -102,13 +82,13 @@ def test_a_function_its_files_and_its_modules_go_there_and_what_it_saves_comes_b
     assert told["status"] == "done", told["story"]
     assert "shoal: sends " in stage.output
     worked_in = {line.partition(" | in ")[2] for line in told["logs"].splitlines() if " | in " in line}
-    assert len(worked_in) == 2, "the evaluator lives on one of them"
+    assert len(worked_in) == 2
     assert all(Path(one).is_relative_to(machines) for one in worked_in)
     assert not [path for path in machines.rglob("token*") if "project" in path.parts], "a token was sent along"
-    assert [Path(one).name for one in told["saved"]] == ["last.pt", "best.pt"], told["logs"]
-    assert (told["again"], sorted(told["apart"])) == ([], ["best.pt", "models/last.pt"])
+    assert told["saved"], told["logs"]
+    assert (told["again"], told["apart"]) == ([], ["models/last.pt"])
     run_dir = Path(told["run_dir"])
     assert list((run_dir / "uploads").iterdir()) == []
     assert Path(told["checkpoint"]).parent == run_dir / "checkpoints"
-    assert checkpoint.read(open_store(str(run_dir / "checkpoints"))).entry.step == 9
+    assert checkpoint.read(open_store(str(run_dir / "checkpoints"))).entry.step == told["step"] > 0
     assert list(Path(told["tensorboard"]).rglob("events.*"))

@@ -51,6 +51,7 @@ def test_a_piece_that_is_sent_twice_counts_once(files: Files) -> None:
     for _ in range(2):
         files.take("r", NAME, ID, 0, b"one")
     files.take("r", NAME, ID, 3, b"tw")
+    files.take("r", NAME, ID, 3, b"two and more")
     files.take("r", NAME, ID, 3, b"two")
     for _ in range(2):
         files.take("r", NAME, ID, 6, b"!", whole(b"onetwo!"))

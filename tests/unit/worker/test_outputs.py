@@ -6,12 +6,13 @@ import errno
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shoal.errors import OutputLost
-from shoal.worker import environment, joining, outputs
+from shoal.worker import environment, evaluation, joining, outputs
 
 TOLD = environment.read(
     {
@@ -107,3 +108,29 @@ def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path)
 def test_checkpoints_go_where_all_members_find_them(to: str, store: str, found: str) -> None:
     told = replace(TOLD, store=store, values=environment.Settings(checkpoint_to=to))
     assert joining.checkpoints_of(told) == found
+
+
+def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
+    kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[Any] = []
+    line = SimpleNamespace(
+        evaluated=lambda found: said.append((found.export, dict(kept["coordinator://r/outputs"].blobs)))
+    )
+    session: Any = SimpleNamespace(
+        me="far/e",
+        phase=lambda _name: None,
+        at=lambda _step: None,
+        line=line,
+        environment=replace(TOLD, apart=str(tmp_path)),
+    )
+    keeper: Any = SimpleNamespace(restore=lambda: 7)
+    wish = evaluation.wish(lambda: {"loss": 0.5}, "min:loss", None, "models/best.pt")
+    write = lambda path: Path(path).write_bytes(b"best")  # noqa: E731
+    assert evaluation._evaluate(session, keeper, wish, write, 0.9) == (7, 0.5)
+    assert said == [("models/best.pt", {"models/best.pt": b"best"})]
+    kept.clear()
+    kept["coordinator://r/outputs"] = Kept()
+    assert evaluation._evaluate(session, keeper, wish, write, 0.1) == (7, 0.1)
+    assert said[1] == ("", {}), "one that is no better is not sent"

@@ -357,6 +357,28 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
     assert not site.home("pool-1").exists(), "nothing is left of it, least of all the token"
 
 
+def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(site: SlurmSite) -> None:
+    engine = site.engine()
+    with pytest.raises(HireRefused, match="no node of the partition has as much"):
+        engine.submit(replace(site.ask("pool-1"), cpus=99))
+    handle = engine.submit(replace(site.ask("pool-2"), cpus=2, memory_bytes=100 << 20))
+    said = subprocess.run(["squeue", "-h", f"--name={handle}", "-o", "%C %m"], capture_output=True, text=True).stdout
+    assert said.split() == ["2", "100M"]
+    engine.submit(site.ask("pool-3"))
+    engine.cancel(handle)
+
+    def is_removed_a_day_later() -> bool:
+        for path in site.path.rglob("home/hires/*/*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, (0.0, 0.0))
+        engine.tidy(site.tag, ())
+        return not site.home("pool-2").exists()
+
+    # Its agent may have something to write until the very end.
+    site.until(is_removed_a_day_later, "what it left to be removed")
+    assert (site.home("pool-3") / "token").exists()
+
+
 def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     engine = SlurmSite(tmp_path, slurm).engine(directory=str(tmp_path / "file"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,11 @@ def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
         engine.cancel(handles["pool-2"])
         site.until_agents("pool-1")
         assert set(site.seen(engine)) == {"pool-1"}
+        homes = shared / "hires" / site.tag
+        for path in homes.rglob("*"):
+            os.utime(path, (0.0, 0.0))
+        engine.tidy(site.tag, ())
+        assert [home.name for home in homes.iterdir()] == ["pool-1"], "what is left of the other is removed"
 
 
 def test_the_hires_of_others_take_room(tmp_path: Path) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from shoal.core.hires import LEAVING, Standing, State
 from shoal.core.supply_events import Need, Pool, PoolTrouble
-
-if TYPE_CHECKING:
-    from shoal.core.supply import Standing, State
 
 # So many machines in a row that were gone before their agents came are no accident.
 FRUITLESS = 3
@@ -74,7 +71,7 @@ def _too_small(pool: Pool, need: Need) -> PoolTrouble:
 
 def _had(state: State, pool: str) -> int:
     """The places of all that a pool has given, or still may."""
-    return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status != "leaving")
+    return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status != LEAVING)
 
 
 def _pools(known: Mapping[str, Pool], need: Need) -> list[Pool]:

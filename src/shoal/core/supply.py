@@ -14,95 +14,52 @@ is asked; if it delivers after all, whatever is then too much is let go, the las
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shoal.core import money, prospects, spending
 from shoal.core import supply_events as se
+from shoal.core.hires import (
+    ASKED,
+    HERE,
+    LEAVING,
+    LIVE,
+    SUBMITTED,
+    Hire,
+    Limits,
+    Standing,
+    State,
+    broke,
+    left_of,
+    paid_by,
+    rate_of,
+    serve,
+    users,
+)
 from shoal.core.money import Account
 from shoal.core.supply_events import Need, Pool
 
-ASKED, SUBMITTED, HERE, LEAVING = "asked", "submitted", "here", "leaving"
-LIVE = (ASKED, SUBMITTED, HERE)
 LOOK = "look into agent.log below hires/ in its directory there"
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long things are waited for. `young_s` is how long an agent lives at least if its machine is any good."""
-
-    surplus_s: float = 5.0
-    join_s: float = 300.0
-    young_s: float = 30.0
-    pause_s: float = 5.0
-    pause_max_s: float = 600.0
-    cancel_again_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hire:
-    """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
-
-    `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
-    `spare_since` is since when no run needs it, and `spare_why` why. While its machine is made ready, `heard_at` is
-    when it last said so. `cpus` and `memory_bytes` are those of each of its places. `whose` are the runs that need it,
-    or needed it last, and how many of its places.
-    """
-
-    name: str
-    pool: str
-    slots: int
-    status: str
-    since: float
-    handle: str = ""
-    running: bool = False
-    overdue: bool = False
-    going: bool = False
-    paid_since: float | None = None
-    spare_since: float | None = None
-    heard_at: float | None = None
-    why: str = ""
-    spare_why: str = ""
-    cpus: int = 0
-    memory_bytes: int = 0
-    whose: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def preparing(self) -> bool:
-        return self.status == SUBMITTED and self.heard_at is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a pool is doing. It is asked for nothing before `until`; `strikes` are failures not long after each other.
-
-    `failing_since` is since when it has taken no hire; `final` says that it never will, as it is asked; `fruitless`
-    counts the hires in a row that were gone before their agents came.
-    """
-
-    until: float = 0.0
-    strikes: int = 0
-    struck_at: float = 0.0
-    why: str = ""
-    where: str = ""
-    do: str = ""
-    unreachable_since: float | None = None
-    failing_since: float | None = None
-    final: bool = False
-    fruitless: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """All pools, needs and hires of a coordinator."""
-
-    limits: Limits = Limits()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
-    standings: Mapping[str, Standing] = field(default_factory=dict)
-    needs: tuple[Need, ...] = ()
-    hires: Mapping[str, Hire] = field(default_factory=dict)
-    count: int = 0
-    account: Account = field(default_factory=Account)
+__all__ = [
+    "ASKED",
+    "HERE",
+    "LEAVING",
+    "LIVE",
+    "SUBMITTED",
+    "Hire",
+    "Limits",
+    "Standing",
+    "State",
+    "account_at",
+    "broke",
+    "decide",
+    "due",
+    "is_news",
+    "money_due",
+    "rate_of",
+    "users",
+]
 
 
 def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.Instruction, ...]]:
@@ -148,32 +105,6 @@ def account_at(state: State, now: float) -> Account:
     return _Draft(state, now).account
 
 
-def rate_of(state: State, run: str) -> float:
-    """What a run pays for an hour of all that it has, as if nobody shared it."""
-    return sum(
-        _price(state, hire) for hire in state.hires.values() if run in hire.whose and hire.paid_since is not None
-    )
-
-
-def broke(state: State, run: str) -> str:
-    """Why a run cannot go on for what is left of its budget, empty if it can."""
-    needs = [need for need in state.needs if need.run == run and need.budget is not None]
-    if not needs or needs[0].budget is None:
-        return ""
-    budget, left, paying = needs[0].budget, _left(state, needs[0]), rate_of(state, run)
-    told = f"the budget of {budget:.2f} is spent but for {max(0.0, left):.2f}"
-    if paying and not spending.pays(left, paying, spending.RESERVE_S):
-        return f"{told}, which is needed to stop in order"
-    found: dict[str, dict[str, int]] = {name: {} for name, hire in state.hires.items() if hire.status in LIVE}
-    for need in needs:
-        lacks = _serve(state, need, found).lacks - (need.slots - need.least)
-        prices = [state.pools[name].price_per_h for name in need.pools if name in state.pools]
-        rate = _paid_by(state, found, run)
-        if lacks > 0 and prices and not spending.may_hire(left, rate, min(prices), least=True):
-            return f"{told}, which does not pay the machines that are missing"
-    return ""
-
-
 def is_news(state: State, event: se.Observed) -> bool:
     """Whether what a pool says there is differs from what we know."""
     mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}
@@ -195,76 +126,6 @@ def is_news(state: State, event: se.Observed) -> bool:
 def _why(hire: Hire, seen: se.Sighting) -> str:
     """What is to be said of a hire: its machine knows best what it does."""
     return hire.why if hire.preparing else seen.why or hire.why
-
-
-def users(state: State) -> dict[str, dict[str, int]]:
-    """For each hire that lives, how many of its places which run needs, the needs served in their order."""
-    found: dict[str, dict[str, int]] = {name: {} for name, hire in state.hires.items() if hire.status in LIVE}
-    for need in state.needs:
-        _serve(state, need, found)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """How many places a need lacks, and the hires that it would have, if they were not too dear."""
-
-    lacks: int
-    dear: list[str]
-
-
-def _serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> _Served:
-    """Give a need its places."""
-    lacks, chosen = need.slots, list[tuple[Hire, int]]()
-    for name in need.held:
-        if name in found:
-            found[name].setdefault(need.run, 1)
-    for hire in sorted((state.hires[name] for name in found), key=lambda one: _rank(need, one)):
-        free = hire.slots - sum(found[hire.name].values())
-        if not _is_fit(state, need, hire) or lacks <= 0 or free <= 0:
-            continue
-        chosen.append((hire, min(free, lacks)))
-        lacks -= min(free, lacks)
-    dear: list[str] = []
-    if need.budget is not None:
-        kept = [spending.Kept(hire.name, _price(state, hire), many, hire.status == HERE) for hire, many in chosen]
-        beside = _paid_by(state, found, need.run)
-        dear = spending.too_dear(kept, _left(state, need), beside, need.least)
-    for hire, many in chosen:
-        if hire.name in dear:
-            lacks += many
-        else:
-            found[hire.name][need.run] = found[hire.name].get(need.run, 0) + many
-    return _Served(max(0, lacks), dear)
-
-
-def _is_fit(state: State, need: Need, hire: Hire) -> bool:
-    if hire.pool not in need.pools or hire.overdue or hire.going:
-        return False
-    pool = state.pools.get(hire.pool)
-    if pool is None or not pool.sized:
-        return True
-    return hire.cpus >= need.cpus and hire.memory_bytes >= need.memory_bytes
-
-
-def _price(state: State, hire: Hire) -> float:
-    pool = state.pools.get(hire.pool)
-    return pool.price_per_h if pool is not None else 0.0
-
-
-def _paid_by(state: State, found: Mapping[str, Mapping[str, int]], run: str) -> float:
-    """What an hour of the machines costs that a run has been given so far."""
-    return sum(_price(state, state.hires[name]) for name, shares in found.items() if run in shares)
-
-
-def _left(state: State, need: Need) -> float:
-    return (need.budget or 0.0) - state.account.of_run(need.run).spent
-
-
-def _rank(need: Need, hire: Hire) -> tuple[int, int, float, str]:
-    """Earlier pools first; in one pool those that are here, then those that have waited longest."""
-    place = need.pools.index(hire.pool) if hire.pool in need.pools else len(need.pools)
-    return place, (HERE, SUBMITTED, ASKED).index(hire.status), hire.since, hire.name
 
 
 def _new_hire(name: str, pool: Pool, need: Need, now: float) -> Hire:
@@ -359,7 +220,7 @@ class _Draft:
         found: dict[str, dict[str, int]] = {name: {} for name, hire in self.hires.items() if hire.status in LIVE}
         dear: dict[str, str] = {}
         for need in state.needs:
-            served = _serve(state, need, found)
+            served = serve(state, need, found)
             dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
             self._hire(need, served.lacks, found)
         for name, shares in found.items():
@@ -369,7 +230,7 @@ class _Draft:
                 self.asked.append(se.OutOfMoney(run, why))
 
     def _why_dear(self, state: State, need: Need) -> str:
-        left, paying = _left(state, need), rate_of(state, need.run)
+        left, paying = left_of(state, need), rate_of(state, need.run)
         lasts_min = spending.lasts_s(left, paying) / 60.0
         return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
 
@@ -407,7 +268,7 @@ class _Draft:
         if need.budget is None:
             return True
         state = self.freeze()
-        return spending.may_hire(_left(state, need), _paid_by(state, found, need.run), pool.price_per_h, least=least)
+        return spending.may_hire(left_of(state, need), paid_by(state, found, need.run), pool.price_per_h, least=least)
 
     def _is_open(self, pool: str) -> bool:
         standing = self.standings.get(pool, Standing())

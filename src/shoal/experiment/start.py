@@ -182,9 +182,10 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) 
             "members= is not an argument of shoal.run", do='pass roles={"trainer": shoal.Role(count="1:8")}'
         )
     options["members"] = ('Role("trainer").count', str(roles[TRAINER].count))
-    options["on"] = ("on=", trainer.on or on)
     if trainer.where:
         options["where"] = ('Role("trainer").where', trainer.where)
+    # Labels choose among all pools unless some are named.
+    options["on"] = ("on=", trainer.on or ("" if on == LOCAL and "where" in options else on))
     for role, setting in render.ROLES_ON.items():
         if role in roles and roles[role].on:
             options[setting] = (f'Role("{role}").on', roles[role].on)

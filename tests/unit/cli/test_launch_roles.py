@@ -97,6 +97,9 @@ def test_a_role_of_python_has_pools_and_labels_too() -> None:
     spec = start._spec(Path("/nowhere"), "fn", roles, choices, {})
     assert (spec.on, spec.where, spec.budget) == (("spot",), {"gpu": "a100"}, 2.0)
     assert spec.roles["evaluator"].on == ("lab",)
+    roles = {TRAINER: shoal.Role(where="zone=b")}
+    choices = sources.choose(Path.cwd(), {}, options=start._options(roles, {}, "local"))
+    assert start._spec(Path("/nowhere"), "fn", roles, choices, {}).on == ("rays",)
     with pytest.raises(BadRole):
         start._options({TRAINER: shoal.Role(on="spot")}, {}, "lab")
 

@@ -140,6 +140,7 @@ def is_news(state: State, event: se.Observed) -> bool:
         or mine[seen.hire].handle != seen.handle
         or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
         or (seen.why and seen.why != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
+        or (seen.why and not mine[seen.hire].why and mine[seen.hire].status == HERE)
         for seen in event.seen
     )
 
@@ -365,6 +366,8 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
     elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
         # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
         hire = draft.update(hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None)
+    if seen.running and seen.why and not hire.why:
+        draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
     if hire.status == LEAVING and not hire.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
     elif hire.handle and hire.handle != seen.handle:

@@ -119,6 +119,7 @@ def is_news(state: State, event: se.Observed) -> bool:
         or mine[seen.hire].handle != seen.handle
         or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
         or (_why(mine[seen.hire], seen) != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
+        or (seen.why and not mine[seen.hire].why and mine[seen.hire].status == HERE)
         for seen in event.seen
     )
 
@@ -367,6 +368,8 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
         hire = draft.update(
             hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
         )
+    if seen.running and seen.why and not hire.why:
+        draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
     if hire.status == LEAVING and not hire.handle:
         draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
     elif hire.handle and hire.handle != seen.handle:

@@ -227,7 +227,7 @@ class Ssh(Engine):
             words = last_words.of_log(one["said"], ssh_command.agent_python(self._ssh))
             contact.proved = False
             return Seen(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
-        return Seen(one["hire"], handle, "running", contact.why() if silent else "")
+        return Seen(one["hire"], handle, "running", contact.why() if silent else contact.skew)
 
     def cancel(self, handle: str) -> None:
         host, tag, hire = ssh_command.of_handle(handle)

@@ -32,9 +32,7 @@ from shoal.wire.views import RunSpec
 from shoal.worker.experiment import Experiment
 
 MEMBER = "shoal.experiment"
-WORK, NAME = "work", ".shoal-pack"
-# Where members work, so that it is there wherever they do.
-PACK = f"{WORK}/{NAME}"
+PACK, WORK = "pack", "work"
 
 
 def run(
@@ -89,7 +87,6 @@ def pack(
     """
     token = secrets.token_urlsafe(32)
     credentials.write(directory / "token", credentials.Credentials(token))
-    (directory / WORK).mkdir(mode=0o700)
     where = directory / PACK
     where.mkdir(mode=0o700)
     function = packed_function.put(where, experiment_fn)
@@ -110,7 +107,7 @@ def _packed_for_others(
     own = modules.imported(sys.modules, sent)
     near = modules.relative(packed_function.search_path(), root) if root is not None else ()
     made = pack(directory, experiment_fn, contents, own, near)
-    packed = packed_files.shipped(directory / PACK, made, NAME)
+    packed = packed_files.shipped(directory / PACK, made)
     told = luggage.weigh(root, float(choices.text("ship_limit_mb")), packed)
     sys.stderr.write(f"shoal: sends {told}\n")
     named = {name: str(path) for name, path in packed.items()}
@@ -119,7 +116,7 @@ def _packed_for_others(
 
 def _named(files: Files) -> dict[str, Path]:
     contents = packed_files.named(files)
-    taken = [name for name in contents if name.partition("/")[0] == NAME]
+    taken = [name for name in contents if name.partition("/")[0] == manifest.THERE]
     if taken:
         raise BadFiles(f"a file cannot be called {taken[0]!r}", why="that is where the function itself is")
     return contents
@@ -129,7 +126,7 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
     config.parse_settings(choices.for_run())
     return RunSpec(
         name=choices.text("name") or name.strip("<>"),
-        argv=(MEMBER, NAME),
+        argv=(MEMBER, str(directory / PACK)),
         cwd=str(directory / WORK),
         members=render.parse_members(choices.text("members"), choices.source("members")),
         env=env,

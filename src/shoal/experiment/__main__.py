@@ -22,18 +22,19 @@ def main(pack: str) -> None:
         raise IncompleteEnvironment("shoal.experiment is a member of a run", do="start it with shoal.run")
     # For those who read it; it names no others, because who is there changes, and they meet through Shoal.
     os.environ.setdefault("TF_CONFIG", task_config(told.role, told.member))
-    contents = manifest.read(Path(pack), credentials.read(told.token_file).token)
+    where = Path(manifest.THERE if told.apart else pack)
+    contents = manifest.read(where, credentials.read(told.token_file).token)
     files.check(contents.files, Path.cwd())
     if told.apart:
-        files.check(contents.modules, Path(pack) / manifest.MODULES)
-    experiment = _called(contents, pack, apart=bool(told.apart))
+        files.check(contents.modules, where / manifest.MODULES)
+    experiment = _called(contents, where, apart=bool(told.apart))
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
     import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not told.values.evaluator)
 
 
-def _called(contents: manifest.Manifest, pack: str, *, apart: bool) -> object:
-    experiment_fn = function.get(Path(pack), contents, apart=apart)
+def _called(contents: manifest.Manifest, pack: Path, *, apart: bool) -> object:
+    experiment_fn = function.get(pack, contents, apart=apart)
     try:
         return experiment_fn()
     except ShoalError:

@@ -32,9 +32,7 @@ from shoal.wire.views import RoleSpec, RunSpec
 from shoal.worker.experiment import Experiment
 
 MEMBER = "shoal.experiment"
-WORK, NAME = "work", ".shoal-pack"
-# Where members work, so that it is there wherever they do.
-PACK = f"{WORK}/{NAME}"
+PACK, WORK = "pack", "work"
 
 
 def run(
@@ -91,7 +89,6 @@ def pack(
     """
     token = secrets.token_urlsafe(32)
     credentials.write(directory / "token", credentials.Credentials(token))
-    (directory / WORK).mkdir(mode=0o700)
     where = directory / PACK
     where.mkdir(mode=0o700)
     function = packed_function.put(where, experiment_fn)
@@ -112,7 +109,7 @@ def _packed_for_others(
     own = modules.imported(sys.modules, sent)
     near = modules.relative(packed_function.search_path(), root) if root is not None else ()
     made = pack(directory, experiment_fn, contents, own, near)
-    packed = packed_files.shipped(directory / PACK, made, NAME)
+    packed = packed_files.shipped(directory / PACK, made)
     told = luggage.weigh(root, float(choices.text("ship_limit_mb")), packed)
     sys.stderr.write(f"shoal: sends {told}\n")
     named = {name: str(path) for name, path in packed.items()}
@@ -121,7 +118,7 @@ def _packed_for_others(
 
 def _named(files: Files) -> dict[str, Path]:
     contents = packed_files.named(files)
-    taken = [name for name in contents if name.partition("/")[0] == NAME]
+    taken = [name for name in contents if name.partition("/")[0] == manifest.THERE]
     if taken:
         raise BadFiles(f"a file cannot be called {taken[0]!r}", why="that is where the function itself is")
     return contents
@@ -133,7 +130,7 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
     asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
     return RunSpec(
         name=choices.text("name") or name.strip("<>"),
-        argv=(MEMBER, NAME),
+        argv=(MEMBER, str(directory / PACK)),
         cwd=str(directory / WORK),
         members=members,
         env=env,

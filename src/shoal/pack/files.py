@@ -55,11 +55,9 @@ def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
 
 
-def shipped(pack: Path, contents: manifest.Manifest, name: str) -> dict[str, Path]:
-    """What travels of a pack to machines that do not see it: by its place in a working directory there.
-
-    The pack itself is called `name` in it.
-    """
+def shipped(pack: Path, contents: manifest.Manifest) -> dict[str, Path]:
+    """What travels of a pack to machines that do not see it: by its place in the working directory there."""
+    name = manifest.THERE
     own = [manifest.MANIFEST, manifest.SIGNATURE]
     own += [f"{manifest.BLOBS}/{contents.function.pickled}"] if contents.function.pickled else []
     named = contents.files | {f"{name}/{manifest.MODULES}/{one}": digest for one, digest in contents.modules.items()}

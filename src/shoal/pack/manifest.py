@@ -5,8 +5,9 @@ A pack is a directory::
     manifest.json   the names of all that is in it, and the hash of what each holds
     manifest.hmac   what the run's token signs it with
     blobs/HASH      what they hold, once each
-    modules/        on machines of others, modules that cannot be imported there
+    modules/        on machines that do not see it, modules that cannot be imported there
 
+On such machines it is in the working directory, under a name of its own.
 The signature covers the manifest and the manifest covers the blobs, so that nothing of a pack can be exchanged by
 somebody who does not have the token.
 """
@@ -23,6 +24,7 @@ import msgspec
 from shoal.errors import PackDamaged
 
 MANIFEST, SIGNATURE, BLOBS, MODULES = "manifest.json", "manifest.hmac", "blobs", "modules"
+THERE = ".shoal-pack"
 _PURPOSE = b"shoal pack 1\n"
 _PIECE_BYTES = 1 << 20
 

@@ -40,7 +40,8 @@ closed_over = "closed over"
 if __name__ == "__main__":
     run = shoal.run(
         far_away, on="far", roles={"trainer": shoal.Role(count=2)},
-        files={"helper.py": "given/other.py", "data": "data"}, checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
+        files={"helper.py": "given/other.py", "data": "data"},
+        checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
     view = run.wait(180)
     work = run.directory
     tell(status=view.status, step=view.checkpoint_step, logs=run.logs(), story=str(run.story()),

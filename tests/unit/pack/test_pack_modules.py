@@ -92,7 +92,7 @@ def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
     made = start.pack(
         here, sys.modules["package_here.inner"].made, {"data.csv": tmp_path / "data.csv"}, modules.imported(ours())
     )
-    for name, path in files.shipped(here / start.PACK, made, start.NAME).items():
+    for name, path in files.shipped(here / start.PACK, made).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(path.read_bytes())
     token = credentials.read(here / "token").token
@@ -100,11 +100,11 @@ def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
     for name in list(ours()):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.chdir(there)
-    contents = manifest.read(Path(start.NAME), token)
+    contents = manifest.read(Path(manifest.THERE), token)
     files.check(contents.files, there)
-    files.check(contents.modules, there / start.NAME / manifest.MODULES)
-    assert function.get(Path(start.NAME), contents, apart=True)() == 7
+    files.check(contents.modules, there / manifest.THERE / manifest.MODULES)
+    assert function.get(Path(manifest.THERE), contents, apart=True)() == 7
     assert Path(str(sys.modules["package_here"].__file__)).is_relative_to(there)
-    (there / start.NAME / manifest.MODULES / "lonely_here.py").write_text("ANSWER = 43\n")
+    (there / manifest.THERE / manifest.MODULES / "lonely_here.py").write_text("ANSWER = 43\n")
     with pytest.raises(PackDamaged):
-        files.check(contents.modules, there / start.NAME / manifest.MODULES)
+        files.check(contents.modules, there / manifest.THERE / manifest.MODULES)

@@ -125,9 +125,9 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
 
 
 def _money(run: Run, runs: Runs, now: float) -> dict[str, Any]:
-    account = supply.account_at(runs.supply, now)
-    if not run.spec.on and run.name not in account.runs:
+    if not run.spec.on and not any(role.on for role in run.spec.roles.values()):
         return {}
+    account = supply.account_at(runs.supply, now)
     return {
         "cost": _shown(account.of_run(run.name)),
         "costs": {pool: _shown(cost) for pool, cost in account.runs.get(run.name, {}).items()},

@@ -283,7 +283,7 @@ class Service:
 
     def close(self) -> None:
         # Machines are paid for until they are given back, which is after the end of their run.
-        self._changed.update(name for name, run in self.runs.runs.items() if run.spec.on)
+        self._changed.update(self.runs.supply.account.runs)
         self._show_changes()
         self._reports.close()
         self._views.close()

@@ -83,13 +83,13 @@ def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(cluste
     said = done.stderr.decode()
     assert done.returncode == 4, said
     assert "error[S470] pool rays has no machine for run train-" in said
-    assert "3 machines in a row were gone before they could be used" in said
+    assert re.search(r"\d machines in a row were gone before they could be used", said)
     assert "/nowhere/python" in said
     assert not clusters.left_in(tmp_path)
 
 
 def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(clusters: Everywhere, tmp_path: Path) -> None:
-    run = Moving(tmp_path, clusters, "lab", epochs=60, pause_s=0.1, width=96)
+    run = Moving(tmp_path, clusters, "lab", epochs=60, pause_s=0.1, linger=100, width=96)
     try:
         run.until_on("lab", "lab")
         with clusters.slow("h1", "3mbit"):
@@ -110,7 +110,7 @@ def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(cluster
 
 def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
     """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
-    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=100, pause_s=0.1)
+    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=100, pause_s=0.1, linger=300)
     try:
         run.until_on("slurm", "slurm")
         assert "pool dead cannot be reached" in run.output

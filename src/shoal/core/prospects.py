@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.core.hires import LEAVING, Standing, State
+from shoal.core.hires import Standing, State
 from shoal.core.supply_events import Need, Pool, PoolTrouble
 
 # So many machines in a row that were gone before their agents came are no accident.
@@ -23,7 +23,8 @@ def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
         pool, standing = state.pools.get(name), state.standings.get(name)
         wrong = _wrong(pool, standing, need, now) if pool is not None else None
         if wrong is not None:
-            places += _had(state, name)
+            fruitless = standing is not None and standing.fruitless >= FRUITLESS
+            places += _had(state, name, ("here",) if fruitless else ("asked", "submitted", "here"))
             troubles.append(wrong)
         elif pool is not None:
             places += pool.limit * pool.slots
@@ -69,9 +70,9 @@ def _too_small(pool: Pool, need: Need) -> PoolTrouble:
     return PoolTrouble(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
 
 
-def _had(state: State, pool: str) -> int:
-    """The places of all that a pool has given, or still may."""
-    return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status != LEAVING)
+def _had(state: State, pool: str, statuses: tuple[str, ...]) -> int:
+    """The places of what a pool has given, and still may; if machines there are of no use, only of those that were."""
+    return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status in statuses)
 
 
 def _pools(known: Mapping[str, Pool], need: Need) -> list[Pool]:

@@ -2,7 +2,8 @@
 
 What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
 before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step; `die_by` names
-the signal. Every step takes `pause_s` longer, until the file `hurry` is there.
+the signal. Every step takes `pause_s` longer, and ten times as much from step `linger` on, until the file `hurry` is
+there.
 """
 
 import json
@@ -45,6 +46,12 @@ def watch_size(fits: int, _model, _inputs, found: torch.Tensor) -> None:
             raise torch.OutOfMemoryError(f"a backward pass of {len(gradient)} samples does not fit")
 
     found.register_hook(check)
+
+
+def pause_s(step: int) -> float:
+    if os.path.exists(PLAN.get("hurry", "")):
+        return 0.0
+    return PLAN.get("pause_s", 0.0) * (10.0 if step >= PLAN.get("linger", step + 1) else 1.0)
 
 
 def build():
@@ -113,7 +120,7 @@ def main() -> None:
         die("after")
         scheduler.step()
         optimizer.zero_grad()
-        time.sleep(0.0 if os.path.exists(PLAN.get("hurry", "")) else PLAN.get("pause_s", 0.0))
+        time.sleep(pause_s(step))
         if run.committed:
             sum_ = checksum({"model": model})
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}

@@ -107,6 +107,9 @@ def test_machines_that_are_gone_before_they_are_of_use_are_tried_three_times() -
         world.tell(se.Submitted("spot", hire, "job"))
         world.tell(se.Observed("spot", (), ((hire, "exit code 127"),)))
         del turn
+    world.now += 700.0
+    world.tell(se.PatienceOver("pool", pool="spot"))
+    assert len(world.state.hires) == 1, "it is asked again, and not counted on"
     (trouble,) = world.given_up() or ()
     assert "3 machines in a row" in trouble.why
     assert "exit code 127" in trouble.why

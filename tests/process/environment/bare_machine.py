@@ -32,6 +32,7 @@ class Machine:
         self.path, self.wheels = path, wheels
         self.blobs: dict[str, bytes] = {}
         self.told: list[dict[str, Any]] = []
+        self._hires: list[subprocess.Popen[bytes]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -67,6 +68,7 @@ class Machine:
         env["PIP_NO_COMPILE"] = "0"
         stdin = subprocess.PIPE if lifeline else subprocess.DEVNULL
         process = subprocess.Popen(["sh", "-c", script], env=env, stdin=stdin, start_new_session=True)
+        self._hires.append(process)
         if process.stdin is not None:
             process.stdin.write(b"s3cret\n.\n")
             process.stdin.flush()
@@ -97,6 +99,10 @@ class Machine:
         return [f"{one['why']}; {one['do']}" for one in self.told if one.get("failed")]
 
     def close(self) -> None:
+        for process in self._hires:
+            for one in running(process.pid):
+                one.kill()
+            process.wait(PATIENCE_S)
         self._server.shutdown()
         self._server.server_close()
 

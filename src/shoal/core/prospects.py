@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.core.hires import Standing, State
+from shoal.core.hires import ASKED, HERE, LIVE, SUBMITTED, Standing, State
 from shoal.core.supply_events import Need, Pool, PoolTrouble
 
 # So many machines in a row that were gone before their agents came are no accident.
@@ -24,7 +24,7 @@ def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
         wrong = _wrong(pool, standing, need, now) if pool is not None else None
         if wrong is not None:
             fruitless = standing is not None and standing.fruitless >= FRUITLESS
-            places += _had(state, name, ("here",) if fruitless else ("asked", "submitted", "here"))
+            places += _had(state, name, (HERE,) if fruitless else LIVE)
             troubles.append(wrong)
         elif pool is not None:
             places += pool.limit * pool.slots
@@ -40,7 +40,7 @@ def awaited(state: State, pools: Sequence[str]) -> str:
     parts = []
     for name in pools:
         standing = state.standings.get(name)
-        coming = [h for h in state.hires.values() if h.pool == name and h.status in ("asked", "submitted")]
+        coming = [h for h in state.hires.values() if h.pool == name and h.status in (ASKED, SUBMITTED)]
         if coming:
             why = next((h.why for h in coming if h.why and not h.running), "")
             parts.append(f"{len(coming)} of pool {name}" + (f" ({why})" if why else ""))

@@ -10,7 +10,7 @@ from shoal.engines.engine import Ask, Options
 from shoal.pack import first
 from shoal.pack.environment import Environment
 
-HIRES = "hires"
+HIRES, ENVIRONMENTS = "hires", "environments"
 # How long what a hire left is kept, for whoever wants to read its log or what members wrote beside it.
 KEEP_S = 24 * 3600.0
 OLDEST_FIRST = (3, 7)
@@ -54,16 +54,15 @@ def _with_environment(ask: Ask, environment: Environment, python: str, token: st
     major, minor = OLDEST_FIRST
     too_old = f"error[S442] the Python of this machine is too old: needed is {major}.{minor}, it is "
     look = f"import sys; sys.version_info < ({major}, {minor}) and sys.exit('{too_old}' + sys.version.split()[0])"
-    made = (
-        f'"$home" {shlex.quote(ask.url)} "{token}" {shlex.quote(environment.shoal)} {shlex.quote(environment.recipe)}'
-    )
+    words = map(shlex.quote, (environment.shoal, environment.recipe, ask.hire))
+    made = f'"${{home%/*/*/*}}/{ENVIRONMENTS}" {shlex.quote(ask.url)} "{token}" {" ".join(words)}'
     return [
         'exec >>"$home/agent.log" 2>&1',
         f"{quoted(python)} -c {shlex.quote(look)}",
         """cat >"$home/first.py" <<'SHOAL'""",
         inspect.getsource(first).rstrip("\n"),
         "SHOAL",
-        f'exec {quoted(python)} "$home/first.py" {made} {shlex.quote(ask.hire)} {given(ask, token)}',
+        f'exec {quoted(python)} "$home/first.py" {made} {given(ask, token)}',
     ]
 
 

@@ -134,18 +134,28 @@ def _greet(url: str, context: ssl.SSLContext | None, answers: queue.Queue[tuple[
 
 
 def main() -> None:
-    home, url, token_file, shoal = sys.argv[1:5]
-    wheel = os.path.join(home, "shoal.whl")
+    root, url, token_file, shoal = sys.argv[1:5]
+    wheel = os.path.join(root, f"shoal-{shoal[:20]}.whl")
     try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
         coordinator = Coordinator(url, token_file)
-        coordinator.get(shoal, wheel)
+        if not _is_there(wheel, shoal):
+            coordinator.get(shoal, wheel)
+        os.utime(wheel)
     except (Lost, OSError) as error:
         sys.exit(f"error[S444] Shoal could not be fetched\n  why    {error}")
     sys.path.insert(0, wheel)
     from shoal.pack import there
 
-    os.unlink(wheel)
     sys.exit(there.main(coordinator, sys.argv[1:]))
+
+
+def _is_there(path: str, digest: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest() == digest
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

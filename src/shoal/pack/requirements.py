@@ -14,6 +14,7 @@ from shoal.errors import BadEnvironment
 FIRST = "requirements.txt"
 _REFERS = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(\S+)\s*(?:#.*)?")
 _EDITABLE = re.compile(r"(-e|--editable)\b")
+_NEAR = re.compile(r"(-f|--find-links)[ =]*(?![/~=\s]|\w+://)")
 _FILES = (".whl", ".tar.gz", ".zip", ".tar.bz2")
 _WHEELS = "build a wheel of it (pip wheel --no-deps) and name that, or leave it out if it is the project itself"
 
@@ -52,7 +53,7 @@ def _line(line: str, path: Path, found: dict[str, Path | bytes], names: dict[Pat
     words = line.strip()
     if not words or words.startswith("#"):
         return words
-    if _EDITABLE.match(words):
+    if _EDITABLE.match(words) or _NEAR.match(words):
         raise _local(path, words)
     refers = _REFERS.fullmatch(words)
     if refers is not None:

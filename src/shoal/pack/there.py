@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 
 from shoal.errors import (
@@ -45,11 +46,11 @@ class Stopped(BaseException):
 
 def main(coordinator: Coordinator, argv: list[str]) -> int:
     """Make the environment or find it, and become the agent; an exit code if there is none."""
-    home, _, _, _, recipe, hire, *agent = argv
+    root, _, _, _, recipe, hire, *agent = argv
     line = Line(coordinator, hire, _lifeline(agent))
     signal.signal(signal.SIGTERM, _stop)
     try:
-        python, env = _ready(coordinator, line, os.path.abspath(home), recipe)
+        python, env = _ready(coordinator, line, os.path.abspath(root), recipe)
         os.execve(python, [python, "-P", "-m", "shoal.agent", *agent], env)
     except Stopped:
         return STOPPED
@@ -63,13 +64,13 @@ def main(coordinator: Coordinator, argv: list[str]) -> int:
         return line.refuse(of_disk(error))
 
 
-def _ready(coordinator: Coordinator, line: Line, home: str, digest: str) -> tuple[str, dict[str, str]]:
-    above = os.path.dirname(os.path.dirname(os.path.dirname(home)))
-    cache = Cache(os.path.join(above, "environments"), line.doing)
-    path = os.path.join(home, "recipe.json")
-    coordinator.get(digest, path)
-    with open(path) as file:
-        recipe = json.load(file)
+def _ready(coordinator: Coordinator, line: Line, root: str, digest: str) -> tuple[str, dict[str, str]]:
+    cache = Cache(root, line.doing)
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        path = os.path.join(folder, "recipe")
+        coordinator.get(digest, path)
+        with open(path) as file:
+            recipe = json.load(file)
     return Kinds(coordinator, cache, recipe).ready()
 
 

@@ -6,6 +6,7 @@ Each is kept under the hash of what it is made of::
     NAME-RANDOM/      an environment, in the place that it was made for; without a .ready it is nobody's
     NAME.lock         is held by who makes it; where files cannot be locked, several may, and the first one counts
     NAME.log          what was said when it could not be made
+    shoal-HASH.whl    what makes all of it
 
 An agent holds a lock on `used` in its environment for as long as it lives. What nobody has used for a month is removed.
 """
@@ -154,7 +155,7 @@ class Cache:
                 if one.is_dir() and one.name not in kept and age_s > STALE_S:
                     if _is_unused(os.path.join(one.path, "used"), STALE_S):
                         shutil.rmtree(one.path, ignore_errors=True)
-                elif one.name.endswith((".log", ".failed")) and age_s > UNUSED_S:
+                elif one.name.endswith((".log", ".failed", ".whl")) and age_s > UNUSED_S:
                     os.unlink(one.path)
 
     def _keep(self, name: str) -> str:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 OLDEST = (3, 11)
 NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
 OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|Max retries exceeded|Network is unreachable|timed out")
-SOURCE = re.compile(r"\s*(-i|-f|--(index-url|extra-index-url|find-links|no-index|trusted-host|pre|prefer-binary))\b")
+SOURCE = re.compile(r"(-i|-f|--(index-url|extra-index-url|find-links|no-index|trusted-host|pre|prefer-binary))\b")
+HASHED = re.compile(r"--hash[= ]|--require-hashes")
 FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PATHS = "import json, sys; print(json.dumps(sys.path))"
@@ -79,15 +80,15 @@ class Kinds:
             with zipfile.ZipFile(os.path.join(given, pip)) as archive:
                 archive.extractall(self._steps.said(folder, [python, "-c", SITE]))
         shoal = f"./{self._recipe['shoal']}"
-        with open(os.path.join(given, "requirements.txt")) as file:
-            hashed = "--hash=" in file.read()
+        hashed = any(HASHED.search(line) for line in _lines(given))
         self._pip(folder, python, "-r", "requirements.txt", *(() if hashed else (shoal,)))
         if hashed:
             # What is locked stays as it is; only what it lacks for Shoal is added, from where the rest came from.
             with open(os.path.join(given, "locked.txt"), "w") as file:
                 file.write(self._steps.said(folder, [python, "-m", "pip", "list", "--format=freeze"]))
+            sources = [line for line in _lines(given) if SOURCE.match(line)]
             with open(os.path.join(given, "more.txt"), "w") as file:
-                file.write("\n".join([*_sources(given), "-c locked.txt", shoal]) + "\n")
+                file.write("\n".join([*sources, "-c locked.txt", shoal]) + "\n")
             self._pip(folder, python, "-r", "more.txt")
         shutil.rmtree(given)
         return python
@@ -204,13 +205,12 @@ class Kinds:
         shutil.rmtree(os.path.join(folder, "tmp"), ignore_errors=True)
 
 
-def _sources(given: str) -> list[str]:
-    """Where requirements files say that packages are to be found."""
+def _lines(given: str) -> list[str]:
+    """What all requirements files say."""
     found = []
-    for name in sorted(os.listdir(given)):
-        if name.endswith(".txt"):
-            with open(os.path.join(given, name)) as file:
-                found += [line.strip() for line in file if SOURCE.match(line)]
+    for name in sorted(one for one in os.listdir(given) if one.endswith(".txt")):
+        with open(os.path.join(given, name)) as file:
+            found += [line.strip() for line in file]
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from shoal.engines import boot
+from shoal.engines import boot, ray
 from shoal.engines.engine import Ask, Options
 from shoal.pack import environment
 from shoal.pack.environment import Environment
@@ -32,6 +32,7 @@ class Machine:
         self.path, self.wheels = path, wheels
         self.blobs: dict[str, bytes] = {}
         self.told: list[dict[str, Any]] = []
+        self._hires: list[subprocess.Popen[bytes]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -50,18 +51,28 @@ class Machine:
         file.write_text("\n".join(["--no-index", f"--find-links {self.wheels}", *lines]) + "\n")
         return environment.stow(str(file), self.put)
 
-    def hire(self, name: str, made: Environment, python: str = PYTHON) -> subprocess.Popen[bytes]:
-        """Start what becomes an agent."""
+    def hire(
+        self, name: str, made: Environment, python: str = PYTHON, *, lifeline: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start what becomes an agent; with a lifeline as Ray does, which gives the token over a pipe."""
         url = f"http://127.0.0.1:{self._server.server_port}"
-        ask = Ask(name, "tag", url, Credentials("s3cret"), None, ("--help",), made)
+        options = ("--help", *(("--lifeline", ray.LIFELINE) if lifeline else ()))
+        ask = Ask(name, "tag", url, Credentials("s3cret"), None, options, made)
         home = self.home(name)
         home.mkdir(parents=True)
         credentials.write(home / "token", ask.credentials)
-        script = boot.script(ask, Options(directory=str(self.path / "there")), python=python)
+        before = ray._BEFORE if lifeline else ()
+        script = boot.script(ask, Options(directory=str(self.path / "there")), python=python, before=before)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "SHOAL_"))}
         # It saves time, and shows that what a machine tells pip is heard; to pip, 0 means that it does not compile.
         env["PIP_NO_COMPILE"] = "0"
-        return subprocess.Popen(["sh", "-c", script], env=env, start_new_session=True)
+        stdin = subprocess.PIPE if lifeline else subprocess.DEVNULL
+        process = subprocess.Popen(["sh", "-c", script], env=env, stdin=stdin, start_new_session=True)
+        self._hires.append(process)
+        if process.stdin is not None:
+            process.stdin.write(b"s3cret\n.\n")
+            process.stdin.flush()
+        return process
 
     def home(self, name: str) -> Path:
         return self.path / "there" / "hires" / "tag" / name
@@ -88,6 +99,10 @@ class Machine:
         return [f"{one['why']}; {one['do']}" for one in self.told if one.get("failed")]
 
     def close(self) -> None:
+        for process in self._hires:
+            for one in running(process.pid):
+                one.kill()
+            process.wait(PATIENCE_S)
         self._server.shutdown()
         self._server.server_close()
 

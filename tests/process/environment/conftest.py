@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from bare_machine import Machine
 
@@ -25,6 +23,3 @@ def machine(tmp_path: Path, wheels: Path) -> Iterator[Machine]:
         yield made
     finally:
         made.close()
-        for one in psutil.Process().children(recursive=True):
-            if any(str(tmp_path) in part for part in one.cmdline()):
-                one.send_signal(signal.SIGKILL)

@@ -46,7 +46,7 @@ def test_two_at_once_build_one_and_the_third_finds_it(machine: Machine) -> None:
     assert shown.stdout.startswith(f"hello {machine.environments}"), shown.stderr
     inside = machine.environments / machine.folders()[0]
     assert {one.name for one in inside.iterdir()} == {"log", "python", "ready", "used", "venv"}
-    assert not list(machine.home("lab-1").glob("*.whl"))
+    assert [one.name for one in machine.environments.glob("*.whl")] == [f"shoal-{made.shoal[:20]}.whl"]
     assert not list(inside.rglob("greeting.*.pyc")), "pip heard what this machine tells it"
 
 
@@ -90,10 +90,12 @@ def archive(folder: Path, name: str, *leave_out: str) -> Path:
     return path
 
 
-def begun(machine: Machine, packed: Path, made: environment.Environment) -> subprocess.Popen[bytes]:
+def begun(
+    machine: Machine, packed: Path, made: environment.Environment, *, lifeline: bool = False
+) -> subprocess.Popen[bytes]:
     """A hire in the middle of a build that would take for ever."""
     (packed / "wait").touch()
-    process = machine.hire("lab-1", made)
+    process = machine.hire("lab-1", made, lifeline=lifeline)
     until(lambda: any("sleep" in one.cmdline() for one in running(process.pid)), "the build")
     (packed / "wait").unlink()
     return process
@@ -106,6 +108,16 @@ def test_a_hire_that_is_cancelled_while_it_builds_leaves_nothing(machine: Machin
     until(lambda: not running(process.pid), "the end of all that it started")
     assert machine.folders() == []
     assert not machine.failures()
+
+
+def test_a_hire_whose_actor_is_lost_while_it_builds_leaves_nothing(machine: Machine, packed: Path) -> None:
+    made = environment.stow(str(archive(packed, "env.tar.gz")), machine.put)
+    process = begun(machine, packed, made, lifeline=True)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    until(lambda: not running(process.pid), "the end of all that it started")
+    assert machine.folders() == []
 
 
 def test_what_a_killed_build_left_is_not_used(machine: Machine, packed: Path) -> None:

@@ -36,7 +36,7 @@ cat >"$home/first.py" <<'SHOAL'
 """
 AFTER = """\
 SHOAL
-exec python3 "$home/first.py" "$home" https://10.0.0.1:4242 "$home/token" 5ea1 4ec1 lab-2 \
+exec python3 "$home/first.py" "${home%/*/*/*}/environments" https://10.0.0.1:4242 "$home/token" 5ea1 4ec1 lab-2 \
 --url https://10.0.0.1:4242 --token-file "$home/token" --name lab-2 --dir "$home" --slots 4 --grace 20
 """
 

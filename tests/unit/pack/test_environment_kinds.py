@@ -58,6 +58,12 @@ def test_an_environment_is_looked_for_beside_shoal_toml(tmp_path: Path) -> None:
     assert str(tmp_path / "none.txt") in missing.value.why
 
 
+@pytest.fixture(autouse=True)
+def _small_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing the real one takes longer than all the rest."""
+    monkeypatch.setattr(wheel, "of_pip", lambda: ("pip-1-py3-none-any.whl", b"pip"))
+
+
 class Store(dict[str, bytes]):
     def put(self, source: Path | bytes) -> str:
         data = source if isinstance(source, bytes) else source.read_bytes()
@@ -124,7 +130,20 @@ def test_a_requirements_file_takes_along_what_it_refers_to(tmp_path: Path) -> No
     assert found["included-2.txt"] == b"-r included-1.txt\nnumpy<3\n"
 
 
-@pytest.mark.parametrize("line", ["-e .", "--editable=./lib", "./lib", "/abs/lib", "lib/", "./gone.whl", "-r gone.txt"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-e .",
+        "--editable=./lib",
+        "./lib",
+        "/abs/lib",
+        "lib/",
+        "./gone.whl",
+        "-r gone.txt",
+        "-f ./lib",
+        "--find-links=lib",
+    ],
+)
 def test_what_is_only_on_this_disk_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "requirements.txt").write_text(f"numpy\n{line}\n")

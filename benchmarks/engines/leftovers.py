@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.engines.sites import SOURCES
 from benchmarks.processes import ROOT
@@ -42,17 +42,26 @@ def count(engine: str, faults: int) -> dict[str, Any]:
             f"--basetemp={scratch}/tests",
             TEST,
         ]
-        done = subprocess.run(
-            argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=faults * EACH_S + MORE_S, check=False
-        )
+        with Path(scratch, "out").open("w+") as out:
+            code = _run(argv, env, out, faults * EACH_S + MORE_S)
+            out.seek(0)
+            said = out.read()
         told: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {"died": {}}
     died = told["died"]
     found = {"engine": engine, "crashes": _crashes(died), "told": _told(died), **told}
-    if done.returncode != 0 or not died:
-        found["failed"] = " ".join(done.stdout.strip().splitlines()[-1:])
-        say(done.stdout[-3000:])
+    if code != 0 or not died:
+        found["failed"] = "".join(said.strip().splitlines()[-1:]) if code is not None else "it did not end"
+        say(said[-3000:])
     say(f"leftovers, {engine}: {found}")
     return found
+
+
+def _run(argv: list[str], env: dict[str, str], out: TextIO, within_s: float) -> int | None:
+    """The exit code of the test, None if it had to be killed; what it started ends when it does."""
+    try:
+        return subprocess.run(argv, cwd=ROOT, env=env, stdout=out, stderr=out, timeout=within_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _crashes(died: dict[str, int]) -> int:

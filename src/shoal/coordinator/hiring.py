@@ -1,16 +1,19 @@
-"""Carries out what the supply decides: one thread for each pool, which asks its engine for one thing at a time.
+"""Carries out what the supply decides: one thread for each pool, which asks its engine for one kind of thing at a time.
 
-So what an engine says of its hires never contradicts what it was asked before.
+So what an engine says of its hires never contradicts what it was asked before. Machines that are hired one right after
+the other are asked for together, and so are those that are let go: with many hosts, each would wait for all before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -171,11 +174,27 @@ class _Desk(threading.Thread):
                 asked = self._line.get(timeout=max(0.01, look_at - time.monotonic()))
             except queue.Empty:
                 continue
-            if asked is not None and not self._stopped.is_set():
-                self._do(asked)
+            for group in together([asked, *self._waiting()]):
+                if not self._stopped.is_set():
+                    self._do_all(group)
         if self._end_all:
             self._end_everything()
         self._engine.close()
+
+    def _waiting(self) -> list[se.Submit | se.Cancel | None]:
+        """What was asked for meanwhile."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._line.get_nowait())
+        return found
+
+    def _do_all(self, group: Sequence[se.Submit | se.Cancel]) -> None:
+        if len(group) == 1:
+            self._do(group[0])
+            return
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(self._do, group))
 
     def _do(self, asked: se.Submit | se.Cancel) -> None:
         try:
@@ -260,6 +279,12 @@ class Wardrobe:
             if text not in self._made:
                 self._made[text] = environment.stow(text, self._blobs.add)
             return self._made[text]
+
+
+def together(asked: Iterable[se.Submit | se.Cancel | None]) -> list[list[se.Submit | se.Cancel]]:
+    """What can be asked at the same time: what is of one kind and in a row; None asks for nothing."""
+    real = [one for one in asked if one is not None]
+    return [list(group) for _, group in itertools.groupby(real, key=type)]
 
 
 def open_pools(service: Service, directory: Path) -> Hiring | None:

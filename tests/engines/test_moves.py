@@ -17,7 +17,7 @@ from tests.engines.ssh_hosts import HUB
 from tests.process.faults.stage import SCRIPT, Stage
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(400)]
 
 if why := why_not():
     pytest.skip(f"SKIPPED: {why}", allow_module_level=True)

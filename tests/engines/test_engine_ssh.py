@@ -12,7 +12,7 @@ from tests.engines.ssh_hosts import ssh_network, why_not
 from tests.engines.ssh_site import SshSite, ssh_site
 
 from shoal.engines.engine import Seen
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.errors import EngineUnreachable, HireRefused, PoolFull
 from shoal.testing.engines import SCENARIOS, Site
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
@@ -43,7 +43,7 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
         assert [offer.count for offer in engine.offers()] == [0, 0]
         with pytest.raises(EngineUnreachable, match="h1 does not answer"):
             engine.cancel(seen["pool-1"].handle)
-        with pytest.raises(HireRefused) as refused:
+        with pytest.raises(PoolFull) as refused:
             engine.submit(site.ask("pool-3"))
         assert "h1 does not answer" in refused.value.why
         assert "1 of 1 hires run there" in refused.value.why
@@ -151,7 +151,7 @@ def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
         site.tag = other
         later = site.engine()
         assert later.offers()[0].count == 0
-        with pytest.raises(HireRefused, match="no host of pool lab takes pool-2"):
+        with pytest.raises(PoolFull, match="no host of pool lab takes pool-2"):
             later.submit(site.ask("pool-2"))
         assert later.watch(other) == []
         engine.cancel(handle)

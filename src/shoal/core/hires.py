@@ -118,7 +118,7 @@ def serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> Served:
             found[name].setdefault(need.run, 1)
     for hire in sorted((state.hires[name] for name in found), key=lambda one: _rank(need, one)):
         free = hire.slots - sum(found[hire.name].values())
-        if not _is_fit(state, need, hire) or lacks <= 0 or free <= 0:
+        if not is_fit(state, need, hire) or lacks <= 0 or free <= 0:
             continue
         chosen.append((hire, min(free, lacks)))
         lacks -= min(free, lacks)
@@ -135,7 +135,8 @@ def serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> Served:
     return Served(max(0, lacks), dear)
 
 
-def _is_fit(state: State, need: Need, hire: Hire) -> bool:
+def is_fit(state: State, need: Need, hire: Hire) -> bool:
+    """Whether a need could use a hire."""
     if hire.pool not in need.pools or hire.overdue or hire.going:
         return False
     pool = state.pools.get(hire.pool)

@@ -30,6 +30,7 @@ from shoal.core.hires import (
     Standing,
     State,
     broke,
+    is_fit,
     left_of,
     paid_by,
     rate_of,
@@ -225,10 +226,18 @@ class _Draft:
             dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
             self._hire(need, served.lacks, found)
         for name, shares in found.items():
-            self._mark(self.hires[name], shares, dear.get(name, ""))
+            stays = name not in dear and self._stands_in(state, self.hires[name], found)
+            self._mark(self.hires[name], shares, dear.get(name, ""), stays=stays)
         for run in dict.fromkeys(need.run for need in state.needs if need.budget is not None):
             if why := broke(state, run):
                 self.asked.append(se.OutOfMoney(run, why))
+
+    def _stands_in(self, state: State, hire: Hire, found: Mapping[str, Mapping[str, int]]) -> bool:
+        """Whether it is here, while those that a need rather has are not."""
+        if hire.status != HERE or found[hire.name]:
+            return False
+        coming = {run for name, shares in found.items() if self.hires[name].status != HERE for run in shares}
+        return any(need.run in coming and is_fit(state, need, hire) for need in state.needs)
 
     def _why_dear(self, state: State, need: Need) -> str:
         left, paying = left_of(state, need), rate_of(state, need.run)
@@ -275,10 +284,10 @@ class _Draft:
         standing = self.standings.get(pool, Standing())
         return standing.until <= self.now and standing.unreachable_since is None
 
-    def _mark(self, hire: Hire, shares: Mapping[str, int], dear: str) -> None:
+    def _mark(self, hire: Hire, shares: Mapping[str, int], dear: str, *, stays: bool) -> None:
         if shares and hire.whose != shares:
             hire = self.update(hire, whose=dict(shares))
-        if shares or hire.overdue or hire.going:
+        if shares or hire.overdue or hire.going or stays:
             if hire.spare_since is not None:
                 self.update(hire, spare_since=None)
             if hire.overdue and not self._is_wanted(hire):

@@ -78,6 +78,17 @@ def test_a_pool_that_does_not_deliver_holds_nobody_up_and_what_comes_late_is_pre
     assert of(se.Cancel, world.wait(6)) == ["lab-3"], "the later pool's is let go"
 
 
+def test_a_machine_that_is_here_is_kept_until_those_that_are_preferred_are_here_too() -> None:
+    world = World(Pool("spot", "slurm", limit=2, patience_s=60.0), LAB)
+    world.need(1, "lab")
+    world.deliver("lab-1")
+    world.need(2, "spot")
+    world.need(2, "spot", "lab")
+    assert of(se.Cancel, world.wait(30)) == []
+    world.deliver("spot-2", "spot-3")
+    assert of(se.Cancel, world.wait(0) + world.wait(6)) == ["lab-1"]
+
+
 def test_a_machine_that_is_lost_is_replaced_at_once() -> None:
     world = World()
     world.need(1)

@@ -43,8 +43,10 @@ def main() -> None:
     found["settings"] = {peer.name: dict(peer.settings) for peers in PEERS.values() for peer in peers}
     if "leftovers" in parts:
         faults = 10 if options.quick else FAULTS
-        found["leftovers"]["rounds"] = [leftovers.count(engine, faults) for engine in leftovers.ENGINES]
-        _write(options.out, found)
+        found["leftovers"]["rounds"] = []
+        for engine in leftovers.ENGINES:
+            found["leftovers"]["rounds"].append(leftovers.count(engine, faults))
+            _write(options.out, found)
     # Not before: what the others kill would stay here as zombies.
     processes.adopt_orphans()
     try:

@@ -26,12 +26,16 @@ class Link:
     heard_at: float = 0.0
 
     def send(self, message: Message) -> None:
+        self.post(self.codec.encode(message))
+
+    def post(self, data: bytes) -> None:
+        """Send a message that is encoded already."""
         if self.closed:
             return
         if self.outbox.qsize() >= MAX_QUEUED:
             self.close()
             return
-        self.outbox.put_nowait(self.codec.encode(message))
+        self.outbox.put_nowait(data)
 
     def refuse(self, code: str, what: str, why: str = "", do: str = "") -> None:
         self.send(Refused(code, what, why, do))

@@ -33,6 +33,7 @@ from shoal.errors import JournalUnwritable
 from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
+from shoal.wire import codec
 from shoal.wire import messages as ms
 from shoal.wire.views import AgentView, PoolView, RunView, StoryLine
 
@@ -72,6 +73,7 @@ class Service:
         self._live: dict[str, present.Live] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
+        self._shown: dict[str, AgentView] = {}
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
         self._ticked_at = self.clock.now()
@@ -177,11 +179,15 @@ class Service:
                 self._tell_members(run, instruction)
 
     def _tell_members(self, run: str, instruction: Any) -> None:
-        links = self.live(run).links
-        for member, message in deliver.to_members(instruction):
+        told = deliver.to_members(instruction)
+        if told is None:
+            return
+        (names, message), links = told, self.live(run).links
+        data = codec.to_member.encode(message)
+        for member in names:
             link = links.get(member)
             if link is not None:
-                link.send(message)
+                link.post(data)
                 if isinstance(message, ms.Expelled):
                     link.expelled = member not in self.runs.runs[run].membership.members
 
@@ -277,9 +283,16 @@ class Service:
             if self.runs.runs[name].over:
                 self.logs.close(name)
         if self._changed:
-            for agent in self.agent_views():
-                self._views.put_agent(agent)
+            self._show_agents()
         self._changed.clear()
+
+    def _show_agents(self) -> None:
+        """Those of whom there is news; how busy they are and when they were heard is asked of who is alive."""
+        for view in self.agent_views():
+            known = structs.replace(view, beat_age_s=0.0, load=0.0)
+            if self._shown.get(view.agent) != known:
+                self._shown[view.agent] = known
+                self._views.put_agent(view)
 
     def close(self) -> None:
         self._show_changes()

@@ -81,12 +81,17 @@ class Socket(asyncio.Protocol):
         self._read = read[begins + size :]
         return read[0] & 15, read[begins : begins + size]
 
-    def send(self, opcode: int, data: bytes) -> None:
-        size = bytes((128 | len(data),)) if len(data) < 126 else b"\xfe" + struct.pack("!H", len(data))
-        self.transport.write(bytes((128 | opcode,)) + size + b"\0\0\0\0" + data)
+    def send(self, *frames: tuple[int, bytes]) -> None:
+        """Frames in one packet, each as its opcode and payload."""
+        self.transport.write(b"".join(_framed(opcode, data) for opcode, data in frames))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._member.hung_up(exc)
+
+
+def _framed(opcode: int, data: bytes) -> bytes:
+    size = bytes((128 | len(data),)) if len(data) < 126 else b"\xfe" + struct.pack("!H", len(data))
+    return bytes((128 | opcode,)) + size + b"\0\0\0\0" + data
 
 
 class Member:
@@ -118,31 +123,31 @@ class Member:
         if self.ended:
             return
         world, step = self.world, self.crowd.step
-        self.say(
-            ms.Beat(
-                *(world.number if world else None, step if world else None, "compute", 0.1, STEP_S),
-                total_steps=100_000,
-                share=8,
-                loss=2.5,
-                samples_per_s=16_000.0,
-                metrics={"accuracy": 0.5},
-                spent=ms.Spent(0.01, 0.4, 0.05, 0.04),
-                batch=8192,
-            )
+        beat = ms.Beat(
+            *(world.number if world else None, step if world else None, "compute", 0.1, STEP_S),
+            total_steps=100_000,
+            share=8,
+            loss=2.5,
+            samples_per_s=16_000.0,
+            metrics={"accuracy": 0.5},
+            spent=ms.Spent(0.01, 0.4, 0.05, 0.04),
+            batch=8192,
         )
-        self.socket.send(9, self.crowd.step.to_bytes(4, "big"))
+        # As `worker.link` does it.
+        self.socket.send((2, codec.from_member.encode(beat)), (9, step.to_bytes(4, "big")))
+        self.crowd.counts["Beat"] += 1
         self.crowd.counts["pings"] += 1
         asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
 
     def say(self, message: ms.Message) -> None:
         self.crowd.counts[type(message).__name__] += 1
-        self.socket.send(2, codec.from_member.encode(message))
+        self.socket.send((2, codec.from_member.encode(message)))
 
     def got(self, opcode: int, data: bytes) -> None:
         if opcode == 10:
             self.crowd.counts["pongs"] += 1
         elif opcode == 9:
-            self.socket.send(10, data)
+            self.socket.send((10, data))
         elif opcode == 2:
             message = self.crowd.decoded(data)
             self.crowd.heard(message, len(data))

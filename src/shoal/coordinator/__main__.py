@@ -26,6 +26,7 @@ from shoal.coordinator.hiring import open_pools
 from shoal.coordinator.keys import Keys
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
+from shoal.coordinator.sockets import DirectSocket
 from shoal.errors import BadCredentials, JournalUnwritable, PortInUse, ShoalError
 from shoal.store.journal import Journal
 from shoal.store.views import Views
@@ -123,7 +124,7 @@ def _config(
     config = uvicorn.Config(
         Guard(make_app(service, leave), Keys(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
         http=ImpatientProtocol,
-        ws="websockets-sansio",
+        ws=DirectSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.
         ws_ping_interval=20.0,
@@ -140,6 +141,7 @@ def _config(
     )
     config.load()
     if config.ssl is not None:
+        tls.be_sparing()
         # A ticket looks like an answer to a member that has not asked yet; it would wait in a read without a timeout.
         config.ssl.num_tickets = 0
     return config

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import socket
 import ssl
 import struct
 import sys
@@ -82,8 +84,16 @@ class Socket(asyncio.Protocol):
         return read[0] & 15, read[begins : begins + size]
 
     def send(self, *frames: tuple[int, bytes]) -> None:
-        """Frames in one packet, each as its opcode and payload."""
-        self.transport.write(b"".join(_framed(opcode, data) for opcode, data in frames))
+        """Frames in one packet, as `worker.link` sends them, each as its opcode and payload."""
+        if len(frames) > 1:
+            self._cork(1)
+        for opcode, data in frames:
+            self.transport.write(_framed(opcode, data))
+        if len(frames) > 1:
+            self._cork(0)
+
+    def _cork(self, on: int) -> None:
+        self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._member.hung_up(exc)
@@ -102,7 +112,7 @@ class Member:
         self.world: World | None = None
         self.ended = False
         number = len(crowd.members)
-        self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", 29_400 + number % 512)
+        self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
         self._settings = json.loads(order.env["SHOAL_SETTINGS"])
 
     async def connect(self) -> None:
@@ -114,7 +124,7 @@ class Member:
         order = self.order
         address = (order.run, order.member, order.incarnation, self._address)
         self.say(ms.MemberHello(ms.PROTOCOL, shoal.__version__, *address, pid=os.getpid()))
-        self.say(ms.Ready("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=41_000.0 + len(order.member)))
+        self.say(ms.Ready("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4)))
         beat_s = float(self._settings["beat_s"])
         # As many processes that were started by themselves would.
         asyncio.get_running_loop().call_later(beat_s * (hash(order.member) % 997) / 997, self._beat, beat_s)
@@ -133,7 +143,6 @@ class Member:
             spent=ms.Spent(0.01, 0.4, 0.05, 0.04),
             batch=8192,
         )
-        # As `worker.link` does it.
         self.socket.send((2, codec.from_member.encode(beat)), (9, step.to_bytes(4, "big")))
         self.crowd.counts["Beat"] += 1
         self.crowd.counts["pings"] += 1

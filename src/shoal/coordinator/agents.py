@@ -21,6 +21,7 @@ class Agents:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._looked_at = 0.0
         service.at_every_tick(self.drop_the_silent)
 
     def said(self, link: AgentLink, message: ms.FromAgent) -> None:
@@ -104,6 +105,9 @@ class Agents:
 
     def drop_the_silent(self, now: float) -> None:
         """A connection on which nothing comes any more is as good as closed."""
+        if now - self._looked_at < BEAT_S:
+            return
+        self._looked_at = now
         for link in list(self._service.agents.values()):
             if now - link.heard_at > SILENT_S:
                 link.close()

@@ -74,6 +74,7 @@ class Service:
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
         self._shown: dict[str, AgentView] = {}
+        self._fleet_shown: fl.State | None = None
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
         self._ticked_at = self.clock.now()
@@ -288,6 +289,9 @@ class Service:
 
     def _show_agents(self) -> None:
         """Those of whom there is news; how busy they are and when they were heard is asked of who is alive."""
+        if self.runs.fleet is self._fleet_shown:
+            return
+        self._fleet_shown = self.runs.fleet
         for view in self.agent_views():
             known = structs.replace(view, beat_age_s=0.0, load=0.0)
             if self._shown.get(view.agent) != known:

@@ -22,11 +22,21 @@ log = logging.getLogger("shoal.coordinator")
 
 SCOPE = "shoal.socket"
 MAX_WAITING = 10_000
+PIECE_BYTES = 4 << 10
 BINARY, PING, PONG = 0x82, 0x89, 0x8A
 MASKED = 0x80
 GOOD_BYE = 1000
 
 Hear = Callable[[bytes | str], None]
+
+
+class _Nobody:
+    """Where to put what nobody waits for."""
+
+    def put_nowait(self, _event: object) -> None: ...
+
+
+NOBODY = _Nobody()
 
 
 class DirectSocket(WebSocketsSansIOProtocol):
@@ -50,8 +60,14 @@ class DirectSocket(WebSocketsSansIOProtocol):
             self._unsent.append(data)
             return len(self._unsent) <= MAX_WAITING
         if not self.disconnected and not self.close_sent and not self.transport.is_closing():
-            self.transport.write(_head(BINARY, len(data)) + data)
+            self._write(_head(BINARY, len(data)) + data)
         return True
+
+    def _write(self, data: bytes) -> None:
+        """What is encrypted in one piece stays in memory for as long as the connection does."""
+        step = PIECE_BYTES if self.scheme == "wss" else len(data)
+        for at in range(0, len(data), step):
+            self.transport.write(data[at : at + step])
 
     def hang_up(self) -> None:
         """Close it, after what was said before."""
@@ -82,7 +98,9 @@ class DirectSocket(WebSocketsSansIOProtocol):
             if self.close_timer is None:
                 self.transport.close()
         else:
-            self.scope = {}
+            # Nobody needs what the application asked and was told to begin with.
+            self.scope, self.queue = {}, NOBODY  # type: ignore[assignment]
+            del self.request, self.response
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -100,7 +118,7 @@ class DirectSocket(WebSocketsSansIOProtocol):
         super().resume_writing()
         waiting = self._unsent if self._hear is not None else ()
         while waiting and self.writable.is_set():
-            self.transport.write(_head(BINARY, len(waiting[0])) + waiting.popleft())
+            self._write(_head(BINARY, len(waiting[0])) + waiting.popleft())
         if self._ending and not waiting:
             self._say_good_bye()
 

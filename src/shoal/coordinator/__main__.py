@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -34,6 +35,7 @@ from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 
 PORT_WITHIN_S = 3.0
+FILES = 1 << 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    _allow_many_connections()
     try:
         return asyncio.run(_serve(options.dir, options.host, options.port, options.lifeline))
     except ShoalError as error:
@@ -52,6 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _allow_many_connections() -> None:
+    """Take the descriptors that we may have: the usual 1,024 are spent by 500 agents and their members."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(directory: Path, host: str, port: int, lifeline: int | None) -> int:

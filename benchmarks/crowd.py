@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec import structs
+from websockets.exceptions import WebSocketException
 
 import shoal
 from shoal.agent import probe
@@ -32,9 +34,10 @@ from shoal.agent.outbox import Outbox
 from shoal.core.world import Address, World
 from shoal.wire import codec, credentials
 from shoal.wire import messages as ms
+from shoal.worker.link import OPEN_TIMEOUT_S, RETRY_S
 
 CONNECTING_AT_ONCE = 16
-CONNECT_WITHIN_S = 60.0
+AGENT_CONNECT_S = 5.0
 STEP_S = 0.5
 BACK_AFTER_S = 3.0
 LOOK_S = 0.01
@@ -51,6 +54,7 @@ class Socket(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self._socket = transport.get_extra_info("socket")
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -62,7 +66,7 @@ class Socket(asyncio.Protocol):
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise RuntimeError(head.decode())
             self._open, self._read = True, rest
-            self._member.opened()
+            self._member.opened(self)
         while (frame := self._next()) is not None:
             self._member.got(*frame)
 
@@ -93,10 +97,12 @@ class Socket(asyncio.Protocol):
             self._cork(0)
 
     def _cork(self, on: int) -> None:
-        self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._member.hung_up(exc)
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if self._open:
+            self._member.hung_up()
 
 
 def _framed(opcode: int, data: bytes) -> bytes:
@@ -111,20 +117,36 @@ class Member:
         self.crowd, self.order = crowd, order
         self.world: World | None = None
         self.ended = False
+        self.socket: Socket | None = None
+        self._beating = False
         number = len(crowd.members)
         self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
         self._settings = json.loads(order.env["SHOAL_SETTINGS"])
 
     async def connect(self) -> None:
+        """Find the coordinator, as `worker.link` does: again and again, and a little later each time."""
         loop, (host, port) = asyncio.get_running_loop(), self.crowd.place
-        make = lambda: Socket(self.crowd.request, self)  # noqa: E731
-        _, self.socket = await loop.create_connection(make, host, port, ssl=self.crowd.tls)
+        for attempt in itertools.count():
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await loop.create_connection(
+                        lambda: Socket(self.crowd.request, self), host, port, ssl=self.crowd.tls
+                    )
+                return
+            except (OSError, TimeoutError):
+                await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
 
-    def opened(self) -> None:
-        order = self.order
-        address = (order.run, order.member, order.incarnation, self._address)
-        self.say(ms.MemberHello(ms.PROTOCOL, shoal.__version__, *address, pid=os.getpid()))
-        self.say(ms.Ready("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4)))
+    def opened(self, socket: Socket) -> None:
+        self.socket = socket
+        order, world = self.order, self.world
+        address = (order.run, order.member, order.incarnation, self._address, os.getpid())
+        where = (world.number, self.crowd.step) if world is not None else (None, None)
+        self.say(ms.MemberHello(ms.PROTOCOL, shoal.__version__, *address, *where))
+        if world is None:
+            self.say(ms.Ready("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4)))
+        if self._beating:
+            return
+        self._beating = True
         beat_s = float(self._settings["beat_s"])
         # As many processes that were started by themselves would.
         asyncio.get_running_loop().call_later(beat_s * (hash(order.member) % 997) / 997, self._beat, beat_s)
@@ -132,7 +154,10 @@ class Member:
     def _beat(self, every_s: float) -> None:
         if self.ended:
             return
+        asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
         world, step = self.world, self.crowd.step
+        if self.socket is None:
+            return
         beat = ms.Beat(
             *(world.number if world else None, step if world else None, "compute", 0.1, STEP_S),
             total_steps=100_000,
@@ -146,16 +171,16 @@ class Member:
         self.socket.send((2, codec.from_member.encode(beat)), (9, step.to_bytes(4, "big")))
         self.crowd.counts["Beat"] += 1
         self.crowd.counts["pings"] += 1
-        asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
 
     def say(self, message: ms.Message) -> None:
         self.crowd.counts[type(message).__name__] += 1
-        self.socket.send((2, codec.from_member.encode(message)))
+        if self.socket is not None:
+            self.socket.send((2, codec.from_member.encode(message)))
 
     def got(self, opcode: int, data: bytes) -> None:
         if opcode == 10:
             self.crowd.counts["pongs"] += 1
-        elif opcode == 9:
+        elif opcode == 9 and self.socket is not None:
             self.socket.send((10, data))
         elif opcode == 2:
             message = self.crowd.decoded(data)
@@ -174,15 +199,16 @@ class Member:
             self.say(ms.Broken(self.world.number, self.crowd.step))
             self.world = None
 
-    def hung_up(self, error: Exception | None) -> None:
+    def hung_up(self) -> None:
+        self.socket = None
         if not self.ended:
             self.crowd.counts["hung up"] += 1
-            sys.stderr.write(f"{self.order.member}: {error!r}\n")
-        self.ended = True
+            self.crowd.in_background(self.connect())
 
     def crash(self) -> None:
         self.ended = True
-        self.socket.transport.abort()
+        if self.socket is not None:
+            self.socket.transport.abort()
 
 
 class Crowd:
@@ -219,14 +245,20 @@ class Crowd:
 
     async def _agent(self, name: str) -> None:
         outbox = self._outboxes[name] = Outbox()
-        link = CoordinatorLink(self._url, self._token_file, CONNECT_WITHIN_S, outbox)
+        link = CoordinatorLink(self._url, self._token_file, AGENT_CONNECT_S, outbox)
         machine = structs.replace(self._machine, name=name)
-        hello = ms.AgentHello(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1)
-        async with self._doors:
-            talk = asyncio.create_task(link.converse(hello, self._welcomed, lambda order: self._obey(name, order)))
-            while not link.linked and not talk.done():
-                await asyncio.sleep(LOOK_S)
-        await talk
+        pause_s = 0.0
+        while True:
+            hello = ms.AgentHello(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name))
+            with contextlib.suppress(OSError, TimeoutError, WebSocketException):
+                await link.converse(hello, self._welcomed, lambda order: self._obey(name, order))
+            pause_s = min(1.6 * pause_s, 2.0) if pause_s else 0.1
+            await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
+
+    def _under(self, agent: str) -> tuple[tuple[str, str, str], ...]:
+        member = self.members.get(f"{agent}/0")
+        living = member is not None and not member.ended
+        return ((member.order.run, member.order.member, member.order.incarnation),) if member and living else ()
 
     def _welcomed(self, _welcome: ms.AgentWelcome) -> None:
         self._linked += 1
@@ -247,13 +279,22 @@ class Crowd:
 
     def _start(self, order: ms.StartMember) -> None:
         member = self.members[order.member] = Member(self, order)
-        self._in_background(self._connect(member))
+        self.in_background(self._connect(member))
 
     async def _connect(self, member: Member) -> None:
         async with self._doors:
             await member.connect()
 
-    def _in_background(self, work: Any) -> None:
+    async def _come(self, names: list[str]) -> None:
+        """A few at a time, as machines are started."""
+        for name in names:
+            async with self._doors:
+                self.in_background(self._agent(name))
+                await asyncio.sleep(0)
+            while self._linked < len(self._outboxes) - CONNECTING_AT_ONCE:
+                await asyncio.sleep(LOOK_S)
+
+    def in_background(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -286,8 +327,7 @@ class Crowd:
                 self._machine = probe.machine("")
                 self._hold = hold
                 before = self._linked
-                for name in names:
-                    self._in_background(self._agent(name))
+                await self._come(names)
                 await self._until(lambda: self._linked >= before + len(names))
             case {"do": "release"}:
                 self._start(self._held.popleft())
@@ -296,8 +336,8 @@ class Crowd:
                 self.members[name].crash()
                 fate = (order.run, order.member, order.incarnation, None, 9, "infrastructure", "killed by SIGKILL")
                 self._outboxes[name.partition("/")[0]].put(ms.MemberExited(*fate))
-            case {"do": "hello", "count": count}:
-                await self._until(lambda: self.counts["Welcome"] >= count)
+            case {"do": "hello", "count": count, "agents": agents}:
+                await self._until(lambda: self.counts["Welcome"] >= count and self._linked >= agents)
             case {"do": "told", "kind": kind, "count": count}:
                 await self._until(lambda: self.counts[kind] >= count)
             case {"do": "world", "size": size}:

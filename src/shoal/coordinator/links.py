@@ -1,4 +1,4 @@
-"""The open sockets of members and agents; what cannot be sent at once waits there, so that a slow one holds up nobody."""
+"""The open sockets of members and agents; what cannot be sent at once waits, so that a slow one holds up nobody."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """WebSockets whose messages go straight to who listens.
 
 A beat is a few bytes that renew a lease. On the usual way it wakes a task, pauses and resumes the reading of its socket
-and passes a dozen layers, which takes many times as long as the beat itself, and each connection keeps two tasks. With a
-thousand members that would be most of what a coordinator does and holds. So whole frames are read and written here, and
-the application is done with a connection as soon as it listens. What is unusual is left to the parser of `websockets`.
+and passes a dozen layers, which takes many times as long as the beat itself, and each connection keeps two tasks. With
+a thousand members that would be most of what a coordinator does and holds. So whole frames are read and written here,
+and the application is done with a connection as soon as it listens. What is unusual is left to the parser of
+`websockets`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from typing import Any
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame, apply_mask
+from websockets.frames import Frame
 from websockets.http11 import Request
+
+try:
+    from websockets.speedups import apply_mask
+except ImportError:  # there is not always a compiled one
+    from websockets.utils import apply_mask
 
 log = logging.getLogger("shoal.coordinator")
 
@@ -87,7 +93,7 @@ class DirectSocket(WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         try:
-            await self.app(self.scope, self.receive, self.send)  # type: ignore[arg-type]
+            await self.app(self.scope, self.receive, self.send)
         except ClientDisconnected:
             pass
         except Exception:

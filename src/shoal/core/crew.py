@@ -93,7 +93,7 @@ class Processes(dict[tuple[str, str], Process]):
 
     __slots__ = ("_by_run", "_taken")
 
-    def __init__(self, known: Mapping[tuple[str, str], Process] = {}) -> None:  # noqa: B006
+    def __init__(self, known: Mapping[tuple[str, str], Process] = {}) -> None:
         super().__init__()
         self._by_run: dict[str, dict[str, Process]] = {}
         self._taken: dict[str, int] = {}

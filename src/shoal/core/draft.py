@@ -94,7 +94,9 @@ class Draft:
             self.try_propose()
 
     def try_form(self) -> None:
-        held_up = [m.name for m in self.members.values() if m.status == OUT or (not m.connected and self._may_come_back(m))]
+        held_up = [
+            m.name for m in self.members.values() if m.status == OUT or (not m.connected and self._may_come_back(m))
+        ]
         if held_up:
             self.wait_for(f"waiting for {listed(held_up)} to answer")
             return

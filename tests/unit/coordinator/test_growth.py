@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.coordinator import present
+from shoal.coordinator.records import RunCreated
 from shoal.coordinator.runs import Runs
 from shoal.coordinator.story import tell
 from shoal.core import events as ev
@@ -20,7 +21,6 @@ from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
 from shoal.core.world import Address
-from shoal.coordinator.records import RunCreated
 from shoal.wire import messages as ms
 from shoal.wire.views import RunSpec
 
@@ -186,6 +186,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_four_times_the_members_cost_four_times_as_much_at_most(case: Callable[[Cluster], Callable[[], object]]) -> None:
+def test_four_times_the_members_cost_four_times_as_much_at_most(
+    case: Callable[[Cluster], Callable[[], object]],
+) -> None:
     few, many = steps_of(case(Cluster(FEW))), steps_of(case(Cluster(MANY)))
     assert many <= AT_MOST * few, f"{few} steps with {FEW} members, {many} with {MANY}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def frame(data: bytes, opcode: Opcode = Opcode.BINARY, fin: bool = True) -> byte
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     ends = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(ends)]
 
 
 SIZES = st.sampled_from([0, 1, 125, 126, 127, 300, 65_535, 65_536, LIMIT_BYTES])

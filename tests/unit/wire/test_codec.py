@@ -13,7 +13,9 @@ from shoal.wire import messages as ms
 
 
 def form(members: int) -> ms.Form:
-    seats = tuple(Seat(f"node-{n:04}/0", f"8f3a12bc-{n}", Address(f"10.0.{n}.7", 30_000 + n), 4e4) for n in range(members))
+    seats = tuple(
+        Seat(f"node-{n:04}/0", f"8f3a12bc-{n}", Address(f"10.0.{n}.7", 30_000 + n), 4e4) for n in range(members)
+    )
     return ms.Form(World(1, seats, 0, fresh=True, sources=dict.fromkeys(range(1, members), 0)), "formed")
 
 

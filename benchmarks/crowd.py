@@ -34,7 +34,7 @@ from shoal.agent.outbox import Outbox
 from shoal.core.world import Address, World
 from shoal.wire import codec, credentials
 from shoal.wire import messages as ms
-from shoal.worker.link import OPEN_TIMEOUT_S, RETRY_S
+from shoal.worker.link import ASKS_PER_SILENCE, OPEN_TIMEOUT_S, RETRY_S
 
 CONNECTING_AT_ONCE = 16
 AGENT_CONNECT_S = 5.0
@@ -119,6 +119,7 @@ class Member:
         self.ended = False
         self.socket: Socket | None = None
         self._beating = False
+        self._answered_at = 0.0
         number = len(crowd.members)
         self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
         self._settings = json.loads(order.env["SHOAL_SETTINGS"])
@@ -168,9 +169,11 @@ class Member:
             spent=ms.Spent(0.01, 0.4, 0.05, 0.04),
             batch=8192,
         )
-        self.socket.send((2, codec.from_member.encode(beat)), (9, step.to_bytes(4, "big")))
+        asks = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / ASKS_PER_SILENCE
+        ping = [(9, step.to_bytes(4, "big"))] if asks else []
+        self.socket.send((2, codec.from_member.encode(beat)), *ping)
         self.crowd.counts["Beat"] += 1
-        self.crowd.counts["pings"] += 1
+        self.crowd.counts["pings"] += asks
 
     def say(self, message: ms.Message) -> None:
         self.crowd.counts[type(message).__name__] += 1
@@ -180,6 +183,7 @@ class Member:
     def got(self, opcode: int, data: bytes) -> None:
         if opcode == 10:
             self.crowd.counts["pongs"] += 1
+            self._answered_at = time.monotonic()
         elif opcode == 9 and self.socket is not None:
             self.socket.send((10, data))
         elif opcode == 2:

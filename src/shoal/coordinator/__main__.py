@@ -25,6 +25,7 @@ from shoal.coordinator.app import make_app
 from shoal.coordinator.auth import Guard, is_loopback
 from shoal.coordinator.hiring import open_pools
 from shoal.coordinator.keys import Keys
+from shoal.coordinator.patience import new_loop
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
 from shoal.coordinator.sockets import DirectSocket
@@ -49,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     _allow_many_connections()
     try:
-        return asyncio.run(_serve(options.dir, options.host, options.port, options.lifeline))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(_serve(options.dir, options.host, options.port, options.lifeline))
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -138,7 +140,7 @@ def _config(
         ws=DirectSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.
-        ws_ping_interval=20.0,
+        ws_ping_interval=40.0,
         ws_ping_timeout=30.0,
         ws_per_message_deflate=False,
         access_log=False,

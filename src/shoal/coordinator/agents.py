@@ -13,6 +13,7 @@ from shoal.errors import BadMessage, NameTaken
 from shoal.wire import messages as ms
 
 BEAT_S = 1.0
+BEATS_PER_S = 200
 SILENT_S = 10.0
 
 
@@ -42,7 +43,9 @@ class Agents:
             return
         old = self._service.agents.get(hello.agent)
         if old is not None and old is not link:
-            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * BEAT_S:
+            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * _beat_s(
+                len(self._service.agents)
+            ):
                 do = "give this one another name with --name"
                 link.refuse(NameTaken.code, f"an agent named {hello.agent} is already connected", do=do)
                 return
@@ -62,7 +65,7 @@ class Agents:
         asked = self._service.record("", joined)
         link.agent, link.pid = hello.agent, hello.pid
         self._service.agents[hello.agent] = link
-        link.send(ms.AgentWelcome(BEAT_S, self._service.name))
+        link.send(ms.AgentWelcome(_beat_s(len(self._service.agents)), self._service.name))
         self._service.carry_out(asked)
 
     def _event(self, link: AgentLink, message: ms.FromAgent) -> None:
@@ -112,6 +115,11 @@ class Agents:
             if now - link.heard_at > SILENT_S:
                 link.close()
                 self.gone(link)
+
+
+def _beat_s(agents: int) -> float:
+    """How often one of so many agents beats: the more there are the more rarely, but still well within its silence."""
+    return min(max(BEAT_S, agents / BEATS_PER_S), SILENT_S / 4)
 
 
 def _exited(message: ms.MemberExited) -> fe.ProcessExited:

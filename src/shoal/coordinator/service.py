@@ -44,6 +44,7 @@ TICK_S = 0.05
 OVERSLEPT_S = 1.0
 LISTEN_AGAIN_S = 0.5
 FLUSH_S = 0.2
+SHOW_S = 0.002
 
 
 class Clock:
@@ -75,6 +76,7 @@ class Service:
         self._changed: set[str] = set()
         self._shown: dict[str, AgentView] = {}
         self._fleet_shown: fl.State | None = None
+        self._shown_at: dict[str, float] = {}
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
         self._ticked_at = self.clock.now()
@@ -276,16 +278,26 @@ class Service:
             self._views.give_back(batch)
 
     def _show_changes(self) -> None:
-        for name in self._changed & self.runs.runs.keys():
+        changed, self._changed = self._changed & self.runs.runs.keys(), set()
+        for name in changed:
+            if self._is_too_soon(name):
+                self._changed.add(name)
+                continue
             view = self.view(name)
             self._views.put_run(view)
             if view.tensorboard:
                 self._reports.show(view, present.step_s(self.live(name)), self.clock.now())
             if self.runs.runs[name].over:
                 self.logs.close(name)
-        if self._changed:
-            self._show_agents()
-        self._changed.clear()
+        self._show_agents()
+
+    def _is_too_soon(self, name: str) -> bool:
+        """A run of very many is shown a little more rarely, as long as it goes on."""
+        run, now = self.runs.runs[name], self.clock.now()
+        if not run.over and now - self._shown_at.get(name, 0.0) < SHOW_S * len(run.membership.members):
+            return True
+        self._shown_at[name] = now
+        return False
 
     def _show_agents(self) -> None:
         """Those of whom there is news; how busy they are and when they were heard is asked of who is alive."""
@@ -299,6 +311,7 @@ class Service:
                 self._views.put_agent(view)
 
     def close(self) -> None:
+        self._shown_at.clear()
         self._show_changes()
         self._reports.close()
         self._views.close()

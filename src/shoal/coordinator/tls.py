@@ -12,7 +12,7 @@ from shoal.errors import StorageError
 
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
 YEARS = 10
-BUFFER_BYTES = 16 << 10
+BUFFER_BYTES = 8 << 10
 
 
 def ensure(directory: Path, host: str) -> str:

@@ -21,6 +21,7 @@ from shoal.wire import codec, credentials, messages
 
 RETRY_S = (0.05, 0.1, 0.2, 0.4)
 OPEN_TIMEOUT_S = 3.0
+ASKS_PER_SILENCE = 4
 
 
 class Link:
@@ -130,11 +131,18 @@ class Link:
             max_size=codec.MAX_MESSAGE_BYTES,
         )
 
+    def _asks(self) -> bool:
+        """Whether it is time to see that the coordinator still answers; not with every beat, it has many to answer."""
+        return time.monotonic() - self._pong_at > self._silence_s / ASKS_PER_SILENCE
+
     def _renew(self) -> None:
         """Beat, and hang up on a coordinator that no longer answers, so that it is sought anew."""
         while not self._closing.wait(self._beat_s):
             socket = self._socket
             if socket is None:
+                continue
+            if not self._asks():
+                self.send(self._beat())
                 continue
             try:
                 with _in_one_packet(socket):

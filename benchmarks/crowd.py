@@ -50,6 +50,7 @@ class Socket(asyncio.Protocol):
         self._request, self._member = request, member
         self._open = False
         self._read = b""
+        self.open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -66,6 +67,10 @@ class Socket(asyncio.Protocol):
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise RuntimeError(head.decode())
             self._open, self._read = True, rest
+            if self.open.cancelled():
+                self.transport.abort()
+                return
+            self.open.set_result(None)
             self._member.opened(self)
         while (frame := self._next()) is not None:
             self._member.got(*frame)
@@ -101,8 +106,10 @@ class Socket(asyncio.Protocol):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
     def connection_lost(self, _exc: Exception | None) -> None:
-        if self._open:
+        if self.open.done() and not self.open.cancelled():
             self._member.hung_up()
+        elif not self.open.done():
+            self.open.set_exception(ConnectionResetError())
 
 
 def _framed(opcode: int, data: bytes) -> bytes:
@@ -130,9 +137,10 @@ class Member:
         for attempt in itertools.count():
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    await loop.create_connection(
+                    made = await loop.create_connection(
                         lambda: Socket(self.crowd.request, self), host, port, ssl=self.crowd.tls
                     )
+                    await made[1].open
                 return
             except (OSError, TimeoutError):
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])

@@ -17,6 +17,7 @@ from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import membership as mb
+from shoal.core.hands import Draft
 from shoal.core.world import Address
 from shoal.store import journal
 from shoal.wire.views import RunSpec
@@ -147,6 +148,22 @@ class Fleet(RuleBasedStateMachine):
             if agent.slots is not None:
                 held = [p for p in self.runs.fleet.processes.values() if p.agent == agent.name]
                 assert len(held) <= agent.slots
+
+    @invariant()
+    def what_is_at_hand_is_what_there_is(self) -> None:
+        processes = self.runs.fleet.processes
+        for run in self.runs.runs:
+            found = {p.member: p for p in processes.values() if p.run == run}
+            assert list(processes.of_run(run).items()) == list(found.items())
+        for agent in ("a", "b"):
+            assert processes.taken(agent) == sum(p.agent == agent for p in processes.values())
+
+    @invariant()
+    def nothing_was_left_undone(self) -> None:
+        """So that what changes nothing about who should exist need not be thought about."""
+        draft = Draft(self.runs.fleet, self.now)
+        draft.advance()
+        assert (draft.asked, draft.freeze()) == ([], self.runs.fleet)
 
     @invariant()
     def incarnations_are_never_used_twice(self) -> None:

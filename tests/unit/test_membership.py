@@ -224,6 +224,20 @@ def test_a_restarted_coordinator_grants_every_lease_anew() -> None:
     assert len(due(state, {}, 503.1)) == 2
 
 
+def test_many_have_longer_to_find_a_restarted_coordinator_again() -> None:
+    state, _ = after(world_of(*(f"m{number}" for number in range(100))), ev.CoordinatorRestarted(), now=500.0)
+    assert not due(state, {}, 503.9)
+    assert len(due(state, {}, 504.1)) == 100
+
+
+def test_of_very_many_only_a_few_are_named() -> None:
+    state = world_of(*(f"m{number}" for number in range(100)))
+    _, asked = after(state, ev.Lost("m0", "killed"))
+    assert [said.text for said in told(asked, ev.Say)][-1] == (
+        "waiting for m1, m2, m3, m4, m5, m6, m7, m8 and 91 others to answer"
+    )
+
+
 def test_a_member_stuck_in_its_own_code_is_found_by_those_who_wait_for_it() -> None:
     state = world_of("a", "b", rules=replace(RULES, stall_s=60.0))
     beats = {

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import secrets
 import sys
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from shoal.coordinator.app import make_app
 from shoal.coordinator.auth import Guard, is_loopback
 from shoal.coordinator.hiring import open_pools
 from shoal.coordinator.keys import Keys
+from shoal.coordinator.patience import new_loop
 from shoal.coordinator.protocol import ImpatientProtocol
 from shoal.coordinator.service import Service
+from shoal.coordinator.sockets import DirectSocket
 from shoal.core import addresses
 from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
@@ -31,6 +34,8 @@ from shoal.store.views import Views
 from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 from shoal.wire.hires import URLS
+
+FILES = 1 << 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,15 +50,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    _allow_many_connections()
     try:
-        return asyncio.run(
-            _serve(options.dir, options.host, options.port, options.lifeline, addresses.split(options.address))
-        )
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            named = addresses.split(options.address)
+            return runner.run(_serve(options.dir, options.host, options.port, options.lifeline, named))
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _allow_many_connections() -> None:
+    """Take the descriptors that we may have: the usual 1,024 are spent by 500 agents and their members."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(directory: Path, host: str, port: int, lifeline: int | None, named: tuple[str, ...]) -> int:
@@ -126,10 +140,10 @@ def _config(
     config = uvicorn.Config(
         Guard(make_app(service, leave), Keys(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
         http=ImpatientProtocol,
-        ws="websockets-sansio",
+        ws=DirectSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.
-        ws_ping_interval=20.0,
+        ws_ping_interval=40.0,
         ws_ping_timeout=30.0,
         ws_per_message_deflate=False,
         access_log=False,
@@ -143,6 +157,7 @@ def _config(
     )
     config.load()
     if config.ssl is not None:
+        tls.be_sparing()
         # A ticket looks like an answer to a member that has not asked yet; it would wait in a read without a timeout.
         config.ssl.num_tickets = 0
     return config

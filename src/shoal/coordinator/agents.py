@@ -17,6 +17,7 @@ from shoal.wire import messages as ms
 from shoal.wire.examination import Finding, Question
 
 BEAT_S = 1.0
+BEATS_PER_S = 200
 SILENT_S = 10.0
 EXAMINED_WITHIN_S = 40.0
 
@@ -26,6 +27,7 @@ class Agents:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._looked_at = 0.0
         service.at_every_tick(self.drop_the_silent)
         self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[Finding]] = {}
@@ -70,7 +72,9 @@ class Agents:
             return
         old = self._service.agents.get(hello.agent)
         if old is not None and old is not link:
-            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * BEAT_S:
+            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * _beat_s(
+                len(self._service.agents)
+            ):
                 do = "give this one another name with --name"
                 link.refuse(NameTaken.code, f"an agent named {hello.agent} is already connected", do=do)
                 return
@@ -92,7 +96,7 @@ class Agents:
         asked = self._service.record("", joined)
         link.agent, link.pid = hello.agent, hello.pid
         self._service.agents[hello.agent] = link
-        link.send(ms.AgentWelcome(BEAT_S, self._service.name))
+        link.send(ms.AgentWelcome(_beat_s(len(self._service.agents)), self._service.name))
         self._service.carry_out(asked)
 
     def _event(self, link: AgentLink, message: ms.FromAgent) -> None:
@@ -135,10 +139,18 @@ class Agents:
 
     def drop_the_silent(self, now: float) -> None:
         """A connection on which nothing comes any more is as good as closed."""
+        if now - self._looked_at < BEAT_S:
+            return
+        self._looked_at = now
         for link in list(self._service.agents.values()):
             if now - link.heard_at > SILENT_S:
                 link.close()
                 self.gone(link)
+
+
+def _beat_s(agents: int) -> float:
+    """How often one of so many agents beats: the more there are the more rarely, but still well within its silence."""
+    return min(max(BEAT_S, agents / BEATS_PER_S), SILENT_S / 4)
 
 
 def _exited(message: ms.MemberExited) -> fe.ProcessExited:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from starlette.websockets import WebSocket
 
 import shoal
 from shoal.coordinator import logs
@@ -26,6 +26,7 @@ from shoal.coordinator.links import AgentLink, Link, MemberLink
 from shoal.coordinator.members import Members
 from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
+from shoal.coordinator.sockets import SCOPE, Hear
 from shoal.errors import (
     BadMessage,
     BadRequest,
@@ -50,6 +51,7 @@ SWEEP_S = 60.0
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
+Gone = Callable[[], None]
 
 
 class Api:
@@ -178,59 +180,39 @@ class Api:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def member(self, socket: WebSocket) -> None:
-        link = MemberLink(codec.to_member, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
-        said = self._members.said
-        await _converse(
-            socket, link, lambda data: said(link, codec.from_member.decode(data)), lambda: bool(link.member)
-        )
-        self._members.gone(link)
+        link = MemberLink(codec.to_member, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
+        members, decode = self._members, codec.from_member.decode
+        take, gone = lambda data: members.said(link, decode(data)), lambda: members.gone(link)
+        await _converse(socket, link, take, lambda: bool(link.member), gone)
 
     async def agent(self, socket: WebSocket) -> None:
-        link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket))  # type: ignore[arg-type]
-        said = self._agents.said
-        await _converse(socket, link, lambda data: said(link, codec.from_agent.decode(data)), lambda: bool(link.agent))
-        self._agents.gone(link)
+        link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
+        agents, decode = self._agents, codec.from_agent.decode
+        take, gone = lambda data: agents.said(link, decode(data)), lambda: agents.gone(link)
+        await _converse(socket, link, take, lambda: bool(link.agent), gone)
 
 
 def make_app(service: Service, leave: Callable[[], None]) -> Starlette:
     return Starlette(routes=Api(service, leave).routes())
 
 
-async def _converse(
-    socket: WebSocket, link: Link, take: Callable[[bytes | str], None], known: Callable[[], bool]
-) -> None:
-    """Read and write until either side closes; nothing that is read here can disturb anybody else."""
+async def _converse(socket: WebSocket, link: Link, take: Hear, known: Callable[[], bool], gone: Gone) -> None:
+    """Let a connection be heard until either side closes it; nothing that is read there can disturb anybody else."""
     await socket.accept()
-    writer = asyncio.create_task(_write(socket, link))
     late = asyncio.get_running_loop().call_later(HELLO_WITHIN_S, lambda: None if known() else link.close())
-    try:
-        while not link.closed:
-            message = await socket.receive()
-            if message["type"] == "websocket.disconnect":
-                break
-            data = message.get("bytes")
-            take(data if data is not None else message.get("text") or "")
-    except BadMessage as error:
-        link.refuse(error.code, error.what, error.why, error.do)
-    except WebSocketDisconnect:
-        pass
-    finally:
+
+    def hear(data: bytes | str) -> None:
+        try:
+            if not link.closed:
+                take(data)
+        except BadMessage as error:
+            link.refuse(error.code, error.what, error.why, error.do)
+
+    def over() -> None:
         late.cancel()
-        link.close()
-        await asyncio.wait([writer], timeout=2.0)
-        writer.cancel()
+        gone()
 
-
-async def _write(socket: WebSocket, link: Link) -> None:
-    """Send what waits in the outbox until it says that it is over."""
-    try:
-        while (data := await link.outbox.get()) is not None:
-            await socket.send_bytes(data)
-        if socket.client_state is WebSocketState.CONNECTED:
-            await socket.close()
-    except (WebSocketDisconnect, RuntimeError, OSError):
-        # The other side is gone; the reader finds out too.
-        link.closed = True
+    link.socket.listen(hear, over)
 
 
 def _peer(socket: WebSocket) -> str:

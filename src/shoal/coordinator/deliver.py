@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,40 +18,43 @@ from shoal.wire.views import RoleSpec, RunSpec
 PREEMPTED = 75
 
 
-def to_members(asked: Any) -> Iterator[tuple[str, ms.Message]]:
-    """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name."""
+def to_members(asked: Any) -> tuple[tuple[str, ...], ms.Message] | None:
+    """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name.
+
+    It is one message for all of them, so that it is encoded once.
+    """
     match asked:
         case ev.FormWorld(world, to, reason):
-            yield from ((name, ms.Form(world, reason)) for name in to)
+            return to, ms.Form(world, reason)
         case ev.ProposeWorld(after, world, to, reason):
-            yield from ((name, ms.Prepare(after, world, reason)) for name in to)
+            return to, ms.Prepare(after, world, reason)
         case ev.DissolveWorld(number, to, reason):
-            yield from ((name, ms.Dissolve(number, reason)) for name in to)
+            return to, ms.Dissolve(number, reason)
         case ev.PlaceParts(placement, to, reason):
-            yield from ((name, ms.Place(placement, reason)) for name in to)
+            return to, ms.Place(placement, reason)
         case ev.TellGone(to, member, incarnation, reason):
-            yield from ((name, ms.Gone(member, incarnation, reason)) for name in to)
+            return to, ms.Gone(member, incarnation, reason)
         case ev.AskRestore(member, reason):
-            yield member, ms.Restore(reason)
+            return (member,), ms.Restore(reason)
         case ev.Expel(member, reason):
-            yield member, ms.Expelled(reason)
+            return (member,), ms.Expelled(reason)
         case ev.StopMembers(to, reason, checkpoint, exit_code):
             # For members there are two ways to end: as done, and as to be gone on with, whatever the run ends as.
-            ends = PREEMPTED if exit_code else 0
-            yield from ((name, ms.Stop(reason, checkpoint, ends)) for name in to)
+            return to, ms.Stop(reason, checkpoint, PREEMPTED if exit_code else 0)
         case ev.TellFinished(to, step):
-            yield from ((name, ms.Finished(step)) for name in to)
+            return to, ms.Finished(step)
         case ev.Grant(member, name):
-            yield member, ms.Granted(name)
+            return (member,), ms.Granted(name)
         case evaluation.TellStanding(to, standing):
             best = (standing.best, standing.best_step, standing.best_value)
-            yield from ((who, ms.Standing(standing.step, *best)) for who in to)
+            return to, ms.Standing(standing.step, *best)
         case evaluation.TellCheckpoint(to, step, path):
-            yield from ((who, ms.Checkpointed(step, path, 0, 0.0)) for who in to)
+            return to, ms.Checkpointed(step, path, 0, 0.0)
         case evaluation.TellTrained(to, step):
-            yield from ((who, ms.Finished(step)) for who in to)
+            return to, ms.Finished(step)
         case ev.TellFulfilled(to, name):
-            yield from ((who, ms.AlreadyDone(name)) for who in to)
+            return to, ms.AlreadyDone(name)
+    return None
 
 
 def start_member(

@@ -1,9 +1,10 @@
-"""The open sockets of members and agents; what is sent waits in a queue, so that a slow one holds up nobody."""
+"""The open sockets of members and agents; what cannot be sent at once waits, so that a slow one holds up nobody."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import shoal
 from shoal.errors import VersionMismatch
@@ -11,27 +12,33 @@ from shoal.wire import messages as ms
 from shoal.wire.codec import Codec
 from shoal.wire.messages import Message, Refused
 
-MAX_QUEUED = 10_000
+
+class Socket(Protocol):
+    """What a link needs of a connection."""
+
+    def listen(self, hear: Callable[[bytes | str], None], gone: Callable[[], None]) -> None: ...
+    def say(self, data: bytes) -> bool: ...
+    def hang_up(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One socket. `outbox` ends with None, which closes it."""
+    """One socket, as long as it is open."""
 
     codec: Codec[object]
     peer: str
     base_url: str
-    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    socket: Socket
     closed: bool = False
     heard_at: float = 0.0
 
     def send(self, message: Message) -> None:
-        if self.closed:
-            return
-        if self.outbox.qsize() >= MAX_QUEUED:
+        self.post(self.codec.encode(message))
+
+    def post(self, data: bytes) -> None:
+        """Send a message that is encoded already."""
+        if not self.closed and not self.socket.say(data):
             self.close()
-            return
-        self.outbox.put_nowait(self.codec.encode(message))
 
     def refuse(self, code: str, what: str, why: str = "", do: str = "") -> None:
         self.send(Refused(code, what, why, do))
@@ -40,7 +47,7 @@ class Link:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.outbox.put_nowait(None)
+            self.socket.hang_up()
 
 
 @dataclass(slots=True, eq=False)

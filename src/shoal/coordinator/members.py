@@ -121,6 +121,9 @@ class Members:
         if run is None or event is None or run.over:
             return
         self._renew(link)
+        world = run.membership.world
+        if isinstance(message, ms.Switched) and world is not None and message.world == world.number:
+            return  # the first to cross over has said so for all
         asked = self._service.record(link.run, event)
         self._service.carry_out(asked)
         if isinstance(message, ms.Left):

@@ -219,19 +219,22 @@ def _trainers(run: Run) -> int:
 
 
 def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, ...]:
-    processes = {p.member: p for p in runs.fleet.processes.values() if p.run == run.name}
+    processes = runs.fleet.processes.of_run(run.name)
     names = list(dict.fromkeys([*run.membership.members, *processes]))
     if run.over:
         names = [name for name in names if name in live.links]
-    found = [_member(name, run, processes.get(name), live, now) for name in names]
+    world = run.membership.world
+    ranks = world.ranks() if world is not None else {}
+    samples = sum(live.said[name].share for name in ranks if name in live.said)
+    found = [_member(name, ranks.get(name), samples, run, processes.get(name), live, now) for name in names]
     return tuple(sorted(found, key=lambda view: (view.rank is None, view.rank or 0, view.member)))
 
 
-def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: float) -> MemberView:
+def _member(
+    name: str, rank: int | None, samples: int, run: Run, process: fl.Process | None, live: Live, now: float
+) -> MemberView:
     member = run.membership.members.get(name)
-    world = run.membership.world
     said, beat, link = live.said.get(name), live.beats.get(name), live.links.get(name)
-    rank = world.rank_of(name) if world is not None else None
     spent = said.spent if said is not None and rank is not None else Spent()
     return MemberView(
         member=name,
@@ -246,7 +249,7 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
         phase=said.phase if said else "",
         phase_age_s=said.phase_age_s + max(0.0, now - beat.at) if said and beat else 0.0,
         beat_age_s=max(0.0, now - beat.at) if beat else 0.0,
-        samples_per_s=_own_rate(name, run, live),
+        samples_per_s=_own_rate(said, rank, samples, run),
         connected=link is not None,
         data_s=spent.data_s,
         compute_s=spent.compute_s,
@@ -259,15 +262,13 @@ def _member(name: str, run: Run, process: fl.Process | None, live: Live, now: fl
     )
 
 
-def _own_rate(name: str, run: Run, live: Live) -> float:
-    """A member's part of the samples that its world trains on a second."""
-    world, mine = run.membership.world, live.said.get(name)
+def _own_rate(mine: Beat | None, rank: int | None, samples: int, run: Run) -> float:
+    """A member's part of the samples that its world trains on a second; `samples` are those of one step."""
     if run.membership.placement is not None:
         return mine.samples_per_s if mine is not None else 0.0
-    if world is None or mine is None or world.rank_of(name) is None:
+    if mine is None or rank is None or not samples:
         return 0.0
-    shares = sum(live.said[s.member].share for s in world.seats if s.member in live.said)
-    return mine.samples_per_s * mine.share / shares if shares else 0.0
+    return mine.samples_per_s * mine.share / samples
 
 
 def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> str:
@@ -290,10 +291,13 @@ def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> s
 
 def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[AgentView]:
     found = []
+    living: dict[str, list[str]] = {}
+    for p in runs.fleet.processes.values():
+        if p.alive:
+            living.setdefault(p.agent, []).append(p.member)
     for agent in sorted(runs.fleet.agents.values(), key=lambda a: a.order):
         known, link = runs.machines.get(agent.name), links.get(agent.name)
         machine = known.machine if known else None
-        members = tuple(p.member for p in runs.fleet.processes.values() if p.agent == agent.name and p.alive)
         found.append(
             AgentView(
                 agent=agent.name,
@@ -302,7 +306,7 @@ def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[
                 memory_bytes=machine.memory_bytes if machine else 0,
                 devices=machine.devices if machine else (),
                 slots=agent.slots,
-                members=members,
+                members=tuple(living.get(agent.name, ())),
                 connected=link is not None,
                 beat_age_s=max(0.0, now - link.heard_at) if link else 0.0,
                 load=link.load if link else 0.0,

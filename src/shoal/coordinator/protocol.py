@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_WITHIN_S = 10.0
+
+
+def _if_alive(action: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = action()
+    if found is not None:
+        found()
 
 
 class ImpatientProtocol(H11Protocol):
@@ -14,7 +22,8 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(REQUEST_WITHIN_S, self._close_if_silent)
+        # Not kept alive for it: a connection that becomes a WebSocket needs none of this any more.
+        self.loop.call_later(REQUEST_WITHIN_S, _if_alive, weakref.WeakMethod(self._close_if_silent))
 
     def _close_if_silent(self) -> None:
         if self.scope is None and not self.transport.is_closing():

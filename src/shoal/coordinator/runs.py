@@ -322,7 +322,7 @@ class Runs:
 
     def _idle(self, run: str, state: membership.State) -> tuple[str, ...]:
         """Processes that have not come so far as to hold a state; nothing is lost if they end at once."""
-        names = [process.member for process in self.fleet.processes.values() if process.run == run]
+        names = self.fleet.processes.of_run(run)
         busy = {name for name, member in state.members.items() if member.status != membership.STARTING}
         return tuple(name for name in names if name not in busy)
 
@@ -330,11 +330,10 @@ class Runs:
         wanted = self.fleet.runs.get(run.name)
         if wanted is None:
             return
-        guests = tuple(
-            m.name
-            for m in run.membership.members.values()
-            if (run.name, m.name) not in self.fleet.processes and (m.connected or not run.membership.finished)
-        )
+        members = run.membership.members
+        strangers = members.keys() - self.fleet.processes.of_run(run.name).keys()
+        known = [members[name] for name in members if name in strangers] if strangers else []
+        guests = tuple(m.name for m in known if m.connected or not run.membership.finished)
         if guests != wanted.guests:
             self._fleet(fe.GuestsChanged(run.name, guests), now, asked)
 

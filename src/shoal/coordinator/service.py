@@ -33,6 +33,7 @@ from shoal.errors import JournalUnwritable
 from shoal.report.files import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
 from shoal.store.views import Views
+from shoal.wire import codec
 from shoal.wire import messages as ms
 from shoal.wire.views import AgentView, PoolView, RunView, StoryLine
 
@@ -43,6 +44,7 @@ TICK_S = 0.05
 OVERSLEPT_S = 1.0
 LISTEN_AGAIN_S = 0.5
 FLUSH_S = 0.2
+SHOW_S = 0.002
 
 
 class Clock:
@@ -72,6 +74,9 @@ class Service:
         self._live: dict[str, present.Live] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
+        self._shown: dict[str, AgentView] = {}
+        self._fleet_shown: fl.State | None = None
+        self._shown_at: dict[str, float] = {}
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
         self._ticked_at = self.clock.now()
@@ -177,11 +182,15 @@ class Service:
                 self._tell_members(run, instruction)
 
     def _tell_members(self, run: str, instruction: Any) -> None:
-        links = self.live(run).links
-        for member, message in deliver.to_members(instruction):
+        told = deliver.to_members(instruction)
+        if told is None:
+            return
+        (names, message), links = told, self.live(run).links
+        data = codec.to_member.encode(message)
+        for member in names:
             link = links.get(member)
             if link is not None:
-                link.send(message)
+                link.post(data)
                 if isinstance(message, ms.Expelled):
                     link.expelled = member not in self.runs.runs[run].membership.members
 
@@ -269,21 +278,42 @@ class Service:
             self._views.give_back(batch)
 
     def _show_changes(self) -> None:
-        for name in self._changed & self.runs.runs.keys():
+        changed, self._changed = self._changed & self.runs.runs.keys(), set()
+        for name in changed:
+            if self._is_too_soon(name):
+                self._changed.add(name)
+                continue
             view = self.view(name)
             self._views.put_run(view)
             if view.tensorboard:
                 self._reports.show(view, present.step_s(self.live(name)), self.clock.now())
             if self.runs.runs[name].over:
                 self.logs.close(name)
-        if self._changed:
-            for agent in self.agent_views():
-                self._views.put_agent(agent)
-        self._changed.clear()
+        self._show_agents()
+
+    def _is_too_soon(self, name: str) -> bool:
+        """A run of very many is shown a little more rarely, as long as it goes on."""
+        run, now = self.runs.runs[name], self.clock.now()
+        if not run.over and now - self._shown_at.get(name, 0.0) < SHOW_S * len(run.membership.members):
+            return True
+        self._shown_at[name] = now
+        return False
+
+    def _show_agents(self) -> None:
+        """Those of whom there is news; how busy they are and when they were heard is asked of who is alive."""
+        if self.runs.fleet is self._fleet_shown:
+            return
+        self._fleet_shown = self.runs.fleet
+        for view in self.agent_views():
+            known = structs.replace(view, beat_age_s=0.0, load=0.0)
+            if self._shown.get(view.agent) != known:
+                self._shown[view.agent] = known
+                self._views.put_agent(view)
 
     def close(self) -> None:
         # Machines are paid for until they are given back, which is after the end of their run.
         self._changed.update(self.runs.supply.account.runs)
+        self._shown_at.clear()
         self._show_changes()
         self._reports.close()
         self._views.close()

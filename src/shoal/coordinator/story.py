@@ -10,6 +10,7 @@ from shoal.core import evaluation
 from shoal.core import events as ev
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
+from shoal.core.draft import listed
 from shoal.wire.views import StoryLine
 
 LINES_PER_ENTRY = 100
@@ -100,14 +101,14 @@ def _agent_joined(e: fe.AgentJoined) -> Sentence:
 
 
 def _formed(i: ev.FormWorld) -> Sentence:
-    names = ", ".join(seat.member for seat in i.world.seats)
+    names = listed(seat.member for seat in i.world.seats)
     return f"world {i.world.number} begins at step {i.world.step} with {names}", i.reason
 
 
 def _proposed(i: ev.ProposeWorld) -> Sentence:
     if not i.news:
         return None
-    names = ", ".join(seat.member for seat in i.world.seats)
+    names = listed(seat.member for seat in i.world.seats)
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
 
@@ -148,7 +149,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.AskRestore: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
     ev.Refuse: lambda i: (f"{i.member} is refused: {i.what}", i.why),
     ev.Expel: lambda i: (f"{i.member} is told that it is out", i.reason),
-    ev.StopMembers: lambda i: (f"{', '.join(i.to)} told to stop", i.reason),
+    ev.StopMembers: lambda i: (f"{listed(i.to)} told to stop", i.reason),
     ev.TellFinished: lambda i: (f"the training is finished at step {i.step}", ""),
     ev.Say: lambda i: (i.text, ""),
     evaluation.Judged: lambda i: (i.text, i.reason),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+from asyncio import sslproto
 from pathlib import Path
 
 from shoal.errors import StorageError
 
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
 YEARS = 10
+BUFFER_BYTES = 8 << 10
 
 
 def ensure(directory: Path, host: str) -> str:
@@ -26,6 +28,11 @@ def ensure(directory: Path, host: str) -> str:
         raise StorageError(
             "the coordinator's certificate cannot be kept", where=str(directory), why=error.strerror or str(error)
         ) from error
+
+
+def be_sparing() -> None:
+    """Let connections have small buffers: asyncio gives each 256 KiB, which a thousand members fill with nothing."""
+    sslproto.SSLProtocol.max_size = BUFFER_BYTES
 
 
 def _write(path: Path, data: bytes) -> None:

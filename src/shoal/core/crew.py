@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shoal.core import budget
 from shoal.core.compat import PS
@@ -18,6 +19,7 @@ CHIEF_MARK = "chief-"
 TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
 
 
+@lru_cache(maxsize=1 << 14)
 def role_of(member: str) -> str:
     """What a process does in its run; names are given here, and tell."""
     last = member.rpartition("/")[2]
@@ -83,6 +85,72 @@ class Process:
     def leads(self) -> bool:
         """Whether it is the chief of a script with parameter servers, which is done when the chief is."""
         return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
+
+
+class Processes(dict[tuple[str, str], Process]):
+    """Processes by run and member, and at hand by run and by agent, so that nobody looks at a thousand to find one.
+
+    What is in here changes by assigning, `del` and `pop` only.
+    """
+
+    __slots__ = ("_by_run", "_scoring", "_taken")
+
+    def __init__(self, known: Mapping[tuple[str, str], Process] = {}) -> None:
+        super().__init__()
+        self._by_run: dict[str, dict[str, Process]] = {}
+        self._taken: dict[str, int] = {}
+        self._scoring: dict[str, frozenset[tuple[str, str]]] = {}
+        for key, p in known.items():
+            self[key] = p
+
+    def copy(self) -> Processes:
+        twin = Processes()
+        dict.update(twin, self)
+        twin._by_run = {run: dict(members) for run, members in self._by_run.items()}
+        twin._taken, twin._scoring = dict(self._taken), dict(self._scoring)
+        return twin
+
+    def of_run(self, run: str) -> Mapping[str, Process]:
+        """The processes of a run, by member."""
+        return self._by_run.get(run, {})
+
+    def taken(self, agent: str) -> int:
+        """How many processes of an agent train or serve."""
+        return self._taken.get(agent, 0)
+
+    def scoring(self, agent: str) -> list[Process]:
+        """The evaluators of an agent."""
+        return [self[key] for key in sorted(self._scoring.get(agent, ()))]
+
+    def __setitem__(self, key: tuple[str, str], p: Process) -> None:
+        self._count(self.get(key), -1)
+        super().__setitem__(key, p)
+        self._by_run.setdefault(key[0], {})[key[1]] = p
+        self._count(p, 1)
+
+    def __delitem__(self, key: tuple[str, str]) -> None:
+        self._count(self[key], -1)
+        super().__delitem__(key)
+        del self._by_run[key[0]][key[1]]
+        if not self._by_run[key[0]]:
+            del self._by_run[key[0]]
+
+    def pop(self, key: tuple[str, str], default: Process | None = None) -> Process | None:  # type: ignore[override]
+        found = self.get(key, default)
+        if key in self:
+            del self[key]
+        return found
+
+    def _count(self, p: Process | None, change: int) -> None:
+        if p is None:
+            return
+        if p.role == EVALUATOR:
+            known, one = self._scoring.get(p.agent, frozenset()), {(p.run, p.member)}
+            self._scoring[p.agent] = known | one if change > 0 else known - one
+        else:
+            self._taken[p.agent] = self._taken.get(p.agent, 0) + change
+            if not self._taken[p.agent]:
+                del self._taken[p.agent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +224,7 @@ class State:
     count: int = 0
     agents: Mapping[str, Agent] = field(default_factory=dict)
     runs: Mapping[str, Wanted] = field(default_factory=dict)
-    processes: Mapping[tuple[str, str], Process] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
 
     def of_run(self, run: str) -> list[Process]:
-        return [p for p in self.processes.values() if p.run == run]
+        return list(self.processes.of_run(run).values())

@@ -10,6 +10,8 @@ from shoal.core import events as ev
 from shoal.core.roster import DONE, OUT, TRAINING, WAITING, Member, State
 from shoal.core.world import Seat, World
 
+MANY, FEW = 32, 8
+
 
 class Draft:
     """A state under change; it lives for one event."""
@@ -64,13 +66,14 @@ class Draft:
         if world is None:
             return
         last = proposal.number if proposal is not None else world.number
-        concerned = {seat.member for seat in world.seats}
+        ranks = world.ranks()
+        concerned = set(ranks)
         if proposal is not None:
             concerned |= {seat.member for seat in proposal.seats}
         for name in concerned & self.members.keys():
             member = self.members[name]
             if member.status == TRAINING:
-                self.update(name, status=OUT, rank=world.rank_of(name) or 0)
+                self.update(name, status=OUT, rank=ranks.get(name, 0))
         tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == OUT)
         self.set(world=None, proposal=None)
         self.ask(ev.DissolveWorld(last, tell, reason))
@@ -91,7 +94,9 @@ class Draft:
             self.try_propose()
 
     def try_form(self) -> None:
-        held_up = [m.name for m in self.members.values() if m.status == OUT or self._may_come_back(m)]
+        held_up = [
+            m.name for m in self.members.values() if m.status == OUT or (not m.connected and self._may_come_back(m))
+        ]
         if held_up:
             self.wait_for(f"waiting for {listed(held_up)} to answer")
             return
@@ -107,7 +112,8 @@ class Draft:
             return
         staying = [m for m in present if not m.leaving]
         top = max((m.step or 0 for m in holders), default=0)
-        if not any(m.step == top for m in staying if m in holders) and holders:
+        holding = {m.name for m in holders}
+        if not any(m.step == top for m in staying if m.name in holding) and holders:
             # The only state is held by somebody who is about to go: it comes along to hand it over.
             staying += [m for m in holders if m.leaving and m.step == top]
         if self.base.stopping is None and holders and all(m.leaving for m in staying):
@@ -189,7 +195,7 @@ class Draft:
         chosen = present[: self.base.rules.max_members]
         number = self.base.number + 1
         good = [0] if fresh else [r for r, m in enumerate(chosen) if m.name in names]
-        needy = [r for r in range(len(chosen)) if r not in good]
+        needy = sorted(set(range(len(chosen))) - set(good))
         world = World(
             number=number,
             seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in chosen),
@@ -259,8 +265,9 @@ class Draft:
         if proposal is not None and all(seat.member in self.members for seat in proposal.seats):
             return  # one at a time: its members may be crossing already, and hear of the next one there
         number = self.base.number + 1
-        veterans = [r for r, m in enumerate(target) if world.rank_of(m.name) is not None]
-        needy = [r for r in range(len(target)) if r not in veterans]
+        seats = world.ranks()
+        veterans = [r for r, m in enumerate(target) if m.name in seats]
+        needy = [r for r, m in enumerate(target) if m.name not in seats]
         new = World(
             number=number,
             seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in target),
@@ -269,9 +276,10 @@ class Draft:
             ghosts=tuple(needy),
         )
         joining = [target[r].name for r in needy]
-        going = [m.name for m in seated if m.name not in names]
+        staying = set(names)
+        going = [m.name for m in seated if m.name not in staying]
         parts = [f"{listed(joining)} joins" if joining else "", f"{listed(going)} leaves" if going else ""]
-        causes = [m.leaving for m in seated if m.leaving and m.name in going]
+        causes = [m.leaving for m in seated if m.leaving and m.name not in staying]
         reason = " and ".join(p for p in parts if p) + (f" ({causes[0]})" if causes else "")
         self.set(proposal=new, number=number, repeat_at=self.now + self.base.rules.lease_s)
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
@@ -282,7 +290,8 @@ class Draft:
         world, proposal = self.base.world, self.base.proposal
         if world is None or proposal is None:
             return
-        to = tuple(n for n in names if world.rank_of(n) is not None or proposal.rank_of(n) is not None)
+        concerned = world.ranks().keys() | proposal.ranks().keys()
+        to = tuple(n for n in names if n in concerned)
         if to:
             self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", news=False))
         self.set(repeat_at=self.now + self.base.rules.lease_s)
@@ -294,12 +303,12 @@ class Draft:
 
     def enter(self, proposal: World, step: int) -> None:
         """The proposed world is live, because one of its members has crossed over."""
-        before = self.base.world
+        before, ranks = self.base.world, proposal.ranks()
         for rank, seat in enumerate(proposal.seats):
             if seat.member in self.members:
                 self.update(seat.member, status=TRAINING, rank=rank, stale=False)
         for seat in before.seats if before is not None else ():
-            if seat.member in self.members and proposal.rank_of(seat.member) is None:
+            if seat.member in self.members and seat.member not in ranks:
                 self.update(seat.member, status=WAITING, step=step, stale=True)
         reason = f"world {proposal.number} with {proposal.size} members from step {step}"
         self.set(
@@ -349,7 +358,11 @@ class Draft:
 
 
 def listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    """Names for a sentence; of very many, the first few."""
+    found = list(names)
+    if len(found) <= MANY:
+        return ", ".join(found)
+    return f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
 
 
 def spread(needy: list[int], good: list[int]) -> dict[int, int]:

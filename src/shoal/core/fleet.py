@@ -61,7 +61,8 @@ def decide(state: State, event: fe.Event, now: float) -> tuple[State, tuple[fe.I
     """The next state, and what to tell which agent."""
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
-    draft.advance()
+    if not isinstance(event, _KNOWN_PLACES):
+        draft.advance()
     return draft.freeze(), tuple(draft.asked)
 
 
@@ -82,6 +83,8 @@ def due(state: State, now: float) -> tuple[fe.WaitOver, ...]:
         if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
             fired.append(fe.WaitOver("regroup", run.run))
     for p in state.processes.values():
+        if p.status == RUNNING and p.silent_since is None and p.missing_since is None:
+            continue
         agent = state.agents.get(p.agent)
         what = _process_due(p, now, limits, away=agent is None or agent.away_since is not None)
         if what:
@@ -311,6 +314,8 @@ def _forget_agent(draft: Draft, name: str) -> None:
             )
 
 
+# What these say of a process that is counted on already changes nothing about who should exist.
+_KNOWN_PLACES = (fe.ProcessStarted, fe.MemberSilent, fe.MemberBack)
 _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     fe.Opened: _on_opened,
     fe.AgentJoined: _on_agent_joined,

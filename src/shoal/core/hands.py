@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count as counting
 
 from shoal.core import addresses, budget
 from shoal.core import fleet_events as fe
@@ -37,14 +38,14 @@ class Draft:
         self.now = now
         self.agents = dict(state.agents)
         self.runs = dict(state.runs)
-        self.processes = dict(state.processes)
+        self.processes = state.processes.copy()
         self.asked: list[fe.Instruction] = []
 
     def freeze(self) -> State:
         return replace(self.base, agents=self.agents, runs=self.runs, processes=self.processes)
 
     def of_run(self, run: str) -> list[Process]:
-        return [p for p in self.processes.values() if p.run == run]
+        return list(self.processes.of_run(run).values())
 
     def update(self, p: Process, **changes: object) -> Process:
         changed = replace(p, **changes)  # type: ignore[arg-type]
@@ -155,9 +156,11 @@ class Draft:
         return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: Wanted) -> None:
-        for agent in self.offered(run):
-            while self.room(agent, run) > 0 and self.count(run, TRAINER) < run.max_members:
+        lacking = run.max_members - self.count(run, TRAINER)
+        for agent in self.offered(run) if lacking > 0 else ():
+            while lacking > 0 and self.room(agent, run) > 0:
                 self.start_new(agent, run, "there is room for it")
+                lacking -= 1
 
     def fill_with_spares(self, run: Wanted) -> None:
         """Nobody lacks anything: who would only stand by may as well be warm."""
@@ -181,8 +184,8 @@ class Draft:
     def room(self, agent: Agent, run: Wanted) -> int:
         """How many more processes an agent can take; evaluators count only where they have pools of their own."""
         if agent.slots is not None:
-            here = [p for p in self.processes.values() if p.agent == agent.name]
-            return agent.slots - sum(p.role != EVALUATOR or self.runs[p.run].has_own(EVALUATOR) for p in here)
+            scoring = sum(self.runs[p.run].has_own(EVALUATOR) for p in self.processes.scoring(agent.name))
+            return agent.slots - self.processes.taken(agent.name) - scoring
         return run.max_members - self.count(run, TRAINER)
 
     def wants(self, agent: Agent, run: Wanted, role: str) -> bool:
@@ -205,9 +208,9 @@ class Draft:
         role: str = TRAINER,
         mark: str = "",
     ) -> None:
-        taken = {p.member for p in self.of_run(run.run)} | set(run.guests)
+        mine = self.processes.of_run(run.run)
         stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
-        index = next(i for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
+        index = next(i for i in counting() if f"{stem}{i}" not in mine and f"{stem}{i}" not in run.guests)
         order, incarnation = self.next_incarnation()
         p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
         env = env or _role(p)
@@ -232,12 +235,13 @@ class Draft:
     def settle(self, name: str) -> None:
         """End a run that has nothing left to wait for."""
         run = self.runs[name]
+        if run.guests or run.status == OVER or any(p.alive and p.role != EVALUATOR for p in self.of_run(name)):
+            self.set_run(name, alone_since=None)
+            return
         processes = [p for p in self.of_run(name) if p.role != EVALUATOR]
         evaluators = [p for p in self.of_run(name) if p.role == EVALUATOR and (p.alive or p.status == BACKOFF)]
         waiting = any(p.status == BACKOFF for p in processes)
-        if any(p.alive for p in processes) or run.guests or run.status == OVER:
-            self.set_run(name, alone_since=None)
-        elif evaluators and run.status == FINISHING:
+        if evaluators and run.status == FINISHING:
             if not run.trained:
                 self.set_run(name, trained=True)
                 self.asked.append(fe.TrainingOver(name))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shoal.core import events as ev
 from shoal.core.roster import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
+from shoal.core.world import World
 
 
 def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
@@ -13,8 +14,13 @@ def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, 
     if state.finished:
         return ()
     fired: list[ev.Event] = []
-    for member in state.members.values():
-        reason = _why_lost(state, member, beats.get(member.name), now)
+    fresh_since = now - state.rules.lease_s
+    for name, member in state.members.items():
+        beat = beats.get(name)
+        fresh = member.since >= fresh_since or (beat is not None and beat.at >= fresh_since)
+        if fresh and member.away_since is None:
+            continue
+        reason = _why_lost(state, member, beat, now)
         if reason:
             fired.append(ev.Lost(member.name, reason))
     fired.extend(ev.Lost(name, reason) for name, reason in _stalled(state, beats, now))
@@ -45,9 +51,23 @@ def _why_lost(state: State, member: Member, beat: Beat | None, now: float) -> st
     return ""
 
 
+def _may_stall(world: World, beats: Mapping[str, Beat], stall_s: float) -> bool:
+    """Whether somebody waits in the exchange, and nobody has for a short time only; asked twenty times a second."""
+    waits = False
+    for seat in world.seats:
+        beat = beats.get(seat.member)
+        if beat is None:
+            return False
+        if beat.phase == "exchange":
+            if beat.phase_age_s < stall_s:
+                return False
+            waits = True
+    return waits
+
+
 def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
     """Members that are stuck outside the exchange while all others have long waited for them in it."""
-    if state.world is None:
+    if state.world is None or not _may_stall(state.world, beats, state.rules.stall_s):
         return []
     seen = {s.member: beats[s.member] for s in state.world.seats if s.member in beats}
     waiting = {n: b for n, b in seen.items() if b.phase == "exchange"}

@@ -28,6 +28,8 @@ from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Clai
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
+# What it takes a coordinator at most to let one member and its agent in, with TLS, on a slow machine.
+RETURN_S = 0.01
 
 __all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "Rules", "State", "decide", "due"]
 
@@ -326,10 +328,11 @@ def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
 
 
 def _on_restart(draft: Draft, _event: ev.CoordinatorRestarted) -> None:
-    # Every lease starts anew: silence while nobody listened is no silence.
+    # Every lease starts anew: silence while nobody listened is no silence, and a thousand do not come back at once.
+    since = draft.now + RETURN_S * len(draft.members)
     for name in list(draft.members):
-        grace = draft.base.rules.lease_s
-        draft.update(name, connected=False, away_since=draft.now + grace, since=draft.now, suspected=False)
+        away = since + draft.base.rules.lease_s
+        draft.update(name, connected=False, away_since=away, since=since, suspected=False)
     draft.ask(ev.Say("the coordinator is back and has read its journal"))
 
 

@@ -49,5 +49,9 @@ class World:
     def size(self) -> int:
         return len(self.seats)
 
+    def ranks(self) -> dict[str, int]:
+        """The rank of each member, for those who ask for many."""
+        return {seat.member: rank for rank, seat in enumerate(self.seats)}
+
     def rank_of(self, member: str) -> int | None:
         return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -10,6 +11,10 @@ from shoal.errors import BadMessage
 from shoal.wire import messages
 
 MAX_MESSAGE_BYTES = 1 << 20
+# A world of a thousand is nearly the same words a thousand times, and all of its members are told of it.
+PACK_ABOVE_BYTES = 16 << 10
+# No message of MessagePack begins like this.
+PACKED = b"\xc1"
 
 M = TypeVar("M")
 
@@ -22,18 +27,37 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: messages.Message) -> bytes:
-        return self._encoder.encode(message)
+        data = self._encoder.encode(message)
+        return PACKED + zlib.compress(data, 1) if len(data) > PACK_ABOVE_BYTES else data
 
     def decode(self, data: bytes | str) -> M:
         if isinstance(data, str):
             raise BadMessage("a text frame where a binary one was expected", do="use Shoal's own client")
         if len(data) > MAX_MESSAGE_BYTES:
-            raise BadMessage(f"a message of {len(data)} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
+            raise _too_large(len(data))
         try:
-            decoded: M = self._decoder.decode(data)
+            decoded: M = self._decoder.decode(_unpacked(data) if data[:1] == PACKED else data)
         except (ValueError, RecursionError) as error:  # msgspec lets UnicodeDecodeError through
             raise BadMessage("a message that does not fit the protocol", why=str(error)) from error
         return decoded
+
+
+def _unpacked(data: bytes) -> bytes:
+    """What was packed; of a message that would grow beyond all limits, no more is unpacked than shows it."""
+    opened = zlib.decompressobj()
+    try:
+        found = opened.decompress(data[len(PACKED) :], MAX_MESSAGE_BYTES + 1)
+    except zlib.error as error:
+        raise BadMessage("a message that cannot be unpacked", why=str(error)) from error
+    if len(found) > MAX_MESSAGE_BYTES:
+        raise _too_large(len(found))
+    if not opened.eof:
+        raise BadMessage("a message that cannot be unpacked", why="its end is missing")
+    return found
+
+
+def _too_large(size_bytes: int) -> BadMessage:
+    return BadMessage(f"a message of {size_bytes} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
 
 
 from_member: Codec[messages.FromMember] = Codec(messages.FromMember)

@@ -5,9 +5,11 @@ Training never waits for it. What must not be lost while the line is down is sai
 
 from __future__ import annotations
 
+import contextlib
+import socket as sockets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from shoal.wire import codec, credentials, messages
 
 RETRY_S = (0.05, 0.1, 0.2, 0.4)
 OPEN_TIMEOUT_S = 3.0
+ASKS_PER_SILENCE = 4
 
 
 class Link:
@@ -128,20 +131,45 @@ class Link:
             max_size=codec.MAX_MESSAGE_BYTES,
         )
 
+    def _asks(self) -> bool:
+        """Whether it is time to see that the coordinator still answers; not with every beat, it has many to answer."""
+        return time.monotonic() - self._pong_at > self._silence_s / ASKS_PER_SILENCE
+
     def _renew(self) -> None:
         """Beat, and hang up on a coordinator that no longer answers, so that it is sought anew."""
         while not self._closing.wait(self._beat_s):
             socket = self._socket
-            if socket is None or not self.send(self._beat()):
+            if socket is None:
+                continue
+            if not self._asks():
+                self.send(self._beat())
                 continue
             try:
-                answered = socket.ping(ack_on_close=False)
+                with _in_one_packet(socket):
+                    if not self.send(self._beat()):
+                        continue
+                    answered = socket.ping(ack_on_close=False)
             except (OSError, websockets.exceptions.WebSocketException):
                 continue
             if answered.wait(self._beat_s):
                 self._pong_at = time.monotonic()
             elif time.monotonic() - self._pong_at > self._silence_s:
                 socket.close_socket()
+
+
+@contextlib.contextmanager
+def _in_one_packet(socket: ClientConnection) -> Iterator[None]:
+    """Let the coordinator be woken once for all that is sent meanwhile, where the system can do that."""
+    cork = getattr(sockets, "TCP_CORK", None)
+    if cork is None:
+        yield
+        return
+    socket.socket.setsockopt(sockets.IPPROTO_TCP, cork, 1)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            socket.socket.setsockopt(sockets.IPPROTO_TCP, cork, 0)
 
 
 def _say(socket: ClientConnection, message: messages.Message) -> None:

@@ -1,0 +1,35 @@
+"""A coordinator with a crowd of agents and members, as the benchmark with a thousand of them has it."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+from benchmarks import thousand
+from fakes import Coordinator
+
+pytestmark = pytest.mark.process
+
+
+def test_a_crowd_forms_a_world_loses_one_grows_and_outlives_its_coordinator() -> None:
+    found = dict(thousand.measure(thousand.HOSTS["TLS"], agents=20, joins=1, steady_s=0.5, watch_s=1.0))
+    assert found["form"]["told_bytes"] > 20 * 1000
+    assert found["steady"]["beats_per_s"] > 0
+    assert found["lose"]["journal_bytes"] > 0
+    assert found["join"]["told_bytes"] > 0
+    assert found["restart"]["worlds"] == 0
+
+
+def test_it_takes_the_descriptors_that_it_may_have(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        coordinator = Coordinator(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        allowed, _ = resource.prlimit(coordinator.process.pid, resource.RLIMIT_NOFILE)
+        assert allowed == resource.RLIM_INFINITY or allowed >= min(hard, 1 << 16)
+    finally:
+        coordinator.close()

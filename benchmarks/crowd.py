@@ -257,7 +257,7 @@ class Crowd:
 
     async def _agent(self, name: str) -> None:
         outbox = self._outboxes[name] = Outbox()
-        link = CoordinatorLink(self._url, self._token_file, AGENT_CONNECT_S, outbox)
+        link = CoordinatorLink([self._url], self._token_file, AGENT_CONNECT_S, outbox)
         machine = structs.replace(self._machine, name=name)
         pause_s = 0.0
         while True:

@@ -130,6 +130,7 @@ class Member:
         number = len(crowd.members)
         self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
         self._settings = json.loads(order.env["SHOAL_SETTINGS"])
+        self.beat_s = float(self._settings["beat_s"])
 
     async def connect(self) -> None:
         """Find the coordinator, as `worker.link` does: again and again, and a little later each time."""
@@ -156,14 +157,13 @@ class Member:
         if self._beating:
             return
         self._beating = True
-        beat_s = float(self._settings["beat_s"])
         # As many processes that were started by themselves would.
-        asyncio.get_running_loop().call_later(beat_s * (hash(order.member) % 997) / 997, self._beat, beat_s)
+        asyncio.get_running_loop().call_later(self.beat_s * (hash(order.member) % 997) / 997, self._beat)
 
-    def _beat(self, every_s: float) -> None:
+    def _beat(self) -> None:
         if self.ended:
             return
-        asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
+        asyncio.get_running_loop().call_later(self.beat_s, self._beat)
         world, step = self.world, self.crowd.step
         if self.socket is None:
             return
@@ -201,7 +201,9 @@ class Member:
 
     def _answer(self, message: Any) -> None:
         me = self.order.member
-        if isinstance(message, ms.Form):
+        if isinstance(message, ms.Welcome):
+            self.beat_s = message.beat_s
+        elif isinstance(message, ms.Form):
             self.world = message.world
         elif isinstance(message, ms.Prepare) and message.world.rank_of(me) is not None:
             if self.world is None or self.world.number < message.world.number:

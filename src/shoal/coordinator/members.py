@@ -12,6 +12,7 @@ from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
 from shoal.core import events as ev
 from shoal.core import fleet as fl
+from shoal.core import leases
 from shoal.core import membership as mb
 from shoal.core.evaluation import Evaluator
 from shoal.core.roster import EVALUATOR
@@ -66,7 +67,8 @@ class Members:
         live.said.pop(hello.member, None)
         link.expelled = False
         run = self._service.runs.runs[hello.run]
-        beat_s, rules = float(run.settings.get("beat_s", 0.5)), run.membership.rules
+        rules = run.membership.rules
+        beat_s = leases.beat_s(float(run.settings.get("beat_s", 0.5)), rules.max_members, rules.lease_s)
         link.send(ms.Welcome(beat_s, rules.lease_s, self._service.name, run.membership.started))
         self._service.carry_out(asked)
 

@@ -8,6 +8,19 @@ from shoal.core import events as ev
 from shoal.core.roster import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
 from shoal.core.world import World
 
+# So many beats a second are as much as a coordinator wants to hear of one run.
+BEATS_PER_S = 1000
+BEATS_PER_LEASE = 4
+
+
+def beat_s(wished_s: float, members: int, lease_s: float) -> float:
+    """How often each of so many members renews its lease: as wished, or more rarely, but often enough for its lease.
+
+    >>> beat_s(0.5, 8, 3.0), beat_s(0.5, 600, 3.0), beat_s(0.5, 5000, 3.0)
+    (0.5, 0.6, 0.75)
+    """
+    return max(wished_s, min(members / BEATS_PER_S, lease_s / BEATS_PER_LEASE))
+
 
 def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
     """The waits that are over, as events."""

@@ -166,8 +166,8 @@ class Correspondence:
             handler(message)
             self._changed.notify_all()
 
-    def _on_welcome(self, _message: messages.Welcome) -> None:
-        """All that it says is also in the settings."""
+    def _on_welcome(self, message: messages.Welcome) -> None:
+        self._link.beat_s = message.beat_s
 
     def _on_refused(self, message: messages.Refused) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)

@@ -45,7 +45,7 @@ class Link:
         self._greet = greet
         self._heard = heard
         self._beat = beat
-        self._beat_s = beat_s
+        self.beat_s = beat_s
         self._silence_s = silence_s
         self._socket: ClientConnection | None = None
         self._pong_at = 0.0
@@ -137,7 +137,7 @@ class Link:
 
     def _renew(self) -> None:
         """Beat, and hang up on a coordinator that no longer answers, so that it is sought anew."""
-        while not self._closing.wait(self._beat_s):
+        while not self._closing.wait(self.beat_s):
             socket = self._socket
             if socket is None:
                 continue
@@ -151,7 +151,7 @@ class Link:
                     answered = socket.ping(ack_on_close=False)
             except (OSError, websockets.exceptions.WebSocketException):
                 continue
-            if answered.wait(self._beat_s):
+            if answered.wait(self.beat_s):
                 self._pong_at = time.monotonic()
             elif time.monotonic() - self._pong_at > self._silence_s:
                 socket.close_socket()

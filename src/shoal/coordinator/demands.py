@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shoal.coordinator.runs import terms_of
+from shoal.coordinator.rules import terms_of
 from shoal.core import spending, terms
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.core.supply_events import Pool

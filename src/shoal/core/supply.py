@@ -13,11 +13,11 @@ is asked; if it delivers after all, whatever is then too much is let go, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shoal.core import money, prospects, spending
+from shoal.core import prospects
 from shoal.core import supply_events as se
 from shoal.core.hires import (
     ASKED,
@@ -30,15 +30,11 @@ from shoal.core.hires import (
     Standing,
     State,
     broke,
-    is_fit,
-    left_of,
-    paid_by,
     rate_of,
-    serve,
     users,
 )
 from shoal.core.money import Account
-from shoal.core.supply_events import Need, Pool
+from shoal.core.supply_draft import Draft, submission
 
 LOOK = "look into agent.log below hires/ in its directory there"
 
@@ -65,7 +61,7 @@ __all__ = [
 
 def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.Instruction, ...]]:
     """The next state, and what to ask of which pool."""
-    draft = _Draft(state, now)
+    draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
     draft.level()
     return draft.freeze(), tuple(draft.asked)
@@ -96,14 +92,14 @@ def money_due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
     """Whether some run can no longer pay all that it has; asked every `spending.LOOK_S`."""
     if all(need.budget is None for need in state.needs):
         return ()
-    later = _Draft(state, now).freeze()
+    later = Draft(state, now).freeze()
     short = users(later) != users(state) or any(broke(later, run) for run in {need.run for need in state.needs})
     return (se.PatienceOver("money"),) if short else ()
 
 
 def account_at(state: State, now: float) -> Account:
     """What everything has cost up to now."""
-    return _Draft(state, now).account
+    return Draft(state, now).account
 
 
 def is_news(state: State, event: se.Observed) -> bool:
@@ -130,184 +126,12 @@ def _why(hire: Hire, seen: se.Sighting) -> str:
     return hire.why if hire.preparing else seen.why or hire.why
 
 
-def _new_hire(name: str, pool: Pool, need: Need, now: float) -> Hire:
-    cpus = pool.cpus // pool.slots or need.cpus
-    memory_bytes = pool.memory_bytes // pool.slots or need.memory_bytes
-    return Hire(name, pool.name, pool.slots, ASKED, now, cpus=cpus, memory_bytes=memory_bytes)
-
-
-def _submit(hire: Hire, reason: str) -> se.Submit:
-    return se.Submit(hire.pool, hire.name, hire.slots, reason, hire.cpus, hire.memory_bytes)
-
-
-class _Draft:
-    """A state under change; it lives for one event."""
-
-    def __init__(self, state: State, now: float) -> None:
-        self.base, self.now = state, now
-        self.hires = dict(state.hires)
-        self.standings = dict(state.standings)
-        self.account = state.account
-        self.asked: list[se.Instruction] = []
-        self._settle(state)
-
-    def freeze(self) -> State:
-        return replace(self.base, hires=self.hires, standings=self.standings, account=self.account)
-
-    def _settle(self, state: State) -> None:
-        """Charge what the hires have cost since the last event to the runs that needed them."""
-        for hire in state.hires.values():
-            self._charge(hire)
-
-    def _charge(self, hire: Hire) -> None:
-        """To those who need it; if nobody does any more, to those who did last."""
-        pool = self.base.pools.get(hire.pool)
-        if hire.paid_since is not None and pool is not None and self.now > hire.paid_since:
-            seconds, at_work = self.now - hire.paid_since, hire.status == HERE and hire.spare_since is None
-            bill = money.Bill(hire.pool, pool.price_per_h, pool.instead_per_h, seconds, at_work)
-            self.account = money.charge(self.account, bill, hire.whose)
-            self.update(hire, paid_since=self.now)
-
-    # --- changing
-
-    def update(self, hire: Hire, **changes: Any) -> Hire:
-        changed = replace(self.hires.get(hire.name, hire), **changes)
-        self.hires[hire.name] = changed
-        return changed
-
-    def stand(self, pool: str, **changes: Any) -> Standing:
-        changed = replace(self.standings.get(pool, Standing()), **changes)
-        self.standings[pool] = changed
-        return changed
-
-    def tell(self, text: str, run: str = "") -> None:
-        self.asked.append(se.Tell(text, run))
-
-    def strike(self, pool: str, why: str, where: str = "", do: str = "") -> None:
-        """A pool failed us: leave it alone for a while, longer each time."""
-        limits, before = self.base.limits, self.standings.get(pool, Standing())
-        strikes = before.strikes if self.now - before.struck_at < 2 * limits.pause_max_s else 0
-        pause_s = min(limits.pause_max_s, limits.pause_s * 2.0 ** min(strikes, 20))
-        self.stand(pool, strikes=strikes + 1, struck_at=self.now, until=self.now + pause_s, why=why, where=where, do=do)
-        if why != before.why:
-            self.tell(f"pool {pool} is asked again in {pause_s:g} s: {why}" + (f"; {do}" if do else ""))
-
-    def fail(self, pool: str, *, final: bool) -> None:
-        """A pool took no hire."""
-        since = self.standings.get(pool, Standing()).failing_since
-        self.stand(pool, failing_since=self.now if since is None else since, final=final)
-
-    def trust(self, pool: str) -> None:
-        """A pool took a hire."""
-        if pool in self.standings:
-            self.stand(pool, failing_since=None, final=False)
-
-    def let_go(self, hire: Hire, reason: str) -> None:
-        self.update(hire, status=LEAVING, since=self.now, spare_since=None, why=reason)
-        self.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, reason))
-
-    def forget(self, hire: Hire) -> None:
-        self.hires.pop(hire.name, None)
-
-    def lose(self, hire: Hire) -> None:
-        """It went without being asked to."""
-        if hire.paid_since is not None:
-            self.account = money.lose(self.account, hire.pool, hire.whose)
-
-    # --- moving on
-
-    def level(self) -> None:
-        """Hire what is missing, and mark what is too much."""
-        state = self.freeze()
-        found: dict[str, dict[str, int]] = {name: {} for name, hire in self.hires.items() if hire.status in LIVE}
-        dear: dict[str, str] = {}
-        for need in state.needs:
-            served = serve(state, need, found)
-            dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
-            self._hire(need, served.lacks, found)
-        for name, shares in found.items():
-            stays = name not in dear and self._stands_in(state, self.hires[name], found)
-            self._mark(self.hires[name], shares, dear.get(name, ""), stays=stays)
-        for run in dict.fromkeys(need.run for need in state.needs if need.budget is not None):
-            if why := broke(state, run):
-                self.asked.append(se.OutOfMoney(run, why))
-
-    def _stands_in(self, state: State, hire: Hire, found: Mapping[str, Mapping[str, int]]) -> bool:
-        """Whether it is here, while those that a need rather has are not."""
-        if hire.status != HERE or found[hire.name]:
-            return False
-        coming = {run for name, shares in found.items() if self.hires[name].status != HERE for run in shares}
-        return any(need.run in coming and is_fit(state, need, hire) for need in state.needs)
-
-    def _why_dear(self, state: State, need: Need) -> str:
-        left, paying = left_of(state, need), rate_of(state, need.run)
-        lasts_min = spending.lasts_s(left, paying) / 60.0
-        return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
-
-    def _hire(self, need: Need, lacks: int, found: dict[str, dict[str, int]]) -> None:
-        """Ask the pools in their order; what a run with a budget cannot do without, of the cheapest that has it."""
-        for name in need.pools:
-            lacks = self._hire_of(need, name, lacks, found, least=False)
-        prices = {name: pool.price_per_h for name, pool in self.base.pools.items()}
-        known = [name for name in need.pools if name in prices and need.budget is not None]
-        for name in sorted(known, key=lambda name: prices[name]):
-            lacks = self._hire_of(need, name, lacks, found, least=True)
-
-    def _hire_of(self, need: Need, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool) -> int:
-        """Ask a pool for as many as it may give; how many places are lacking then."""
-        pool = self.base.pools.get(name)
-        if pool is None or not self._is_open(name):
-            return lacks
-        mine = [hire for hire in self.hires.values() if hire.pool == name]
-        if any(hire.overdue for hire in mine):
-            return lacks
-        living = len(mine)
-        while lacks > (need.slots - need.least if least else 0) and living < pool.limit:
-            if not self._can_pay(need, pool, found, least=least):
-                break
-            number = self.base.count + 1
-            self.base = replace(self.base, count=number)
-            hire = _new_hire(se.name_of(name, number), pool, need, self.now)
-            self.hires[hire.name] = hire
-            found[hire.name] = {need.run: min(lacks, pool.slots)}
-            self.asked.append(_submit(hire, f"run {need.run} lacks {lacks} places"))
-            lacks, living = lacks - pool.slots, living + 1
-        return max(0, lacks)
-
-    def _can_pay(self, need: Need, pool: Pool, found: Mapping[str, Mapping[str, int]], *, least: bool) -> bool:
-        if need.budget is None:
-            return True
-        state = self.freeze()
-        return spending.may_hire(left_of(state, need), paid_by(state, found, need.run), pool.price_per_h, least=least)
-
-    def _is_open(self, pool: str) -> bool:
-        standing = self.standings.get(pool, Standing())
-        return standing.until <= self.now and standing.unreachable_since is None
-
-    def _mark(self, hire: Hire, shares: Mapping[str, int], dear: str, *, stays: bool) -> None:
-        if shares and hire.whose != shares:
-            hire = self.update(hire, whose=dict(shares))
-        if shares or hire.overdue or hire.going or stays:
-            if hire.spare_since is not None:
-                self.update(hire, spare_since=None)
-            if hire.overdue and not self._is_wanted(hire):
-                self.let_go(hire, "nobody needs it any more")
-        elif hire.spare_since is None:
-            self.update(hire, spare_since=self.now, spare_why=dear)
-            for run in hire.whose if dear else ():
-                self.tell(f"{hire.name} of pool {hire.pool} is given back as the dearest: {dear}", run)
-
-    def _is_wanted(self, hire: Hire) -> bool:
-        """Whether some run would still rather have one that is overdue than what it has, or lacks."""
-        return any(hire.pool in need.pools and need.slots for need in self.base.needs)
-
-
-def _on_pools(draft: _Draft, event: se.PoolsKnown) -> None:
+def _on_pools(draft: Draft, event: se.PoolsKnown) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
     draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
 
 
-def _on_needs(draft: _Draft, event: se.NeedsChanged) -> None:
+def _on_needs(draft: Draft, event: se.NeedsChanged) -> None:
     known = {need.run for need in draft.base.needs}
     draft.base = replace(draft.base, needs=event.needs)
     new = {pool for need in event.needs if need.run not in known for pool in need.pools}
@@ -315,7 +139,7 @@ def _on_needs(draft: _Draft, event: se.NeedsChanged) -> None:
         _ask_anew(draft, pool)
 
 
-def _ask_anew(draft: _Draft, pool: str) -> None:
+def _ask_anew(draft: Draft, pool: str) -> None:
     """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
     if draft.standings[pool].unreachable_since is None:
         draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
@@ -323,7 +147,7 @@ def _ask_anew(draft: _Draft, pool: str) -> None:
         draft.stand(pool, failing_since=draft.now)
 
 
-def _on_submitted(draft: _Draft, event: se.Submitted) -> None:
+def _on_submitted(draft: Draft, event: se.Submitted) -> None:
     hire = draft.hires.get(event.hire)
     if hire is None:
         draft.asked.append(se.Cancel(event.pool, event.hire, event.handle, "nobody asked for it"))
@@ -337,7 +161,7 @@ def _on_submitted(draft: _Draft, event: se.Submitted) -> None:
         draft.update(hire, handle=event.handle)
 
 
-def _on_refused(draft: _Draft, event: se.Refused) -> None:
+def _on_refused(draft: Draft, event: se.Refused) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, LEAVING):
         draft.forget(hire)
@@ -346,7 +170,7 @@ def _on_refused(draft: _Draft, event: se.Refused) -> None:
             draft.fail(hire.pool, final=event.final)
 
 
-def _on_observed(draft: _Draft, event: se.Observed) -> None:
+def _on_observed(draft: Draft, event: se.Observed) -> None:
     """What a pool says there is: the whole of it, so that what it does not name is not there."""
     _reached(draft, event.pool)
     named = {seen.hire for seen in event.seen}
@@ -360,12 +184,12 @@ def _on_observed(draft: _Draft, event: se.Observed) -> None:
     for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
         if hire.status == ASKED:
             if hire.name in event.unanswered:
-                draft.asked.append(_submit(hire, "it was asked for, but never came about"))
+                draft.asked.append(submission(hire, "it was asked for, but never came about"))
         else:
             _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
 
 
-def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
+def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
     if hire.status == ASKED:
         hire = draft.update(hire, status=SUBMITTED, since=draft.now)
     if seen.running and not hire.running:
@@ -387,7 +211,7 @@ def _saw(draft: _Draft, hire: Hire, seen: se.Sighting) -> None:
     draft.update(hire, handle=hire.handle or seen.handle, why=_why(hire, seen))
 
 
-def _gone(draft: _Draft, hire: Hire, why: str) -> None:
+def _gone(draft: Draft, hire: Hire, why: str) -> None:
     draft.forget(hire)
     if hire.status == LEAVING:
         return
@@ -400,7 +224,7 @@ def _gone(draft: _Draft, hire: Hire, why: str) -> None:
         draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
 
 
-def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
+def _on_unreachable(draft: Draft, event: se.PoolUnreachable) -> None:
     standing = draft.standings.get(event.pool, Standing())
     if standing.unreachable_since is None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
@@ -408,19 +232,19 @@ def _on_unreachable(draft: _Draft, event: se.PoolUnreachable) -> None:
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
 
 
-def _on_closed(draft: _Draft, event: se.PoolClosed) -> None:
+def _on_closed(draft: Draft, event: se.PoolClosed) -> None:
     for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
         draft.forget(hire)
 
 
-def _reached(draft: _Draft, pool: str) -> None:
+def _reached(draft: Draft, pool: str) -> None:
     standing = draft.standings.get(pool, Standing())
     if standing.unreachable_since is not None:
         draft.stand(pool, unreachable_since=None, why="", final=False)
         draft.tell(f"pool {pool} can be reached again")
 
 
-def _on_preparing(draft: _Draft, event: se.Preparing) -> None:
+def _on_preparing(draft: Draft, event: se.Preparing) -> None:
     """It is not mistaken for a machine whose agent does not come for as long as it says what it does."""
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
@@ -440,7 +264,7 @@ def _on_preparing(draft: _Draft, event: se.Preparing) -> None:
         )
 
 
-def _on_unprepared(draft: _Draft, event: se.Unprepared) -> None:
+def _on_unprepared(draft: Draft, event: se.Unprepared) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
         draft.strike(hire.pool, event.why, event.where, event.do)
@@ -450,7 +274,7 @@ def _on_unprepared(draft: _Draft, event: se.Unprepared) -> None:
         draft.let_go(hire, event.why)
 
 
-def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
+def _on_joined(draft: Draft, event: se.AgentHere) -> None:
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
         paid_since = draft.now if hire.paid_since is None else hire.paid_since
@@ -461,14 +285,14 @@ def _on_joined(draft: _Draft, event: se.AgentHere) -> None:
             draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
 
 
-def _on_leaving(draft: _Draft, event: se.AgentLeaving) -> None:
+def _on_leaving(draft: Draft, event: se.AgentLeaving) -> None:
     """It has got a notice, and hands over; another is hired meanwhile."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
         draft.update(hire, going=True, why=event.why)
 
 
-def _on_lost(draft: _Draft, event: se.AgentLost) -> None:
+def _on_lost(draft: Draft, event: se.AgentLost) -> None:
     """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
@@ -478,13 +302,13 @@ def _on_lost(draft: _Draft, event: se.AgentLost) -> None:
         draft.let_go(hire, event.why)
 
 
-def _on_ended(draft: _Draft, event: se.Ended) -> None:
+def _on_ended(draft: Draft, event: se.Ended) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status == LEAVING:
         draft.forget(hire)
 
 
-def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
+def _on_wait_over(draft: Draft, event: se.PatienceOver) -> None:
     hire = draft.hires.get(event.hire)
     if event.what == "begin":
         for need in draft.base.needs:
@@ -513,7 +337,7 @@ def _on_wait_over(draft: _Draft, event: se.PatienceOver) -> None:
         draft.let_go(hire, hire.spare_why or "no run needs it")
 
 
-_HANDLERS: dict[type, Callable[[_Draft, Any], None]] = {
+_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     se.PoolsKnown: _on_pools,
     se.NeedsChanged: _on_needs,
     se.Submitted: _on_submitted,

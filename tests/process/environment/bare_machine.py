@@ -57,7 +57,7 @@ class Machine:
         """Start what becomes an agent; with a lifeline as Ray does, which gives the token over a pipe."""
         url = f"http://127.0.0.1:{self._server.server_port}"
         options = ("--help", *(("--lifeline", ray.LIFELINE) if lifeline else ()))
-        ask = Ask(name, "tag", url, Credentials("s3cret"), None, options, made)
+        ask = Ask(name, "tag", url, Credentials("s3cret"), None, options, environment=made)
         home = self.home(name)
         home.mkdir(parents=True)
         credentials.write(home / "token", ask.credentials)

@@ -189,17 +189,24 @@ class Api:
         link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
         agents, decode = self._agents, codec.from_agent.decode
         take, gone = lambda data: agents.said(link, decode(data)), lambda: agents.gone(link)
-        await _converse(socket, link, take, lambda: bool(link.agent), gone)
+        # What a member said before its process ended was sent before, but may be read after: members are heard first.
+        await _converse(socket, link, take, lambda: bool(link.agent), gone, last=True)
 
 
 def make_app(service: Service, leave: Callable[[], None]) -> Starlette:
     return Starlette(routes=Api(service, leave).routes())
 
 
-async def _converse(socket: WebSocket, link: Link, take: Hear, known: Callable[[], bool], gone: Gone) -> None:
-    """Let a connection be heard until either side closes it; nothing that is read there can disturb anybody else."""
+async def _converse(
+    socket: WebSocket, link: Link, take: Hear, known: Callable[[], bool], gone: Gone, *, last: bool = False
+) -> None:
+    """Let a connection be heard until either side closes it; nothing that is read there can disturb anybody else.
+
+    `last` has it heard after all others on which something has come by now.
+    """
     await socket.accept()
-    late = asyncio.get_running_loop().call_later(HELLO_WITHIN_S, lambda: None if known() else link.close())
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(HELLO_WITHIN_S, lambda: None if known() else link.close())
 
     def hear(data: bytes | str) -> None:
         try:
@@ -212,7 +219,10 @@ async def _converse(socket: WebSocket, link: Link, take: Hear, known: Callable[[
         late.cancel()
         gone()
 
-    link.socket.listen(hear, over)
+    def hear_last(data: bytes | str) -> None:
+        loop.call_soon(hear, data)
+
+    link.socket.listen(hear_last if last else hear, over)
 
 
 def _peer(socket: WebSocket) -> str:

@@ -261,6 +261,9 @@ class Session(Worlds):
                 self._retired = old
                 self._take_over(entrance, rank)
                 self._say(messages.Switched(number, _known(self.step)))
+                early, self._early = self._early, None
+                if early is not None:
+                    self._on_prepare(early)
         if rank is None:
             self._go_after(old, number)
         else:

@@ -63,6 +63,7 @@ class Worlds(Correspondence):
         self._formed: Entrance | None = None
         self._retired: Exchange | None = None
         self._entering: tuple[Entrance, threading.Event] | None = None
+        self._early: messages.Prepare | None = None
         self._over_up_to = 0
         self._offered: Snapshot | None = None
         self._restore_asked = False
@@ -122,7 +123,7 @@ class Worlds(Correspondence):
         self._entrances.give_up(planned=True)
         drop(self._prepared)
         drop(self._announced)
-        self._prepared = self._announced = None
+        self._prepared = self._announced = self._early = None
 
     # --- hearing the coordinator, in the link's thread
 
@@ -145,6 +146,10 @@ class Worlds(Correspondence):
         if self._entering is not None and self._entering[0].number == number:
             return
         ours = self._number_of_ours()
+        if self._announced is not None and ours != message.after == self._announced.number:
+            # Another has crossed and said so before we did; it is heard again when we are there.
+            self._early = message
+            return
         if ours is not None and ours != message.after:
             if self._entering is None or not self._entering[0].planned:
                 return

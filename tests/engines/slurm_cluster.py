@@ -199,11 +199,15 @@ class Cluster:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Ports that the system gives to nobody by itself: a daemon that is started again needs its own back."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            port = 10_000 + secrets.randbelow(20_000)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+        return found
 
 
 def _environments() -> dict[int, list[str]]:

@@ -162,7 +162,7 @@ class SshNetwork(Network):
 
     def tc(self, host: str, *words: str) -> None:
         """Shape what leaves an interface of a host, or of the hub if none is named."""
-        space = self._space(host) if host else self._hub
+        space = self.space(host) if host else self._hub
         done = subprocess.run(["tc", "-n", space, "qdisc", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 

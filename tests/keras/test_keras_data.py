@@ -448,6 +448,33 @@ def test_a_stream_is_let_go_of_though_its_pipeline_is_held_up() -> None:
         released.set()
 
 
+def test_a_first_look_at_a_stream_waits_for_no_more_than_it_wants() -> None:
+    held, released = threading.Event(), threading.Event()
+
+    def hold(x: Any) -> Any:
+        if x[0] >= 4:
+            held.set()
+            released.wait(60)
+        return x
+
+    def looked_at(x: Any) -> Any:
+        held.wait(20)
+        return x
+
+    def through(function: Any) -> Any:
+        return lambda x, y: (tf.ensure_shape(tf.numpy_function(function, [x], tf.float32), [2]), y)
+
+    pipeline = slices(data()).map(through(hold)).prefetch(8).map(through(looked_at))
+    looking = threading.Thread(target=shoal.batches(pipeline, size=4, shards=1, batched=False).few, daemon=True)
+    looking.start()
+    looking.join(30)
+    try:
+        assert held.is_set()
+        assert not looking.is_alive(), "a look at the first samples waits for what is read ahead"
+    finally:
+        released.set()
+
+
 def test_the_first_step_is_got_over_with_before_joining_and_changes_nothing() -> None:
     layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
     model = model_of(*layers, optimizer="adam", metrics=["mae"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +49,11 @@ class StreamedBatches(Batches):
         self._shards = shards
 
     def few(self) -> Any:
-        return self._batch(list(self._dataset.take(2).as_numpy_iterator()))
+        first = _Shard(self._dataset)
+        try:
+            return self._batch(list(itertools.islice(first, 2)))
+        finally:
+            first.close()
 
     def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         if isinstance(loop, LocalTrainer):

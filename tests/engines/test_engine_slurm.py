@@ -122,8 +122,8 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
     first = site.agent_pid("pool-1")
     began = time.time()
     _preempt(site, "n1")
-    site.until(lambda: "another job takes its place" in _notice(site, "pool-1"), "the notice")
-    within_s = _within_s(site.log("pool-1"))
+    site.until(lambda: "another job takes its place" in site.log("pool-1"), "the notice")
+    within_s = _within_s(site.log("pool-1"), "another job takes its place")
     # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
     assert 10.0 - (time.time() - began) - 1.0 <= within_s <= 11.0
     (seen,) = engine.watch(site.tag)
@@ -160,7 +160,7 @@ def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSi
     assert began + 50 <= seen.until <= time.time() + 61
     site.until(lambda: "its time limit" in _notice(site, "pool-1"), "the notice")
     # Slurm may warn a minute early, and does not say when to the second.
-    assert seen.until - time.time() - 2 <= _within_s(site.log("pool-1")) <= 61
+    assert seen.until - time.time() - 2 <= _within_s(site.log("pool-1"), "its time limit") <= 61
     # Slurm looks at time limits every half a minute.
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
     site.cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now+1")
@@ -468,6 +468,6 @@ def _notice(site: SlurmSite, hire: str) -> str:
     return next((one.notice for one in site.client.agents() if one.agent == hire), "")
 
 
-def _within_s(log: str) -> float:
-    (found,) = re.findall(r"notice from slurm: .*, within (\d+) s", log)
+def _within_s(log: str, why: str) -> float:
+    (found,) = re.findall(rf"notice from slurm: {why}.*, within (\d+) s", log)
     return float(found)

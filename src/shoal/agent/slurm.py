@@ -27,6 +27,9 @@ DEFAULT_S = 60.0
 EARLY_S = 60.0
 ASK_S = 30.0
 ASK_AGAIN_S = 60.0
+# A signal is passed on after this time at the latest, whether or not Slurm has said what it means; it is asked on.
+PATIENCE_S = 2.0
+SIGNAL = "signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class SlurmJob:
         self._job = job
         self._end = end
         self._ask = ask
+        self._asking: asyncio.Task[End | None] | None = None
 
     async def notices(self) -> AsyncIterator[Notice]:
         signalled = asyncio.Event()
@@ -52,18 +56,24 @@ class SlurmJob:
         if self._end is None:
             await self._look()
         told = ""
+        warned_at: float | None = None
         while True:
-            warned = await _within(signalled, wake_in(self._end, self._before_s, time.time(), told))
-            signalled.clear()
+            if await _within(signalled, wake_in(self._end, self._before_s, time.time(), told, warned_at)):
+                signalled.clear()
+                warned_at = time.time()
             await self._look()
-            notice = judge(self._end, self._before_s, time.time(), self._job, warned=warned)
+            notice = judge(self._end, self._before_s, time.time(), self._job, warned_at)
             if notice is not None and notice.key != told:
                 told = notice.key
                 yield notice
 
     async def _look(self) -> None:
         """Slurm may have changed its mind; while it does not answer, what it said before holds."""
-        self._end = await asyncio.to_thread(self._ask, self._job) or self._end
+        if self._asking is None:
+            self._asking = asyncio.create_task(asyncio.to_thread(self._ask, self._job))
+        done, _ = await asyncio.wait({self._asking}, timeout=PATIENCE_S)
+        if done:
+            self._end, self._asking = self._asking.result() or self._end, None
 
 
 def slurm_job(rest: str, environ: Mapping[str, str]) -> SlurmJob:
@@ -80,8 +90,10 @@ def slurm_job(rest: str, environ: Mapping[str, str]) -> SlurmJob:
     return SlurmJob(before_s, job, End(at) if at is not None else None, ask_slurm)
 
 
-def wake_in(end: End | None, before_s: float, now: float, told: str) -> float | None:
+def wake_in(end: End | None, before_s: float, now: float, told: str, warned_at: float | None = None) -> float | None:
     """How long to wait for Slurm's signal before Slurm is asked again; None is for ever."""
+    if warned_at is not None and told.startswith(SIGNAL) and now < warned_at + before_s:
+        return PATIENCE_S
     if end is None:
         return ASK_AGAIN_S
     if end.at is None or told:
@@ -89,14 +101,16 @@ def wake_in(end: End | None, before_s: float, now: float, told: str) -> float | 
     return max(0.0, end.at - before_s - now)
 
 
-def judge(end: End | None, before_s: float, now: float, job: str, *, warned: bool) -> Notice | None:
-    """What Slurm's signal (`warned`) and the end that it names amount to; None if there is time yet."""
+def judge(end: End | None, before_s: float, now: float, job: str, warned_at: float | None) -> Notice | None:
+    """What the end that Slurm names and its signal, if it has come, amount to; None if there is time yet."""
     left_s = end.at - now if end is not None and end.at is not None else None
-    if end is not None and left_s is not None and (warned or end.preempted) and left_s <= before_s + EARLY_S:
+    if end is not None and left_s is not None and (warned_at or end.preempted) and left_s <= before_s + EARLY_S:
         why = "another job takes its place" if end.preempted else "its time limit"
         return _notice(left_s, f"{why} (job {job})", f"{end.preempted} {end.at:.0f}")
-    if warned:
-        return _notice(before_s, f"Slurm has sent its signal (job {job})", f"signal {now:.0f}")
+    if warned_at is not None:
+        return _notice(
+            warned_at + before_s - now, f"Slurm has sent its signal (job {job})", f"{SIGNAL} {warned_at:.0f}"
+        )
     if end is not None and left_s is not None and left_s <= before_s:
         return _notice(left_s, f"its time limit (job {job})", f"{end.preempted} {end.at:.0f}")
     return None

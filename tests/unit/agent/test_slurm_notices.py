@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
+import time
+
 import pytest
 
+from shoal.agent import slurm
 from shoal.agent.notices import source
-from shoal.agent.slurm import ASK_AGAIN_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
+from shoal.agent.slurm import ASK_AGAIN_S, PATIENCE_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
 from shoal.errors import BadNoticeSource
 
 NOW = 1000.0
 
 
 def told(end: End | None, warned: bool = True):
-    return judge(end, 60.0, NOW, "7", warned=warned)
+    return judge(end, 60.0, NOW, "7", NOW if warned else None)
 
 
 def test_slurms_signal_before_the_time_limit_is_a_notice_until_then():
@@ -52,6 +59,42 @@ def test_slurm_is_asked_again_only_when_it_matters():
     assert wake_in(End(None), 60.0, NOW, told="") is None, "there is no limit"
     assert wake_in(End(NOW + 30), 60.0, NOW, told="said") is None
     assert wake_in(None, 60.0, NOW, told="") == ASK_AGAIN_S
+
+
+def test_slurm_is_asked_on_while_it_has_not_explained_its_signal():
+    key = told(End(None)).key
+    assert wake_in(End(None), 60.0, NOW + 50, key, NOW) == PATIENCE_S
+    assert wake_in(None, 60.0, NOW + 50, key, NOW) == PATIENCE_S
+    assert wake_in(End(None), 60.0, NOW + 61, key, NOW) is None, "it was ours to believe it, and we did"
+    assert wake_in(End(NOW + 10, preempted=True), 60.0, NOW, told(End(NOW + 10, preempted=True)).key, NOW) is None
+
+
+def test_what_a_signal_grants_counts_from_the_signal():
+    assert judge(None, 60.0, NOW + 20, "7", NOW).within_s == 40.0
+    assert judge(None, 60.0, NOW + 20, "7", NOW).key == told(None).key
+
+
+def test_a_signal_is_passed_on_although_slurm_is_slow_to_explain_it(monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE_S", 0.01)
+    answer = threading.Event()
+
+    def slow(job: str) -> End:
+        answer.wait(30)
+        return End(time.time() + 10, preempted=True)
+
+    async def heard() -> list[str]:
+        found = []
+        async for notice in SlurmJob(60.0, "7", End(None), slow).notices():
+            found.append(notice.detail)
+            answer.set()
+            if len(found) == 2:
+                return found
+
+    async def signalled() -> list[str]:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGUSR1)
+        return await asyncio.wait_for(heard(), 60)
+
+    assert asyncio.run(signalled()) == ["Slurm has sent its signal (job 7)", "another job takes its place (job 7)"]
 
 
 @pytest.mark.parametrize(

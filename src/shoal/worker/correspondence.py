@@ -58,10 +58,14 @@ class Correspondence:
         self._phase, self._phase_since = name, time.monotonic()
 
     def leave(self, within_s: float, cause: str) -> None:
-        """We were told to go away: hand over and go, at the next step boundary that all agree on."""
+        """We were told to go away: hand over and go, at the next step boundary that all agree on.
+
+        Of several notices the one that leaves the least time counts.
+        """
+        by = time.monotonic() + within_s
         with self._changed:
-            if self._leaving is None:
-                self._leaving = (time.monotonic() + within_s, cause)
+            if self._leaving is None or by < self._leaving[0]:
+                self._leaving = (by, cause)
                 self._say(messages.Leaving(within_s, cause))
                 self._changed.notify_all()
 

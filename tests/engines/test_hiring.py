@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -140,6 +141,21 @@ def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_che
         assert "waiting for machines that are hired instead" in run.output
         assert len({e["member"] for e in run.of("ready")}) == 2
         assert [e["step"] for e in run.commits()] == list(range(1, 121)), "a step was lost, or done twice"
+        run.check_leftovers()
+
+
+def test_a_run_with_servers_goes_on_too_when_all_its_machines_go_at_once(tmp_path: Path) -> None:
+    settings = ("sync=stale:2", "servers=2", "checkpoint.every_s=0")
+    with hired(tmp_path, "spot", "2", pool("spot", 8), *settings, steps=120) as run:
+        run.until_step(20)
+        before = run.agents()
+        assert len(before) == 4
+        for agent in before.values():
+            agent.terminate()
+        run.finish()
+        left = max(int(step) for step in re.findall(r"wrote the checkpoint of step (\d+)", run.output))
+        assert f"restored the checkpoint of step {left}" in run.output
+        assert {e["step"] for e in run.of("done")} == {120}
         run.check_leftovers()
 
 

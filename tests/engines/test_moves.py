@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,6 +86,23 @@ def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(cluste
     assert "error[S470] pool rays has no machine for run train-" in said
     assert re.search(r"\d machines in a row were gone before they could be used", said)
     assert "/nowhere/python" in said
+    assert not clusters.left_in(tmp_path)
+
+
+@pytest.mark.parametrize("pool", ["slurm", "rays"])
+def test_the_doctor_examines_machines_of_a_cluster(clusters: Everywhere, tmp_path: Path, pool: str) -> None:
+    (tmp_path / "shoal.toml").write_text(f'[run]\nhost = "{HUB}"\n' + clusters.pools(tmp_path, {}))
+    environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home")}
+    argv = [sys.executable, "-m", "shoal.cli.main", "doctor", pool, "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, timeout=150)
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+    found = json.loads(done.stdout)
+    assert len(found["machines"]) == 2
+    assert {(one["here"], one["there"]) for one in found["pairs"]} == {
+        (f"{pool}-1", f"{pool}-2"),
+        (f"{pool}-2", f"{pool}-1"),
+    }
+    assert all(one["attempts"][0]["bytes_per_s"] > 0 for one in found["pairs"])
     assert not clusters.left_in(tmp_path)
 
 

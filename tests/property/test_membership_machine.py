@@ -38,6 +38,7 @@ class Model:
     prepared: World | None = None
     over_up_to: int = 0
     leaving: bool = False
+    done: bool = False
     inbox: deque[Any] = dataclasses.field(default_factory=deque)
     outbox: deque[Any] = dataclasses.field(default_factory=deque)
 
@@ -58,24 +59,26 @@ class Model:
                 self.world.number if self.world else None,
                 self.step,
                 self.broken,
+                done=self.done,
             )
         )
-        if self.world is None:
+        if self.world is None and not self.done:
             self.say(ev.BecameReady(self.name, "f", self.step))
         if self.leaving:
             self.say(ev.NoticeGiven(self.name, 30.0, "notice"))
 
     def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True) -> None:
-        if self.world is not None and not self.broken:
+        if self.world is not None and not self.broken and not self.done:
             self.broken, self.prepared = True, None
             if answer:
                 self.say(ev.WorldBroke(self.name, self.world.number, self.step, suspects))
 
 
 class Membership(RuleBasedStateMachine):
-    @initialize(count=st.integers(1, 4), hires=st.booleans())
-    def begin(self, count: int, hires: bool) -> None:
+    @initialize(count=st.integers(1, 4), hires=st.booleans(), total=st.sampled_from([2, 5, 9, 10_000]))
+    def begin(self, count: int, hires: bool, total: int) -> None:
         self.now = 1000.0
+        self.total = total
         self.state = self.first = State(dataclasses.replace(RULES, hires=hires))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
@@ -117,6 +120,13 @@ class Membership(RuleBasedStateMachine):
                 self._feed(ev.Lost(victim.name, "its process ended"), victim)
 
     @rule(data=st.data())
+    def exit_when_done(self, data: st.DataObject) -> None:
+        model = self._pick(data, lambda m: m.alive and m.done and not m.outbox)
+        if model is not None:
+            model.alive = model.connected = False
+            self._feed(ev.Disconnected(model.name), model)
+
+    @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works)
         if victim is not None:
@@ -138,7 +148,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def give_notice(self, data: st.DataObject) -> None:
-        victim = self._pick(data, lambda m: m.works and not m.leaving)
+        victim = self._pick(data, lambda m: m.works and not m.leaving and not m.done)
         if victim is not None and (self.state.rules.hires or self._others_can_go_on(victim)):
             victim.leaving = True
             victim.say(ev.NoticeGiven(victim.name, 30.0, "notice"))
@@ -220,7 +230,11 @@ class Membership(RuleBasedStateMachine):
         for _ in range(60):
             self._settle()
         alive = [m for m in self.models.values() if m.alive]
-        if alive and self.state.stopping is None:
+        if self.state.done_at is not None:
+            assert self.state.finished, (self.state.reason, self.state)
+        if alive and self.state.stopping is None and self.total < 100:
+            assert self.state.finished, (self.state.reason, self.state)
+        elif alive and self.state.stopping is None:
             world = self._whole()
             assert world is not None, (self.state.reason, self.state)
             assert world.size == min(len(alive), RULES.max_members), (self.state.reason, self.state)
@@ -356,6 +370,9 @@ class Membership(RuleBasedStateMachine):
             model.say(ev.BecameReady(model.name, "f", model.step, restored=True))
             if self.checkpoint is None:
                 self.committed = 0
+        elif isinstance(told, ev.TellFinished):
+            assert told.step == self.total
+            model.alive = model.connected = False
 
     def _on_form(self, model: Model, world: World) -> None:
         current = model.world.number if model.world else 0
@@ -391,6 +408,14 @@ class Membership(RuleBasedStateMachine):
             elif source is not None:
                 model.step = seats[source].step
             model.world, model.formed, model.broken = world, None, False
+        self._be_done(seats)
+
+    def _be_done(self, models: list[Model]) -> None:
+        """Who has done the last step says so, and trains with nobody any more."""
+        for model in models:
+            if model.alive and model.step == self.total and not model.done:
+                model.done = True
+                model.say(ev.MemberDone(model.name, self.total))
 
     def _go_on_connecting(self, model: Model) -> None:
         if model.formed is not None and model.joins_after is None:
@@ -402,6 +427,7 @@ class Membership(RuleBasedStateMachine):
             return False
         return all(
             self.models[s.member].works
+            and not self.models[s.member].done
             and self.models[s.member].world is not None
             and self.models[s.member].world.number == world.number
             and not self.models[s.member].broken
@@ -413,10 +439,11 @@ class Membership(RuleBasedStateMachine):
 
     def _ring_gone(self, model: Model) -> bool:
         world = model.world
-        if world is None or model.broken:
+        if world is None or model.broken or model.done:
             return False
         return any(
             not self.models[s.member].alive
+            or self.models[s.member].done
             or self.models[s.member].world is None
             or self.models[s.member].world.number < world.number
             or self.models[s.member].broken
@@ -435,6 +462,7 @@ class Membership(RuleBasedStateMachine):
             model.step = (model.step or 0) + 1
         self.committed = max([self.committed, *((m.step or 0) for m in committing)])
         if target is None:
+            self._be_done(committing)
             return
         step = committing[0].step if committing else None
         for model in committing:
@@ -449,6 +477,7 @@ class Membership(RuleBasedStateMachine):
             if joiner.formed == target and joiner.works and step is not None:
                 joiner.world, joiner.formed, joiner.broken, joiner.step = target, None, False, step
                 joiner.say(ev.EnteredWorld(joiner.name, target.number, step))
+        self._be_done([self.models[s.member] for s in target.seats] + committing)
 
     def _connected(self, target: World, seats: list[Model]) -> bool:
         """Whether the ring of the proposed world stands: all of its members are there and have heard of it."""

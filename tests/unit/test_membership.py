@@ -102,6 +102,38 @@ def test_a_proposal_is_not_replaced_while_its_members_may_be_crossing() -> None:
     assert [seat.member for seat in proposed.world.seats] == ["a", "c"], "c is let in after the world that is live now"
 
 
+def test_who_is_lost_in_the_last_step_is_not_waited_for_and_nothing_is_trained_again() -> None:
+    state, asked = after(world_of("a", "b"), ev.MemberDone("a", 9))
+    assert not state.finished, "b is still in the last step"
+    state, asked = after(state, ev.Lost("b", "its process ended"))
+    assert state.finished
+    _, asked = after(state, ev.Hello("b", "2", Address("h", 1)))
+    assert ev.TellFinished(("b",), 9) in asked
+
+
+def test_who_was_in_the_last_step_and_holds_its_state_does_it_again() -> None:
+    state = world_of("a", "b")
+    state, asked = after(state, ev.WorldBroke("b", state.world.number, 8, ("a",)), ev.MemberDone("a", 9))
+    assert not state.finished
+    [formed] = told(asked, ev.FormWorld)
+    assert [seat.member for seat in formed.world.seats] == ["b"]
+    state, _ = after(state, ev.MemberDone("b", 9))
+    assert state.finished
+
+
+def test_the_end_does_not_wait_for_one_that_has_to_go_and_did_not_get_so_far() -> None:
+    """It used to be waited for; when whoever was done had gone, newcomers were to get the state from nobody."""
+    state, _ = after(world_of("a", "b", "c"), ev.NoticeGiven("b", 30.0, "spot"))
+    number = state.world.number
+    state, _ = after(state, ev.WorldBroke("b", number, 5, ("a",)), ev.Lost("a", "its process ended"))
+    state, asked = after(state, ev.WorldBroke("c", number, 5, ("a",)))
+    [formed] = told(asked, ev.FormWorld)
+    assert [seat.member for seat in formed.world.seats] == ["c"]
+    state, asked = after(state, ev.MemberDone("c", 9))
+    assert state.finished
+    assert ev.TellFinished(("b",), 9) in asked
+
+
 HIRED = replace(RULES, hires=True)
 
 

@@ -88,10 +88,29 @@ class Draft:
     def advance(self) -> None:
         if self.base.finished:
             return
-        if self.base.world is None:
+        if self.base.done_at is not None and not self._others_go_on():
+            self.finish()
+        elif self.base.world is None:
             self.try_form()
         else:
             self.try_propose()
+
+    def _others_go_on(self) -> bool:
+        """Whether somebody still has to get as far as the one that was the first to be done."""
+        world = self.base.world
+        if world is not None:
+            seated = [self.members[s.member] for s in world.seats if s.member in self.members]
+            return any(m.status in (TRAINING, OUT) for m in seated)
+        return any(
+            m.status == OUT or (m.status == WAITING and m.step is not None and not m.stale and not m.leaving)
+            for m in self.members.values()
+        )
+
+    def finish(self) -> None:
+        step = self.base.done_at or 0
+        others = tuple(m.name for m in self.members.values() if m.status != DONE)
+        self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}")
+        self.ask(ev.TellFinished(others, step))
 
     def try_form(self) -> None:
         held_up = [

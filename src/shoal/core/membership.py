@@ -249,19 +249,9 @@ def _on_left(draft: Draft, event: ev.MemberLeft) -> None:
 
 
 def _on_done(draft: Draft, event: ev.MemberDone) -> None:
-    if event.member not in draft.members:
-        return
-    draft.update(event.member, status=DONE, step=event.step)
-    draft.set(step=max(draft.base.step, event.step))
-    world = draft.base.world
-    seated = {s.member for s in world.seats} if world is not None else set()
-    training = [m for m in draft.members.values() if m.status in (TRAINING, OUT)]
-    behind = [m for m in draft.members.values() if m.status == WAITING and m.step is not None and not m.stale]
-    if any(m.name in seated or m.status == OUT for m in training) or behind:
-        return
-    others = tuple(m.name for m in draft.members.values() if m.status != DONE)
-    draft.set(finished=True, world=None, proposal=None, reason=f"finished at step {event.step}")
-    draft.ask(ev.TellFinished(others, event.step))
+    if event.member in draft.members:
+        draft.update(event.member, status=DONE, step=event.step)
+        draft.set(step=max(draft.base.step, event.step), done_at=event.step)
 
 
 def _on_claimed(draft: Draft, event: ev.Claimed) -> None:

@@ -67,7 +67,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The membership of one run."""
+    """The membership of one run. `done_at` is the last step, once somebody has done it."""
 
     rules: Rules
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -84,6 +84,7 @@ class State:
     gather_until: float | None = None
     claims: Mapping[str, Claim] = field(default_factory=dict)
     stopping: ev.StopAsked | None = None
+    done_at: int | None = None
     finished: bool = False
     step: int = 0
     world_began_at: int = 0

@@ -39,10 +39,9 @@ class Moving(Stage):
         self.clusters, self._on, self._folder = clusters, on, path / "project"
         self._folder.mkdir()
         shutil.copy(SCRIPT, self._folder / "train.py")
-        self._hurry = path / "hurry"
         self._exports = {"RECORDS": str(path / "records")}
         self._path = path
-        super().__init__(path, "1:2", SETTINGS, hurry=str(self._hurry), **plan)
+        super().__init__(path, "1:2", SETTINGS, **plan)
 
     def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         told = {**self._exports, "FAULTS": self.environ["FAULTS"]}
@@ -56,10 +55,6 @@ class Moving(Stage):
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         return super().begin("--on", self._on, *arguments[:-1], "train.py")
-
-    def hurry(self) -> None:
-        """No step waits any longer."""
-        self._hurry.touch()
 
     def pools_now(self) -> list[str]:
         """The pools of those who committed the last step."""
@@ -107,7 +102,7 @@ def test_the_doctor_examines_machines_of_a_cluster(clusters: Everywhere, tmp_pat
 
 
 def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(clusters: Everywhere, tmp_path: Path) -> None:
-    run = Moving(tmp_path, clusters, "lab", epochs=60, pause_s=0.1, linger=100, width=96)
+    run = Moving(tmp_path, clusters, "lab", epochs=40, pause_s=0.05, width=96)
     try:
         run.until_on("lab", "lab")
         with clusters.slow("h1", "3mbit"):
@@ -118,7 +113,6 @@ def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(cluster
         run.until_step(run.step() + 5)
         clusters.hosts.heal("h2")
         run.until_size(2)
-        run.hurry()
         run.finish()
         run.check_steps(run.order().total_steps)
         assert not clusters.left_in(tmp_path)
@@ -128,7 +122,7 @@ def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(cluster
 
 def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
     """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
-    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=100, pause_s=0.1, linger=300)
+    run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=80, pause_s=0.05)
     try:
         run.until_on("slurm", "slurm")
         assert "pool dead cannot be reached" in run.output
@@ -142,7 +136,6 @@ def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: 
             run.until_on(*left * ["rays"], *(2 - left) * ["lab"])
         clusters.slurm.start_controller()
         run.until(lambda: "pool slurm can be reached again" in run.output, "the controller to be back")
-        run.hurry()
         run.finish()
         run.check()
         assert {one for one in re.findall(r"(\d+) steps? lost", run.output)} == {"0"}

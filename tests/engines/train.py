@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
+from shoal.testing.pace import tarry
 
 OUT = Path(os.environ["RECORDS"])
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ.get("STEPS", "200"))
@@ -39,6 +40,7 @@ def main() -> None:
         time.sleep(0.05)
         if run.committed:
             record("commit", step=run.step, world=run.world, size=run.size)
+            tarry(OUT, run.step, STEPS)
     run.save(OUT / "final.pt")
     record("done", step=run.step)
 

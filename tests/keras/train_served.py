@@ -17,6 +17,7 @@ import numpy as np
 
 import shoal.keras as shoal
 from shoal.keras.ticketed import TicketTrainer
+from shoal.testing.pace import tarry
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])
@@ -58,6 +59,7 @@ def recording(real: Callable[..., Any], record: Callable[..., None]) -> Callable
         logs = real(trainer, batch)
         if trainer.committed:
             record("commit", step=trainer._session.step, rate=float(trainer.model.optimizer.learning_rate), **told)
+            tarry(OUT, trainer._session.step, EPOCHS * SAMPLES // BATCH)
         return logs
 
     return piece

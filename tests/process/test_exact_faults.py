@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shoal.torch as shoal
+from shoal.testing.pace import tarry
 from shoal.torch.state import checksum
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -64,6 +65,7 @@ def main() -> None:
         if run.committed:
             time.sleep(plan.get("pause_s", 0.0))
             record("commit", step=step, world=world, size=run.size, sum=checksum({"m": model, "o": optimizer}))
+            tarry(out, step, plan.get("epochs", 4) * (SAMPLES // BATCH))
     run.save(out / "final.pt")
     record("done", step=run.step)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from shoal.testing import evidence, scripts
 from shoal.testing.evidence import Given
-from shoal.testing.scripts.task import HOLD, RECORDS, Task
+from shoal.testing.scripts.task import RECORDS, Task
 from shoal.testing.speeds import machines
 from shoal.testing.stage import PATIENCE_S, Stage, closing
 
@@ -75,7 +75,7 @@ BACKENDS = (TORCH, KERAS_TENSORFLOW, KERAS_TORCH)
 
 
 class TaskRun(Stage):
-    """A run of a backend's script; it is held back until `release`."""
+    """A run of a backend's script."""
 
     def __init__(
         self,
@@ -95,12 +95,7 @@ class TaskRun(Stage):
         )
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
-        (self.records / HOLD).touch()
         return self.start("run", *self._emulate, *arguments)
-
-    def release(self) -> None:
-        """Let the run go on as fast as it can."""
-        (self.records / HOLD).unlink()
 
     def until_share(self, member: str, what: str, but: int = 0, after: float = 0.0) -> None:
         """Wait until a member has computed samples of a committed step: later than that, in another process."""

@@ -1,7 +1,8 @@
 """A real `shoal run` under test: what its members recorded, what the journal says, and ways to hurt it.
 
 The script of the run writes what happens to it into JSON lines in the directory RECORDS: `event`, `member`, `pid` and
-`at` on each, `ready` when it begins, and `commit` with `step`, `world` and `size` after every committed step.
+`at` on each, `ready` when it begins, and `commit` with `step`, `world` and `size` after every committed step. If it
+calls `shoal.testing.pace.tarry`, it is not over before its test calls `finish`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from shoal.testing import pace
 
 PATIENCE_S = 90.0
 LOOK_S = 0.05
@@ -36,6 +39,7 @@ class Stage:
     ) -> None:
         self.home, self.records = path / "home", path / "records"
         self.records.mkdir(parents=True)
+        (self.records / pace.HOLD).touch()
         self.environ = {
             **os.environ,
             "SHOAL_HOME": str(self.home),
@@ -150,8 +154,13 @@ class Stage:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids()[name], number)
 
+    def release(self) -> None:
+        """Let the run come to its end as soon as it can."""
+        (self.records / pace.HOLD).unlink(missing_ok=True)
+
     def finish(self, exit_code: int = 0, patience_s: float = PATIENCE_S) -> None:
         """Wait for the end of the run."""
+        self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
         assert self.process.poll() == exit_code, self.output[-6000:]

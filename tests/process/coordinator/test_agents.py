@@ -10,7 +10,7 @@ from fakes import Coordinator, FakeAgent, FakeMember
 from shoal.wire import messages as ms
 
 pytestmark = pytest.mark.process
-SETTINGS = {"gather_s": 0.05, "lease_s": 30.0, "backoff_s": 0.0}
+SETTINGS = {"gather_s": 60.0, "lease_s": 60.0, "backoff_s": 0.0}
 
 
 def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
@@ -21,7 +21,7 @@ def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
     env = orders[0].env
     assert (env["A"], env["SHOAL_RUN"], env["SHOAL_MEMBER"]) == ("b", run, "lab/0")
     assert (env["SHOAL_URL"], env["SHOAL_INCARNATION"]) == (coordinator.url, orders[0].incarnation)
-    assert json.loads(env["SHOAL_SETTINGS"])["lease_s"] == 30.0
+    assert json.loads(env["SHOAL_SETTINGS"])["lease_s"] == SETTINGS["lease_s"]
     assert env["SHOAL_RUN_DIR"].endswith(f"runs/{run}")
     members = []
     for order in orders:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 
 def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 0.05, "lease_s": 60.0})
+    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 60.0})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
         member.hear(ms.Form)
@@ -104,7 +104,7 @@ def test_it_ends_with_the_process_that_holds_its_lifeline(tmp_path: Path) -> Non
 
 
 def test_a_silent_member_is_expelled_and_may_come_back_on_the_same_socket(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 0.05, "lease_s": 1.0, "beat_s": 0.2})
+    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 3.0, "beat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
         assert member.hear(ms.Form).world.size == 2
@@ -133,12 +133,12 @@ def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Co
 
 
 def test_a_coordinator_that_was_stopped_does_not_blame_its_members(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 0.05, "lease_s": 1.5, "beat_s": 0.2})
+    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 3.0, "beat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
         member.hear(ms.Form)
     coordinator.process.send_signal(signal.SIGSTOP)
-    for _ in range(8):
+    for _ in range(16):
         time.sleep(0.4)
         for member in members:
             member.beat(1, 5)

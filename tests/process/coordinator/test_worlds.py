@@ -8,7 +8,7 @@ from fakes import Coordinator, FakeMember
 from shoal.wire import messages as ms
 
 pytestmark = pytest.mark.process
-QUICK = {"settings": {"gather_s": 0.1, "lease_s": 1.0, "reconnect_s": 0.3}}
+CALM = {"gather_s": 60.0, "lease_s": 60.0, "reconnect_s": 60.0}
 
 
 def members_of(coordinator: Coordinator, run: str, count: int) -> list[FakeMember]:
@@ -20,7 +20,7 @@ def members_of(coordinator: Coordinator, run: str, count: int) -> list[FakeMembe
 
 
 def test_a_world_forms_when_all_are_ready(coordinator: Coordinator) -> None:
-    run = coordinator.create(2, 2, **QUICK)
+    run = coordinator.create(2, 2, settings=CALM)
     members = members_of(coordinator, run, 2)
     worlds = [member.hear(ms.Form).world for member in members]
     assert worlds[0] == worlds[1]
@@ -30,7 +30,7 @@ def test_a_world_forms_when_all_are_ready(coordinator: Coordinator) -> None:
 
 
 def test_a_closed_socket_and_a_broken_ring_form_the_next_world_at_once(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 3, settings={"gather_s": 0.1, "lease_s": 60.0, "reconnect_s": 60.0})
+    run = coordinator.create(1, 3, settings=CALM)
     members = members_of(coordinator, run, 3)
     for member in members:
         member.hear(ms.Form)

@@ -94,13 +94,14 @@ def stranger(run: Stage, changes: dict[str, str]) -> subprocess.CompletedProcess
         env={**run.environ, **ours},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
 
+@pytest.mark.timeout(600)
 def test_strangers_are_turned_away_and_the_run_does_not_notice(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", pause_s=0.05, epochs=2000) as run:
+    with staged(tmp_path, "2:2", ("lease_s=60",), pause_s=0.05, epochs=2000) as run:
         run.until_size(2)
         for who, (changes, code) in STRANGERS.items():
             at = run.step()

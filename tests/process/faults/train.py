@@ -2,8 +2,7 @@
 
 What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
 before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step; `die_by` names
-the signal. Every step takes `pause_s` longer, and ten times as much from step `linger` on, until the file `hurry` is
-there.
+the signal. Every step takes `pause_s` longer.
 """
 
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
+from shoal.testing.pace import tarry
 from shoal.torch.state import checksum
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
@@ -46,12 +46,6 @@ def watch_size(fits: int, _model, _inputs, found: torch.Tensor) -> None:
             raise torch.OutOfMemoryError(f"a backward pass of {len(gradient)} samples does not fit")
 
     found.register_hook(check)
-
-
-def pause_s(step: int) -> float:
-    if os.path.exists(PLAN.get("hurry", "")):
-        return 0.0
-    return PLAN.get("pause_s", 0.0) * (10.0 if step >= PLAN.get("linger", step + 1) else 1.0)
 
 
 def build():
@@ -102,6 +96,7 @@ def main() -> None:
         model.register_forward_hook(partial(watch_size, PLAN["fits"][run.member]))
     data = Numbered(PLAN.get("samples", 512))
     record("ready")
+    steps = PLAN.get("steps") or PLAN.get("epochs", 4) * len(data) // PLAN.get("batch", 64)
     turn, counted = None, []
     for ids, x, y in batches(run, data):
         if run._trainer.turn is not turn:
@@ -120,11 +115,12 @@ def main() -> None:
         die("after")
         scheduler.step()
         optimizer.zero_grad()
-        time.sleep(pause_s(step))
+        time.sleep(PLAN.get("pause_s", 0.0))
         if run.committed:
             sum_ = checksum({"model": model})
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
+            tarry(OUT, step, steps)
     run.save(OUT / "final.pt")
     alike = checksum({"model": model, "scheduler": scheduler})
     sum_ = checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler})

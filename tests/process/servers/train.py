@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
+from shoal.testing.pace import tarry
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])
@@ -98,6 +99,7 @@ def main() -> None:
         time.sleep(slow + PLAN.get("pause_s", 0.0))
         if run.committed:
             record("commit", loss=loss.item(), step=run.step, **told)
+            tarry(OUT, run.step, EPOCHS * SAMPLES // BATCH)
     run.save(OUT / "final.pt")
     record("done", step=run.step, counts=[c.unique().tolist() for c in model.counters])
     print("done", run.step, flush=True)

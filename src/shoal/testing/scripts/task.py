@@ -19,19 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.order import Order
+from shoal.testing import pace
 
 Floats: TypeAlias = NDArray[np.float64]
 
 RECORDS = "RECORDS"
 TASK = "SHOAL_TASK"
-HOLD = "hold"
-LATE = 10
 
 
 @dataclass(frozen=True)
 class Task:
-    """How much there is to train. While there is a file `hold` beside the records, every step is followed by a pause,
-    and a far longer one in the second half, so that a run does not end before its test is done with it."""
+    """How much there is to train. While its test holds a run back, every step is followed by a pause."""
 
     samples: int = 200
     batch: int = 32
@@ -108,10 +106,9 @@ class Record:
 
     def __init__(self, task: Task, member: str) -> None:
         self._task, self._member = task, member
-        place = Path(os.environ[RECORDS])
-        self._hold = place / HOLD
+        self._place = Path(os.environ[RECORDS])
         life = os.environ.get("SHOAL_INCARNATION", "alone")
-        self._file = (place / f"{member.replace('/', '-')}.{life}.jsonl").open("a", buffering=1)
+        self._file = (self._place / f"{member.replace('/', '-')}.{life}.jsonl").open("a", buffering=1)
         self._given, self._last, self._busy = (-1, 0), -1, False
 
     def ready(self) -> None:
@@ -133,9 +130,9 @@ class Record:
         self._last = step
         self.write("commit", step=step, world=world, size=size, parameters=flat(parameters).tolist())
         # A newcomer that has no share yet is still catching up with the others.
-        if self._busy and self._hold.exists():
-            half = self._task.order.total_steps // 2
-            time.sleep(self._task.pause_s * (LATE if step > half else 1))
+        if self._busy and pace.is_held(self._place):
+            time.sleep(self._task.pause_s)
+            pace.tarry(self._place, step, self._task.order.total_steps)
 
     def done(self, step: int, parameters: Sequence[Any], **more: Any) -> None:
         """Training is over, after so many steps."""

@@ -55,6 +55,8 @@ class _Service:
         self._last_step, self._last_time = 0, time.monotonic()
         self._writing: threading.Thread | None = None
         self._tried = self._tries = 0
+        self._left_behind = False
+        self._pen = threading.Lock()
         server.sealed = not settings.evaluator
 
     def run(self) -> RunOver:
@@ -77,24 +79,28 @@ class _Service:
 
     def _may_go(self) -> bool:
         """Whether somebody else holds all that we held, or our time is up; then a checkpoint is what we leave."""
-        placement, leads = self._session.placement, self._server.leads
-        if placement is None or placement.seat_of(self._session.me) is None:
+        session, leads = self._session, self._server.leads
+        if session.placement is None or session.placement.seat_of(session.me) is None:
             return True
-        alone = len(placement.servers) == 1
-        # Whoever keeps the ledger goes first, because it needs the others for the checkpoint.
-        if not alone and not self._session.overdue(LEAD_MARGIN_S if leads else MARGIN_S):
-            return False
-        if leads:
+        if session.overdue(MARGIN_S):
             self._write()
-        return True
+            return True
+        if leads and session.overdue(LEAD_MARGIN_S):
+            # Whoever keeps the ledger goes first, because it needs the others for the checkpoint.
+            return self._write()
+        if leads and len(session.placement.servers) == 1 and not self._left_behind:
+            # Should nobody come to take over, and writing at the end take longer than there is time.
+            self._left_behind = self._write()
+        return False
 
     def _stop(self, stop: messages.Stop) -> RunOver:
         session = self._session
         if stop.checkpoint and self._server.leads:
             session.phase("checkpoint")
-            if self._writing is not None:
-                self._writing.join(60.0)
-            self._write()
+            for _ in range(END_TRIES):
+                if self._write():
+                    break
+                session.pause(TICK_S)
         session.say(messages.Left(None))
         return session.goodbye(stop.exit_code, f"stopped: {stop.reason}")
 
@@ -125,10 +131,15 @@ class _Service:
         # What cannot be written is said, but holds up nobody.
         server.sealed = self._tried >= total or self._tries >= END_TRIES
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Write a checkpoint; False if somebody was just changing places, so that it is to be tried again."""
+        with self._pen:
+            return self._write_one()
+
+    def _write_one(self) -> bool:
         began, found, placement = time.monotonic(), self._server.gather(), self._session.placement
         if found is None or placement is None:
-            return  # somebody was just changing places; it is tried again at once
+            return False
         self._last_step, self._last_time = self._step(), began
         ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
         step = self._tried = self._order.steps_within(ledger.finished_samples)
@@ -145,6 +156,7 @@ class _Service:
             checkpoint.prune(store, self._session.settings.checkpoint_keep)
         except ShoalError as error:
             sys.stderr.write(f"{error}\n")
+        return True
 
     def _leads(self) -> bool:
         return self._server.leads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_a_lone_server_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
         run.finish()
         run.check_counts()
         assert [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
+
+
+def test_a_lone_server_that_is_told_to_go_serves_on_and_leaves_all_in_a_checkpoint(tmp_path: Path) -> None:
+    settings = (*CALM, "notice.grace_s=8")
+    with served(tmp_path, "2:2", "stale:2", *settings, servers=1, pause_s=0.03, epochs=12) as run:
+        run.until_step(10)
+        before = run.pids()["local/server-0"]
+        run.kill("local/server-0", signal.SIGTERM)
+        run.until(lambda: run.pids().get("local/server-0", before) != before, "another server")
+        run.finish()
+        run.check_counts()
+        left = max(int(step) for step in re.findall(r"wrote the checkpoint of step (\d+)", run.output))
+        assert f"restored the checkpoint of step {left}" in run.output
 
 
 def test_when_both_servers_are_lost_before_a_checkpoint_training_starts_over(tmp_path: Path) -> None:

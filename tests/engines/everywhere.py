@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,14 @@ class Everywhere:
         )
 
     def left_in(self, path: Path) -> list[str]:
-        """Jobs, processes and tokens of runs below a directory; what is left on lost nodes of Ray is lost."""
+        """What is left of runs below a directory, when jobs that were cancelled have had time to complete."""
+        deadline = time.monotonic() + 60
+        while (left := self._left_in(path)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def _left_in(self, path: Path) -> list[str]:
+        """Jobs, processes and tokens; what is left on lost nodes of Ray is lost."""
         jobs = self.slurm.ask("squeue", "--noheader", "--format=%j").stdout.split()
         found = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
         agents = [argv for argv in found if " shoal.agent " in argv and str(path) in argv]

@@ -123,6 +123,10 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
     began = time.time()
     _preempt(site, "n1")
     site.until(lambda: "another job takes its place" in site.log("pool-1"), "the notice")
+    # The agent may be gone again before it is asked; what it told stays in the journal.
+    journal = site.path / "coordinator" / "journal.jsonl"
+    heard = re.compile(r'"AgentNotice".*another job takes its place')
+    site.until(lambda: heard.search(journal.read_text()), "the coordinator to hear of it")
     within_s = _within_s(site.log("pool-1"), "another job takes its place")
     # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
     assert 10.0 - (time.time() - began) - 1.0 <= within_s <= 11.0

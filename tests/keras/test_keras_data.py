@@ -418,61 +418,60 @@ def test_batches_are_for_training_only() -> None:
 # --- coming and going
 
 
-def test_a_stream_is_let_go_of_though_its_pipeline_is_held_up() -> None:
-    held, released = threading.Event(), threading.Event()
+class Held:
+    """A pipeline that goes no further than the sample `first`, and work that must not wait for what is behind it."""
 
-    def hold(x: Any) -> Any:
-        if x[0] >= 30:
-            held.set()
-            released.wait(60)
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.reached, self._released = threading.Event(), threading.Event()
+
+    def hold(self, x: Any) -> Any:
+        if x[0] >= self.first:
+            self.reached.set()
+            self._released.wait(60)
         return x
 
-    def slow(x: Any, y: Any) -> Any:
-        return tf.ensure_shape(tf.numpy_function(hold, [x], tf.float32), [2]), y
+    def check(self, work: Callable[[], Any], what: str) -> None:
+        working = threading.Thread(target=work, daemon=True)
+        working.start()
+        working.join(30)
+        try:
+            assert self.reached.is_set(), "nothing is read ahead"
+            assert not working.is_alive(), what
+        finally:
+            self._released.set()
+
+
+def through(function: Any) -> Any:
+    """For `map`: samples go through a function in Python."""
+    return lambda x, y: (tf.ensure_shape(tf.numpy_function(function, [x], tf.float32), [2]), y)
+
+
+def test_a_stream_is_let_go_of_though_its_pipeline_is_held_up() -> None:
+    held = Held(30)
 
     class Stop(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            assert held.wait(20), "nothing is read ahead"
+            held.reached.wait(20)
             self.model.stop_training = True
 
     def train() -> None:
-        batches = shoal.batches(slices(data()).map(slow).batch(8).prefetch(8), size=4, shards=1)
+        batches = shoal.batches(slices(data()).map(through(held.hold)).batch(8).prefetch(8), size=4, shards=1)
         model_of().fit(batches, verbose=0, callbacks=[shoal.Elastic(run=alone()), Stop()])
 
-    fitting = threading.Thread(target=train, daemon=True)
-    fitting.start()
-    fitting.join(30)
-    try:
-        assert not fitting.is_alive(), "the end of the training waits for what nobody wants"
-    finally:
-        released.set()
+    held.check(train, "the end of the training waits for what nobody wants")
 
 
 def test_a_first_look_at_a_stream_waits_for_no_more_than_it_wants() -> None:
-    held, released = threading.Event(), threading.Event()
-
-    def hold(x: Any) -> Any:
-        if x[0] >= 4:
-            held.set()
-            released.wait(60)
-        return x
+    held = Held(4)
 
     def looked_at(x: Any) -> Any:
-        held.wait(20)
+        held.reached.wait(20)
         return x
 
-    def through(function: Any) -> Any:
-        return lambda x, y: (tf.ensure_shape(tf.numpy_function(function, [x], tf.float32), [2]), y)
-
-    pipeline = slices(data()).map(through(hold)).prefetch(8).map(through(looked_at))
-    looking = threading.Thread(target=shoal.batches(pipeline, size=4, shards=1, batched=False).few, daemon=True)
-    looking.start()
-    looking.join(30)
-    try:
-        assert held.is_set()
-        assert not looking.is_alive(), "a look at the first samples waits for what is read ahead"
-    finally:
-        released.set()
+    pipeline = slices(data()).map(through(held.hold)).prefetch(8).map(through(looked_at))
+    batches = shoal.batches(pipeline, size=4, shards=1, batched=False)
+    held.check(batches.few, "a look at the first samples waits for what is read ahead")
 
 
 def test_the_first_step_is_got_over_with_before_joining_and_changes_nothing() -> None:

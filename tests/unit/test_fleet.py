@@ -230,6 +230,21 @@ def test_a_stopping_run_ends_when_its_processes_have() -> None:
     assert fleet.exit("lab/1", "preempted").of(fe.RunEnded) == [fe.RunEnded("r", "asked", 75)]
 
 
+def test_a_run_is_not_done_if_nobody_came_to_the_end_of_the_script() -> None:
+    fleet = with_run(1, 2).on(fe.RunFinished("r"))
+    fleet.exit("lab/0", "infrastructure")
+    [ended] = fleet.exit("lab/1", "infrastructure").of(fe.RunEnded)
+    assert ended.exit_code == 75
+    assert "nobody came to the end of the script: lab/1" in ended.reason
+
+
+def test_a_run_is_done_if_one_of_its_members_came_to_the_end_of_the_script() -> None:
+    fleet = with_run(1, 2).on(fe.RunFinished("r"))
+    fleet.exit("lab/0", "infrastructure")
+    [ended] = fleet.exit("lab/1", "done").of(fe.RunEnded)
+    assert (ended.exit_code, ended.reason) == (0, "all members are done")
+
+
 def test_whoever_does_not_stop_in_time_is_ended() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))

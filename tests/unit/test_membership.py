@@ -134,6 +134,45 @@ def test_the_end_does_not_wait_for_one_that_has_to_go_and_did_not_get_so_far() -
     assert ev.TellFinished(("b",), 9) in asked
 
 
+def test_one_that_has_to_go_is_not_kept_for_the_rest_of_the_last_step() -> None:
+    state, _ = after(world_of("a", "b"), ev.NoticeGiven("b", 30.0, "spot"))
+    state, _ = after(state, ev.WorldBroke("b", state.world.number, 8, ("a",)), ev.MemberDone("a", 9))
+    assert state.finished
+    assert state.stopping is None
+
+
+def test_the_rest_of_the_last_step_is_done_by_however_few_are_left() -> None:
+    state = world_of("a", "b", "c", rules=replace(RULES, min_members=2))
+    number = state.world.number
+    state, _ = after(state, ev.WorldBroke("b", number, 8, ("a",)), ev.MemberDone("a", 9))
+    state, asked = after(state, ev.Lost("c", "its process ended"))
+    [formed] = told(asked, ev.FormWorld)
+    assert [seat.member for seat in formed.world.seats] == ["b"]
+
+
+def test_others_go_on_without_one_whose_script_left_the_loop_even_if_they_are_lost_and_started_again() -> None:
+    state = world_of("a", "b")
+    state, _ = after(state, ev.MemberDone("a", 5, early=True), ev.Lost("b", "its process ended"))
+    assert not state.finished
+    state, asked = after(state, ev.Hello("b", "2", Address("h", 1)), ev.BecameReady("b", "x", None))
+    assert [i.member for i in told(asked, ev.AskRestore)] == ["b"]
+
+
+def test_the_last_one_whose_script_leaves_the_loop_ends_the_run() -> None:
+    state, _ = after(world_of("a", "b"), ev.MemberDone("a", 5, early=True), ev.MemberDone("b", 5, early=True))
+    assert state.finished
+
+
+def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> None:
+    """Newcomers were to get the state from nobody, while one that waited outside had it."""
+    state = world_of("a")
+    state, _ = after(state, hello("b"), ev.BecameReady("b", "x", 3), ev.MemberDone("a", 5, early=True))
+    state = replace(state, done_at=None, finished=False, world=world_of("a").world)
+    state, asked = after(state, ev.Lost("a", "its lease ran out"))
+    [formed] = told(asked, ev.FormWorld)
+    assert [seat.member for seat in formed.world.seats] == ["b"]
+
+
 HIRED = replace(RULES, hires=True)
 
 

@@ -29,7 +29,6 @@ ASK_S = 30.0
 ASK_AGAIN_S = 60.0
 # A signal is passed on after this time at the latest, whether or not Slurm has said what it means; it is asked on.
 PATIENCE_S = 2.0
-SIGNAL = "signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def slurm_job(rest: str, environ: Mapping[str, str]) -> SlurmJob:
 
 def wake_in(end: End | None, before_s: float, now: float, told: str, warned_at: float | None = None) -> float | None:
     """How long to wait for Slurm's signal before Slurm is asked again; None is for ever."""
-    if warned_at is not None and told.startswith(SIGNAL) and now < warned_at + before_s:
+    if warned_at is not None and now < warned_at + before_s and not explains(end, before_s, now):
         return PATIENCE_S
     if end is None:
         return ASK_AGAIN_S
@@ -103,17 +102,19 @@ def wake_in(end: End | None, before_s: float, now: float, told: str, warned_at: 
 
 def judge(end: End | None, before_s: float, now: float, job: str, warned_at: float | None) -> Notice | None:
     """What the end that Slurm names and its signal, if it has come, amount to; None if there is time yet."""
-    left_s = end.at - now if end is not None and end.at is not None else None
-    if end is not None and left_s is not None and (warned_at or end.preempted) and left_s <= before_s + EARLY_S:
-        why = "another job takes its place" if end.preempted else "its time limit"
-        return _notice(left_s, f"{why} (job {job})", f"{end.preempted} {end.at:.0f}")
-    if warned_at is not None:
-        return _notice(
-            warned_at + before_s - now, f"Slurm has sent its signal (job {job})", f"{SIGNAL} {warned_at:.0f}"
-        )
-    if end is not None and left_s is not None and left_s <= before_s:
-        return _notice(left_s, f"its time limit (job {job})", f"{end.preempted} {end.at:.0f}")
+    if end is not None and end.at is not None and explains(end, before_s, now):
+        left_s = end.at - now
+        if warned_at is not None or end.preempted or left_s <= before_s:
+            why = "another job takes its place" if end.preempted else "its time limit"
+            return _notice(left_s, f"{why} (job {job})", f"{end.preempted} {end.at:.0f}")
+    elif warned_at is not None:
+        return _notice(warned_at + before_s - now, f"Slurm has sent its signal (job {job})", f"signal {warned_at:.0f}")
     return None
+
+
+def explains(end: End | None, before_s: float, now: float) -> bool:
+    """Whether this end is so near that Slurm's signal is about it."""
+    return end is not None and end.at is not None and end.at - now <= before_s + EARLY_S
 
 
 def _notice(within_s: float, detail: str, key: str) -> Notice:

@@ -109,8 +109,8 @@ def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.Evaluate
             return ev.NoticeGiven(member, within_s, cause)
         case ms.Left(step, world):
             return ev.MemberLeft(member, step, world)
-        case ms.Done(step):
-            return ev.MemberDone(member, step)
+        case ms.Done(step, early):
+            return ev.MemberDone(member, step, early)
         case ms.Claim(name):
             return ev.Claimed(member, name)
         case ms.ClaimDone(name):

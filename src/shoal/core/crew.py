@@ -158,7 +158,8 @@ class Wanted:
     """What a run wants. `regroup` says why a compat run's processes are all being started anew.
 
     `trained` says that nobody trains any more, and only evaluators are waited for. Runs of higher `priority` get
-    places first. `terms` are those of each role that has some.
+    places first. `terms` are those of each role that has some. `fell` names who died after the last step, on the
+    way to the end of the script.
     """
 
     run: str
@@ -178,6 +179,7 @@ class Wanted:
     guests: tuple[str, ...] = ()
     seen: bool = False
     preempted: bool = False
+    fell: str = ""
     alone_since: float | None = None
     generation: int = 0
     regroup: str = ""

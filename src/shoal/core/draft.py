@@ -88,14 +88,14 @@ class Draft:
     def advance(self) -> None:
         if self.base.finished:
             return
-        if self.base.done_at is not None and not self._others_go_on():
+        if self.base.done_at is not None and not self.others_go_on():
             self.finish()
         elif self.base.world is None:
             self.try_form()
         else:
             self.try_propose()
 
-    def _others_go_on(self) -> bool:
+    def others_go_on(self) -> bool:
         """Whether somebody still has to get as far as the one that was the first to be done."""
         world = self.base.world
         if world is not None:
@@ -194,7 +194,7 @@ class Draft:
 
     def _enough(self, present: list[Member]) -> bool:
         rules = self.base.rules
-        if self.base.stopping is not None:
+        if self.base.stopping is not None or self.base.done_at is not None:
             return bool(present)
         if len(present) < rules.min_members:
             self.set(gather_until=None)
@@ -246,6 +246,11 @@ class Draft:
             return
         seated = [self.members[s.member] for s in world.seats if s.member in self.members]
         if any(m.status == DONE for m in seated):
+            return
+        if not seated:
+            # All of them were done with it, and are gone: nobody could hand anything over.
+            self.set(world=None, proposal=None)
+            self.try_form()
             return
         stay = [m for m in seated if not m.leaving]
         joiners = sorted(

@@ -129,8 +129,11 @@ class MemberLeft:
 
 @dataclass(frozen=True, slots=True)
 class MemberDone:
+    """`early` says that its script did not wait for the last step, which others may still come to."""
+
     member: str
     step: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

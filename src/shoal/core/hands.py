@@ -253,7 +253,12 @@ class Draft:
             for p in evaluators:
                 self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
-            self.asked.append(fe.RunEnded(name, "all members are done", 0))
+            if run.fell and not any(p.status == DONE and p.role == TRAINER for p in processes):
+                # What the script does after its training, such as saving the model, may not be done.
+                reason = f"trained to the end, but nobody came to the end of the script: {run.fell}"
+                self.asked.append(fe.RunEnded(name, reason, 75))
+            else:
+                self.asked.append(fe.RunEnded(name, "all members are done", 0))
         elif run.terms_of(TRAINER).pools:
             return  # others are hired for it
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
@@ -280,6 +285,8 @@ class Draft:
             del self.processes[p.run, p.member]
             if run.status == FINISHING and cause == "user":
                 self.fail(p.run, f"{p.member}: {detail}", 1)
+            elif run.status == FINISHING and p.role == TRAINER:
+                self.set_run(p.run, fell=f"{p.member}: {detail or cause}")
             return
         agent = self.agents.get(p.agent)
         if cause == "preempted" and (agent is None or agent.notice):

@@ -94,7 +94,8 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
     """Puts a member that found the coordinator again where it says it is."""
     world = draft.base.world
     if event.done and event.step is not None:
-        _on_done(draft, ev.MemberDone(event.member, event.step))
+        # It does not say whether that was early; if it was not, the others will say so as well.
+        _on_done(draft, ev.MemberDone(event.member, event.step, early=True))
     elif event.broken and event.world is not None:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
@@ -249,9 +250,12 @@ def _on_left(draft: Draft, event: ev.MemberLeft) -> None:
 
 
 def _on_done(draft: Draft, event: ev.MemberDone) -> None:
-    if event.member in draft.members:
-        draft.update(event.member, status=DONE, step=event.step)
-        draft.set(step=max(draft.base.step, event.step), done_at=event.step)
+    if event.member not in draft.members:
+        return
+    draft.update(event.member, status=DONE, step=event.step)
+    draft.set(step=max(draft.base.step, event.step))
+    if not event.early or not draft.others_go_on():
+        draft.set(done_at=event.step)
 
 
 def _on_claimed(draft: Draft, event: ev.Claimed) -> None:

@@ -49,7 +49,7 @@ class StreamedBatches(Batches):
         self._shards = shards
 
     def few(self) -> Any:
-        first = _Shard(self._dataset)
+        first = _Reading(self._dataset)
         try:
             return self._batch(list(itertools.islice(first, 2)))
         finally:
@@ -81,10 +81,10 @@ class StreamedBatches(Batches):
 
     def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
         shard = self._dataset.shard(self._shards, number)
-        return lambda: _Shard(shard)
+        return lambda: _Reading(shard)
 
 
-class _Shard:
+class _Reading:
     """An iterator that is let go of at once: TensorFlow waits for all that the pipeline is reading ahead."""
 
     def __init__(self, dataset: Any) -> None:

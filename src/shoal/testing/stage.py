@@ -2,7 +2,7 @@
 
 The script of the run writes what happens to it into JSON lines in the directory RECORDS: `event`, `member`, `pid` and
 `at` on each, `ready` when it begins, and `commit` with `step`, `world` and `size` after every committed step. If it
-calls `shoal.testing.pace.tarry`, it is not over before its test calls `finish`.
+calls `shoal.testing.pace.tarry`, it takes its time until its test calls `finish`.
 """
 
 from __future__ import annotations

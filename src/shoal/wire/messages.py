@@ -163,9 +163,13 @@ class Left(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The member has committed the last step and so has every other member of its world."""
+    """The member has committed the last step and so has every other member of its world.
+
+    Unless it is `early`: then its script has left the loop, and the others go on without it.
+    """
 
     step: int
+    early: bool = False
 
 
 class Claim(Message, frozen=True):

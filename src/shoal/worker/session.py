@@ -157,7 +157,7 @@ class Session(Worlds):
         """The script left its loop before the last step: the others go on without this member."""
         with self._changed:
             self._finishing = self._done = True
-            self._say(messages.Done(self.step or 0))
+            self._say(messages.Done(self.step or 0, early=True))
             if self.exchange is not None:
                 self.exchange.abort("its script left the training loop")
         self.phase("done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,24 @@ def test_all_but_one_killed_and_the_last_one_goes_on(tmp_path: Path) -> None:
         run.until(lambda: any(c["size"] == 1 for c in run.commits()), "a world of one")
         run.finish()
         assert run.pids().get("local/3", survivor) == survivor
+        run.check()
+
+
+def test_who_dies_when_all_have_done_the_last_step_costs_nothing_and_nothing_is_trained_again(tmp_path: Path) -> None:
+    deaths = [{"member": "local/1", "step": 32, "point": "at the end"}]
+    with staged(tmp_path, "2:2", die=deaths) as run:
+        run.finish()
+        run.check()
+        assert max(Counter(c["step"] for c in run.commits()).values()) == 2, "steps were done again"
+
+
+def test_a_run_is_not_done_if_its_last_member_dies_before_it_has_saved_the_model(tmp_path: Path) -> None:
+    deaths = [{"member": "local/0", "step": 32, "point": "at the end"}]
+    with staged(tmp_path, "1:1", ("checkpoint.every_steps=20",), die=deaths) as run:
+        run.finish(exit_code=75)
+        assert "nobody came to the end of the script: local/0" in run.output
+        run.process = run.start("resume", run.shoal("ps", "--all")[0]["run"])
+        run.finish()
         run.check()
 
 

@@ -1,8 +1,8 @@
 """The script under fault tests: a small float64 model whose every committed step leaves a record.
 
 What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
-before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step; `die_by` names
-the signal. Every step takes `pause_s` longer.
+before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step, or at the end,
+before the model is saved; `die_by` names the signal. Every step takes `pause_s` longer.
 """
 
 import json
@@ -121,6 +121,7 @@ def main() -> None:
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
             tarry(OUT, step, steps)
+    die("at the end")
     run.save(OUT / "final.pt")
     alike = checksum({"model": model, "scheduler": scheduler})
     sum_ = checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler})

@@ -62,11 +62,10 @@ def test_slurm_is_asked_again_only_when_it_matters():
 
 
 def test_slurm_is_asked_on_while_it_has_not_explained_its_signal():
-    key = told(End(None)).key
-    assert wake_in(End(None), 60.0, NOW + 50, key, NOW) == PATIENCE_S
-    assert wake_in(None, 60.0, NOW + 50, key, NOW) == PATIENCE_S
-    assert wake_in(End(None), 60.0, NOW + 61, key, NOW) is None, "it was ours to believe it, and we did"
-    assert wake_in(End(NOW + 10, preempted=True), 60.0, NOW, told(End(NOW + 10, preempted=True)).key, NOW) is None
+    for end in (None, End(None), End(NOW + 9999)):
+        assert wake_in(end, 60.0, NOW + 50, told="said", warned_at=NOW) == PATIENCE_S
+    assert wake_in(End(None), 60.0, NOW + 61, told="said", warned_at=NOW) is None, "its time is up"
+    assert wake_in(End(NOW + 10, preempted=True), 60.0, NOW, told="said", warned_at=NOW) is None
 
 
 def test_what_a_signal_grants_counts_from_the_signal():

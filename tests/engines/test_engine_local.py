@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,3 +50,29 @@ class LocalSite(Site):
 def test_this_machine_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path) -> None:
     with LocalSite(tmp_path) as site:
         scenario(site)
+
+
+@pytest.mark.parametrize("beside", ["sleep 4712 &", "setsid sleep 4712 &"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_an_agent_here_leaves_behind_is_ended_with_it(tmp_path: Path, beside: str, killed: bool) -> None:
+    with LocalSite(tmp_path) as site:
+        script = tmp_path / "agent"
+        script.write_text(f"#!/bin/bash\ntrap 'exit 0' TERM; {beside} while :; do wait; done\n")
+        script.chmod(0o755)
+        engine = Local("here", Options(directory=str(tmp_path / "home"), python=str(script)))
+        handle = engine.submit(site.ask("here-1"))
+        site.until(lambda: _sleepers(handle), "it to start another")
+        if killed:
+            site.kill("here-1")
+        engine.cancel(handle)
+        site.until(lambda: not _sleepers(handle), "what it started to be gone")
+
+
+def _sleepers(handle: str) -> list[psutil.Process]:
+    """Those that a hire started, each by the file that it writes to."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if "4712" in process.cmdline() and os.readlink(f"/proc/{process.pid}/fd/1").startswith(handle):
+                found.append(process)
+    return found

@@ -94,18 +94,19 @@ def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: P
 
 def test_what_one_that_listens_leaves_behind_is_killed_too(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
-        engine, handle = _start_script(site, "trap 'exit 0' TERM; setsid sleep 4711 & while :; do sleep 0.1; done")
+        engine, handle = _start_script(site, "trap 'exit 0' TERM; setsid sleep 4711 & while :; do wait; done")
         site.until(lambda: site.network.running("h1", "4711"), "it to start another")
-        time.sleep(0.2)
         engine.cancel(handle)
         assert not site.network.running("h1", "4711")
 
 
-def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["sleep 4711 &", "setsid sleep 4711 &"])
+def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, beside: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
-        engine = site.engine(setup=(*site.options["setup"], "sleep 4711 &"))
+        engine = site.engine(setup=(*site.options["setup"], beside))
         handle = engine.submit(site.ask("pool-1"))
         site.until_agents("pool-1")
+        site.until(lambda: site.network.running("h1", "4711"), "it to start another")
         site.kill("pool-1")
         site.until(lambda: not site.seen(engine), "it to be gone")
         engine.cancel(handle)

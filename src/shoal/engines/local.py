@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from shoal.wire import credentials
 
 END_S = 5.0
 BORN_WITHIN_S = 0.01
+HIRED = "SHOAL_HIRED"
 
 
 class Local(Engine):
@@ -51,6 +53,7 @@ class Local(Engine):
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
+                    env={**os.environ, HIRED: str(where)},
                 )
         except OSError as error:
             raise HireRefused("an agent could not be started here", where=str(where), why=str(error)) from error
@@ -71,8 +74,8 @@ class Local(Engine):
     def cancel(self, handle: str) -> None:
         where = Path(handle)
         process = _running(where)
-        if process is not None:
-            _end(process, _grace_s(where) + END_S)
+        below = _end(process, _grace_s(where) + END_S) if process is not None else []
+        _kill([*below, *_left_by(where)])
         (where / "process.json").unlink(missing_ok=True)
         (where / "token").unlink(missing_ok=True)
 
@@ -110,7 +113,7 @@ def _note(where: Path, pid: int, grace_s: float) -> None:
 def _is_ours(where: Path) -> bool:
     """Whether we started it: other engines may keep theirs in the same place, and write down more."""
     try:
-        return set(json.loads((where / "process.json").read_text())) == {"pid", "born"}
+        return "node" not in json.loads((where / "process.json").read_text())
     except (FileNotFoundError, ValueError, TypeError):
         return False
 
@@ -143,19 +146,34 @@ def _reap(pid: int) -> None:
         return
 
 
-def _end(process: psutil.Process, within_s: float) -> None:
-    """As an agent is told to go: it hands over and ends its members; whatever is left after that is killed."""
+def _end(process: psutil.Process, within_s: float) -> list[psutil.Process]:
+    """As an agent is told to go: it hands over and ends its members. Who ought to be gone now."""
     try:
+        told = [process, *process.children(recursive=True)]
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + within_s
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.02)
         _reap(process.pid)
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            for one in (*process.children(recursive=True), process):
-                one.kill()
     except psutil.NoSuchProcess:
-        return
+        return []
+    return told
+
+
+def _left_by(where: Path) -> list[psutil.Process]:
+    """Who was started by an agent, in whatever session it is: it has the agent's environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(HIRED) == str(where):
+                found.append(process)
+    return found
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _last_words(where: Path) -> str:

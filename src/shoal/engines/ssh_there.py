@@ -35,6 +35,7 @@ TREE_S = 0.25
 MARGIN_S = 3.0
 TAIL_BYTES = 2000
 TOLD_S = 3600.0
+HIRED = "SHOAL_HIRED"
 ADOPT_ORPHANS = 36
 
 
@@ -283,9 +284,10 @@ def _become(home: str, script: str, grace_s: float) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    me = (os.getpid(), (_stat(os.getpid()) or ("", 0))[1])
     note = {
-        "pid": os.getpid(),
-        "born": (_stat(os.getpid()) or ("", 0))[1],
+        "pid": me[0],
+        "born": me[1],
         "boot": _boot(),
         "node": _node(),
         "grace_s": grace_s,
@@ -293,6 +295,7 @@ def _become(home: str, script: str, grace_s: float) -> None:
     _write(os.path.join(home, "process.json"), json.dumps(note))
     # Of the connection nothing is left to those who live longer than it does.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
+    kept[HIRED] = _by(me)
     os.execvpe("sh", ["sh", "-c", script], kept)
 
 
@@ -335,11 +338,6 @@ def _living() -> dict[int, tuple[str, int, int, int]]:
     return {pid: one for pid, one in found if one is not None and one[0] not in "ZX"}
 
 
-def _session(leader: int) -> set[tuple[int, int]]:
-    """All in the session that a process began; its number is nobody else's as long as one of them lives."""
-    return {(pid, born) for pid, (_, born, _, session) in _living().items() if session == leader}
-
-
 def _tree(known: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """These processes and all below them, as far as they live; each by its number and time of birth."""
     below: dict[int, list[tuple[int, int]]] = {}
@@ -359,10 +357,10 @@ def _end(home: str, known: Json) -> list[int]:
     root = (known["pid"], known["born"])
     if not _same(*root):
         return _kill(_left_by(root))
+    tree = _tree({root})
     mark = os.path.join(home, "ending")
     if _is_first(mark):
         _signal({root}, signal.SIGTERM)
-    tree: set[tuple[int, int]] = set()
     deadline = _made_at(mark) + known["grace_s"] + MARGIN_S
     look_at = 0.0
     while _same(*root) and time.time() < deadline:
@@ -374,9 +372,29 @@ def _end(home: str, known: Json) -> list[int]:
 
 
 def _left_by(root: tuple[int, int]) -> set[tuple[int, int]]:
-    """Who is in the session of an agent; if its number is by now another's, so is the session."""
+    """Who is in the session of an agent, or went into another and has its environment still."""
     found = _stat(root[0])
-    return _session(root[0]) if found is None or found[1] == root[1] else set()
+    # As long as one is in the session, its number is nobody else's; so if it is another's by now, so is the session.
+    leader = root[0] if found is None or found[1] == root[1] else None
+    hired = f"{HIRED}={_by(root)}".encode()
+    return {
+        (pid, born)
+        for pid, (_, born, _, session) in _living().items()
+        if session == leader or hired in _environment(pid)
+    }
+
+
+def _by(root: tuple[int, int]) -> str:
+    return "{}-{}".format(*root)
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process began with, if we may know."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
 
 
 def _is_first(mark: str) -> bool:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from shoal.engines import leftovers, local, ray_driver, slurm, ssh_there
@@ -66,8 +65,9 @@ def test_on_a_node_of_ray_the_next_hire_removes_what_is_left(tmp_path: Path) -> 
 
 
 def test_an_agent_here_that_died_without_a_word_is_removed_and_one_that_lives_is_not(tmp_path: Path) -> None:
-    me = psutil.Process()
-    lives, died = {"pid": me.pid, "born": me.create_time()}, {"pid": me.pid, "born": 1.0}
+    local._note(tmp_path, os.getpid(), 30.0)
+    lives = json.loads((tmp_path / "process.json").read_text())
+    died = {**lives, "born": 1.0}
     leave(tmp_path, "mine/spot-1", process_json=json.dumps(lives), token="secret")
     leave(tmp_path, "mine/spot-2", process_json=json.dumps(died), token="secret")
     leave(tmp_path, "mine/spot-3", process_json=json.dumps({**died, "node": "x", "boot": "y"}), token="of ssh")

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -198,11 +198,12 @@ class _Desk(threading.Thread):
 
     def _do(self, asked: se.Submit | se.Cancel) -> None:
         try:
-            if isinstance(asked, se.Submit):
-                self._submit(asked)
-            elif asked.handle:
-                self._engine.cancel(asked.handle)
-                self._said(se.Ended(asked.hire))
+            with _blamed():
+                if isinstance(asked, se.Submit):
+                    self._submit(asked)
+                elif asked.handle:
+                    self._engine.cancel(asked.handle)
+                    self._said(se.Ended(asked.hire))
         except EngineUnreachable as error:
             # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
             self._said(se.PoolUnreachable(self._pool, *_told(error)))
@@ -210,8 +211,9 @@ class _Desk(threading.Thread):
                 self._said(se.Refused(self._pool, asked.hire, *_told(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
-            final = isinstance(error, HireRefused)
-            self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
+            if isinstance(asked, se.Submit):
+                final = isinstance(error, HireRefused)
+                self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
 
     def _submit(self, asked: se.Submit) -> None:
         try:
@@ -222,7 +224,8 @@ class _Desk(threading.Thread):
 
     def _look(self) -> None:
         try:
-            found = self._engine.watch(self._tag)
+            with _blamed():
+                found = self._engine.watch(self._tag)
         except ShoalError as error:
             final = isinstance(error, HireRefused)
             self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
@@ -238,13 +241,15 @@ class _Desk(threading.Thread):
     def _tidy(self) -> None:
         """What was left by hires that are gone is nobody's worry but the disk's."""
         try:
-            self._engine.tidy(self._tag, self.known or ())
-        except (ShoalError, OSError) as error:
+            with _blamed():
+                self._engine.tidy(self._tag, self.known or ())
+        except ShoalError as error:
             log.warning("pool %s: what ended hires left could not be removed: %s", self._pool, error)
 
     def _end_everything(self) -> None:
         try:
-            found = self._engine.watch(self._tag)
+            with _blamed():
+                found = self._engine.watch(self._tag)
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
             return
@@ -255,7 +260,8 @@ class _Desk(threading.Thread):
 
     def _end(self, one: Seen) -> bool:
         try:
-            self._engine.cancel(one.handle)
+            with _blamed():
+                self._engine.cancel(one.handle)
         except ShoalError as error:
             if one.state != "gone":
                 log.error("%s of pool %s may be left of this coordinator: %s", one.handle, self._pool, error)
@@ -309,6 +315,18 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
         return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size, made)
 
     return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
+
+
+@contextlib.contextmanager
+def _blamed() -> Iterator[None]:
+    """Whatever else an engine raises: it is asked again, since somebody pays for what it has."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        log.exception("an engine failed as none should")
+        raise EngineUnreachable("the engine failed", why=f"{type(error).__name__}: {error}") from error
 
 
 def _told(error: ShoalError) -> tuple[str, str, str]:

@@ -11,6 +11,8 @@ import contextlib
 import itertools
 import logging
 import queue
+import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ AT_ONCE = 16
 NOTICE_S = 60.0
 TIDY_FIRST_S = 30.0
 TIDY_S = 900.0
+TAG = "tag"
 # What an agent and its warm process hold themselves, besides the members.
 AGENT_BYTES = 512 << 20
 
@@ -48,15 +51,19 @@ log = logging.getLogger("shoal.hiring")
 
 
 class Hiring:
-    """The pools of one coordinator. `ask_of` makes what the supply asks for into what is to be started."""
+    """The pools of one coordinator, whose hires have this `tag`.
 
-    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]) -> None:
+    `ask_of` makes what the supply asks for into what is to be started.
+    """
+
+    def __init__(
+        self, service: Service, tag: str, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]
+    ) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._money_at = 0.0
         self._desks = {
-            name: _Desk(name, service.name, engine, ask_of, self._said, self._told_ends)
-            for name, engine in engines.items()
+            name: _Desk(name, tag, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
         }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
@@ -302,7 +309,7 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     known = tuple(pool for pool, _ in found.values())
     if known != tuple(service.runs.supply.pools.values()):
         service.handle("", se.PoolsKnown(known))
-    token = credentials.read(directory / "token")
+    token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
 
     wardrobe = Wardrobe(Blobs(directory / FOLDER))
@@ -312,9 +319,9 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
         apart = () if engine.shared else ("--apart",)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
-        return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size, made)
+        return Ask(asked.hire, tag, url, token, asked.slots, (*hires.agent, *apart), *size, made)
 
-    return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
+    return Hiring(service, tag, {name: engine for name, (_, engine) in found.items()}, ask_of)
 
 
 @contextlib.contextmanager
@@ -327,6 +334,20 @@ def _blamed() -> Iterator[None]:
     except Exception as error:
         log.exception("an engine failed as none should")
         raise EngineUnreachable("the engine failed", why=f"{type(error).__name__}: {error}") from error
+
+
+def tag_of(directory: Path) -> str:
+    """What tells the hires of a coordinator from those of all others; made once and kept in its directory.
+
+    The name of the directory is not enough: others may be called the same, and it may be no word for a shell or Slurm.
+    """
+    path = directory / TAG
+    if not path.exists():
+        name = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:24] or "coordinator"
+        part = path.with_suffix(".part")
+        part.write_text(f"{name}-{secrets.token_hex(3)}\n", "ascii")
+        part.replace(path)
+    return path.read_text("ascii").strip()
 
 
 def _told(error: ShoalError) -> tuple[str, str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.coordinator.hiring import _Desk
+from shoal.coordinator.hiring import _Desk, tag_of
 from shoal.core import supply_events as se
 from shoal.engines.engine import Seen
 from shoal.errors import EngineUnreachable, HireRefused
@@ -106,3 +108,13 @@ def test_a_machine_that_the_engine_will_not_end_is_not_forgotten(monkeypatch: py
 
 def _refuse(_handle: str) -> None:
     raise HireRefused("scancel is not on this machine")
+
+
+def test_the_hires_of_coordinators_are_told_apart_whatever_these_are_called(tmp_path: Path) -> None:
+    places = [tmp_path / "a" / "my $(runs)", tmp_path / "b" / "my $(runs)", tmp_path / "…"]
+    for place in places:
+        place.mkdir(parents=True)
+    tags = [tag_of(place) for place in places]
+    assert len(set(tags)) == 3
+    assert tags == [tag_of(place) for place in places], "one that is started again finds what it had hired"
+    assert all(re.fullmatch(r"[a-z0-9-]+", tag) for tag in tags)

@@ -232,6 +232,18 @@ def _on_unreachable(draft: Draft, event: se.PoolUnreachable) -> None:
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
 
 
+def _on_away(draft: Draft, event: se.Away) -> None:
+    """Time in which nobody could come, and nobody was asked, is held against no machine and no pool."""
+
+    def later(at: float | None) -> float | None:
+        return None if at is None else min(draft.now, at + event.seconds)
+
+    for hire in [one for one in draft.hires.values() if one.status in (ASKED, SUBMITTED)]:
+        draft.update(hire, since=later(hire.since), heard_at=later(hire.heard_at))
+    for pool, standing in list(draft.standings.items()):
+        draft.stand(pool, failing_since=later(standing.failing_since))
+
+
 def _on_closed(draft: Draft, event: se.PoolClosed) -> None:
     for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
         draft.forget(hire)
@@ -344,6 +356,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     se.Refused: _on_refused,
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
+    se.Away: _on_away,
     se.PoolClosed: _on_closed,
     se.Preparing: _on_preparing,
     se.Unprepared: _on_unprepared,

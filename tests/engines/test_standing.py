@@ -134,6 +134,24 @@ def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing
     assert sorted(process.pid for process in standing.agents()) == before
 
 
+def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back(standing: Standing) -> None:
+    ada, path = standing.user("ada"), standing.path
+    (standing.records / HOLD).touch()
+    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
+    run = standing.shoal(*asked, where=path / "ada")["run"]
+    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
+    before = sorted(process.pid for process in standing.agents())
+    standing.process.send_signal(signal.SIGTERM)
+    standing.process.wait(60)
+    (path / "shoal.toml").write_text(POOLS.replace("farm", "yard"))
+    argv = standing._argv("coordinator", "--dir", str(standing.directory))
+    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
+    standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
+    assert sorted(process.pid for process in standing.agents()) == before
+    standing.shoal("stop", run, *ada, where=path)
+    standing.until(lambda: not standing.agents(), "the machines to be given back")
+
+
 def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of_each_other_alone(
     standing: Standing, tmp_path: Path
 ) -> None:

@@ -74,17 +74,21 @@ class Hiring:
         if isinstance(instruction, se.Submit | se.Cancel) and instruction.pool in self._desks:
             self._desks[instruction.pool].put(instruction)
 
-    def close(self, end_all: bool) -> None:
+    async def close(self, end_all: bool) -> None:
         """Stop asking; if nobody is to come after us, end whatever was hired."""
         for desk in self._desks.values():
             desk.stop(end_all)
-        deadline = time.monotonic() + CLOSE_S
-        for desk in self._desks.values():
-            desk.join(max(0.0, deadline - time.monotonic()))
+        await asyncio.to_thread(self._join)
+        # Here, as everything that is journaled: agents still say goodbye meanwhile.
         for name, desk in self._desks.items():
             if desk.all_ended:
                 # It may be long until somebody looks again, and nothing of it is paid for until then.
                 self._service.attempt(partial(self._service.record, "", se.PoolClosed(name)))
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        for desk in self._desks.values():
+            desk.join(max(0.0, deadline - time.monotonic()))
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply

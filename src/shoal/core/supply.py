@@ -198,6 +198,7 @@ def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
         hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
     elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
         # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
+        draft.lose(hire)
         hire = draft.update(
             hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
         )

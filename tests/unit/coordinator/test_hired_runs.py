@@ -125,3 +125,14 @@ def test_what_was_spent_while_the_coordinator_was_away_counts() -> None:
     hired.tell(fe.Opened("again"), after_s=1000.0)
     account = supply.account_at(hired.runs.supply, hired.now)
     assert account.of_run("r").spent == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_machine_that_was_told_to_go_is_shown_until_it_is_gone() -> None:
+    hired = Hired()
+    hired.train_on("spot-1")
+    hired.tell(se.AgentLost("spot-1", "silent"))
+    (view,) = present.pool_views(hired.runs, hired.now)
+    assert (view.here, view.leaving) == (0, 1), "it is paid for"
+    hired.tell(se.Ended("spot-1"))
+    (view,) = present.pool_views(hired.runs, hired.now)
+    assert view.leaving == 0

@@ -215,6 +215,19 @@ def test_the_agent_ends_with_its_actor_and_the_actor_with_its_agent(lone: Lone) 
     assert lone.until(engine, "a-2", "gone").why.startswith("the agent ended with SIGKILL")
 
 
+def test_the_next_hire_of_a_node_removes_the_token_of_one_whose_actor_was_killed(lone: Lone) -> None:
+    engine = lone.engine()
+    engine.submit(lone.ask("a-1"))
+    agent = lone.agent("a-1")
+    (token,) = lone.path.rglob("a-1/token")
+    psutil.Process(agent.ppid()).kill()
+    assert gone(agent, 10.0)
+    engine.submit(lone.ask("a-2"))
+    lone.agent("a-2")
+    until(lambda: not token.exists(), "the end of the token")
+    assert list(lone.path.rglob("a-2/token"))
+
+
 @pytest.mark.parametrize("how", ["in its set-up", "when it listens", "when it hangs", "when it was killed"])
 def test_nothing_that_a_hire_started_outlives_it(lone: Lone, how: str) -> None:
     seconds = str(10_000 + secrets.randbelow(10_000))

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ LEAVE_S = 5.0
 LOOK_S = 0.05
 LAST_LINES = 8
 ADOPT_ORPHANS = 36
+ACTOR = "actor.json"
 
 
 class Hire:
@@ -101,6 +103,8 @@ class Hire:
             text = line.decode(errors="replace").strip()
             if not self._home and text.startswith("home="):
                 self._home = text.removeprefix("home=")
+                with contextlib.suppress(OSError):
+                    Path(self._home, ACTOR).write_text(json.dumps(_identity(os.getpid())))
                 threading.Thread(target=_tidy, args=(Path(self._home).parents[1],), daemon=True).start()
             elif text:
                 self._said = [*self._said, text][-LAST_LINES:]
@@ -145,12 +149,35 @@ def _below(pid: int) -> list[int]:
 
 def _tidy(hires: Path) -> None:
     """Remove what hires left on this node that ended long ago; who lives has a token in its directory."""
-    for home in [one for one in hires.glob("*/*") if one.is_dir() and not (one / "token").exists()]:
+    for home in [one for one in hires.glob("*/*") if one.is_dir()]:
         with contextlib.suppress(OSError):
+            if _has_died(home):
+                (home / "token").unlink(missing_ok=True)
+            if (home / "token").exists():
+                continue
             touched = max(path.stat().st_mtime for path in [*home.iterdir()] or [home])
             if time.time() - touched > KEEP_S:
                 shutil.rmtree(home, ignore_errors=True)
                 home.parent.rmdir()
+
+
+def _has_died(home: Path) -> bool:
+    """Whether the actor of a hire is no more, which could not remove the token then; of others, others know."""
+    try:
+        node, boot, pid, born = json.loads((home / ACTOR).read_text())
+    except (OSError, ValueError):
+        return False
+    now = _identity(pid)
+    return bool(node == now[0] and (boot, born) != (now[1], now[3]))
+
+
+def _identity(pid: int) -> list[Any]:
+    """What no two processes have in common, wherever they share a disk: node, boot, number and time of birth."""
+    try:
+        born = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        born = ""
+    return [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid, born]
 
 
 def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import subprocess
@@ -290,6 +291,12 @@ def test_what_no_node_has_is_waited_for(lone: Lone) -> None:
     assert all(offer.count == 0 for offer in never.offers())
     never.cancel(never.watch(lone.tag)[0].handle)
     lone.until(never, "a-1", "gone")
+
+
+def test_what_members_need_and_no_node_has_is_named(lone: Lone) -> None:
+    engine = lone.engine()
+    engine.submit(dataclasses.replace(lone.ask("a-1"), cpus=64))
+    assert lone.until(engine, "a-1", "waiting").why.startswith("no node has CPU 64 at all")
 
 
 def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None:

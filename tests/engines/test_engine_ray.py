@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import subprocess
@@ -215,6 +216,52 @@ def test_the_agent_ends_with_its_actor_and_the_actor_with_its_agent(lone: Lone) 
     assert lone.until(engine, "a-2", "gone").why.startswith("the agent ended with SIGKILL")
 
 
+def test_the_next_hire_of_a_node_removes_the_token_of_one_whose_actor_was_killed(lone: Lone) -> None:
+    engine = lone.engine()
+    engine.submit(lone.ask("a-1"))
+    agent = lone.agent("a-1")
+    (token,) = lone.path.rglob("a-1/token")
+    psutil.Process(agent.ppid()).kill()
+    assert gone(agent, 10.0)
+    engine.submit(lone.ask("a-2"))
+    lone.agent("a-2")
+    until(lambda: not token.exists(), "the end of the token")
+    assert list(lone.path.rglob("a-2/token"))
+
+
+@pytest.mark.parametrize("how", ["in its set-up", "when it listens", "when it hangs", "when it was killed"])
+def test_nothing_that_a_hire_started_outlives_it(lone: Lone, how: str) -> None:
+    seconds = str(10_000 + secrets.randbelow(10_000))
+    beside, forever = f"setsid sleep {seconds} &", f"sleep {seconds}"
+    engine = lone.engine(setup=(beside, *((forever,) if how == "in its set-up" else ())))
+    handle = engine.submit(lone.ask("a-1"))
+    many = 2 if how == "in its set-up" else 1
+    until(lambda: len(started(forever)) == many, "what the set-up starts")
+    if how != "in its set-up":
+        agent = lone.agent("a-1")
+        {"when it listens": list, "when it hangs": agent.suspend, "when it was killed": agent.kill}[how]()
+    if how == "when it was killed":
+        lone.until(engine, "a-1", "gone")
+    else:
+        engine.cancel(handle)
+    left = started(forever)
+    for one in left:
+        one.kill()
+    assert not left
+
+
+def started(command: str) -> list[psutil.Process]:
+    """The processes of this command line."""
+    return [one for one in psutil.process_iter(["cmdline"]) if " ".join(one.info["cmdline"] or ()) == command]
+
+
+def until(holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
 def test_what_was_submitted_by_a_process_that_died_is_found_and_not_started_twice(lone: Lone) -> None:
     before = lone.engine()
     handle = before.submit(lone.ask("a-1"))
@@ -244,6 +291,12 @@ def test_what_no_node_has_is_waited_for(lone: Lone) -> None:
     assert all(offer.count == 0 for offer in never.offers())
     never.cancel(never.watch(lone.tag)[0].handle)
     lone.until(never, "a-1", "gone")
+
+
+def test_what_members_need_and_no_node_has_is_named(lone: Lone) -> None:
+    engine = lone.engine()
+    engine.submit(dataclasses.replace(lone.ask("a-1"), cpus=64))
+    assert lone.until(engine, "a-1", "waiting").why.startswith("no node has CPU 64 at all")
 
 
 def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.testing.pace import HOLD
+
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -27,11 +29,11 @@ PATIENCE_S = 120.0
 class Standing:
     """`shoal coordinator` in a folder with pools, and its users in folders of their own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, home: Path | None = None) -> None:
         self.path, self.directory = path, path / "coordinator"
         self.records = path / "records"
         self.environ = {**os.environ, "OMP_NUM_THREADS": "1", "RECORDS": str(self.records), "STEPS": "60"}
-        self.environ |= {"SHOAL_PRELOAD": "torch,shoal.torch", "SHOAL_HOME": str(path / "home")}
+        self.environ |= {"SHOAL_PRELOAD": "torch,shoal.torch", "SHOAL_HOME": str(home or path / "home")}
         self.records.mkdir()
         (path / "shoal.toml").write_text(POOLS)
         argv = ["coordinator", "--dir", str(self.directory)]
@@ -130,6 +132,46 @@ def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing
     standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
     standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
     assert sorted(process.pid for process in standing.agents()) == before
+
+
+def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back(standing: Standing) -> None:
+    ada, path = standing.user("ada"), standing.path
+    (standing.records / HOLD).touch()
+    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
+    run = standing.shoal(*asked, where=path / "ada")["run"]
+    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
+    before = sorted(process.pid for process in standing.agents())
+    standing.process.send_signal(signal.SIGTERM)
+    standing.process.wait(60)
+    (path / "shoal.toml").write_text(POOLS.replace("farm", "yard"))
+    argv = standing._argv("coordinator", "--dir", str(standing.directory))
+    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
+    standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
+    assert sorted(process.pid for process in standing.agents()) == before
+    standing.shoal("stop", run, *ada, where=path)
+    standing.until(lambda: not standing.agents(), "the machines to be given back")
+
+
+def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of_each_other_alone(
+    standing: Standing, tmp_path: Path
+) -> None:
+    ada, path = standing.user("ada"), standing.path
+    (standing.records / HOLD).touch()
+    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
+    run = standing.shoal(*asked, where=path / "ada")["run"]
+    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
+    before = sorted(process.pid for process in standing.agents())
+    (tmp_path / "elsewhere").mkdir()
+    other = Standing(tmp_path / "elsewhere", home=path / "home")
+    try:
+        bob = other.user("bob")
+        second = other.shoal("run", "--on", "farm", "--detach", *bob, "train.py", where=other.path / "bob")["run"]
+        seen = ("status", second, *bob)
+        other.until(lambda: other.shoal(*seen, where=other.path)["status"] == "done", "the other's run to end")
+        assert sorted(process.pid for process in standing.agents() if process.pid in before) == before
+        assert _is_trained(standing, run, ada)
+    finally:
+        other.close()
 
 
 def _is_trained(standing: Standing, run: str, who: tuple[str, ...]) -> bool:

@@ -15,7 +15,7 @@ from shoal.launch import sources
 from shoal.launch.address import LOOPBACK
 from shoal.launch.find import read_text
 from shoal.launch.place import home
-from shoal.wire.hires import urls_of
+from shoal.wire.hires import hiring_of, urls_of
 from shoal.wire.hires import write as write_hires
 
 READY_S = 60.0
@@ -37,8 +37,8 @@ def command(frame: Frame, host: str | None, port: int | None, address: str | Non
     given = {"host": ("--host", host), "port": ("--port", port), "address": ("--address", address)}
     options = {name: (option, value) for name, (option, value) in given.items() if value is not None}
     choices = sources.choose(Path.cwd(), os.environ, (), options)
-    hires = launching.hires_of(choices)
     where = directory or launching.new_directory(home())
+    hires = launching.hires_of(choices, before=hiring_of(where))
     fresh = not where.exists()
     launching.make(where, exist_ok=True)
     if hires.pools:

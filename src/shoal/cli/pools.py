@@ -70,7 +70,7 @@ def _text(described: list[Described], hiring: list[tuple[str, PoolView]]) -> str
         head = ("pool", "engine", "price/h", "limit", "slots", "could give now")
         parts.append(table.columns(head, [_described(one) for one in described]))
     if hiring:
-        below = ("pool", "coordinator", "here", "waiting", "machine hours", "spent", "trouble")
+        below = ("pool", "coordinator", "here", "waiting", "leaving", "machine hours", "spent", "trouble")
         parts.append(table.columns(below, [_hiring(id, one) for id, one in hiring]))
     return "\n\n".join(parts)
 
@@ -81,7 +81,8 @@ def _described(one: Described) -> tuple[str, ...]:
 
 def _hiring(coordinator: str, one: PoolView) -> tuple[str, ...]:
     hours, spent = f"{one.cost.machine_s / 3600:.2f}", _price(one.cost.spent)
-    return one.pool, coordinator, str(one.here), str(one.waiting), hours, spent, one.trouble or "-"
+    counts = (str(one.here), str(one.waiting), str(one.leaving))
+    return one.pool, coordinator, *counts, hours, spent, one.trouble or "-"
 
 
 def _offered(one: Described) -> str:

@@ -101,7 +101,7 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
         if hiring is not None:
-            await asyncio.to_thread(hiring.close, server.for_good)
+            await hiring.close(server.for_good)
         service.close()
         (directory / "pid").unlink(missing_ok=True)
     return 1 if server.failed else 0

@@ -11,9 +11,11 @@ import contextlib
 import itertools
 import logging
 import queue
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,7 @@ AT_ONCE = 16
 NOTICE_S = 60.0
 TIDY_FIRST_S = 30.0
 TIDY_S = 900.0
+TAG = "tag"
 # What an agent and its warm process hold themselves, besides the members.
 AGENT_BYTES = 512 << 20
 
@@ -48,15 +51,19 @@ log = logging.getLogger("shoal.hiring")
 
 
 class Hiring:
-    """The pools of one coordinator. `ask_of` makes what the supply asks for into what is to be started."""
+    """The pools of one coordinator, whose hires have this `tag`.
 
-    def __init__(self, service: Service, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]) -> None:
+    `ask_of` makes what the supply asks for into what is to be started.
+    """
+
+    def __init__(
+        self, service: Service, tag: str, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]
+    ) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._money_at = 0.0
         self._desks = {
-            name: _Desk(name, service.name, engine, ask_of, self._said, self._told_ends)
-            for name, engine in engines.items()
+            name: _Desk(name, tag, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
         }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
@@ -67,17 +74,21 @@ class Hiring:
         if isinstance(instruction, se.Submit | se.Cancel) and instruction.pool in self._desks:
             self._desks[instruction.pool].put(instruction)
 
-    def close(self, end_all: bool) -> None:
+    async def close(self, end_all: bool) -> None:
         """Stop asking; if nobody is to come after us, end whatever was hired."""
         for desk in self._desks.values():
             desk.stop(end_all)
-        deadline = time.monotonic() + CLOSE_S
-        for desk in self._desks.values():
-            desk.join(max(0.0, deadline - time.monotonic()))
+        await asyncio.to_thread(self._join)
+        # Here, as everything that is journaled: agents still say goodbye meanwhile.
         for name, desk in self._desks.items():
             if desk.all_ended:
                 # It may be long until somebody looks again, and nothing of it is paid for until then.
                 self._service.attempt(partial(self._service.record, "", se.PoolClosed(name)))
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        for desk in self._desks.values():
+            desk.join(max(0.0, deadline - time.monotonic()))
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply
@@ -198,11 +209,12 @@ class _Desk(threading.Thread):
 
     def _do(self, asked: se.Submit | se.Cancel) -> None:
         try:
-            if isinstance(asked, se.Submit):
-                self._submit(asked)
-            elif asked.handle:
-                self._engine.cancel(asked.handle)
-                self._said(se.Ended(asked.hire))
+            with _blamed():
+                if isinstance(asked, se.Submit):
+                    self._submit(asked)
+                elif asked.handle:
+                    self._engine.cancel(asked.handle)
+                    self._said(se.Ended(asked.hire))
         except EngineUnreachable as error:
             # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
             self._said(se.PoolUnreachable(self._pool, *_told(error)))
@@ -210,8 +222,9 @@ class _Desk(threading.Thread):
                 self._said(se.Refused(self._pool, asked.hire, *_told(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
-            final = isinstance(error, HireRefused)
-            self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
+            if isinstance(asked, se.Submit):
+                final = isinstance(error, HireRefused)
+                self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
 
     def _submit(self, asked: se.Submit) -> None:
         try:
@@ -222,7 +235,8 @@ class _Desk(threading.Thread):
 
     def _look(self) -> None:
         try:
-            found = self._engine.watch(self._tag)
+            with _blamed():
+                found = self._engine.watch(self._tag)
         except ShoalError as error:
             final = isinstance(error, HireRefused)
             self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
@@ -238,13 +252,15 @@ class _Desk(threading.Thread):
     def _tidy(self) -> None:
         """What was left by hires that are gone is nobody's worry but the disk's."""
         try:
-            self._engine.tidy(self._tag, self.known or ())
-        except (ShoalError, OSError) as error:
+            with _blamed():
+                self._engine.tidy(self._tag, self.known or ())
+        except ShoalError as error:
             log.warning("pool %s: what ended hires left could not be removed: %s", self._pool, error)
 
     def _end_everything(self) -> None:
         try:
-            found = self._engine.watch(self._tag)
+            with _blamed():
+                found = self._engine.watch(self._tag)
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
             return
@@ -255,7 +271,8 @@ class _Desk(threading.Thread):
 
     def _end(self, one: Seen) -> bool:
         try:
-            self._engine.cancel(one.handle)
+            with _blamed():
+                self._engine.cancel(one.handle)
         except ShoalError as error:
             if one.state != "gone":
                 log.error("%s of pool %s may be left of this coordinator: %s", one.handle, self._pool, error)
@@ -296,7 +313,7 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     known = tuple(pool for pool, _ in found.values())
     if known != tuple(service.runs.supply.pools.values()):
         service.handle("", se.PoolsKnown(known))
-    token = credentials.read(directory / "token")
+    token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
 
     wardrobe = Wardrobe(Blobs(directory / FOLDER))
@@ -306,9 +323,35 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
         apart = () if engine.shared else ("--apart",)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
-        return Ask(asked.hire, service.name, url, token, asked.slots, (*hires.agent, *apart), *size, made)
+        return Ask(asked.hire, tag, url, token, asked.slots, (*hires.agent, *apart), *size, made)
 
-    return Hiring(service, {name: engine for name, (_, engine) in found.items()}, ask_of)
+    return Hiring(service, tag, {name: engine for name, (_, engine) in found.items()}, ask_of)
+
+
+@contextlib.contextmanager
+def _blamed() -> Iterator[None]:
+    """Whatever else an engine raises: it is asked again, since somebody pays for what it has."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        log.exception("an engine failed as none should")
+        raise EngineUnreachable("the engine failed", why=f"{type(error).__name__}: {error}") from error
+
+
+def tag_of(directory: Path) -> str:
+    """What tells the hires of a coordinator from those of all others; made once and kept in its directory.
+
+    The name of the directory is not enough: others may be called the same, and it may be no word for a shell or Slurm.
+    """
+    path = directory / TAG
+    if not path.exists():
+        name = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:24] or "coordinator"
+        part = path.with_suffix(".part")
+        part.write_text(f"{name}-{secrets.token_hex(3)}\n", "ascii")
+        part.replace(path)
+    return path.read_text("ascii").strip()
 
 
 def _told(error: ShoalError) -> tuple[str, str, str]:

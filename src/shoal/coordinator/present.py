@@ -168,6 +168,7 @@ def _pool_view(pool: Pool, state: supply.State, account: Account) -> PoolView:
         until=standing.until or None,
         cost=_shown(account.of_pool(pool.name)),
         labels=dict(pool.labels),
+        leaving=statuses.count(supply.LEAVING),
     )
 
 

@@ -90,12 +90,13 @@ class Run:
 
 @dataclass(slots=True)
 class Runs:
-    """The runs, the fleet, the supply and the machines of one coordinator."""
+    """The runs, the fleet, the supply and the machines of one coordinator; `at` is when it last heard of something."""
 
     runs: dict[str, Run] = field(default_factory=dict)
     fleet: fl.State = field(default_factory=fl.State)
     supply: supply.State = field(default_factory=supply.State)
     machines: dict[str, records.MachineKnown] = field(default_factory=dict)
+    at: float = 0.0
 
     def apply(self, name: str, event: Any, now: float) -> Asked:
         """Take in one event, and say what to do about it, in order, each with its run."""
@@ -114,6 +115,7 @@ class Runs:
             self._run_event(self.runs[name], event, now, asked)
         if (needs := self._needs()) != self.supply.needs:
             self._supply(se.NeedsChanged(needs), now, asked)
+        self.at = now
         return asked
 
     def size_of(self, agent: str) -> Size | None:
@@ -152,7 +154,9 @@ class Runs:
             self._membership(run, events.StopAsked(told.reason, checkpoint=True, exit_code=BUDGET_REACHED), now, asked)
 
     def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
-        if isinstance(event, fe.AgentJoined):
+        if isinstance(event, fe.Opened):
+            self._supply(se.Away(now - self.at), now, asked)
+        elif isinstance(event, fe.AgentJoined):
             self._supply(se.AgentHere(event.agent), now, asked)
         elif isinstance(event, fe.AgentNotice):
             self._supply(se.AgentLeaving(event.agent, event.cause), now, asked)

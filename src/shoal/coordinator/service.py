@@ -243,6 +243,8 @@ class Service:
                 live.beats[member] = replace(beat, at=min(now, beat.at + slept_s + LISTEN_AGAIN_S))
         for link in self.agents.values():
             link.heard_at = now
+        if self.runs.supply.hires or self.runs.supply.needs:
+            self.attempt(partial(self.handle, "", se.Away(slept_s)))
 
     def _is_fresh(self, run: str, event: ev.Event, now: float) -> bool:
         """A timer that changes nothing is not journaled at every tick."""

@@ -198,6 +198,7 @@ def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
         hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
     elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
         # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
+        draft.lose(hire)
         hire = draft.update(
             hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
         )
@@ -230,6 +231,18 @@ def _on_unreachable(draft: Draft, event: se.PoolUnreachable) -> None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
+
+
+def _on_away(draft: Draft, event: se.Away) -> None:
+    """Time in which nobody could come, and nobody was asked, is held against no machine and no pool."""
+
+    def later(at: float | None) -> float | None:
+        return None if at is None else min(draft.now, at + event.seconds)
+
+    for hire in [one for one in draft.hires.values() if one.status in (ASKED, SUBMITTED)]:
+        draft.update(hire, since=later(hire.since), heard_at=later(hire.heard_at))
+    for pool, standing in list(draft.standings.items()):
+        draft.stand(pool, failing_since=later(standing.failing_since))
 
 
 def _on_closed(draft: Draft, event: se.PoolClosed) -> None:
@@ -344,6 +357,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     se.Refused: _on_refused,
     se.Observed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
+    se.Away: _on_away,
     se.PoolClosed: _on_closed,
     se.Preparing: _on_preparing,
     se.Unprepared: _on_unprepared,

@@ -134,6 +134,13 @@ class PoolUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """The coordinator was not there for so long: nobody could come to it, and it asked nobody."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolClosed:
     """The coordinator ends for good, and has ended all that it had of a pool."""
 
@@ -203,6 +210,7 @@ Event = Union[
     Refused,
     Observed,
     PoolUnreachable,
+    Away,
     PoolClosed,
     Preparing,
     Unprepared,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from shoal.engines.engine import Engine
 from shoal.errors import BadPool, UnknownEngine
 
 ENTRY_POINTS = "shoal.engines"
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 LOCAL = "local"
 OURS = {
     LOCAL: "shoal.engines.local:Local",
@@ -60,6 +62,13 @@ def engines() -> list[str]:
 
 def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
     """A pool and its engine from a ``[pool.NAME]``."""
+    if not re.fullmatch(NAME, name):
+        raise BadPool(
+            f"a pool cannot be called {name!r}",
+            where=where,
+            why="its machines are named after it, also in paths and for shells",
+            do="use up to 48 letters, digits and _ . -, and begin with a letter or a digit",
+        )
     if "engine" not in table:
         raise BadPool(f"pool {name} names no engine", where=where, do=f'add engine = "{LOCAL}", or another')
     general = {field.encode_name for field in msgspec.structs.fields(Described)}

@@ -83,6 +83,8 @@ class Ray(Engine):
         super().__init__(pool, options)
         self._link: Link | None = None
         self._lock = threading.Lock()
+        # Only for what is said of hires that wait.
+        self._takes: dict[str, dict[str, float]] = {}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -94,6 +96,8 @@ class Ray(Engine):
     def submit(self, ask: Ask) -> str:
         given = ask.credentials
         request = {**self._request(ask), "credentials": f"{given.token}\n{given.certificate_pem or ''}"}
+        asked = {"CPU": request["options"]["num_cpus"], "memory": float(request["options"].get("memory", 0))}
+        self._takes[ask.hire] = {name: amount for name, amount in asked.items() if amount}
         return cast(str, self._ask(request, SUBMIT_S + self._answer_s))
 
     def watch(self, tag: str) -> list[Seen]:
@@ -139,12 +143,13 @@ class Ray(Engine):
 
     def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Seen:
         if one["state"] == "DEAD":
+            self._takes.pop(hire, None)
             unfit = last_words.of_python(one["why"], self.options.python)
             return Seen(hire, one["name"], "gone", unfit or brief(one["why"]))
         if one["state"] == "ALIVE":
             why = "Ray drains its node" if one["until"] else ""
             return Seen(hire, one["name"], "running", why, one["until"])
-        return Seen(hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes))
+        return Seen(hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes, self._takes.get(hire)))
 
     # --- how it is asked
 

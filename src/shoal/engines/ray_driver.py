@@ -8,10 +8,12 @@ of Shoal, and since its classes are those of `__main__`, Ray sends them to the n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,13 +34,15 @@ KEEP_S = 24 * 3600.0
 LEAVE_S = 5.0
 LOOK_S = 0.05
 LAST_LINES = 8
+ADOPT_ORPHANS = 36
+ACTOR = "actor.json"
 
 
 class Hire:
     """The actor: the agent is its child, whose end is its own, and its own end is the agent's.
 
     The script says where it is at home, reads the token from its input up to a dot, and keeps the rest of that pipe as
-    the agent's lifeline.
+    the agent's lifeline. Whatever it starts, in whatever session, stays below this process and ends with the agent.
     """
 
     def __init__(self, script: str, credentials: str) -> None:
@@ -48,6 +52,7 @@ class Hire:
         self._over = threading.Event()
         self._home = ""
         self._said: list[str] = []
+        ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
         path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
         self._agent = subprocess.Popen(
             ["/bin/sh", "-c", script],
@@ -64,8 +69,7 @@ class Hire:
         if self._agent.poll() is None:
             self._agent.send_signal(signal.SIGTERM)
         if not self._over.wait(grace_s):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._agent.pid, signal.SIGKILL)
+            _kill_all_below()
             self._over.wait(LEAVE_S)
 
     def leave(self, words: str) -> None:
@@ -82,7 +86,7 @@ class Hire:
         listener = threading.Thread(target=self._listen, daemon=True)
         listener.start()
         code = self._agent.wait()
-        # What the set-up left in the background may keep the pipe open.
+        _kill_all_below()
         listener.join(HEARD_S)
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         words = f"the agent ended with {how}: {self._last_words()}"
@@ -99,6 +103,8 @@ class Hire:
             text = line.decode(errors="replace").strip()
             if not self._home and text.startswith("home="):
                 self._home = text.removeprefix("home=")
+                with contextlib.suppress(OSError):
+                    Path(self._home, ACTOR).write_text(json.dumps(_identity(os.getpid())))
                 threading.Thread(target=_tidy, args=(Path(self._home).parents[1],), daemon=True).start()
             elif text:
                 self._said = [*self._said, text][-LAST_LINES:]
@@ -117,14 +123,61 @@ class Hire:
         return "; ".join(words)[:400] or "it said nothing"
 
 
+def _kill_all_below() -> None:
+    """Kill what this process and all below it started, until nothing is left: who loses its parent comes to us."""
+    deadline = time.monotonic() + LEAVE_S
+    while (left := _below(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+
+
+def _below(pid: int) -> list[int]:
+    """The living processes that descend from this one."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
 def _tidy(hires: Path) -> None:
     """Remove what hires left on this node that ended long ago; who lives has a token in its directory."""
-    for home in [one for one in hires.glob("*/*") if one.is_dir() and not (one / "token").exists()]:
+    for home in [one for one in hires.glob("*/*") if one.is_dir()]:
         with contextlib.suppress(OSError):
+            if _has_died(home):
+                (home / "token").unlink(missing_ok=True)
+            if (home / "token").exists():
+                continue
             touched = max(path.stat().st_mtime for path in [*home.iterdir()] or [home])
             if time.time() - touched > KEEP_S:
                 shutil.rmtree(home, ignore_errors=True)
                 home.parent.rmdir()
+
+
+def _has_died(home: Path) -> bool:
+    """Whether the actor of a hire is no more, which could not remove the token then; of others, others know."""
+    try:
+        node, boot, pid, born = json.loads((home / ACTOR).read_text())
+    except (OSError, ValueError):
+        return False
+    now = _identity(pid)
+    return bool(node == now[0] and (boot, born) != (now[1], now[3]))
+
+
+def _identity(pid: int) -> list[Any]:
+    """What no two processes have in common, wherever they share a disk: node, boot, number and time of birth."""
+    try:
+        born = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        born = ""
+    return [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid, born]
 
 
 def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:

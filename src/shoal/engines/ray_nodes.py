@@ -38,9 +38,11 @@ def suits(labels: Mapping[str, str], node: Mapping[str, str]) -> bool:
     return True
 
 
-def why_waiting(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What a hire of this shape waits for."""
-    asked = needs(options)
+def why_waiting(
+    options: RayOptions, nodes: Sequence[Mapping[str, Any]], takes: Mapping[str, float] | None = None
+) -> str:
+    """What a hire of this shape waits for; `takes` is what its members need, where the pool says nothing."""
+    asked = {**needs(options), **(takes or {})}
     labelled = [node for node in nodes if suits(options.labels, node["labels"])]
     if not labelled:
         return f"none of {len(nodes)} nodes has the labels {_listed(options.labels)}; {_MORE}"

@@ -77,10 +77,14 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
 
 
 def hires_of(choices: Choices, names: Collection[str] | None = None, before: Hires | None = None) -> Hires:
-    """What a coordinator may hire: from these pools, or from all that shoal.toml describes, or from those it had."""
+    """What a coordinator may hire: from these pools and those that it had, or from all that shoal.toml describes."""
     had = before.pools if before is not None else {}
     chosen = choices.pools if names is None else (*names, *had)
     tables = {name: dict(choices.pools.get(name, had.get(name, LOCAL_POOL))) for name in chosen}
+    if tables and names is None:
+        # What it had hired of the others is watched and given back; they are asked for nothing more.
+        nothing = {"limit": 0, "environment": ""}
+        tables |= {name: {**table, **nothing} for name, table in had.items() if name not in tables}
     base, where = choices.file.parent if choices.file is not None else Path.cwd(), str(choices.file or "")
     for name, table in tables.items():
         found = table.get("environment", "" if table.get("engine") == LOCAL else choices.text("environment"))

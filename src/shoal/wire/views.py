@@ -117,6 +117,7 @@ class CostView(msgspec.Struct, frozen=True):
 class PoolView(msgspec.Struct, frozen=True):
     """A pool of a coordinator: how many of its machines are here, and how many were asked for and are not.
 
+    `leaving` are those that were told to go, and are paid for until they are gone.
     `trouble` is why nothing more is asked of it, empty if something would be; `until` is when it is asked again.
     """
 
@@ -131,6 +132,7 @@ class PoolView(msgspec.Struct, frozen=True):
     until: float | None = None
     cost: CostView = CostView(0.0, 0.0, 0.0)
     labels: dict[str, str] = {}
+    leaving: int = 0
 
 
 class RunView(msgspec.Struct, frozen=True):

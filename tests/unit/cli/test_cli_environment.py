@@ -8,6 +8,7 @@ import pytest
 
 from shoal.errors import BadEnvironment
 from shoal.launch import render, sources
+from shoal.wire.hires import Hires
 
 POOLS = """
 [run]
@@ -54,3 +55,13 @@ def test_what_cannot_be_an_environment_is_refused_at_once(tmp_path: Path, given:
         hires(tmp_path, POOLS.replace("env.tar.gz", given))
     assert refused.value.what.startswith(what)
     assert "[pool.packed] of " in refused.value.where
+
+
+def test_a_pool_that_is_described_no_more_gives_back_what_it_gave_and_needs_its_environment_no_more(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shoal.toml").write_text('[pool.here]\nengine = "local"\n')
+    before = Hires({"old": {"engine": "slurm", "partition": "p", "limit": 3, "environment": "/gone.txt"}})
+    found = render.hires_of(sources.choose(tmp_path, {}), before=before).pools
+    assert found["old"] == {"engine": "slurm", "partition": "p", "limit": 0, "environment": ""}
+    assert "limit" not in found["here"]

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from shoal.coordinator import present, records
 from shoal.coordinator.runs import Runs
 from shoal.core import events as ev
-from shoal.core import fleet
+from shoal.core import fleet, supply
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
 from shoal.core.world import Address
 from shoal.wire.views import RunSpec
 
+SPOT = se.Pool("spot", "slurm", 4)
 SPEC = RunSpec("t", ("t.py",), "/", (1, 1), on=("spot",))
 
 
 class Hired:
     """A coordinator with one pool and one run on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: se.Pool = SPOT) -> None:
         self.runs, self.now = Runs(), 1.0
         self.asked: list[Any] = []
-        self.tell(se.PoolsKnown((se.Pool("spot", "slurm", 4),)))
+        self.tell(se.PoolsKnown((pool,)))
         self.tell(records.RunCreated(SPEC, {}), "r")
 
     def tell(self, event: Any, run: str = "", after_s: float = 0.1) -> None:
         self.now += after_s
         self.asked = [one for _, one in self.runs.apply(run, event, self.now)]
+
+    def due(self, after_s: float = 0.0) -> list[se.PatienceOver]:
+        """The waits for machines that are over."""
+        self.now += after_s
+        return list(supply.due(self.runs.supply, self.now))
 
     def train_on(self, hire: str) -> str:
         """A machine comes, and its member trains; the member's name."""
@@ -89,3 +97,42 @@ def test_a_run_that_has_lost_all_its_machines_waits_for_others_however_long() ->
     hired.tell(fe.WaitOver("agent", agent="spot-1"), after_s=20.0)
     assert not fleet.due(hired.runs.fleet, hired.now + 3600.0)
     assert not hired.runs.runs["r"].over
+
+
+def test_a_machine_is_not_blamed_for_what_passed_while_the_coordinator_was_away() -> None:
+    hired = Hired()
+    hired.tell(se.Submitted("spot", "spot-1", "job"))
+    hired.tell(se.Observed("spot", (se.Sighting("spot-1", "job", running=True),)))
+    limit_s = hired.runs.supply.limits.join_s
+    hired.tell(fe.Opened("again"), after_s=2 * limit_s)
+    assert not hired.due(), "its agent had nobody to come to"
+    assert hired.due(after_s=limit_s - 1.0) == []
+    assert hired.due(after_s=2.0) == [se.PatienceOver("join", hire="spot-1")]
+
+
+def test_a_run_is_not_given_up_for_what_passed_while_the_coordinator_was_away() -> None:
+    hired = Hired()
+    hired.tell(se.Refused("spot", "spot-1", "the controller is down"))
+    hired.tell(fe.Opened("again"), after_s=3600.0)
+    assert se.PatienceOver("begin", run="r") not in hired.due()
+    hired.tell(se.Refused("spot", "spot-2", "the controller is down"), after_s=601.0)
+    assert se.PatienceOver("begin", run="r") in hired.due(), "the pool had its time after that"
+
+
+def test_what_was_spent_while_the_coordinator_was_away_counts() -> None:
+    hired = Hired(se.Pool("spot", "slurm", 4, price_per_h=3.6))
+    hired.train_on("spot-1")
+    hired.tell(fe.Opened("again"), after_s=1000.0)
+    account = supply.account_at(hired.runs.supply, hired.now)
+    assert account.of_run("r").spent == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_machine_that_was_told_to_go_is_shown_until_it_is_gone() -> None:
+    hired = Hired()
+    hired.train_on("spot-1")
+    hired.tell(se.AgentLost("spot-1", "silent"))
+    (view,) = present.pool_views(hired.runs, hired.now)
+    assert (view.here, view.leaving) == (0, 1), "it is paid for"
+    hired.tell(se.Ended("spot-1"))
+    (view,) = present.pool_views(hired.runs, hired.now)
+    assert view.leaving == 0

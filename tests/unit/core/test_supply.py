@@ -121,6 +121,7 @@ def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name(
     assert of(se.Submit, asked) == of(se.Cancel, asked) == []
     assert world.status() == {"spot-1": SUBMITTED}
     assert world.state.account.of_run("run").machine_s == pytest.approx(100.0), "nobody pays for a queue"
+    assert world.state.account.of_run("run").lost == 1, "its machine is lost like that of one that does not come back"
     world.tell(se.AgentHere("spot-1"))
     assert world.status() == {"spot-1": HERE}
 

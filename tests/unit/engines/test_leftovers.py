@@ -64,6 +64,24 @@ def test_on_a_node_of_ray_the_next_hire_removes_what_is_left(tmp_path: Path) -> 
     assert ray_driver.KEEP_S == KEEP_S
 
 
+def test_on_a_node_of_ray_the_token_of_one_whose_actor_died_without_a_word_goes(tmp_path: Path) -> None:
+    me = ray_driver._identity(os.getpid())
+    node, boot, pid, born = me
+    told = {
+        "lives": me,
+        "elsewhere": ["another", boot, pid, "1"],
+        "died": [node, boot, pid, "1"],
+        "rebooted": [node, "before", pid, born],
+    }
+    homes = {
+        name: leave(tmp_path, f"mine/{name}", age_s=60.0, actor_json=json.dumps(one), token="secret")
+        for name, one in told.items()
+    }
+    ray_driver._tidy(tmp_path / "hires")
+    assert {name for name, home in homes.items() if (home / "token").exists()} == {"lives", "elsewhere"}
+    assert left(tmp_path) == {f"mine/{name}" for name in told}, "its log may still be wanted"
+
+
 def test_an_agent_here_that_died_without_a_word_is_removed_and_one_that_lives_is_not(tmp_path: Path) -> None:
     local._note(tmp_path, os.getpid(), 30.0)
     lives = json.loads((tmp_path / "process.json").read_text())

@@ -39,3 +39,16 @@ def test_what_cannot_be_said_of_a_pool_is_named(table: dict[str, Any], says: str
 def test_an_unknown_engine_is_an_error_that_names_the_others() -> None:
     with pytest.raises(UnknownEngine, match="local, ray, slurm, ssh"):
         pools.parse("spot", {"engine": "slurn"})
+
+
+@pytest.mark.parametrize("name", ["my pool", "a;b", "a/b", "../a", "", "a,b", "ä", "-a", ".a", "a" * 64])
+def test_a_pool_has_a_name_that_shells_paths_and_agents_take(name: str) -> None:
+    with pytest.raises(BadPool) as refused:
+        pools.parse(name, {"engine": "local"}, "shoal.toml")
+    assert refused.value.what == f"a pool cannot be called {name!r}"
+    assert refused.value.where == "shoal.toml"
+
+
+@pytest.mark.parametrize("name", ["spot", "A-1", "eu_west.2"])
+def test_usual_names_of_pools_are_taken(name: str) -> None:
+    assert pools.parse(name, {"engine": "local"})[0].name == name

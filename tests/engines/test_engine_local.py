@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.engines import local
 from shoal.engines.engine import Engine, Options
 from shoal.engines.local import Local
 from shoal.errors import EngineUnreachable
@@ -50,6 +51,28 @@ class LocalSite(Site):
 def test_this_machine_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path) -> None:
     with LocalSite(tmp_path) as site:
         scenario(site)
+
+
+def test_an_agent_here_that_nobody_had_time_to_write_down_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalSite(tmp_path) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_note", _die)
+            with pytest.raises(KeyboardInterrupt):
+                site.engine().submit(site.ask("here-1"))
+        site.until_agents("here-1")
+        engine = site.engine()
+        assert set(site.seen(engine)) == {"here-1"}
+        handle = engine.submit(site.ask("here-1"))
+        assert not (Path(handle) / "process.json").exists(), "it was started a second time"
+        engine.cancel(handle)
+        site.until(lambda: not local._left_by(Path(handle)), "it to be gone")
+        assert site.seen(engine) == {}
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("beside", ["sleep 4712 &", "setsid sleep 4712 &"])

@@ -40,8 +40,7 @@ class Local(Engine):
 
     def submit(self, ask: Ask) -> str:
         where = self._home(ask.tag, ask.hire)
-        known = _running(where)
-        if known is not None:
+        if _is_here(where):
             return str(where)
         try:
             where.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,9 +62,9 @@ class Local(Engine):
     def watch(self, tag: str) -> list[Seen]:
         found = []
         for where in sorted((self._above / HIRES / tag).glob("*/")):
-            if not (where / "process.json").exists():
+            here = _is_here(where)
+            if not here and not (where / "process.json").exists():
                 continue
-            here = _running(where) is not None
             found.append(
                 Seen(where.name, str(where), "running" if here else "gone", "" if here else _last_words(where))
             )
@@ -116,6 +115,13 @@ def _is_ours(where: Path) -> bool:
         return "node" not in json.loads((where / "process.json").read_text())
     except (FileNotFoundError, ValueError, TypeError):
         return False
+
+
+def _is_here(where: Path) -> bool:
+    """Whether its agent runs; whoever started it may have died before it could write that down."""
+    if (where / "process.json").exists():
+        return _running(where) is not None
+    return (where / "token").exists() and bool(_left_by(where))
 
 
 def _running(where: Path) -> psutil.Process | None:

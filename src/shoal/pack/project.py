@@ -56,9 +56,7 @@ def find(root: Path) -> dict[str, Path]:
     A file `.shoalignore` leaves out more, with a pattern on each line.
     """
     patterns = _patterns(root)
-    names = _known_to_git(root)
-    found = sorted(walk(root) if names is None else names)
-    kept = [name for name in found if not any(_matches(name, pattern) for pattern in patterns)]
+    kept = [name for name in sorted(_names(root)) if not any(_matches(name, pattern) for pattern in patterns)]
     return {name: root / name for name in kept if (root / name).is_file()}
 
 
@@ -140,6 +138,17 @@ def digest_of(path: Path) -> str:
     except OSError as error:
         raise BadFiles(f"{path} cannot be read", why=error.strerror or str(error)) from error
     return digest.hexdigest()
+
+
+def _names(root: Path) -> Iterator[str]:
+    """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
+    known = _known_to_git(root)
+    for name in walk(root) if known is None else known:
+        path = root / name
+        if (path / ".git").exists() and not path.is_symlink():
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
+        else:
+            yield name
 
 
 def _known_to_git(root: Path) -> list[str] | None:

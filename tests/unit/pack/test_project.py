@@ -50,6 +50,32 @@ def test_a_file_that_git_knows_but_that_is_gone_does_not_travel(root: Path) -> N
     assert "notes.txt" not in project.find(root)
 
 
+def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    (library / "deep").mkdir(parents=True)
+    (library / "deep" / "layers.py").write_text("y = 2")
+    (library / "junk.bin").write_text("made anew")
+    (library / ".gitignore").write_text("*.bin\n")
+    for path in (library, root):
+        subprocess.run(["git", "init", "-q", str(path)], check=True)
+    subprocess.run(["git", "-C", str(library), "add", "."], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", str(library), *author, "commit", "-qm", "one"], check=True)
+    added = ["-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendor/library"]
+    subprocess.run(["git", "-C", str(root), *added], check=True)
+    (root / "vendor" / "library" / "junk.bin").write_text("made anew")
+    found = {name for name in project.find(root) if name.startswith("vendor")}
+    assert found == {"vendor/library/.gitignore", "vendor/library/deep/layers.py"}
+    subprocess.run(["git", "-C", str(root), "submodule", "--quiet", "deinit", "-f", "vendor/library"], check=True)
+    assert "train.py" in project.find(root), "one that was never fetched is empty here, too"
+
+
+def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    subprocess.run(["git", "init", "-q", str(root / "lib")], check=True)
+    assert "lib/model.py" in project.find(root)
+
+
 @pytest.mark.parametrize(
     ("patterns", "gone"),
     [

@@ -33,6 +33,8 @@ from shoal.wire.views import (
 
 T = TypeVar("T")
 SEVERAL_S = 3.0
+# A request has a limit at the coordinator; a project may have more files than fit into one.
+ASKED_AT_ONCE = 5_000
 
 
 class Client:
@@ -109,7 +111,9 @@ class Client:
 
     def send(self, contents: Mapping[str, Path | bytes]) -> int:
         """Let the coordinator have what has these hashes, as far as it does not; how many it lacked."""
-        missing: tuple[str, ...] = self._ask("POST", "/v1/blobs", tuple[str, ...], tuple(contents))
+        digests, missing = tuple(contents), list[str]()
+        for at in range(0, len(digests), ASKED_AT_ONCE):
+            missing += self._ask("POST", "/v1/blobs", tuple[str, ...], digests[at : at + ASKED_AT_ONCE])
         for digest in missing:
             found = contents[digest]
             with io.BytesIO(found) if isinstance(found, bytes) else found.open("rb") as data:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
+from shoal.launch.client import Client
 from shoal.wire import credentials
 
 pytestmark = pytest.mark.process
@@ -94,3 +96,16 @@ def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordina
         assert answer.read() == data
     assert [path.name for path in (coordinator.directory / "blobs").iterdir()] == [digest], "no part is left"
     assert coordinator.ask("POST", "/v1/blobs", ["../token"])[0] == 400
+
+
+def test_a_project_of_very_many_files_is_sent(coordinator: Coordinator) -> None:
+    contents: dict[str, Path | bytes] = {hashlib.sha256(b"%d" % at).hexdigest(): b"%d" % at for at in range(20_000)}
+    blobs = coordinator.directory / "blobs"
+    blobs.mkdir()
+    last = list(contents)[-1]
+    for digest in contents:
+        if digest != last:
+            (blobs / digest).touch()
+    client = Client(coordinator.url, coordinator.credentials.token)
+    assert client.send(contents) == 1, "the others are there"
+    assert (blobs / last).read_bytes() == contents[last]

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -57,7 +57,18 @@ def find(root: Path) -> dict[str, Path]:
     """
     patterns = _patterns(root)
     kept = [name for name in sorted(_names(root)) if not any(_matches(name, pattern) for pattern in patterns)]
-    return {name: root / name for name in kept if (root / name).is_file()}
+    found = {name: root / name for name in kept if (root / name).is_file()}
+    check_names(found, f"rename it, or name it in {IGNORES}")
+    return found
+
+
+def check_names(names: Iterable[str], do: str) -> None:
+    """Refuse a name that cannot be written down: on this system they are bytes, and may be anything."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise BadFiles(f"a file with the name {name!r} cannot be sent", why="it is not UTF-8", do=do) from error
 
 
 def describe(files: Mapping[str, Path]) -> str:
@@ -175,7 +186,7 @@ def walk(root: Path) -> Iterator[str]:
 
 def _patterns(root: Path) -> list[str]:
     try:
-        lines = (root / IGNORES).read_text().splitlines()
+        lines = os.fsdecode((root / IGNORES).read_bytes()).splitlines()
     except FileNotFoundError:
         return []
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -74,6 +75,21 @@ def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> No
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "init", "-q", str(root / "lib")], check=True)
     assert "lib/model.py" in project.find(root)
+
+
+def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) -> None:
+    strange = root / os.fsdecode(b"caf\xe9.txt")
+    strange.touch()
+    with pytest.raises(BadFiles, match="not UTF-8") as raised:
+        project.find(root)
+    assert ".shoalignore" in raised.value.do
+    str(raised.value).encode()
+    for pattern in (b"caf*.txt", b"caf\xe9.txt"):
+        (root / ".shoalignore").write_bytes(pattern)
+        assert "train.py" in project.find(root)
+    (root / "a name\nof two lines").touch()
+    _, data = project.encode(project.take(project.find(root))[0])
+    assert "a name\nof two lines" in {entry.path for entry in project.decode(data).files}
 
 
 @pytest.mark.parametrize(

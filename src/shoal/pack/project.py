@@ -27,6 +27,7 @@ NEVER = (
     ".ruff_cache",
     "*.pyc",
 )
+NO_REPOSITORY = b"not a git repository (or any"
 LARGEST = 5
 _PIECE_BYTES = 1 << 20
 
@@ -163,16 +164,24 @@ def _names(root: Path) -> Iterator[str]:
 
 
 def _known_to_git(root: Path) -> list[str] | None:
-    """What is committed or could be, relative to `root`; None if Git has no say here."""
+    """What is committed or could be, relative to `root`; None if Git has no say here, or ignores all of it."""
     argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(argv, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    except FileNotFoundError:
+        return None
+    if NO_REPOSITORY in done.stderr:
         return None
     if done.returncode != 0:
-        return None
+        # Without its word, what it is told to ignore would be sent: data, and secrets.
+        raise BadFiles(
+            "Git does not say which files belong to the project",
+            where=str(root),
+            why=done.stderr.decode(errors="replace").strip(),
+            do=f"mend what git -C {root} status says; --set ship=never sends nothing",
+        )
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)]
+    return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)] or None
 
 
 def walk(root: Path) -> Iterator[str]:

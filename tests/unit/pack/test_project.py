@@ -92,6 +92,21 @@ def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) ->
     assert "a name\nof two lines" in {entry.path for entry in project.decode(data).files}
 
 
+def test_git_has_no_say_where_it_ignores_the_whole_project(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root.parent)], check=True)
+    (root.parent / ".gitignore").write_text("*\n")
+    assert {"train.py", "lib/model.py"} <= set(project.find(root)), "a home that is a repository of settings"
+    assert ".venv/bin/python" not in project.find(root)
+
+
+def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    (root / ".git" / "config").write_text("[broken")
+    with pytest.raises(BadFiles, match="Git") as raised:
+        project.find(root / "lib")
+    assert "config" in raised.value.why
+
+
 @pytest.mark.parametrize(
     ("patterns", "gone"),
     [

@@ -103,10 +103,12 @@ def launch_of(
         launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
     else:
         launch = launching.render(launching.new_directory(place.home), choices, spec)
+    launch = launching.with_script(launch)
     if launch.ship:
         from shoal.launch import luggage
 
-        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
+        packed = {name: Path(one) for name, one in launch.packed.items()}
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')), packed)}")
     if dry_run:
         frame.answer(launch, lambda: describe(launch, choices, place))
         return None

@@ -32,7 +32,7 @@ def found(root: Path) -> dict[str, Path]:
     return {name: path for name, path in project.find(root).items() if not path.resolve().is_relative_to(kept)}
 
 
-def weigh(root: Path | None, limit_mb: float, packed: Mapping[str, Path] = {}) -> str:
+def weigh(root: Path | None, limit_mb: float, packed: Mapping[str, Path]) -> str:
     """What would be sent, in one line; refuses what is too much."""
     files = gathered(root, packed)
     project.check_size(files, int(limit_mb * MB))

@@ -186,6 +186,19 @@ def sent_away(choices: Choices, spec: RunSpec) -> str:
     return spec.cwd
 
 
+def with_script(launch: Launch) -> Launch:
+    """A launch whose script is where machines that get the project look for it, also if Git ignores it."""
+    spec = launch.spec
+    if not launch.ship or spec is None or spec.module:
+        return launch
+    root, script = Path(launch.ship), Path(spec.argv[0])
+    if script.is_absolute() or ".." in script.parts:
+        script = (root / script).resolve().relative_to(root.resolve())
+    argv = (str(script), *spec.argv[1:])
+    packed = {**launch.packed, script.as_posix(): str(root / script)}
+    return msgspec.structs.replace(launch, spec=msgspec.structs.replace(spec, argv=argv), packed=packed)
+
+
 def _preload(spec: RunSpec) -> str:
     """What members are to find imported, if that is not what most scripts need."""
     script = Path(spec.cwd) / spec.argv[0]

@@ -79,9 +79,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
     return folder
 
 
-def archive(folder: Path, name: str, *leave_out: str) -> Path:
+def archive(folder: Path, name: str, *leave_out: str, how: str = "gz") -> Path:
     path = folder / name
-    with tarfile.open(path, "w:gz") as made:
+    with tarfile.open(path, f"w:{how}") as made:  # type: ignore[call-overload]
         made.add(
             folder / "env",
             "." if "conda" in name else "env",
@@ -152,15 +152,19 @@ def test_a_packed_environment_that_is_no_good_says_why(machine: Machine, packed:
     whole = archive(packed, "conda.tar.gz")
     cut = packed / "cut.tar.gz"
     cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    spoilt = archive(packed, "spoilt.tar.xz", how="xz")
+    middle = spoilt.stat().st_size // 2
+    spoilt.write_bytes(spoilt.read_bytes()[:middle] + b"\xff" * 64 + spoilt.read_bytes()[middle + 64 :])
     for number, (path, code, words) in enumerate(
         [
             (cut, "S540", "cut.tar.gz cannot be unpacked"),
+            (spoilt, "S540", "spoilt.tar.xz cannot be unpacked"),
             (archive(packed, "none.tar.gz", "/bin/python"), "S540", "there is no bin/python in it"),
             (archive(packed, "poor.tar.gz", "_here.pth"), "S445", "No module named"),
         ]
     ):
         exit_code, said = machine.ended(f"lab-{number}", environment.stow(str(path), machine.put))
-        assert exit_code == 4
+        assert exit_code == 4, said
         assert f"error[{code}]" in said
         assert words in said
     assert machine.folders() == []

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -57,8 +57,8 @@ def find(root: Path) -> dict[str, Path]:
     A file `.shoalignore` leaves out more, with a pattern on each line.
     """
     patterns = _patterns(root)
-    kept = [name for name in sorted(_names(root)) if not any(_matches(name, pattern) for pattern in patterns)]
-    found = {name: root / name for name in kept if (root / name).is_file()}
+    names = sorted(_through_links(root, list(_names(root))))
+    found = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
     check_names(found, f"rename it, or name it in {IGNORES}")
     return found
 
@@ -155,7 +155,7 @@ def digest_of(path: Path) -> str:
 def _names(root: Path) -> Iterator[str]:
     """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
     known = _known_to_git(root)
-    for name in walk(root) if known is None else known:
+    for name in _below(root) if known is None else known:
         path = root / name
         if (path / ".git").exists() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
@@ -186,11 +186,28 @@ def _known_to_git(root: Path) -> list[str] | None:
 
 def walk(root: Path) -> Iterator[str]:
     """All files below a directory but what is made anew, by their paths in it."""
+    return _through_links(root, list(_below(root)))
+
+
+def _below(root: Path) -> Iterator[str]:
     for directory, folders, files in os.walk(root):
         folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in NEVER)]
-        for name in files:
+        for name in (*files, *(one for one in folders if Path(directory, one).is_symlink())):
             if not any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
                 yield Path(directory, name).relative_to(root).as_posix()
+
+
+def _through_links(root: Path, names: Collection[str]) -> Iterator[str]:
+    """All files of these names, and once more those that a link to a directory among them leads to.
+
+    Links do not travel, and what one leads to outside of `root` is not the project's.
+    """
+    yield from (name for name in names if (root / name).is_file())
+    for link in (name for name in names if (root / name).is_symlink() and (root / name).is_dir()):
+        target = PurePosixPath(os.path.relpath((root / link).resolve(), root.resolve()))
+        if not PurePosixPath(link).is_relative_to(target):
+            found = [one for one in map(PurePosixPath, names) if one.is_relative_to(target) and (root / one).is_file()]
+            yield from (f"{link}/{one.relative_to(target)}" for one in found)
 
 
 def _patterns(root: Path) -> list[str]:

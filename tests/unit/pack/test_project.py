@@ -77,6 +77,28 @@ def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> No
     assert "lib/model.py" in project.find(root)
 
 
+@pytest.mark.parametrize("git", [False, True])
+def test_links_to_directories_of_the_project_travel_as_what_they_lead_to(root: Path, tmp_path: Path, git: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "huge.bin").touch()
+    (root / "package").mkdir()
+    for link, target in {
+        "package/inner": "../lib",
+        "again": ".",
+        "lib/up": "..",
+        "far": "../elsewhere",
+        "first.py": "train.py",
+        "gone": "nowhere",
+    }.items():
+        (root / link).symlink_to(target)
+    if git:
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        (root / ".gitignore").write_text(".venv\n__pycache__\n")
+    usual = {"train.py", "first.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
+    assert set(project.find(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
+    assert set(project.walk(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
+
+
 def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) -> None:
     strange = root / os.fsdecode(b"caf\xe9.txt")
     strange.touch()

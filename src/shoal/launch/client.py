@@ -203,8 +203,7 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
     """
     urls = addresses.split(url)
     for one in urls or (url,):
-        parts = urlsplit(one)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_url(one):
             raise errors.UsageError(f"{one!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
     from shoal.wire import credentials
 
@@ -212,6 +211,14 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
     context = credentials.ssl_context(found)
     clients = [Client(one, found.token, context, timeout_s) for one in urls]
     return clients[0] if len(clients) == 1 else _first(clients)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        return False
 
 
 def _first(clients: Sequence[Client]) -> Client:

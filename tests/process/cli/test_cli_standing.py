@@ -38,6 +38,21 @@ def test_a_run_is_submitted_to_it_and_done_by_a_machine_that_joins(stage: Any, s
     assert agent.wait(30) == 0
 
 
+def test_a_run_is_followed_and_fetched_at_the_one_of_several_urls_that_answers(
+    stage: Any, standing: tuple[str, str]
+) -> None:
+    url, token_file = standing
+    at = ("--url", f"http://127.0.0.1:1,{url}", "--token-file", token_file)
+    stage.start("join", f"http://127.0.0.1:1,{url}", "--token-file", token_file, "--name", "lab1")
+    ran = stage.shoal("run", *at, "hello.py")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "lab1/0 | hello from lab1/0" in ran.stdout
+    fetched = stage.shoal("fetch", "hello", *at)
+    assert (fetched.returncode, fetched.stderr) == (0, "")
+    resumed = stage.shoal("resume", "hello", *at)
+    assert "error[S120]" in resumed.stderr, "it was asked, and says that the run is done"
+
+
 def test_a_wrong_token_is_refused(stage: Any, standing: tuple[str, str]) -> None:
     wrong = stage.path / "wrong"
     wrong.write_text("not-the-token\n")

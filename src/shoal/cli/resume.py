@@ -36,6 +36,7 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
     It continues at the exact step of its newest checkpoint, in the middle of an epoch if need be.
     """
     bounds = launching.parse_members(members, "-n") if members is not None else None
+    launching.check_budget(budget, "--budget")
     coordinator, view = find.find_run(place, run)
     deadline = time.monotonic() + ENDING_S
     while _about_to_end(coordinator, view) and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ from shoal.config import parse_settings
 from shoal.core import sync, terms
 from shoal.core.roster import EVALUATOR, SERVER
 from shoal.engines import pools
-from shoal.errors import BadCount, BadPool, BadRole, BadScript, HomeUnusable
+from shoal.errors import BadBudget, BadCount, BadPool, BadRole, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
@@ -264,6 +265,12 @@ def parse_members(text: str, where: str = "") -> tuple[int, int]:
         do = f"write -n {found[1]}:{found[0]}" if found[1] > 0 else "write -n MIN:MAX"
         raise BadCount(f"MIN is greater than MAX in {text}", where=where, do=do)
     return found
+
+
+def check_budget(amount: float | None, where: str = "") -> None:
+    """Refuse what is no amount of money: nothing could ever be counted against it."""
+    if amount is not None and not 0.0 < amount < math.inf:
+        raise BadBudget(f"{amount:g} is no budget", where=where, do="give an amount, such as --budget 12.50")
 
 
 def check_script(script: str, cwd: Path) -> None:

@@ -82,6 +82,13 @@ def test_submit_needs_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SHOAL_URL" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("amount", ["nan", "inf", "-1", "0"])
+@pytest.mark.parametrize("verb", ["scale", "resume"])
+def test_what_is_no_amount_is_no_budget(capsys: pytest.CaptureFixture[str], verb: str, amount: str) -> None:
+    assert shoal_cli([verb, "train", "--budget", amount]) == 3
+    assert f"error[S150] {amount} is no budget" in capsys.readouterr().err
+
+
 def test_the_pools_that_a_coordinator_had_are_those_that_it_is_resumed_with(project: Path) -> None:
     directory = project / "home" / "before"
     directory.mkdir(parents=True)

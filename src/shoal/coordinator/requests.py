@@ -64,7 +64,9 @@ class Requests:
         """A run that this user may change: its own, or any if it is the coordinator's owner."""
         run = self.find(text)
         if user and run.user != user:
-            raise NotYours(f"{run.name} is a run of {run.user or 'the coordinator itself'}, not of {user}")
+            whose = run.user or "the coordinator itself"
+            do = f"ask {run.user or 'its owner'}, or use the coordinator's own token file"
+            raise NotYours(f"{run.name} is a run of {whose}, not of {user}", do=do)
         return run
 
     def _writable(self) -> None:

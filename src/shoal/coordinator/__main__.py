@@ -166,7 +166,7 @@ def _config(
 def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (directory / "runs").mkdir(exist_ok=True)
+        (directory / "runs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise JournalUnwritable(
             "the coordinator cannot keep anything in its directory",

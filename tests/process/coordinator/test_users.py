@@ -71,6 +71,19 @@ def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
         time.sleep(0.1)
 
 
+def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -> None:
+    directory = tmp_path / "srv"
+    directory.mkdir()
+    directory.chmod(0o755)
+    coordinator = Coordinator(directory)
+    try:
+        assert submit(coordinator, token(coordinator, "ada"))[0] == 200
+        readable = {path.name for path in directory.iterdir() if path.stat().st_mode & 0o077}
+    finally:
+        coordinator.close()
+    assert readable <= {"pid", "url", "urls"}
+
+
 def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordinator: Coordinator) -> None:
     data = b"print('hello')\n"
     digest = hashlib.sha256(data).hexdigest()

@@ -264,7 +264,7 @@ def _story(
 
 
 def _readonly(directory: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{directory / FILE}?mode=ro", uri=True)
+    return sqlite3.connect(f"{(directory / FILE).absolute().as_uri()}?mode=ro", uri=True)
 
 
 def _ask(directory: Path, statement: str, *values: Any) -> list[tuple[Any, ...]]:

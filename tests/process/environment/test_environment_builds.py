@@ -63,6 +63,15 @@ def test_what_cannot_be_installed_is_told_and_leaves_nothing(machine: Machine) -
     assert "no-such-thing" in log.read_text()
 
 
+def test_a_password_in_a_line_that_pip_does_not_understand_is_not_told(machine: Machine) -> None:
+    code, said = machine.ended("lab-1", machine.requirements("--index https://ada:pa55word@example.org/simple --foo"))
+    assert code == 4
+    assert "error[S441]" in said
+    assert "https://****@example.org/simple" in said
+    assert "pa55word" not in said
+    assert "pa55word" not in str(machine.told)
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
     """A packed environment with what Shoal needs, and a script to be run where it is unpacked."""

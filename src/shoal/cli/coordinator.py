@@ -38,7 +38,7 @@ def command(frame: Frame, host: str | None, port: int | None, address: str | Non
     options = {name: (option, value) for name, (option, value) in given.items() if value is not None}
     choices = sources.choose(Path.cwd(), os.environ, (), options)
     hires = launching.hires_of(choices)
-    where = directory or launching.new_directory(home())
+    where = directory.absolute() if directory is not None else launching.new_directory(home())
     fresh = not where.exists()
     launching.make(where, exist_ok=True)
     if hires.pools:

@@ -53,6 +53,18 @@ def test_a_run_is_followed_and_fetched_at_the_one_of_several_urls_that_answers(
     assert "error[S120]" in resumed.stderr, "it was asked, and says that the run is done"
 
 
+def test_members_find_the_directory_of_their_run_wherever_they_work(stage: Any) -> None:
+    stage.start("coordinator", "--json", "--dir", "beside")
+    stage.wait("it says where it is", lambda: stage.out().strip().endswith("}"))
+    facts = json.loads(stage.out())
+    assert facts["token_file"] == str(stage.path / "beside" / "token"), "it can be copied from there to any terminal"
+    at = ("--url", facts["url"], "--token-file", facts["token_file"])
+    (stage.path / "where.py").write_text("import os\nprint('told', os.environ['SHOAL_RUN_DIR'], flush=True)\n")
+    stage.start("join", facts["url"], "--token-file", facts["token_file"], "--name", "lab1")
+    ran = stage.shoal("run", *at, "where.py")
+    assert f"| told {stage.path / 'beside' / 'runs'}/" in ran.stdout, ran.stdout
+
+
 def test_a_wrong_token_is_refused(stage: Any, standing: tuple[str, str]) -> None:
     wrong = stage.path / "wrong"
     wrong.write_text("not-the-token\n")

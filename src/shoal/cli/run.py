@@ -100,15 +100,19 @@ def launch_of(
     standing = bool(place.url)
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
     if standing:
-        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
+        ship = launching.sent_away(choices, spec)
+        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=place.token_file)
     else:
         launch = launching.render(launching.new_directory(place.home), choices, spec)
     launch = launching.with_script(launch)
     if launch.ship:
         from shoal.launch import luggage
 
-        packed = {name: Path(one) for name, one in launch.packed.items()}
-        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')), packed)}")
+        packed, limit_mb = (
+            {name: Path(one) for name, one in launch.packed.items()},
+            float(choices.text("ship_limit_mb")),
+        )
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), limit_mb, packed, launch.token_file)}")
     if dry_run:
         frame.answer(launch, lambda: describe(launch, choices, place))
         return None

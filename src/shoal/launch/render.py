@@ -37,7 +37,7 @@ class Launch(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
     There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is, and `packed` what
-    is sent besides, by where it belongs there.
+    is sent besides, by where it belongs there; `token_file` stays here, should it be in that directory.
     """
 
     directory: str
@@ -51,6 +51,7 @@ class Launch(msgspec.Struct, frozen=True):
     hires: Hires | None = None
     ship: str = ""
     packed: dict[str, str] = {}
+    token_file: str = ""
 
 
 def new_directory(home: Path) -> Path:

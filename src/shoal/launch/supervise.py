@@ -122,7 +122,11 @@ def hand_over(client: Client, launch: Launch) -> RunView:
     if launch.spec is None:
         return resume(client, launch.resume, launch.members, launch.budget)
     root, packed = Path(launch.ship) if launch.ship else None, launch.packed
-    sent = luggage.send(client, root, {name: Path(one) for name, one in packed.items()}) if root or packed else ""
+    if root or packed:
+        along = {name: Path(one) for name, one in packed.items()}
+        sent = luggage.send(client, root, along, launch.token_file)
+    else:
+        sent = ""
     return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 

@@ -60,6 +60,15 @@ def test_a_user_is_neither_agent_nor_member_and_cannot_end_the_coordinator(coord
     assert submit(coordinator, ada)[0] == 200, "it is still there"
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 2), (-1, 0)])
+def test_a_run_is_not_resumed_with_members_that_cannot_be(coordinator: Coordinator, low: int, high: int) -> None:
+    run = submit(coordinator, coordinator.credentials.headers)[1]["run"]
+    assert coordinator.ask("POST", f"/v1/runs/{run}/stop", {"checkpoint": False, "grace_s": 0.0})[0] == 200
+    status, problem = coordinator.ask("POST", f"/v1/runs/{run}/resume", {"min": low, "max": high})
+    assert (status, problem.get("code")) == (400, "S112")
+    assert coordinator.view(run)["status"] == "stopped"
+
+
 def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     assert stat.S_IMODE((coordinator.directory / "tokens" / "ada").stat().st_mode) == 0o600

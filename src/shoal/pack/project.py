@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ NEVER = (
     "*.pyc",
 )
 NO_REPOSITORY = b"not a git repository (or any"
+DIGEST = re.compile(r"[0-9a-f]{64}")
 LARGEST = 5
 _PIECE_BYTES = 1 << 20
 
@@ -109,15 +111,17 @@ def encode(project: Project) -> tuple[str, bytes]:
 
 
 def decode(data: bytes, where: str = "") -> Project:
-    """A project from what is stored; its paths stay below its directory."""
+    """A project from what is stored; its paths stay below its directory, and its contents are those of the cache."""
     try:
         project = msgspec.json.decode(data, type=Project)
     except msgspec.DecodeError as error:
         raise PackDamaged("the project of this run cannot be read", where=where, why=str(error)) from error
     for entry in project.files:
         path = PurePosixPath(entry.path)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in entry.path:
             raise PackDamaged(f"a file of the project is called {entry.path!r}", where=where)
+        if not DIGEST.fullmatch(entry.digest):
+            raise PackDamaged(f"{entry.path} of the project has no hash", where=where, why=repr(entry.digest[:80]))
     return project
 
 

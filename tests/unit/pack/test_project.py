@@ -172,8 +172,15 @@ def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, 
     assert project.encode(project.take(project.find(root))[0])[0] != name
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", ""])
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "", "a\0b"])
 def test_no_file_leaves_the_directory_of_its_project(path: str) -> None:
     _, data = project.encode(Project((Entry(path, "0" * 64, 1),)))
     with pytest.raises(PackDamaged):
+        project.decode(data)
+
+
+@pytest.mark.parametrize("digest", ["../../secret", "/etc/passwd", "", "0" * 63])
+def test_no_file_of_a_project_is_taken_from_elsewhere(digest: str) -> None:
+    _, data = project.encode(Project((Entry("train.py", digest, 1),)))
+    with pytest.raises(PackDamaged, match="has no hash"):
         project.decode(data)

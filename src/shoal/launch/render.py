@@ -235,6 +235,7 @@ def spec_of(
     """
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
+    _check_words(script, *arguments, str(cwd))
     default_name = script.rpartition(".")[2] if module else Path(script).stem
     parse_settings(choices.for_run())
     roles = roles_of(choices, standing=standing)
@@ -283,6 +284,15 @@ def check_script(script: str, cwd: Path) -> None:
         raise BadScript(f"{script} is not a file", where=str(cwd), do="name the script itself")
     if not os.access(path, os.R_OK):
         raise BadScript(f"{script} cannot be read", where=str(cwd), why="permission denied", do=f"chmod u+r {script}")
+
+
+def _check_words(*words: str) -> None:
+    """What is passed to members is text; on this command line, and as names of files, it may be any bytes."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise BadScript(f"{word!r} cannot be passed on to members", why="it is not UTF-8") from error
 
 
 def check_module(module: str, cwd: Path) -> None:

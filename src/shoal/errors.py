@@ -641,7 +641,7 @@ class NotShippable(UsageError):
 
     A function of a module that members can import travels by its name. Any other, such as one from a notebook, travels
     by value, which needs ``pip install 'shoal[notebook]'`` and nothing in it that is bound to its process: open files,
-    locks, sessions.
+    locks, sessions. It also needs the same Python there, such as 3.11: what one has compiled, another misreads.
     """
 
     code = "S131"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -17,11 +18,15 @@ from shoal.wire import credentials
 TIMEOUT_S = 30.0
 TRIES = 4
 AT_ONCE = 4
+UNUSED_S = 30 * 86400.0
 _PIECE_BYTES = 1 << 20
 
 
 class Luggage:
-    """The projects under one agent. Blobs are kept in `cache`, which agents of one machine may share."""
+    """The projects under one agent. Blobs are kept in `cache`, which agents of one machine may share.
+
+    What no run has needed for a month is removed from there.
+    """
 
     def __init__(self, url: str, token_file: str, cache: Path, directory: Path) -> None:
         self.url, self._token_file, self._cache, self._directory = url, token_file, cache, directory
@@ -38,6 +43,7 @@ class Luggage:
                 try:
                     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     project.lay_out(found, self._cache, where)
+                    self._sweep()
                 except OSError as error:
                     raise LuggageLost(
                         "the project could not be laid out here", where=str(where), why=str(error)
@@ -47,7 +53,8 @@ class Luggage:
     def _fetch(self, digest: str) -> Path:
         path = self._cache / digest
         for attempt in range(1, TRIES + 1):
-            if path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
                 return path
             try:
                 self._get(digest, path)
@@ -58,6 +65,14 @@ class Luggage:
                     ) from error
                 time.sleep(0.2 * 2**attempt)
         return path
+
+    def _sweep(self) -> None:
+        """Forget what no run has needed for long, and what somebody who was killed has left half fetched."""
+        for one in os.scandir(self._cache):
+            # Somebody else's sweep, or somebody else's file: no reason for a run to fail.
+            with contextlib.suppress(OSError):
+                if time.time() - one.stat().st_mtime > UNUSED_S:
+                    os.unlink(one.path)
 
     def _get(self, digest: str, path: Path) -> None:
         access = credentials.read(self._token_file)

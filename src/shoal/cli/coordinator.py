@@ -37,7 +37,7 @@ def command(frame: Frame, host: str | None, port: int | None, address: str | Non
     given = {"host": ("--host", host), "port": ("--port", port), "address": ("--address", address)}
     options = {name: (option, value) for name, (option, value) in given.items() if value is not None}
     choices = sources.choose(Path.cwd(), os.environ, (), options)
-    where = directory or launching.new_directory(home())
+    where = directory.absolute() if directory is not None else launching.new_directory(home())
     hires = launching.hires_of(choices, before=hiring_of(where))
     fresh = not where.exists()
     launching.make(where, exist_ok=True)

@@ -16,10 +16,11 @@ from shoal.launch import find, sources
 from shoal.launch import render as launching
 from shoal.launch.place import Place
 from shoal.launch.render import Launch
-from shoal.launch.supervise import port_if_free
+from shoal.launch.supervise import COORDINATOR_LOG, port_if_free
 from shoal.wire.views import RunView
 
-ENDING_S = 30.0
+# What was hired is given back first.
+ENDING_S = 90.0
 EVERY_S = 0.2
 
 
@@ -36,6 +37,7 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
     It continues at the exact step of its newest checkpoint, in the middle of an epoch if need be.
     """
     bounds = launching.parse_members(members, "-n") if members is not None else None
+    launching.check_budget(budget, "--budget")
     coordinator, view = find.find_run(place, run)
     deadline = time.monotonic() + ENDING_S
     while _about_to_end(coordinator, view) and time.monotonic() < deadline:
@@ -58,4 +60,4 @@ def _about_to_end(coordinator: find.Coordinator, view: RunView) -> bool:
     """An embedded coordinator ends right after its run; a run that it was asked to resume meanwhile would end too."""
     if coordinator.client is None or coordinator.directory is None or view.status not in find.OVER:
         return False
-    return (coordinator.directory / "agent.log").exists()
+    return (coordinator.directory / COORDINATOR_LOG).exists()

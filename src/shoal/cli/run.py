@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,13 +101,19 @@ def launch_of(
     standing = bool(place.url)
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
     if standing:
-        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=launching.sent_away(choices, spec))
+        ship = launching.sent_away(choices, spec)
+        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=place.token_file)
     else:
         launch = launching.render(launching.new_directory(place.home), choices, spec)
+    launch = launching.with_script(launch)
     if launch.ship:
         from shoal.launch import luggage
 
-        frame.say(f"sends {luggage.weigh(Path(launch.ship), float(choices.text('ship_limit_mb')))}")
+        packed, limit_mb = (
+            {name: Path(one) for name, one in launch.packed.items()},
+            float(choices.text("ship_limit_mb")),
+        )
+        frame.say(f"sends {luggage.weigh(Path(launch.ship), limit_mb, packed, launch.token_file)}")
     if dry_run:
         frame.answer(launch, lambda: describe(launch, choices, place))
         return None
@@ -165,21 +172,25 @@ def evaluating(choices: Choices) -> bool:
 def _describe_pools(launch: Launch) -> list[str]:
     """What each pool would be asked for, as its engine would be."""
     from shoal.engines import pools
-    from shoal.engines.engine import Ask
+    from shoal.engines.engine import Ask, agent_options
     from shoal.pack.environment import SHOWN
     from shoal.wire.credentials import Credentials
 
-    lines = []
-    for name, table in (launch.hires.pools if launch.hires is not None else {}).items():
+    lines: list[str] = []
+    if launch.hires is None:
+        return lines
+    coordinator = Path(launch.directory).name
+    for name, table in launch.hires.pools.items():
         pool, engine = pools.parse(name, table)
         offered = f"up to {pool.limit} machines of {pool.slots} members"
         lines += [
             f"pool         {name}: {pool.engine}, {offered}" + (f", {pool.price_per_h:g}/h" if pool.price_per_h else "")
         ]
         made = SHOWN if engine.options.environment else None
-        ask = Ask(f"{name}-1", "<coordinator>", launching.URL, Credentials("<token>"), pool.slots, environment=made)
+        told = agent_options(launch.hires.agent, engine)
+        ask = Ask(f"{name}-1", coordinator, launching.URL, Credentials("<token>"), pool.slots, told, environment=made)
         shown = engine.render(ask)
-        lines += [f"             {' '.join(shown.argv)}"]
+        lines += [f"             {shlex.join(shown.argv)}"]
         lines += [f"             | {line}" for line in shown.text.splitlines()]
     return lines
 
@@ -199,7 +210,7 @@ def describe(launch: Launch, choices: Choices, place: Place) -> str:
         kind = "module" if spec.module else "script"
         low, high = spec.members
         beside = " and an evaluator" if evaluating(choices) else ""
-        lines += [f"run          {spec.name}: {low} to {high} members{beside}", f"{kind}       {' '.join(spec.argv)}"]
+        lines += [f"run          {spec.name}: {low} to {high} members{beside}", f"{kind}       {shlex.join(spec.argv)}"]
         lines += [f"{role:<13}on {', '.join(asked.on)}" for role, asked in spec.roles.items() if asked.on]
         lines += [f"in           {spec.cwd}"]
         lines += [f"compat       {spec.compat}"] if spec.compat else []

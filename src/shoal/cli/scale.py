@@ -8,7 +8,7 @@ from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.errors import UsageError
 from shoal.launch import find
 from shoal.launch.place import Place
-from shoal.launch.render import parse_members
+from shoal.launch.render import check_budget, parse_members
 from shoal.wire.views import ScaleAsk
 
 
@@ -26,6 +26,7 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
     """
     if members is None and budget is None:
         raise UsageError("scale to what?", do=f"shoal scale {run} MIN:MAX, or --budget AMOUNT")
+    check_budget(budget, "--budget")
     coordinator, view = find.find_run(place, run)
     low, high = parse_members(members) if members is not None else (view.members_min, view.members_max)
     if view.status in find.OVER:

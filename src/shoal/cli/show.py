@@ -49,7 +49,7 @@ def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
     with Interrupts() as interrupts:
         code = conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
     if launch.spec is not None:
-        source, to = outputs.There(place.url, place.token_file, view.run), Path(launch.spec.cwd)
+        source, to = outputs.There(client.url, place.token_file, view.run), Path(launch.spec.cwd)
         _say_brought(frame, lambda: outputs.bring(source, to).names)
     return code
 

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             named = addresses.split(options.address)
-            return runner.run(_serve(options.dir, options.host, options.port, options.lifeline, named))
+            return runner.run(_serve(options.dir.absolute(), options.host, options.port, options.lifeline, named))
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -166,7 +166,7 @@ def _config(
 def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (directory / "runs").mkdir(exist_ok=True)
+        (directory / "runs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise JournalUnwritable(
             "the coordinator cannot keep anything in its directory",

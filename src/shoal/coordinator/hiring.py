@@ -27,7 +27,7 @@ from shoal.core import spending, supply
 from shoal.core import supply_events as se
 from shoal.core.supply import ASKED
 from shoal.engines import pools
-from shoal.engines.engine import Ask, Engine, Seen
+from shoal.engines.engine import Ask, Engine, Seen, agent_options
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
 from shoal.pack import environment
 from shoal.pack.environment import Environment
@@ -320,10 +320,10 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
 
     def ask_of(asked: se.Submit) -> Ask:
         engine = found[asked.pool][1]
-        apart = () if engine.shared else ("--apart",)
+        options = agent_options(hires.agent, engine)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
-        return Ask(asked.hire, tag, url, token, asked.slots, (*hires.agent, *apart), *size, made)
+        return Ask(asked.hire, tag, url, token, asked.slots, options, *size, made)
 
     return Hiring(service, tag, {name: engine for name, (_, engine) in found.items()}, ask_of)
 

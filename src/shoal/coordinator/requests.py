@@ -64,7 +64,9 @@ class Requests:
         """A run that this user may change: its own, or any if it is the coordinator's owner."""
         run = self.find(text)
         if user and run.user != user:
-            raise NotYours(f"{run.name} is a run of {run.user or 'the coordinator itself'}, not of {user}")
+            whose = run.user or "the coordinator itself"
+            do = f"ask {run.user or 'its owner'}, or use the coordinator's own token file"
+            raise NotYours(f"{run.name} is a run of {whose}, not of {user}", do=do)
         return run
 
     def _writable(self) -> None:
@@ -73,9 +75,7 @@ class Requests:
             raise trouble
 
     def create(self, spec: RunSpec, user: str = "") -> RunView:
-        low, high = spec.members
-        if not 1 <= low <= high:
-            raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
+        _check_count(*spec.members)
         if not spec.argv:
             raise BadScript("there is nothing to run", do="name a script")
         if spec.compat and spec.compat not in compat.KINDS:
@@ -108,8 +108,7 @@ class Requests:
     def scale(self, run: Run, ask: ScaleAsk) -> RunView:
         if run.over:
             raise RunOver(f"the run {run.name} has ended", why=run.reason)
-        if not 1 <= ask.min <= ask.max:
-            raise BadCount(f"{ask.min}:{ask.max} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
+        _check_count(ask.min, ask.max)
         self._writable()
         self._set_budget(run, ask)
         self._service.handle(run.name, ev.ScaleAsked(ask.min, ask.max))
@@ -127,12 +126,13 @@ class Requests:
         if run.status == "done":
             raise RunOver(f"the run {run.name} is done", why=run.reason)
         rules = run.membership.rules
+        low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
+        _check_count(low, high)
         self._writable()
         budget = ask.budget if ask is not None and ask.budget is not None else run.budget
         spent = supply.account_at(self._service.runs.supply, self._service.clock.now()).of_run(run.name).spent
         demands.check_left(run.spec, budget, spent, self._service.runs.supply.pools)
         self._set_budget(run, ask)
-        low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
         self._service.handle(run.name, records.RunResumed(low, high))
         return self._service.view(run.name)
 
@@ -163,6 +163,11 @@ class Requests:
                 )
         for link in list(self._service.agents.values()):
             link.send(ms.ShutDown(reason))
+
+
+def _check_count(low: int, high: int) -> None:
+    if not 1 <= low <= high:
+        raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
 
 
 def _with_evaluator(spec: RunSpec, settings: dict[str, records.Value]) -> dict[str, records.Value]:

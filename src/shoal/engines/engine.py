@@ -148,3 +148,8 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections; hires live on."""
+
+
+def agent_options(common: tuple[str, ...], engine: Engine) -> tuple[str, ...]:
+    """The options of agents on machines of an engine: those of all, and whether they see our disk."""
+    return common if engine.shared else (*common, "--apart")

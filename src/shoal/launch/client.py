@@ -33,6 +33,8 @@ from shoal.wire.views import (
 
 T = TypeVar("T")
 SEVERAL_S = 3.0
+# A request has a limit at the coordinator; a project may have more files than fit into one.
+ASKED_AT_ONCE = 5_000
 
 
 class Client:
@@ -109,7 +111,9 @@ class Client:
 
     def send(self, contents: Mapping[str, Path | bytes]) -> int:
         """Let the coordinator have what has these hashes, as far as it does not; how many it lacked."""
-        missing: tuple[str, ...] = self._ask("POST", "/v1/blobs", tuple[str, ...], tuple(contents))
+        digests, missing = tuple(contents), list[str]()
+        for at in range(0, len(digests), ASKED_AT_ONCE):
+            missing += self._ask("POST", "/v1/blobs", tuple[str, ...], digests[at : at + ASKED_AT_ONCE])
         for digest in missing:
             found = contents[digest]
             with io.BytesIO(found) if isinstance(found, bytes) else found.open("rb") as data:
@@ -199,8 +203,7 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
     """
     urls = addresses.split(url)
     for one in urls or (url,):
-        parts = urlsplit(one)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_url(one):
             raise errors.UsageError(f"{one!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
     from shoal.wire import credentials
 
@@ -208,6 +211,14 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
     context = credentials.ssl_context(found)
     clients = [Client(one, found.token, context, timeout_s) for one in urls]
     return clients[0] if len(clients) == 1 else _first(clients)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        return False
 
 
 def _first(clients: Sequence[Client]) -> Client:

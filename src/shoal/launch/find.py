@@ -136,7 +136,7 @@ def _at(place: Place) -> Coordinator:
         raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
     client = open_client(place.url, place.token_file)
     health = client.check()
-    return Coordinator(health.coordinator, place.url, place.token_file, None, client, client)
+    return Coordinator(health.coordinator, client.url, place.token_file, None, client, client)
 
 
 def _in(directory: Path) -> Coordinator | None:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shoal.launch.client import Client
 from shoal.launch.place import home
 from shoal.pack import project
+from shoal.store import journal
 
 MB = 1 << 20
 
 
-def send(client: Client, root: Path | None, packed: Mapping[str, Path]) -> str:
+def send(client: Client, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
     """The hash under which agents find the project; what is there already is not sent again."""
-    whole, contents = project.take(gathered(root, packed))
+    whole, contents = project.take(gathered(root, packed, token_file))
     name, data = project.encode(whole)
     everything: Mapping[str, Path | bytes] = {**contents, name: data}
     client.send(everything)
     return name
 
 
-def gathered(root: Path | None, packed: Mapping[str, Path]) -> dict[str, Path]:
+def gathered(root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> dict[str, Path]:
     """All files that are sent along: those of a directory, and what was packed besides, which wins."""
-    return {**(found(root) if root is not None else {}), **packed}
+    return {**(found(root, token_file) if root is not None else {}), **packed}
 
 
-def found(root: Path) -> dict[str, Path]:
+def found(root: Path, token_file: str = "") -> dict[str, Path]:
     """The files of a project; what Shoal keeps of its own, tokens among it, is none, wherever it is."""
-    kept = home().resolve()
-    return {name: path for name, path in project.find(root).items() if not path.resolve().is_relative_to(kept)}
+    files = {name: path.resolve() for name, path in project.find(root).items()}
+    kept = {home().resolve(), *_coordinators(files.values()), *([Path(token_file).resolve()] if token_file else [])}
+    return {name: root / name for name, path in files.items() if kept.isdisjoint((path, *path.parents))}
 
 
-def weigh(root: Path | None, limit_mb: float, packed: Mapping[str, Path] = {}) -> str:
+def _coordinators(files: Collection[Path]) -> set[Path]:
+    """The directories of coordinators that these files are in."""
+    above = {place for path in files for place in path.parents}
+    return {place for place in above if (place / journal.FILE).exists() and (place / "token").exists()}
+
+
+def weigh(root: Path | None, limit_mb: float, packed: Mapping[str, Path], token_file: str = "") -> str:
     """What would be sent, in one line; refuses what is too much."""
-    files = gathered(root, packed)
+    files = gathered(root, packed, token_file)
     project.check_size(files, int(limit_mb * MB))
     return project.describe(files)

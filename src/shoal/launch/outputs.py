@@ -11,7 +11,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from shoal.coordinator.files import OUTPUTS, checked, listed
-from shoal.errors import BadRequest, FetchFailed
+from shoal.errors import BadRequest, FetchFailed, NotYours, WrongToken
 from shoal.launch.find import Coordinator
 from shoal.store.blobs import Access
 from shoal.store.coordinator import CoordinatorStore
@@ -85,6 +85,8 @@ def bring(source: Source, to: Path) -> Brought:
             names.append(file.name)
             size_bytes += file.size_bytes
     except OSError as error:
+        if isinstance(error.__cause__, NotYours | WrongToken):
+            raise error.__cause__ from None
         raise FetchFailed(
             f"what the run has saved could not all be brought to {to}",
             why=str(error),

@@ -19,5 +19,5 @@ class Place:
 
 
 def home() -> Path:
-    """Shoal's own directory."""
-    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal")
+    """Shoal's own directory; members, which may work elsewhere, are told of places below it."""
+    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ from shoal.config import parse_settings
 from shoal.core import sync, terms
 from shoal.core.roster import EVALUATOR, SERVER
 from shoal.engines import pools
-from shoal.errors import BadCount, BadPool, BadRole, BadScript, HomeUnusable
+from shoal.errors import BadBudget, BadCount, BadPool, BadRole, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.place import LOCAL
 from shoal.launch.sources import Choices
@@ -36,7 +37,7 @@ class Launch(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
     There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is, and `packed` what
-    is sent besides, by where it belongs there.
+    is sent besides, by where it belongs there; `token_file` stays here, should it be in that directory.
     """
 
     directory: str
@@ -50,6 +51,7 @@ class Launch(msgspec.Struct, frozen=True):
     hires: Hires | None = None
     ship: str = ""
     packed: dict[str, str] = {}
+    token_file: str = ""
 
 
 def new_directory(home: Path) -> Path:
@@ -190,6 +192,19 @@ def sent_away(choices: Choices, spec: RunSpec) -> str:
     return spec.cwd
 
 
+def with_script(launch: Launch) -> Launch:
+    """A launch whose script is where machines that get the project look for it, also if Git ignores it."""
+    spec = launch.spec
+    if not launch.ship or spec is None or spec.module:
+        return launch
+    root, script = Path(launch.ship), Path(spec.argv[0])
+    if script.is_absolute() or ".." in script.parts:
+        script = (root / script).resolve().relative_to(root.resolve())
+    argv = (str(script), *spec.argv[1:])
+    packed = {**launch.packed, script.as_posix(): str(root / script)}
+    return msgspec.structs.replace(launch, spec=msgspec.structs.replace(spec, argv=argv), packed=packed)
+
+
 def _preload(spec: RunSpec) -> str:
     """What members are to find imported, if that is not what most scripts need."""
     script = Path(spec.cwd) / spec.argv[0]
@@ -224,6 +239,7 @@ def spec_of(
     """
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
+    _check_words(script, *arguments, str(cwd))
     default_name = script.rpartition(".")[2] if module else Path(script).stem
     parse_settings(choices.for_run())
     roles = roles_of(choices, standing=standing)
@@ -257,6 +273,12 @@ def parse_members(text: str, where: str = "") -> tuple[int, int]:
     return found
 
 
+def check_budget(amount: float | None, where: str = "") -> None:
+    """Refuse what is no amount of money: nothing could ever be counted against it."""
+    if amount is not None and not 0.0 < amount < math.inf:
+        raise BadBudget(f"{amount:g} is no budget", where=where, do="give an amount, such as --budget 12.50")
+
+
 def check_script(script: str, cwd: Path) -> None:
     path = cwd / script
     if not path.exists():
@@ -266,6 +288,15 @@ def check_script(script: str, cwd: Path) -> None:
         raise BadScript(f"{script} is not a file", where=str(cwd), do="name the script itself")
     if not os.access(path, os.R_OK):
         raise BadScript(f"{script} cannot be read", where=str(cwd), why="permission denied", do=f"chmod u+r {script}")
+
+
+def _check_words(*words: str) -> None:
+    """What is passed to members is text; on this command line, and as names of files, it may be any bytes."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise BadScript(f"{word!r} cannot be passed on to members", why="it is not UTF-8") from error
 
 
 def check_module(module: str, cwd: Path) -> None:

@@ -20,6 +20,8 @@ from shoal.launch.services import Service
 from shoal.wire import hires
 from shoal.wire.views import RunView, ScaleAsk
 
+# Only coordinators that somebody started for a run have one: those that stand alone speak to their terminal.
+COORDINATOR_LOG = "coordinator.log"
 READY_S = 60.0
 GRACE_S = 8.0
 # What was hired has to be given back first.
@@ -32,7 +34,7 @@ class Supervisor:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._directory = Path(launch.directory)
-        self._coordinator = Service("coordinator", launch.coordinator, self._directory / "coordinator.log")
+        self._coordinator = Service("coordinator", launch.coordinator, self._directory / COORDINATOR_LOG)
         self._agent: Service | None = None
         self._view: RunView | None = None
 
@@ -120,7 +122,11 @@ def hand_over(client: Client, launch: Launch) -> RunView:
     if launch.spec is None:
         return resume(client, launch.resume, launch.members, launch.budget)
     root, packed = Path(launch.ship) if launch.ship else None, launch.packed
-    sent = luggage.send(client, root, {name: Path(one) for name, one in packed.items()}) if root or packed else ""
+    if root or packed:
+        along = {name: Path(one) for name, one in packed.items()}
+        sent = luggage.send(client, root, along, launch.token_file)
+    else:
+        sent = ""
     return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from shoal.errors import BadFiles, PackDamaged
-from shoal.pack import manifest
+from shoal.pack import manifest, project
 
 PathLike = str | os.PathLike[str]
 Files = Sequence[PathLike] | Mapping[str, PathLike]
@@ -32,6 +32,7 @@ def named(files: Files) -> dict[str, Path]:
                     do="pass a dict, and give them different names",
                 )
             found[inner] = source
+    project.check_names(found, "rename it, or leave it out of files=")
     return found
 
 

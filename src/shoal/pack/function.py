@@ -24,7 +24,7 @@ def put(directory: Path, function: Callable[[], Any]) -> Function:
     module = importable(function)
     if module:
         return Function(name, module=module)
-    return Function(name, pickled=manifest.put_bytes(directory, _pickled(function, name)))
+    return Function(name, pickled=manifest.put_bytes(directory, _pickled(function, name)), python=_python())
 
 
 def importable(function: Callable[..., Any]) -> str:
@@ -54,6 +54,7 @@ def get(directory: Path, contents: Manifest, *, apart: bool = False) -> Callable
         sys.path.extend(place for place in contents.search if place not in sys.path)
     function = contents.function
     if function.pickled:
+        _check_python(function)
         return _unpickled(manifest.get_bytes(directory, function.pickled), function.name)
     try:
         found: Callable[[], Any] = _within(importlib.import_module(function.module), function.name)
@@ -65,6 +66,20 @@ def get(directory: Path, contents: Manifest, *, apart: bool = False) -> Callable
             do="start the run again from the module as it is now",
         ) from error
     return found
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:2]))
+
+
+def _check_python(function: Function) -> None:
+    """Its code was compiled: another Python would misread it, and crash rather than complain."""
+    if function.python != _python():
+        raise NotShippable(
+            f"{function.name} cannot be loaded by a member",
+            why=f"it was sent by Python {function.python}, and members there run in Python {_python()}",
+            do=f"name a Python {function.python} as python of the pool, or put the function into a module",
+        )
 
 
 def _within(module: Any, name: str) -> Any:

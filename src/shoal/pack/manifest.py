@@ -30,11 +30,12 @@ _PIECE_BYTES = 1 << 20
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function by its module and name, or by the hash of its pickle."""
+    """A function by its module and name, or by the hash of its pickle, which only the same `python` understands."""
 
     name: str
     module: str = ""
     pickled: str = ""
+    python: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

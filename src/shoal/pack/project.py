@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -27,6 +28,8 @@ NEVER = (
     ".ruff_cache",
     "*.pyc",
 )
+NO_REPOSITORY = b"not a git repository (or any"
+DIGEST = re.compile(r"[0-9a-f]{64}")
 LARGEST = 5
 _PIECE_BYTES = 1 << 20
 
@@ -56,10 +59,19 @@ def find(root: Path) -> dict[str, Path]:
     A file `.shoalignore` leaves out more, with a pattern on each line.
     """
     patterns = _patterns(root)
-    names = _known_to_git(root)
-    found = sorted(walk(root) if names is None else names)
-    kept = [name for name in found if not any(_matches(name, pattern) for pattern in patterns)]
-    return {name: root / name for name in kept if (root / name).is_file()}
+    names = sorted(_through_links(root, list(_names(root))))
+    found = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
+    check_names(found, f"rename it, or name it in {IGNORES}")
+    return found
+
+
+def check_names(names: Iterable[str], do: str) -> None:
+    """Refuse a name that cannot be written down: on this system they are bytes, and may be anything."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise BadFiles(f"a file with the name {name!r} cannot be sent", why="it is not UTF-8", do=do) from error
 
 
 def describe(files: Mapping[str, Path]) -> str:
@@ -99,15 +111,17 @@ def encode(project: Project) -> tuple[str, bytes]:
 
 
 def decode(data: bytes, where: str = "") -> Project:
-    """A project from what is stored; its paths stay below its directory."""
+    """A project from what is stored; its paths stay below its directory, and its contents are those of the cache."""
     try:
         project = msgspec.json.decode(data, type=Project)
     except msgspec.DecodeError as error:
         raise PackDamaged("the project of this run cannot be read", where=where, why=str(error)) from error
     for entry in project.files:
         path = PurePosixPath(entry.path)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in entry.path:
             raise PackDamaged(f"a file of the project is called {entry.path!r}", where=where)
+        if not DIGEST.fullmatch(entry.digest):
+            raise PackDamaged(f"{entry.path} of the project has no hash", where=where, why=repr(entry.digest[:80]))
     return project
 
 
@@ -142,31 +156,67 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _names(root: Path) -> Iterator[str]:
+    """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
+    known = _known_to_git(root)
+    for name in _below(root) if known is None else known:
+        path = root / name
+        if (path / ".git").exists() and not path.is_symlink():
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
+        else:
+            yield name
+
+
 def _known_to_git(root: Path) -> list[str] | None:
-    """What is committed or could be, relative to `root`; None if Git has no say here."""
+    """What is committed or could be, relative to `root`; None if Git has no say here, or ignores all of it."""
     argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(argv, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    except FileNotFoundError:
+        return None
+    if NO_REPOSITORY in done.stderr:
         return None
     if done.returncode != 0:
-        return None
+        # Without its word, what it is told to ignore would be sent: data, and secrets.
+        raise BadFiles(
+            "Git does not say which files belong to the project",
+            where=str(root),
+            why=done.stderr.decode(errors="replace").strip(),
+            do=f"mend what git -C {root} status says; --set ship=never sends nothing",
+        )
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)]
+    return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)] or None
 
 
 def walk(root: Path) -> Iterator[str]:
     """All files below a directory but what is made anew, by their paths in it."""
+    return _through_links(root, list(_below(root)))
+
+
+def _below(root: Path) -> Iterator[str]:
     for directory, folders, files in os.walk(root):
         folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in NEVER)]
-        for name in files:
+        for name in (*files, *(one for one in folders if Path(directory, one).is_symlink())):
             if not any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
                 yield Path(directory, name).relative_to(root).as_posix()
 
 
+def _through_links(root: Path, names: Collection[str]) -> Iterator[str]:
+    """All files of these names, and once more those that a link to a directory among them leads to.
+
+    Links do not travel, and what one leads to outside of `root` is not the project's.
+    """
+    yield from (name for name in names if (root / name).is_file())
+    for link in (name for name in names if (root / name).is_symlink() and (root / name).is_dir()):
+        target = PurePosixPath(os.path.relpath((root / link).resolve(), root.resolve()))
+        if not PurePosixPath(link).is_relative_to(target):
+            found = [one for one in map(PurePosixPath, names) if one.is_relative_to(target) and (root / one).is_file()]
+            yield from (f"{link}/{one.relative_to(target)}" for one in found)
+
+
 def _patterns(root: Path) -> list[str]:
     try:
-        lines = (root / IGNORES).read_text().splitlines()
+        lines = os.fsdecode((root / IGNORES).read_bytes()).splitlines()
     except FileNotFoundError:
         return []
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

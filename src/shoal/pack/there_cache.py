@@ -97,15 +97,16 @@ class Cache:
         self._sweep()
         self.doing(doing)
         folder = tempfile.mkdtemp(prefix=f"{name}-", dir=self._root)
-        try:
-            make(folder)
-            self._publish(name, folder)
-        except BaseException as error:
-            if isinstance(error, ShoalError):
-                self._note_failure(name, folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        found = self._find(name)
+        with _held(folder):
+            try:
+                make(folder)
+                self._publish(name, folder)
+            except BaseException as error:
+                if isinstance(error, ShoalError):
+                    self._note_failure(name, folder, error)
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            found = self._find(name)
         if found is None:
             raise NoCacheThere("an environment was gone as soon as it was made", where=f"{node()}:{folder}")
         if found != folder:
@@ -175,6 +176,18 @@ class Cache:
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)
+
+
+@contextlib.contextmanager
+def _held(folder: str) -> Iterator[None]:
+    """While somebody fills it, however long that takes, nobody takes it for something that was left half made."""
+    used = os.open(os.path.join(folder, "used"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(used, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(used)
 
 
 def node() -> str:

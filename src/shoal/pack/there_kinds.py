@@ -19,6 +19,11 @@ from shoal.errors import ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnfit, 
 from shoal.pack.there_cache import node
 from shoal.pack.there_steps import Steps, environ, plain, tail
 
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python that cannot read such archives at all
+    LZMAError = EOFError  # type: ignore[assignment, misc]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +123,7 @@ class Kinds:
                 for member in archive:
                     self._cache.doing(self._doing)
                     _extract(archive, member, inside)
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+        except (tarfile.TarError, EOFError, zlib.error, LZMAError) as error:
             raise self._damaged(str(error)) from error
         except OSError as error:
             if error.errno is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 TOUCH_S = 30.0
 TAIL_BYTES = 20_000
 DIE_WITH_PARENT = 1
+PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # They would let what is built find, or be put, where something else is.
 LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
 
@@ -115,11 +117,11 @@ def environ(env: dict[str, str], python: str, beside: str) -> dict[str, str]:
 
 
 def tail(folder: str) -> list[str]:
-    """The last lines of what was said in a folder."""
+    """The last lines of what was said in a folder, without passwords in URLs: others may read what becomes of them."""
     try:
         with open(os.path.join(folder, "log"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    return [line.strip() for line in lines if line.strip()]
+    return [PASSWORD.sub("****", line.strip()) for line in lines if line.strip()]

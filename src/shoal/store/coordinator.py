@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from shoal.errors import ShoalError, from_code
 from shoal.store.blobs import SCHEME, Access, Blob
 from shoal.wire import credentials
 from shoal.wire.views import FilePage, Problem
@@ -234,9 +235,14 @@ def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _refusal(status: int, data: bytes) -> OSError:
+    """What a refusal means for who reads and writes files; what the coordinator itself said is its cause."""
+    said: ShoalError | None = None
     try:
         problem = msgspec.json.decode(data, type=Problem)
         text = f"{problem.what}: {problem.why}" if problem.why else problem.what
+        said = from_code(**msgspec.structs.asdict(problem))
     except msgspec.DecodeError:
         text = f"the coordinator answered {status}: {data[:200].decode(errors='replace')}"
-    return OSError(_MEANING.get(status, errno.EIO), text)
+    refusal = OSError(_MEANING.get(status, errno.EIO), text)
+    refusal.__cause__ = said
+    return refusal

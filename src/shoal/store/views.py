@@ -82,6 +82,8 @@ class Views:
             return self._prepare()
 
     def _prepare(self) -> sqlite3.Connection:
+        # What SQLite writes beside it has the same mode.
+        self.path.touch(0o600)
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=OFF")
@@ -262,7 +264,7 @@ def _story(
 
 
 def _readonly(directory: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{directory / FILE}?mode=ro", uri=True)
+    return sqlite3.connect(f"{(directory / FILE).absolute().as_uri()}?mode=ro", uri=True)
 
 
 def _ask(directory: Path, statement: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -124,6 +126,24 @@ def test_a_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> 
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
     assert [view["status"] for view in stage.runs()] == ["done"]
+
+
+def test_a_run_on_a_pool_is_not_resumed_by_a_coordinator_that_is_about_to_end(stage: Any) -> None:
+    (stage.path / "shoal.toml").write_text('[pool.near]\nengine = "local"\n')
+    process = stage.start("run", "--on", "near", "until.py", str(stage.path / "go"))
+    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    process.send_signal(signal.SIGSTOP)
+    assert stage.shoal("stop", "until", "--now").returncode == 0
+    resumed = stage.start("resume", "until", "--detach")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # Nobody ends that coordinator yet, so that whoever took it for one that stays would be done by now.
+        resumed.wait(5)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 75, "the run had ended for who started it"
+    assert resumed.wait(60) == 0
+    (stage.path / "go").touch()
+    stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
+    stage.wait("all processes are gone", stage.all_gone)
 
 
 def test_a_module_runs_too(stage: Any) -> None:

@@ -38,6 +38,33 @@ def test_a_run_is_submitted_to_it_and_done_by_a_machine_that_joins(stage: Any, s
     assert agent.wait(30) == 0
 
 
+def test_a_run_is_followed_and_fetched_at_the_one_of_several_urls_that_answers(
+    stage: Any, standing: tuple[str, str]
+) -> None:
+    url, token_file = standing
+    at = ("--url", f"http://127.0.0.1:1,{url}", "--token-file", token_file)
+    stage.start("join", f"http://127.0.0.1:1,{url}", "--token-file", token_file, "--name", "lab1")
+    ran = stage.shoal("run", *at, "hello.py")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "lab1/0 | hello from lab1/0" in ran.stdout
+    fetched = stage.shoal("fetch", "hello", *at)
+    assert (fetched.returncode, fetched.stderr) == (0, "")
+    resumed = stage.shoal("resume", "hello", *at)
+    assert "error[S120]" in resumed.stderr, "it was asked, and says that the run is done"
+
+
+def test_members_find_the_directory_of_their_run_wherever_they_work(stage: Any) -> None:
+    stage.start("coordinator", "--json", "--dir", "beside")
+    stage.wait("it says where it is", lambda: stage.out().strip().endswith("}"))
+    facts = json.loads(stage.out())
+    assert facts["token_file"] == str(stage.path / "beside" / "token"), "it can be copied from there to any terminal"
+    at = ("--url", facts["url"], "--token-file", facts["token_file"])
+    (stage.path / "where.py").write_text("import os\nprint('told', os.environ['SHOAL_RUN_DIR'], flush=True)\n")
+    stage.start("join", facts["url"], "--token-file", facts["token_file"], "--name", "lab1")
+    ran = stage.shoal("run", *at, "where.py")
+    assert f"| told {stage.path / 'beside' / 'runs'}/" in ran.stdout, ran.stdout
+
+
 def test_a_wrong_token_is_refused(stage: Any, standing: tuple[str, str]) -> None:
     wrong = stage.path / "wrong"
     wrong.write_text("not-the-token\n")

@@ -97,7 +97,8 @@ def test_a_coordinator_that_is_killed_in_the_middle_of_a_file_has_all_of_it_when
     argv = [sys.executable, "-m", "shoal.cli.main", "token", "bob", "--dir", str(coordinator.directory)]
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
     refused = fetch(coordinator, run, tmp_path / "bob", token=str(coordinator.directory / "tokens" / "bob"))
-    assert "not of bob" in refused["why"]
+    assert (refused["code"], "not of bob" in refused["what"]) == ("S213", True), refused
+    assert "ask " in refused["do"]
     assert not (tmp_path / "bob").exists()
 
 

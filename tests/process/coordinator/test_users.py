@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
+from shoal.launch.client import Client
 from shoal.wire import credentials
 
 pytestmark = pytest.mark.process
@@ -58,6 +60,15 @@ def test_a_user_is_neither_agent_nor_member_and_cannot_end_the_coordinator(coord
     assert submit(coordinator, ada)[0] == 200, "it is still there"
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 2), (-1, 0)])
+def test_a_run_is_not_resumed_with_members_that_cannot_be(coordinator: Coordinator, low: int, high: int) -> None:
+    run = submit(coordinator, coordinator.credentials.headers)[1]["run"]
+    assert coordinator.ask("POST", f"/v1/runs/{run}/stop", {"checkpoint": False, "grace_s": 0.0})[0] == 200
+    status, problem = coordinator.ask("POST", f"/v1/runs/{run}/resume", {"min": low, "max": high})
+    assert (status, problem.get("code")) == (400, "S112")
+    assert coordinator.view(run)["status"] == "stopped"
+
+
 def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     assert stat.S_IMODE((coordinator.directory / "tokens" / "ada").stat().st_mode) == 0o600
@@ -67,6 +78,19 @@ def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
     while (answer := submit(coordinator, ada))[0] != 401:
         assert time.monotonic() < deadline, answer
         time.sleep(0.1)
+
+
+def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -> None:
+    directory = tmp_path / "srv"
+    directory.mkdir()
+    directory.chmod(0o755)
+    coordinator = Coordinator(directory)
+    try:
+        assert submit(coordinator, token(coordinator, "ada"))[0] == 200
+        readable = {path.name for path in directory.iterdir() if path.stat().st_mode & 0o077}
+    finally:
+        coordinator.close()
+    assert readable <= {"pid", "url", "urls"}
 
 
 def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordinator: Coordinator) -> None:
@@ -94,3 +118,16 @@ def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordina
         assert answer.read() == data
     assert [path.name for path in (coordinator.directory / "blobs").iterdir()] == [digest], "no part is left"
     assert coordinator.ask("POST", "/v1/blobs", ["../token"])[0] == 400
+
+
+def test_a_project_of_very_many_files_is_sent(coordinator: Coordinator) -> None:
+    contents: dict[str, Path | bytes] = {hashlib.sha256(b"%d" % at).hexdigest(): b"%d" % at for at in range(20_000)}
+    blobs = coordinator.directory / "blobs"
+    blobs.mkdir()
+    last = list(contents)[-1]
+    for digest in contents:
+        if digest != last:
+            (blobs / digest).touch()
+    client = Client(coordinator.url, coordinator.credentials.token)
+    assert client.send(contents) == 1, "the others are there"
+    assert (blobs / last).read_bytes() == contents[last]

@@ -63,6 +63,15 @@ def test_what_cannot_be_installed_is_told_and_leaves_nothing(machine: Machine) -
     assert "no-such-thing" in log.read_text()
 
 
+def test_a_password_in_a_line_that_pip_does_not_understand_is_not_told(machine: Machine) -> None:
+    code, said = machine.ended("lab-1", machine.requirements("--index https://ada:pa55word@example.org/simple --foo"))
+    assert code == 4
+    assert "error[S441]" in said
+    assert "https://****@example.org/simple" in said
+    assert "pa55word" not in said
+    assert "pa55word" not in str(machine.told)
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
     """A packed environment with what Shoal needs, and a script to be run where it is unpacked."""
@@ -79,9 +88,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
     return folder
 
 
-def archive(folder: Path, name: str, *leave_out: str) -> Path:
+def archive(folder: Path, name: str, *leave_out: str, how: str = "gz") -> Path:
     path = folder / name
-    with tarfile.open(path, "w:gz") as made:
+    with tarfile.open(path, f"w:{how}") as made:  # type: ignore[call-overload]
         made.add(
             folder / "env",
             "." if "conda" in name else "env",
@@ -152,15 +161,19 @@ def test_a_packed_environment_that_is_no_good_says_why(machine: Machine, packed:
     whole = archive(packed, "conda.tar.gz")
     cut = packed / "cut.tar.gz"
     cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    spoilt = archive(packed, "spoilt.tar.xz", how="xz")
+    middle = spoilt.stat().st_size // 2
+    spoilt.write_bytes(spoilt.read_bytes()[:middle] + b"\xff" * 64 + spoilt.read_bytes()[middle + 64 :])
     for number, (path, code, words) in enumerate(
         [
             (cut, "S540", "cut.tar.gz cannot be unpacked"),
+            (spoilt, "S540", "spoilt.tar.xz cannot be unpacked"),
             (archive(packed, "none.tar.gz", "/bin/python"), "S540", "there is no bin/python in it"),
             (archive(packed, "poor.tar.gz", "_here.pth"), "S445", "No module named"),
         ]
     ):
         exit_code, said = machine.ended(f"lab-{number}", environment.stow(str(path), machine.put))
-        assert exit_code == 4
+        assert exit_code == 4, said
         assert f"error[{code}]" in said
         assert words in said
     assert machine.folders() == []

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import AmbiguousRun, UnknownRun
+from shoal.errors import AmbiguousRun, UnknownRun, UsageError
 from shoal.launch import find
 from shoal.launch.past import Past
+from shoal.launch.place import Place
 
 HERE = find.Coordinator("c", "", "", None, None, Past(Path("nowhere")))
 
@@ -75,3 +76,21 @@ def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: 
     page = coordinator.records.logs("r1", limit=1)
     assert page.lines == (("local/0", "one"),)
     assert coordinator.records.logs("r1", after=page.next).lines == (("local/0", "two"),)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "head:29300",
+        "ftp://head:29300",
+        "https://head:99999",
+        "http://head:port",
+        "http://[::1",
+        "http://",
+        "http://a:0",
+    ],
+)
+def test_what_is_no_url_is_said_to_be_none(tmp_path: Path, url: str) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with pytest.raises(UsageError, match="is no URL of a coordinator"):
+        find.coordinators(Place(tmp_path, url, str(tmp_path / "token")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_the_run_carries_all_settings_and_the_scripts_own_arguments(
     assert (spec.name, spec.argv, spec.cwd, spec.members) == ("train", ("train.py", "--lr", "1"), str(tmp_path), (1, 3))
     assert spec.settings["lease_s"] == 2.0
     assert "members" not in spec.settings
+
+
+def test_an_argument_that_is_not_utf_8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(BadScript, match="not UTF-8"):
+        launch.spec_of(
+            "train.py", (os.fsdecode(b"\xff"),), module=False, compat="", choices=sources.choose(tmp_path, {})
+        )
 
 
 def test_the_agent_keeps_its_logs_where_the_coordinator_looks_for_them(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.cli.resume import _about_to_end
+from shoal.launch.supervise import COORDINATOR_LOG
 
 
 def coordinator(directory: Path | None, live: bool) -> SimpleNamespace:
@@ -25,7 +26,7 @@ def test_only_an_embedded_coordinator_whose_run_is_over_is_about_to_end(
     tmp_path: Path, embedded: bool, live: bool, status: str, ends: bool
 ) -> None:
     if embedded:
-        (tmp_path / "agent.log").touch()
+        (tmp_path / COORDINATOR_LOG).touch()
     assert _about_to_end(coordinator(tmp_path, live), SimpleNamespace(status=status)) is ends
 
 

@@ -90,3 +90,24 @@ def test_nothing_of_shoals_own_is_sent_along(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "project" / "train.py").write_text("")
     monkeypatch.setenv("SHOAL_HOME", str(home))
     assert set(luggage.gathered(tmp_path / "project", {"more": tmp_path})) == {"train.py", "more"}
+
+
+def test_no_token_is_sent_along_wherever_a_coordinator_or_a_user_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    root = tmp_path / "project"
+    for name in (
+        "srv/token",
+        "srv/journal.jsonl",
+        "srv/key.pem",
+        "srv/tokens/ada",
+        "lib/token",
+        "ada.token",
+        "train.py",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("secret")
+    (root / "linked.token").symlink_to("ada.token")
+    monkeypatch.chdir(root)
+    assert set(luggage.gathered(root, {}, "ada.token")) == {"lib/token", "train.py"}

@@ -77,9 +77,37 @@ def test_an_evaluator_is_asked_for_by_naming_its_pool(capsys: pytest.CaptureFixt
     assert "this run has no server to start on lab" in capsys.readouterr().err
 
 
+def test_a_dry_run_shows_what_every_engine_would_be_handed_without_secrets(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = 'engine = "ssh"\nhosts = ["gpu1"]\nenvironment = "needs.txt"\n'
+    (project / "shoal.toml").write_text(f"{POOLS}[pool.hosts]\n{hosts}")
+    (project / "needs.txt").write_text("numpy\n")
+    assert shoal_cli(["run", "--dry-run", "--on", "spot,lab,rays,hosts", "-n", "2:16", "train.py"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "pool         spot: slurm",
+        "sbatch",
+        "--job-name=shoal-",
+        "pool         rays: ray",
+        "pool         hosts: ssh",
+    ):
+        assert words in said
+    assert said.count("--orphan 1800.0") == 4, "with the options that agents are really given"
+    assert said.count("--apart") == 2, "hosts and rays"
+    assert not (project / "home").exists(), "nothing is made"
+
+
 def test_submit_needs_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal_cli(["submit", "train.py"]) == 2
     assert "SHOAL_URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("amount", ["nan", "inf", "-1", "0"])
+@pytest.mark.parametrize("verb", ["scale", "resume"])
+def test_what_is_no_amount_is_no_budget(capsys: pytest.CaptureFixture[str], verb: str, amount: str) -> None:
+    assert shoal_cli([verb, "train", "--budget", amount]) == 3
+    assert f"error[S150] {amount} is no budget" in capsys.readouterr().err
 
 
 def test_the_pools_that_a_coordinator_had_are_those_that_it_is_resumed_with(project: Path) -> None:

@@ -127,6 +127,18 @@ def test_what_was_left_half_made_goes_when_nobody_can_be_at_it(cache: Cache, tmp
     assert folders(tmp_path) == sorted([Path(found).name, "a-fresh"])
 
 
+def test_what_takes_very_long_is_not_taken_for_half_made(cache: Cache, tmp_path: Path) -> None:
+    def make_slowly(folder: str) -> None:
+        """A large archive over a slow line, while another hire makes something else."""
+        make(folder)
+        for path in (folder, *Path(folder).iterdir()):
+            os.utime(path, (0.0, time.time() - STALE_S - 60.0))
+        Cache(str(tmp_path / "environments"), lambda _: None).get("b", DOING, make)
+        assert os.path.isdir(folder), "somebody else has removed it"
+
+    assert Path(cache.get("a", DOING, make_slowly)).is_dir()
+
+
 def test_one_that_is_taken_while_it_is_removed_is_not(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

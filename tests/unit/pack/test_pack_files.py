@@ -96,3 +96,9 @@ def test_a_file_that_was_exchanged_is_not_taken(laid_out: tuple[dict[str, str], 
     (work / "data.csv").write_text("3,4\n")
     with pytest.raises(PackDamaged, match=r"data\.csv is not what was given"):
         files.check(kept, work)
+
+
+def test_a_file_whose_name_is_not_utf_8_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    with pytest.raises(BadFiles, match="not UTF-8"):
+        files.named([tmp_path])

@@ -67,6 +67,18 @@ def test_what_is_bound_to_its_process_cannot_travel(tmp_path: Path) -> None:
     assert "pickled" in raised.value.why
 
 
+def test_what_another_python_has_pickled_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cloudpickle")
+    packed(tmp_path, lambda: 7)
+    contents = manifest.read(tmp_path, TOKEN)
+    assert function.get(tmp_path, contents)() == 7
+    monkeypatch.setattr(sys, "version_info", (3, 99, 0))
+    with pytest.raises(NotShippable) as raised:
+        function.get(tmp_path, contents)
+    assert "Python 3.99" in raised.value.why
+    assert "as python of the pool" in raised.value.do
+
+
 def test_an_exchanged_pickle_is_not_loaded(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     contents = packed(tmp_path, lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -50,6 +51,84 @@ def test_a_file_that_git_knows_but_that_is_gone_does_not_travel(root: Path) -> N
     assert "notes.txt" not in project.find(root)
 
 
+def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    (library / "deep").mkdir(parents=True)
+    (library / "deep" / "layers.py").write_text("y = 2")
+    (library / "junk.bin").write_text("made anew")
+    (library / ".gitignore").write_text("*.bin\n")
+    for path in (library, root):
+        subprocess.run(["git", "init", "-q", str(path)], check=True)
+    subprocess.run(["git", "-C", str(library), "add", "."], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", str(library), *author, "commit", "-qm", "one"], check=True)
+    added = ["-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendor/library"]
+    subprocess.run(["git", "-C", str(root), *added], check=True)
+    (root / "vendor" / "library" / "junk.bin").write_text("made anew")
+    found = {name for name in project.find(root) if name.startswith("vendor")}
+    assert found == {"vendor/library/.gitignore", "vendor/library/deep/layers.py"}
+    subprocess.run(["git", "-C", str(root), "submodule", "--quiet", "deinit", "-f", "vendor/library"], check=True)
+    assert "train.py" in project.find(root), "one that was never fetched is empty here, too"
+
+
+def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    subprocess.run(["git", "init", "-q", str(root / "lib")], check=True)
+    assert "lib/model.py" in project.find(root)
+
+
+@pytest.mark.parametrize("git", [False, True])
+def test_links_to_directories_of_the_project_travel_as_what_they_lead_to(root: Path, tmp_path: Path, git: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "huge.bin").touch()
+    (root / "package").mkdir()
+    for link, target in {
+        "package/inner": "../lib",
+        "again": ".",
+        "lib/up": "..",
+        "far": "../elsewhere",
+        "first.py": "train.py",
+        "gone": "nowhere",
+    }.items():
+        (root / link).symlink_to(target)
+    if git:
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        (root / ".gitignore").write_text(".venv\n__pycache__\n")
+    usual = {"train.py", "first.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
+    assert set(project.find(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
+    assert set(project.walk(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
+
+
+def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) -> None:
+    strange = root / os.fsdecode(b"caf\xe9.txt")
+    strange.touch()
+    with pytest.raises(BadFiles, match="not UTF-8") as raised:
+        project.find(root)
+    assert ".shoalignore" in raised.value.do
+    str(raised.value).encode()
+    for pattern in (b"caf*.txt", b"caf\xe9.txt"):
+        (root / ".shoalignore").write_bytes(pattern)
+        assert "train.py" in project.find(root)
+    (root / "a name\nof two lines").touch()
+    _, data = project.encode(project.take(project.find(root))[0])
+    assert "a name\nof two lines" in {entry.path for entry in project.decode(data).files}
+
+
+def test_git_has_no_say_where_it_ignores_the_whole_project(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root.parent)], check=True)
+    (root.parent / ".gitignore").write_text("*\n")
+    assert {"train.py", "lib/model.py"} <= set(project.find(root)), "a home that is a repository of settings"
+    assert ".venv/bin/python" not in project.find(root)
+
+
+def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    (root / ".git" / "config").write_text("[broken")
+    with pytest.raises(BadFiles, match="Git") as raised:
+        project.find(root / "lib")
+    assert "config" in raised.value.why
+
+
 @pytest.mark.parametrize(
     ("patterns", "gone"),
     [
@@ -93,8 +172,15 @@ def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, 
     assert project.encode(project.take(project.find(root))[0])[0] != name
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", ""])
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "", "a\0b"])
 def test_no_file_leaves_the_directory_of_its_project(path: str) -> None:
     _, data = project.encode(Project((Entry(path, "0" * 64, 1),)))
     with pytest.raises(PackDamaged):
+        project.decode(data)
+
+
+@pytest.mark.parametrize("digest", ["../../secret", "/etc/passwd", "", "0" * 63])
+def test_no_file_of_a_project_is_taken_from_elsewhere(digest: str) -> None:
+    _, data = project.encode(Project((Entry("train.py", digest, 1),)))
+    with pytest.raises(PackDamaged, match="has no hash"):
         project.decode(data)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shoal.coordinator import records
 from shoal.coordinator.rebuild import rebuild
 from shoal.core import events as ev
@@ -49,6 +51,17 @@ def test_nothing_there_is_nothing_to_read(tmp_path: Path) -> None:
     assert views.runs(tmp_path) == []
     assert views.story(tmp_path, "r") == []
     assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])
+def test_they_are_read_wherever_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    opened = Views(tmp_path / name)
+    opened.put_checkpoint("r", 40, "there", 2.0)
+    opened.flush()
+    opened.close()
+    assert views.checkpoints(tmp_path / name, "r") == [(40, "there")]
+    assert [path.name for path in tmp_path.iterdir()] == [name], "and nothing is made elsewhere"
 
 
 def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:

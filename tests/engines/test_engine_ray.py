@@ -78,8 +78,7 @@ class RaySite(Site):
         (raylet if hire == "pool-1" else psutil.Process)(agent.pid).kill()
 
     def agent(self, hire: str) -> psutil.Process:
-        commands = suite._command_lines()
-        (pid,) = (pid for pid in suite._agents_of(self.tag) if f"--name {hire} " in commands[pid])
+        (pid,) = suite._agents_of(self.tag, hire)
         return psutil.Process(pid)
 
     @contextlib.contextmanager
@@ -137,9 +136,8 @@ class Lone:
     def agent(self, hire: str) -> psutil.Process:
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
-            commands = suite._command_lines()
-            for pid in suite._agents_of(self.tag):
-                if f"--name {hire} " in commands.get(pid, ""):
+            for pid in suite._agents_of(self.tag, hire):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     return psutil.Process(pid)
             time.sleep(0.05)
         raise AssertionError(f"{hire} has no agent")

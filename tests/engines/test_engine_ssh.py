@@ -78,7 +78,7 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
         engine = site.engine()
         handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
-        hung = [one for one in site.network.processes("h2") if one.name() == "sshd"]
+        hung = site.network.sshds("h2")
         for process in hung:
             process.suspend()
         seen = site.seen(engine)

@@ -127,7 +127,8 @@ class Stage:
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What the coordinator wrote down, all of it or the entries of one kind."""
         file = next(self.home.glob("coordinators/*/journal.jsonl"))
-        entries = [json.loads(line) for line in file.read_text().splitlines()]
+        # The last line may be being written.
+        entries = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
         return [entry for entry in entries if kind is None or entry["kind"] == kind]
 
     def helper(self, word: str) -> psutil.Process:

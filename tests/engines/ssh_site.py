@@ -32,7 +32,7 @@ class SshSite(Site):
             "hosts": hosts,
             "config": str(network.config),
             "python": sys.executable,
-            "connect_s": 3.0,
+            "connect_s": 10.0,
         }
         self.options |= {"setup": (f"export PYTHONPATH={SOURCES} OMP_NUM_THREADS=1",), **options}
 

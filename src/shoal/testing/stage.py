@@ -173,8 +173,8 @@ class Stage:
             family = psutil.Process(self.process.pid).children(recursive=True)
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=15)
+            self.process.wait(PATIENCE_S)
+        _, alive = psutil.wait_procs(family, timeout=60)
         # What has ended, and only waits for whoever adopted it, has no command line any more.
         leftovers = [command for p in alive if (command := _command(p))]
         for process in alive:

@@ -85,13 +85,12 @@ class RayCluster:
 
     def raylets(self) -> list[psutil.Process]:
         """Those of workers; the head's is the first that was started."""
-        found = [one for one in self._processes() if one.name() == "raylet" and one.status() != psutil.STATUS_ZOMBIE]
-        return sorted(found, key=lambda one: one.create_time())[1:]
+        return sorted(self._named("raylet"), key=lambda one: one.create_time())[1:]
 
     @contextlib.contextmanager
     def headless(self) -> Iterator[None]:
         """While it is entered, the head hears nothing."""
-        (gcs,) = (one for one in self._processes() if one.name() == "gcs_server")
+        (gcs,) = self._named("gcs_server")
         gcs.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -116,6 +115,15 @@ class RayCluster:
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _named(self, name: str) -> list[psutil.Process]:
+        """Processes of the cluster by their name; some that were listed may have ended since."""
+        found = []
+        for one in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.name() == name and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one)
+        return found
 
     def _processes(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,7 @@ from tests.netns.network import SUBNET, Network, ip, sweep
 
 SSHD = "/usr/sbin/sshd"
 HUB = f"{SUBNET}.254"
-UP_WITHIN_S = 10.0
+UP_WITHIN_S = 60.0
 _NEWNET = 0x40000000
 
 SSHD_CONFIG = """
@@ -134,19 +134,25 @@ class SshNetwork(Network):
 
     def running(self, host: str, word: str) -> list[psutil.Process]:
         """The processes of a host that have a word in their command lines."""
+        return self.those(host, lambda process: word in process.cmdline())
+
+    def sshds(self, host: str) -> list[psutil.Process]:
+        return self.those(host, lambda process: process.name() == "sshd")
+
+    def those(self, host: str, fits: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+        """The processes of a host that fit, without those that end while they are looked at."""
         found = []
         for process in self.processes(host):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if word in process.cmdline():
+                if fits(process):
                     found.append(process)
         return found
 
     def stop_sshd(self, host: str) -> None:
         """End sshd with all its connections; what it started goes on."""
-        for process in self.processes(host):
+        for process in self.sshds(host):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name() == "sshd":
-                    process.kill()
+                process.kill()
 
     def start_sshd(self, host: str) -> None:
         self.on(host, SSHD, "-f", str(self._path / host / "sshd_config"))

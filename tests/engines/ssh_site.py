@@ -32,7 +32,7 @@ class SshSite(Site):
             "hosts": hosts,
             "config": str(network.config),
             "python": sys.executable,
-            "connect_s": 3.0,
+            "connect_s": 10.0,
         }
         self.options |= {"setup": (f"export PYTHONPATH={SOURCES} OMP_NUM_THREADS=1",), **options}
 
@@ -74,13 +74,13 @@ class SshSite(Site):
     def agents_on(self, host: str) -> list[psutil.Process]:
         """The agents of a host; their warm processes are forked from them and show the same command line."""
         found = self.network.running(host, "shoal.agent")
-        return [one for one in found if one.is_running() and one.ppid() not in {other.pid for other in found}]
+        return [one for one in found if _parent(one) not in {0, *(other.pid for other in found)}]
 
     def connections(self) -> list[int]:
         """The processes of ssh that keep connections for engines; those of other tests are in other namespaces."""
         here = os.stat("/proc/thread-self/ns/net").st_ino
         found = [one.pid for one in psutil.process_iter(["cmdline"]) if "shoal-ssh-" in str(one.info["cmdline"])]
-        return [pid for pid in found if os.stat(f"/proc/{pid}/ns/net").st_ino == here]
+        return [pid for pid in found if _network_of(pid) == here]
 
     @contextlib.contextmanager
     def held_up(self, host: str) -> Iterator[Path]:
@@ -100,7 +100,29 @@ def ssh_site(path: Path, *hosts: str, **options: Any) -> Iterator[SshSite]:
         yield site
 
 
+# Whoever was listed may have ended since.
+
+
 def _number_inside(pid: int) -> int:
-    """What a process is called on its own host."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    """What a process is called on its own host; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
     return int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1])
+
+
+def _parent(process: psutil.Process) -> int:
+    """The parent of a process; 0 if it has ended."""
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _network_of(pid: int) -> int:
+    """The number of the network that a process is in; 0 if it has ended."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(400)
 if why := why_not():
     pytest.skip(f"SKIPPED: {why}", allow_module_level=True)
 
-SETTINGS = (f"host={HUB}", "lease_s=3", "notice.grace_s=60", "preload=torch,shoal.torch", "checkpoint.every_s=0")
+SETTINGS = (f"host={HUB}", "lease_s=8", "notice.grace_s=60", "preload=torch,shoal.torch", "checkpoint.every_s=0")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_i
     given = ("evaluator=true", "evaluator_on=lab", "checkpoint.every_steps=20")
     with hired(tmp_path, "spot", "1:2", pools, *given, steps=80) as run:
         run.until_size(2)
-        assert sorted(name.rpartition("-")[0] for name in run.agents()) == ["lab", "spot", "spot"]
+        named = lambda: sorted(name.rpartition("-")[0] for name in run.agents())  # noqa: E731
+        run.until(lambda: named() == ["lab", "spot", "spot"], "the machines of all roles")
         run.finish(patience_s=200)
         members = {e["member"] for e in run.of("ready")}
         assert all(name.startswith("lab-") == ("evaluator" in name) for name in members), members

@@ -70,7 +70,7 @@ def folders(network: SshNetwork) -> list[str]:
 
 def check_leftovers(network: SshNetwork) -> None:
     assert not network.running("h1", "shoal.agent")
-    assert not [one for one in network.processes("h1") if "first.py" in " ".join(one.cmdline())]
+    assert not network.those("h1", lambda one: "first.py" in " ".join(one.cmdline()))
     assert not list((network.home("h1") / ".shoal" / "hires").rglob("token*"))
 
 

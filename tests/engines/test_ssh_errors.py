@@ -42,7 +42,7 @@ def _nothing_is_left(network: SshNetwork) -> Iterator[None]:
 
 
 def engine(network: SshNetwork, *hosts: str, **options: Any) -> Ssh:
-    given = {"hosts": hosts or ("h1",), "config": str(network.config), "connect_s": 2.0, "python": sys.executable}
+    given = {"hosts": hosts or ("h1",), "config": str(network.config), "connect_s": 10.0, "python": sys.executable}
     return Ssh("lab", SshOptions(**{**given, **options}))
 
 
@@ -76,7 +76,7 @@ def test_a_host_where_no_sshd_listens(network: SshNetwork) -> None:
 
 
 def test_a_host_that_is_not_there(network: SshNetwork) -> None:
-    error = refusal(engine(network, "10.91.0.200"), EngineUnreachable)
+    error = refusal(engine(network, "10.91.0.200", connect_s=2.0), EngineUnreachable)
     assert error.what == "10.91.0.200 does not answer"
 
 
@@ -88,6 +88,21 @@ def test_a_wrong_key(network: SshNetwork, tmp_path: Path) -> None:
     assert error.what == "h1 does not let us in"
     assert "Permission denied (publickey)" in error.why
     assert "identity in [pool.lab]" in error.do
+
+
+def test_a_pool_whose_hosts_all_turn_us_away_is_not_asked_again(network: SshNetwork, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(network.config.read_text().replace("IdentityFile", "#"))
+    for hosts, what in ((("h1",), "h1 does not let us in"), (("h1", "h2"), "no host of pool lab answers")):
+        away = engine(network, *hosts, config=str(config))
+        with pytest.raises(HireRefused, match=what) as caught:
+            away.watch("tag")
+        assert "Permission denied (publickey)" in caught.value.why
+        away.close()
+    partly = engine(network, "h1", "10.91.0.200", config=str(config), connect_s=2.0)
+    with pytest.raises(EngineUnreachable, match="no host of pool lab answers"):
+        partly.watch("tag")
+    partly.close()
 
 
 def test_a_key_of_a_host_that_was_never_seen_is_noted_only_if_one_says_so(network: SshNetwork, tmp_path: Path) -> None:
@@ -196,7 +211,7 @@ def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> N
 
 
 def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) -> None:
-    some = engine(network, 70 * "n", "10.91.0.200", "h2", setup=(f"export PYTHONPATH={SOURCES}",))
+    some = engine(network, 70 * "n", "10.91.0.200", "h2", connect_s=5.0, setup=(f"export PYTHONPATH={SOURCES}",))
     handle = some.submit(ASK)
     assert handle == "h2/tag/pool-1"
     assert [one.handle for one in some.watch("tag")] == [handle]

@@ -35,9 +35,9 @@ def check_losses(run: TaskRun, steps: int) -> None:
 
 
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
-    task = Task(epochs=30, decay=0.96875)
+    task = Task(epochs=50, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
-        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths")
+        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
         run.until_size(3)
         run.release()
         run.finish()
@@ -51,6 +51,7 @@ def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_t
     task = Task(epochs=20, decay=0.96875)
     settings = (*CALM, "checkpoint.every_steps=3")
     with closing(TaskRun(tmp_path, FAULTY, "1:2", settings, task=task)) as run:
+        run.until_size(2)
         run.until_step(5)
         first = run.pids()["local/1"]
         run.kill("local/1", signal.SIGTERM)

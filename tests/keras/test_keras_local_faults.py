@@ -103,7 +103,7 @@ def check(run: TaskRun) -> None:
 def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
     task = Task(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", SETTINGS, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
-        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths")
+        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
         run.until_size(3)
         run.release()
         run.finish()

@@ -17,7 +17,7 @@ from shoal.worker.placed import PlacedSession
 from shoal.worker.port import Port
 from shoal.worker.session import RunOver
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Silent:

@@ -48,7 +48,7 @@ class Hosts(Stage):
         """The host is gone without a word: no connection of it is ever closed."""
         self.network.cut(host)
         self._services[host].kill()
-        self._services[host].wait(10)
+        self._services[host].wait(60)
 
     # --- what happened
 
@@ -73,7 +73,7 @@ class Hosts(Stage):
     def close(self) -> None:
         for service in (self.process, *self._services.values()):
             service.kill()
-            service.wait(10)
+            service.wait(60)
 
 
 @contextlib.contextmanager

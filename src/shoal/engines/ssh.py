@@ -212,13 +212,19 @@ class Ssh(Engine):
         running = {seen.hire for seen in found.values() if seen.state == "running"}
         return [seen for seen in found.values() if seen.state == "running" or seen.hire not in running]
 
-    def _unreachable(self) -> EngineUnreachable:
+    def _unreachable(self) -> LaunchError:
+        """The error of a pool of which no host answers; one whose hosts all turn us away need not be asked again."""
         contacts = self._contacts.values()
-        return EngineUnreachable(
+        errors = [one.trouble.error for one in contacts if one.trouble is not None]
+        refusals = [error for error in errors if isinstance(error, HireRefused)]
+        if len(refusals) == len(contacts) == 1:
+            return refusals[0]
+        kind: type[LaunchError] = HireRefused if len(refusals) == len(contacts) else EngineUnreachable
+        return kind(
             f"no host of pool {self.pool} answers",
             where=f"pool {self.pool}",
             why="; ".join(contact.why() for contact in contacts),
-            do="; ".join(dict.fromkeys(one.trouble.error.do for one in contacts if one.trouble is not None)),
+            do="; ".join(dict.fromkeys(error.do for error in errors)),
         )
 
     def _seen(self, contact: Contact, tag: str, one: Json, *, silent: bool) -> Seen:

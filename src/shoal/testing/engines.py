@@ -224,9 +224,21 @@ def _is_unreachable(engine: Engine, tag: str) -> bool:
     return False
 
 
-def _agents_of(tag: str) -> set[int]:
-    """The processes of agents with this tag, on any host of this machine."""
-    return {pid for pid, argv in _command_lines().items() if " shoal.agent " in argv and f"/{tag}/" in argv}
+def _agents_of(tag: str, hire: str = "") -> set[int]:
+    """The processes of agents with this tag, all or those of one hire, on any host of this machine.
+
+    What an agent is about to start shows its command line too, for as long as it has not become something else.
+    """
+    words = (" shoal.agent ", f"/{tag}/", f" --name {hire} " if hire else "")
+    found = {pid for pid, argv in _command_lines().items() if all(word in argv for word in words)}
+    return {pid for pid in found if _parent(pid) not in found}
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _command_lines() -> dict[int, str]:

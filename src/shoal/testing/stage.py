@@ -127,7 +127,8 @@ class Stage:
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What the coordinator wrote down, all of it or the entries of one kind."""
         file = next(self.home.glob("coordinators/*/journal.jsonl"))
-        entries = [json.loads(line) for line in file.read_text().splitlines()]
+        # The last line may be being written.
+        entries = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
         return [entry for entry in entries if kind is None or entry["kind"] == kind]
 
     def helper(self, word: str) -> psutil.Process:
@@ -172,8 +173,8 @@ class Stage:
             family = psutil.Process(self.process.pid).children(recursive=True)
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=15)
+            self.process.wait(PATIENCE_S)
+        _, alive = psutil.wait_procs(family, timeout=60)
         # What has ended, and only waits for whoever adopted it, has no command line any more.
         leftovers = [command for p in alive if (command := _command(p))]
         for process in alive:

@@ -58,7 +58,9 @@ def main() -> None:
             np.savez(OUT / "part.npz", epoch=epoch, kernel=kernel, bias=bias)
             os.replace(OUT / "part.npz", CHECKPOINT)
         record("epoch", epoch=epoch, loss=loss)
-        time.sleep(0.3)
+        # Not at its end before the test is done with it.
+        while epoch == 2 and (OUT / "hold").exists():
+            time.sleep(0.05)
     print("trained as worker", task["index"], "of", size, flush=True)
 
 

@@ -52,7 +52,7 @@ def unmodified(*args: Any, **more: Any) -> Iterator[Unmodified]:
 
 def test_a_mirrored_strategy_goes_on_after_one_of_its_workers_was_killed(tmp_path: Path) -> None:
     with unmodified(tmp_path, "mirrored.py", "--compat", "tf", members="2") as run:
-        run.until(lambda: len(run.of("epoch")) >= 3, "two epochs", PATIENCE_S)
+        run.until(lambda: len(run.of("epoch")) == 6, "three epochs", PATIENCE_S)
         before = run.of("ready")
         assert sorted((e["index"], e["size"]) for e in before) == [(0, 2), (1, 2)]
         os.kill(next(e["pid"] for e in before if e["index"] == 1), signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_mirrored_strategy_goes_on_after_one_of_its_workers_was_killed(tmp_pat
 def test_parameter_servers_go_on_after_a_worker_was_killed(tmp_path: Path) -> None:
     options = ("--compat", "ps", "--servers", "1")
     with unmodified(tmp_path, "unmodified_ps.py", *options, members="2") as run:
-        run.until(lambda: len(run.of("round")) >= 2, "two rounds", PATIENCE_S)
+        run.until(lambda: len(run.of("round")) == 3, "three rounds", PATIENCE_S)
         before = {(e["type"], e["index"]): e["pid"] for e in run.of("ready")}
         assert sorted(before) == [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
         os.kill(before["worker", 1], signal.SIGKILL)

@@ -79,7 +79,7 @@ def test_a_second_interrupt_ends_it_now(stage: Any) -> None:
     process.send_signal(signal.SIGINT)
     stage.wait("the first is understood", lambda: "stopping after a checkpoint" in stage.out())
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) != 0, stage.out()
+    assert process.wait(60) != 0, stage.out()
     stage.wait("all processes are gone", stage.all_gone)
 
 

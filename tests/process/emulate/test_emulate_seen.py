@@ -51,26 +51,39 @@ def members(view: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return fast, slow
 
 
+# What else runs here lengthens single steps: what is seen in the end is waited for.
+
+
 def test_with_equal_shares_the_fast_member_is_seen_to_wait(tmp_path: Path) -> None:
+    def waits(view: dict[str, Any]) -> bool:
+        if view["step"] <= 10 or not view["idle_now"]:
+            return False
+        fast, slow = members(view)
+        # Of the 128 ms of the slow member the fast one works 32.
+        fast_waits, slow_waits = fast["wait_s"] > 1.5 * fast["compute_s"], slow["wait_s"] > 0.5 * slow["compute_s"]
+        return fast_waits and not slow_waits and view["idle_now"] > 0.2
+
     with seen(tmp_path, "equal") as run:
-        view = run.view(lambda view: bool(view["idle_now"]) and view["step"] > 10, "the idle time")
+        view = run.view(waits, "the fast member to wait and the slow one not to")
         fast, slow = members(view)
         assert (fast["share"], slow["share"], view["batch"]) == (16, 16, 32)
-        # Of the 128 ms of the slow member the fast one works 32.
-        assert fast["wait_s"] > 1.5 * fast["compute_s"]
-        assert slow["wait_s"] < 0.5 * slow["compute_s"]
-        assert view["idle_now"] == view["idle_before"] > 0.2
+        assert view["idle_now"] == view["idle_before"]
         assert view["decided"] == []
 
 
 def test_with_learned_shares_it_has_more_to_do_and_one_can_see_why(tmp_path: Path) -> None:
-    with seen(tmp_path, "model") as run:
-        view = run.view(lambda view: bool(view["decided"]) and view["step"] > 40, "shares to settle")
+    def settled(view: dict[str, Any]) -> bool:
+        if view["step"] <= 40 or not view["decided"]:
+            return False
         fast, slow = members(view)
-        assert fast["share"] > 2 * slow["share"] > 0
-        assert fast["wait_s"] < 0.5 * fast["compute_s"]
+        busy = fast["share"] > 2 * slow["share"] > 0 and fast["wait_s"] < 0.5 * fast["compute_s"]
+        return busy and view["idle_now"] < 0.15
+
+    with seen(tmp_path, "model") as run:
+        view = run.view(settled, "shares to settle")
+        fast, _ = members(view)
         assert fast["compute_s"] > fast["data_s"] > 0 < fast["exchange_s"]
-        assert view["idle_now"] < 0.15 < 0.25 < view["idle_before"]
+        assert view["idle_before"] > 0.25
         (shares,) = view["decided"]
         assert shares["what"] == "shares"
         assert sum(shares["values"].values()) == view["batch"] == 32

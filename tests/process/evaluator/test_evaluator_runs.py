@@ -98,11 +98,12 @@ def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: P
 
 
 def test_one_that_dies_after_the_training_comes_back_to_evaluate_its_end(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", "backoff_s=0.05", epochs=3, score_s=4.0) as run:
+    with evaluated(tmp_path, "1", "backoff_s=0.05", epochs=3, score_waits=True) as run:
         run.until(lambda: len(run.events()) and run.step() == 23, "the last step")
         run.until(lambda: "only the evaluator is waited for" in run.output, "the trainers to be gone")
         run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
         run.kill(EVALUATOR)
+        (run.records / "go").touch()
         run.finish()
         assert [one["step"] for one in run.evaluations()] == [24]
 
@@ -157,10 +158,14 @@ def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, ba
 
 
 def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", OFTEN, epochs=25, hold=6, pause_s=0.05, best="max:peak", peak=10) as run:
+    plan = {"epochs": 25, "hold": 6, "gate": 60, "pause_s": 0.05, "best": "max:peak", "peak": 10}
+    with evaluated(tmp_path, "1", OFTEN, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
-        run.shoal("stop", run.run_id())
+        stopping = run.start("stop", run.run_id())
+        run.until(lambda: run.journal("StopRequested"), "the coordinator to be asked")
+        (run.records / "go").touch()
         run.finish(exit_code=75)
+        assert stopping.wait(60) == 0
         first = run.evaluations()[0]["step"]
         run.process = run.start("resume", run.run_id())
         run.finish()

@@ -73,7 +73,9 @@ def main() -> None:
     model, optimizer = run.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
 
     def score():
-        time.sleep(PLAN.get("score_s", 0.0))
+        deadline = time.monotonic() + 240.0
+        while PLAN.get("score_waits") and not (OUT / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         seen = int(model.seen)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         about = {"training": model.training, "nice": os.nice(0), "group": group()}

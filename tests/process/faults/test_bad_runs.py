@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -163,16 +163,13 @@ def test_a_port_in_use_is_told_and_its_owner_goes_on(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def standing(path: Path) -> Iterator[tuple[str, ...]]:
     """A standing coordinator, and the options that reach it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     environ = {**os.environ, "SHOAL_HOME": str(path / "home")}
-    words = [sys.executable, "-m", "shoal.cli.main", "--json", "coordinator", "--port", str(port)]
+    words = [sys.executable, "-m", "shoal.cli.main", "--json", "coordinator"]
     process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline()
-        token = next((path / "home").glob("coordinators/*/token"))
-        yield ("--url", f"http://127.0.0.1:{port}", "--token-file", str(token))
+        told = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        yield ("--url", told["url"], "--token-file", told["token_file"])
     finally:
         process.terminate()
         process.wait(30)

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 def test_a_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=8) as run:
         run.until_size(3)
-        pid = run.pids()["local/1"]
+        told = psutil.Process(run.pids()["local/1"])
         run.kill("local/1", signal.SIGTERM)
-        psutil.Process(pid).wait(30)
+        told.wait(60)
         run.finish()
         run.check()
         broken = [e for e in run.journal() if e["kind"] == "WorldBroke"]
@@ -98,9 +98,9 @@ def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back
 def test_a_killed_agent_takes_its_members_along_and_the_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
     with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6) as run:
         run.until_step(10)
-        members = list(run.pids().values())
+        members = [psutil.Process(pid) for pid in run.pids().values()]
         run.helper("agent").kill()
-        _, alive = psutil.wait_procs([psutil.Process(p) for p in members if psutil.pid_exists(p)], timeout=20)
+        _, alive = psutil.wait_procs(members, timeout=60)
         assert not alive, "members outlived their agent"
         run.finish()
         run.check()
@@ -113,7 +113,7 @@ def test_nothing_survives_a_killed_shoal_run(tmp_path: Path) -> None:
         family = psutil.Process(run.process.pid).children(recursive=True)
         assert len(family) >= 6
         run.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, [p.cmdline() for p in alive]
 
 

@@ -13,12 +13,14 @@ from stage import staged
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
+# Who comes late to the first world is not there in the step that it is to die in.
+ALL = "gather_s=60"
 
 
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
     deaths = [{"member": f"local/{i}", "step": 4 + 5 * i, "point": point} for i, point in enumerate(POINTS)]
     # With learned shares somebody may have nothing to do in the very step that it is to die in.
-    with staged(tmp_path, "2:5", die=deaths, shares="equal", pause_s=0.02, epochs=6) as run:
+    with staged(tmp_path, "2:5", (ALL,), die=deaths, shares="equal", pause_s=0.02, epochs=6) as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
@@ -93,9 +95,9 @@ def test_a_stopped_member_is_left_behind_and_comes_back_when_it_wakes(tmp_path: 
 
 def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(tmp_path: Path) -> None:
     die = [{"member": "local/2", "step": 6, "point": "in the optimizer"}]
-    settings = ("lease_s=2", "shares.policy=equal")
+    settings = (ALL, "lease_s=2", "shares.policy=equal")
     with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="SIGSTOP") as run:
-        run.until_size(3)
+        run.until(run.commits, "the first step")
         pid = run.pids()["local/2"]
         run.until_size(2)
         run.kill("local/2", signal.SIGCONT)
@@ -153,7 +155,7 @@ def test_a_compiled_model_survives_a_loss(tmp_path: Path) -> None:
 
 def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) -> None:
     deaths = [{"member": f"local/{i}", "step": 4 + 6 * i, "point": point} for i, point in enumerate(POINTS[:3])]
-    with staged(tmp_path, "2:3", shards=10, samples=530, die=deaths, pause_s=0.03, epochs=4) as run:
+    with staged(tmp_path, "2:3", (ALL,), shards=10, samples=530, die=deaths, pause_s=0.03, epochs=4) as run:
         run.finish()
         done = [e for e in run.events() if e["event"] == "done"]
         assert len({e["sum"] for e in done}) == 1
@@ -163,14 +165,18 @@ def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) ->
 
 
 def test_a_member_that_runs_out_of_memory_repeats_the_step_in_pieces(tmp_path: Path) -> None:
-    with staged(tmp_path, "3:3", fits={"local/1": 9}, pause_s=0.02, epochs=6) as run:
+    # Of 21 or 22 samples three pieces fit; with learned shares it may be given 10, which do not, later on.
+    with staged(tmp_path, "3:3", fits={"local/1": 9}, shares="equal", pause_s=0.02, epochs=6) as run:
+
+        def told() -> list[int]:
+            found = [e["fields"] for e in run.journal("Decided") if e["fields"]["what"] == "memory"]
+            return [fields["values"]["local/1"] for fields in found]
+
         run.until_step(8)
-        told = len([e for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"])
+        run.until(told, "the coordinator to hear what fits")
+        before = told()
         run.kill("local/1")
         run.finish()
         run.check()
-        again = [e for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"][told:]
-        assert not again, "it forgot what fits when it was started again"
-        told = [e["fields"] for e in run.journal() if e["kind"] == "Decided" and e["fields"]["what"] == "memory"]
-        assert told
-        assert all(fields["values"]["local/1"] < 22 for fields in told)
+        assert told() == before, "it forgot what fits when it was started again"
+        assert all(size < 22 for size in before)

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 LENGTH = 4
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
+# Who comes late to the first world is not there in the round that it is to die in.
+ALL = ("gather_s=60",)
 
 
 class LocalStage(Stage):
@@ -53,11 +55,12 @@ def staged(path: Path, members: str, **how: Any) -> Iterator[LocalStage]:
 
 
 def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
-    # Of eight rounds or more, in a batch in the middle of the round and, in every other one, in its first.
+    # Of eight rounds or more, in a batch in the middle of the round and, in every other one, in its first. With learned
+    # shares somebody may have fewer batches than that.
     deaths = [
         {"member": f"local/{i}", "step": 2 + 2 * i, "point": point, "piece": i % 3} for i, point in enumerate(POINTS)
     ]
-    with staged(tmp_path, "2:5", die=deaths, pause_s=0.02, epochs=8) as run:
+    with staged(tmp_path, "2:5", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
@@ -70,7 +73,7 @@ def test_a_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
         {"member": f"local/{i}", "step": 2 + 3 * i, "point": point, "piece": LENGTH - 1}
         for i, point in enumerate(("before the optimizer", "in the optimizer", "after"))
     ]
-    with staged(tmp_path, "2:3", die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
+    with staged(tmp_path, "2:3", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
@@ -85,8 +88,8 @@ def test_joiners_take_the_state_and_the_outer_momentum_over(tmp_path: Path) -> N
         for name in ("local/0", "local/2", "local/3"):
             run.kill(name)
         run.until(lambda: any(c["size"] == 1 for c in run.commits()), "a world of one")
+        run.until(lambda: run.world_size() > 1, "somebody to come back")
         run.finish()
-        assert max(c["size"] for c in run.commits()[-8:]) > 1, "nobody came back"
         run.check()
 
 

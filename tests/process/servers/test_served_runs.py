@@ -35,6 +35,7 @@ def test_without_a_bound_nobody_waits(tmp_path: Path) -> None:
 
 def test_a_killed_trainer_costs_no_sample_and_nobody_waits_for_it(tmp_path: Path) -> None:
     with served(tmp_path, "2:3", "stale:1", *CALM, pause_s=0.03, epochs=12) as run:
+        run.until(lambda: "local/1" in run.pids(), "the one that is to die")
         run.until_step(10)
         run.kill("local/1")
         run.until_step(40)
@@ -93,13 +94,13 @@ def test_training_goes_on_while_the_coordinator_is_away(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_told_to_go_hands_over(tmp_path: Path) -> None:
-    with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=20) as run:
+    # It must not wait for its deadline, which is far beyond our patience.
+    settings = (*CALM, "notice.grace_s=1000")
+    with served(tmp_path, "2:2", "stale:2", *settings, pause_s=0.03, epochs=20) as run:
         run.until(run.replicated, "every part to have a backup")
-        began = time.monotonic()
         before = run.pids()["local/server-0"]
         run.kill("local/server-0", signal.SIGTERM)
         run.until(lambda: run.pids().get("local/server-0", before) != before, "another server")
-        assert time.monotonic() - began < 20, "it waited for its deadline instead of handing over"
         run.finish()
         run.check_counts()
         run.check_bound(2)
@@ -132,6 +133,7 @@ def test_when_everybody_is_told_to_go_the_state_is_left_in_a_checkpoint(tmp_path
 
 def test_a_trainer_that_is_told_to_go_finishes_its_ticket(tmp_path: Path) -> None:
     with served(tmp_path, "1:2", "stale:2", *CALM, pause_s=0.03, epochs=12) as run:
+        run.until(lambda: "local/1" in run.pids(), "the one that is to go")
         run.until_step(10)
         run.kill("local/1", signal.SIGTERM)
         run.finish()

@@ -167,7 +167,7 @@ def test_a_primary_that_was_replaced_can_acknowledge_nothing(peers: list[Peer]) 
     b.server.adopt(placed(3, Holding("b"), b))
     with pytest.raises(TimeoutError):
         t.ask(a, push(0), within_s=1.0)
-    assert any(isinstance(m, messages.Unreachable) for m in a.said)
+    until(lambda: any(isinstance(m, messages.Unreachable) for m in a.said))
     assert b.vault.sums[1] == 0
 
 
@@ -245,6 +245,7 @@ def test_a_trainer_that_is_not_connected_for_a_lease_is_dropped_and_its_ticket_c
 
 def test_a_trainer_that_connects_anew_keeps_its_ticket(peers: list[Peer]) -> None:
     a, b, t, u = peers
+    a.settings.lease_s = 60.0
     replicated(a, b)
     held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
     assert held is not None

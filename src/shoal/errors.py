@@ -520,7 +520,7 @@ class NotAttached(TrainingError):
 
 
 class SecondLoop(TrainingError):
-    """One run has one training loop: ``run.batches`` or ``run.stream`` was called a second time.
+    """One run has one training loop: ``run.batches``, ``run.stream`` or ``model.fit`` was called a second time.
 
     A member that joins later must know which loop the run is in. Make one loop over all epochs; ``run.epoch`` and
     ``run.epoch_ended`` tell where it is.

@@ -17,7 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import NotAttached, UnusableData, UnusableModel  # noqa: E402
+from shoal.errors import NotAttached, SecondLoop, UnusableData, UnusableModel  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
 
@@ -417,6 +417,27 @@ def test_an_optimizer_that_something_else_wraps_is_refused() -> None:
 def test_a_second_backup_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UnusableModel, match="BackupAndRestore"):
         shoal.Elastic(keras.callbacks.BackupAndRestore(str(tmp_path)))
+
+
+def test_a_second_fit_of_a_run_is_refused_rather_than_over_at_once() -> None:
+    model, run = compiled(mlp()), _alone()
+    model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
+    with pytest.raises(SecondLoop, match="once, with all its epochs"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
+
+
+@only_tensorflow
+def test_a_second_loop_of_a_run_is_refused_rather_than_over_at_once() -> None:
+    model, run = mlp(), _alone()
+    optimizer = shoal.elastic(keras.optimizers.Adam(), model, run)
+    found = shoal.batches(*data(), size=8)
+    for x, y in found:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(model(x) - y))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    with pytest.raises(SecondLoop, match="one loop over all epochs"):
+        next(iter(found))
 
 
 def _alone() -> Any:

@@ -426,6 +426,44 @@ def test_a_second_fit_of_a_run_is_refused_rather_than_over_at_once() -> None:
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
 
 
+def test_a_model_that_keras_has_used_before_is_fitted_all_the_same() -> None:
+    model = compiled(mlp())
+    model.fit(*data(), verbose=0)
+    model.evaluate(*data(), verbose=0)
+    run = _alone()
+    with ThreadPoolExecutor() as other:
+        found, elastic = shoal.batches(*data(), size=8), shoal.Elastic(run=run)
+        other.submit(model.fit, found, verbose=0, callbacks=[elastic]).result()
+    assert run.step == 5
+
+
+def test_after_a_fit_the_model_is_trained_as_keras_does_it() -> None:
+    model = compiled(mlp())
+    model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    assert_trains(model)
+
+
+def test_a_fit_that_cannot_begin_leaves_the_model_as_it_was() -> None:
+    model, (x, y) = compiled(mlp()), data()
+    with ThreadPoolExecutor() as other, pytest.raises(NotAttached):
+        other.submit(model.fit, x, y, verbose=0, callbacks=[shoal.Elastic(run=_alone())]).result()
+    assert_trains(model)
+    with pytest.raises(UnusableModel, match="not apply"):
+        model.train_step, found = (lambda _batch: {}), shoal.batches(x, y, size=8)
+        model.fit(found, verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    del model.train_step
+    model.fit(shoal.batches(x, y, size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    assert_trains(model)
+
+
+def assert_trains(model: Any) -> None:
+    before = [keras.ops.convert_to_numpy(v).copy() for v in model.trainable_variables]
+    assert model.fit(*data(), verbose=0).history["loss"]
+    model.train_on_batch(*data())
+    for one, other in zip(model.trainable_variables, before, strict=True):
+        assert (keras.ops.convert_to_numpy(one) != other).any()
+
+
 @only_tensorflow
 def test_a_second_loop_of_a_run_is_refused_rather_than_over_at_once() -> None:
     model, run = mlp(), _alone()

@@ -116,6 +116,10 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
     def get_numpy_iterator(self) -> Any:
         return self._passed_to_fit()
 
+    def on_epoch_end(self) -> None:
+        # Said before callbacks hear anything; Keras does not look at the data first if the model is built already.
+        self._passed_to_fit()
+
     def _passed_to_fit(self) -> Batches:
         check_use(self)
         if self.coming is None and (classes := asked_of(self).get("class_weight")) is not None:

@@ -143,6 +143,7 @@ class Elastic(_Forwarding):
         super().set_params(params)
 
     def set_model(self, model: Any) -> None:
+        self._batches()
         super().set_model(model)
         model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
         # What others made of an epoch that this member missed is handed over; the model is not that of then any more.
@@ -150,6 +151,13 @@ class Elastic(_Forwarding):
         model._should_eval = lambda epoch, freq: self._ended <= epoch and should(epoch, freq)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        try:
+            self._begin(logs)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self, logs: dict[str, Any] | None) -> None:
         # First, because they reset themselves: what the others hand over comes after it.
         self.forward("on_train_begin", logs)
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
@@ -190,10 +198,16 @@ class Elastic(_Forwarding):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
             self._trainer.end()
-        # What is fitted next has data of its own.
+        self._let_go()
+        self.forward("on_train_end", logs)
+
+    def _let_go(self) -> None:
+        """What is fitted next has data of its own, and the model is trained as Keras does it again."""
+        if self._trainer is not None:
+            self._trainer.release()
         forget_passed()
         del self.model.make_train_function, self.model._should_eval
-        self.forward("on_train_end", logs)
+        self.model.train_function = None
 
     def _make_train_function(self, model: Any) -> None:
         backend = keras.backend.backend()
@@ -201,16 +215,23 @@ class Elastic(_Forwarding):
         def train(source: Any) -> dict[str, Any]:
             if backend == "tensorflow":
                 next(source)  # whether the epoch is over
-            assert self._trainer is not None
-            self._came_at_the_end = None
-            self._calls += 1
-            logs = self._trainer.step()
-            # With servers an epoch may have more tickets than Keras was told steps: all others are done in the last.
-            while self._calls == self._limit and self._goes_on():
-                logs = self._trainer.step()
-            return logs
+            try:
+                return self._step()
+            except BaseException:
+                self._let_go()
+                raise
 
         model.train_function = train
+
+    def _step(self) -> dict[str, Any]:
+        assert self._trainer is not None
+        self._came_at_the_end = None
+        self._calls += 1
+        logs = self._trainer.step()
+        # With servers an epoch may have more tickets than Keras was told steps: all others are done in the last.
+        while self._calls == self._limit and self._goes_on():
+            logs = self._trainer.step()
+        return logs
 
     def _goes_on(self) -> bool:
         """Whether there is more to do in Keras' epoch."""

@@ -69,9 +69,12 @@ class Calls(ABC):
         return self._backend.results()
 
     def end(self) -> None:
-        """The script is done with the loop, wherever that is; its optimizer is its own again."""
+        """The script is done with the loop, wherever that is."""
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """The model's optimizer is the script's own again."""
         self._backend.release()
 
     @property

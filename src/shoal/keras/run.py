@@ -99,7 +99,15 @@ class Run(RunOfScript):
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        backend, session = backend_of(model, Guard(model.optimizer), jit), self._session
+        guard = Guard(model.optimizer)
+        try:
+            return self._begun(model, guard, batches, epochs, jit)
+        except BaseException:
+            guard.release()
+            raise
+
+    def _begun(self, model: Any, guard: Guard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
+        backend, session = backend_of(model, guard, jit), self._session
         self._backend = backend
         kind = self._kind(Trainer, LocalTrainer, TicketTrainer)
         trainer: AnyTrainer = kind(session, self._keeper, backend)

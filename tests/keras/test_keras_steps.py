@@ -448,9 +448,9 @@ def test_a_fit_that_cannot_begin_leaves_the_model_as_it_was() -> None:
     with ThreadPoolExecutor() as other, pytest.raises(NotAttached):
         other.submit(model.fit, x, y, verbose=0, callbacks=[shoal.Elastic(run=_alone())]).result()
     assert_trains(model)
+    model.train_step = lambda _batch: {}
     with pytest.raises(UnusableModel, match="not apply"):
-        model.train_step, found = (lambda _batch: {}), shoal.batches(x, y, size=8)
-        model.fit(found, verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+        model.fit(shoal.batches(x, y, size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
     del model.train_step
     model.fit(shoal.batches(x, y, size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
     assert_trains(model)
@@ -513,6 +513,35 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
     assert found[0][:2] == (8, 1)
     assert found[0][2] > 0
     assert written == [0, 1], "only the writer is to write"
+
+
+def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
+    prepared, kept = [usual() for _ in range(2)], str(tmp_path / "best.weights.h5")
+
+    def body(session: Seated) -> Any:
+        class Judge(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                logs["quality"] = [2.0, 3.0, 1.0, 2.5][epoch]
+                session.is_writer = session.rank == (0 if epoch < 2 else 1)
+
+        class Note(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 1:
+                    best.extend(self.model.get_weights())
+
+        model, given, _ = prepared[session.rank]
+        best: list[Any] = []
+        save = keras.callbacks.ModelCheckpoint(kept, "quality", save_best_only=True, save_weights_only=True, mode="max")
+        elastic = shoal.Elastic(Judge(), save, Note(), run=shoal.Run(session, "test", "unused"))
+        model.fit(shoal.batches(*given, size=SIZE), epochs=4, verbose=0, callbacks=[elastic])
+        assert save.best == 3.0
+        return best
+
+    best = together(2, body)[0]
+    model = mlp()
+    model.load_weights(kept)
+    for mine, its in zip(model.get_weights(), best, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 # --- shares that change

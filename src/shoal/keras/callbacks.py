@@ -17,7 +17,7 @@ from shoal.keras.run import Run, join
 from shoal.keras.ticketed import AnyTrainer
 
 # They write files, which only one member is to do.
-WRITING = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 # What is larger than this is not worth handing over with every snapshot.
 KEPT_BYTES = 1 << 20
 # A member that hung learns what the metrics said of so many epochs that it missed.
@@ -89,6 +89,25 @@ class _AtTheWriter(_Forwarding):
             super().forward("on_train_begin")
 
 
+class _SavedByTheWriter(_Forwarding):
+    """Tells ModelCheckpoint everything: who writes next must know what was best. Only the writer's model is saved."""
+
+    def __init__(self, other: Any, run: Callable[[], Run]) -> None:
+        super().__init__([other])
+        self._run = run
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name.startswith("set_") or name == "on_train_begin" or self._run().is_writer:
+            super().forward(name, *args, **kwargs)
+            return
+        model = self.model
+        model.save = model.save_weights = lambda *_args, **_kwargs: None
+        try:
+            super().forward(name, *args, **kwargs)
+        finally:
+            del model.save, model.save_weights
+
+
 class Elastic(_Forwarding):
     """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data.
 
@@ -122,7 +141,7 @@ class Elastic(_Forwarding):
                     why="both would restore the state of the run",
                     do="leave it out: the run keeps its own checkpoints, and shoal resume goes on from them",
                 )
-        super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
+        super().__init__([self._around(one) for one in callbacks])
         self._run, self._jit = run, jit_compile
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
         self._trainer: AnyTrainer | None = None
@@ -133,6 +152,11 @@ class Elastic(_Forwarding):
         # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
         self._begun = self._ended = 0
         self._told: dict[int, dict[str, float]] = {}
+
+    def _around(self, callback: Any) -> Any:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            return _SavedByTheWriter(callback, self._joined)
+        return _AtTheWriter(callback, self._joined) if isinstance(callback, WRITING) else callback
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()

@@ -581,3 +581,27 @@ def test_a_member_that_missed_epochs_ends_and_validates_none_of_them_again(later
         np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
     for one, other in zip(mine, weights, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Judge(keras.callbacks.Callback):  # type: ignore[misc]
+    """Says how good the model was after each epoch."""
+
+    def __init__(self, *qualities: float) -> None:
+        super().__init__()
+        # No plain value, so that it is not handed over.
+        self.qualities = deque(qualities)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["quality"] = self.qualities[epoch]
+
+
+def test_who_joins_asks_for_as_large_an_improvement_as_the_others() -> None:
+    def fitted(session: Boundary) -> int:
+        stop = keras.callbacks.EarlyStopping("quality", min_delta=1.0, patience=2, mode="min")
+        run = shoal.Run(session, "test", "unused")
+        elastic = shoal.Elastic(Judge(10.0, 9.8, 9.6, 9.4, 9.2, 9.0), stop, run=run)
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return run.step
+
+    there = Boundary(LENGTH + 2)
+    assert fitted(there) == fitted(Hung(0, there)) == 3 * LENGTH

@@ -288,7 +288,9 @@ class Elastic(_Forwarding):
 
 def _saved(callback: Any) -> dict[str, Any]:
     """The attributes of a callback that are plain values or small arrays, or lists of them."""
-    own = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
+    # Keras gives min_delta the sign of monitor_op when it makes that, which everybody does for himself.
+    without = {"params", "_model"} | ({"min_delta"} if hasattr(callback, "monitor_op") else set())
+    own = {name: value for name, value in vars(callback).items() if name not in without}
     return {name: _packed(value) for name, value in own.items() if _is_plain(value)}
 
 

@@ -20,6 +20,7 @@ if keras.backend.backend() != "tensorflow":
 import shoal.keras as shoal  # noqa: E402
 from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
+from shoal.keras.evaluation import wish  # noqa: E402
 from shoal.keras.streamed import StreamedBatches  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
@@ -605,3 +606,35 @@ def test_who_joins_asks_for_as_large_an_improvement_as_the_others() -> None:
 
     there = Boundary(LENGTH + 2)
     assert fitted(there) == fitted(Hung(0, there)) == 3 * LENGTH
+
+
+def two_outputs() -> tuple[Any, Any, Any]:
+    """A model with a metric that has a number for each of its outputs, and data for it."""
+    x, y = data()
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.R2Score(class_aggregation=None)])
+    return model, x, np.concatenate([y, 1 - y], 1)
+
+
+@pytest.mark.parametrize("later", [LENGTH, LENGTH + 2], ids=["between epochs", "amid an epoch"])
+def test_a_metric_with_a_number_for_each_class_is_one_of_every_epoch_for_joiners_too(later: int) -> None:
+    def fitted(session: Boundary) -> tuple[shoal.Run, dict[str, list[Any]]]:
+        run, (model, x, y) = shoal.Run(session, "test", "unused"), two_outputs()
+        found, elastic = shoal.batches(x, y, size=10), shoal.Elastic(run=run)
+        return run, model.fit(found, epochs=3, verbose=0, callbacks=[elastic]).history
+
+    there = Boundary(later)
+    run, usual = fitted(there)
+    assert [one.shape for one in usual["r2_score"]] == [(2,)] * 3
+    assert run._trainer.metrics.keys() == {"loss"}, "only numbers can be shown with a run"
+    _, joined = fitted(Hung(2, there))
+    for name, values in usual.items():
+        np.testing.assert_allclose(joined[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_an_evaluator_shows_what_is_a_number() -> None:
+    model, x, y = two_outputs()
+    found = wish((x, y), model, best="min:loss")
+    assert found is not None
+    assert found.score().keys() == {"loss"}

@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.batches import UNLIMITED, Batches, forget_passed, passed_to_fit
+from shoal.keras.evaluation import scalars_of
 from shoal.keras.run import Run, join
 from shoal.keras.ticketed import AnyTrainer
 
@@ -151,7 +152,7 @@ class Elastic(_Forwarding):
         self._came_at_the_end: dict[str, Any] | None = None
         # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
         self._begun = self._ended = 0
-        self._told: dict[int, dict[str, float]] = {}
+        self._told: dict[int, dict[str, Any]] = {}
 
     def _around(self, callback: Any) -> Any:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -209,15 +210,16 @@ class Elastic(_Forwarding):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         if self._ended > epoch:
-            logs |= self._told.get(epoch, {})
+            logs |= {name: _restored(value) for name, value in self._told.get(epoch, {}).items()}
             return
         # Keras knows of no metrics if it has seen no step of this epoch here.
-        logs |= {name: float(value) for name, value in (self._came_at_the_end or {}).items()}
+        logs |= {name: _as_keras_tells(value) for name, value in (self._came_at_the_end or {}).items()}
         self._came_at_the_end = None
         self.forward("on_epoch_end", epoch, logs)
-        self._ended, self._told[epoch] = epoch + 1, {name: float(value) for name, value in logs.items()}
+        self._ended = epoch + 1
+        self._told[epoch] = {name: _packed(value) for name, value in logs.items() if _is_plain(value)}
         self._told.pop(epoch - KEPT_EPOCHS, None)
-        self._joined().log(**{name: value for name, value in self._told[epoch].items() if not math.isnan(value)})
+        self._joined().log(**{name: value for name, value in scalars_of(logs).items() if not math.isnan(value)})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
@@ -284,6 +286,11 @@ class Elastic(_Forwarding):
         for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
             for name, value in state.items():
                 setattr(one, name, _restored(value))
+
+
+def _as_keras_tells(value: Any) -> Any:
+    found = keras.ops.convert_to_numpy(value)
+    return found if found.ndim else found.item()
 
 
 def _saved(callback: Any) -> dict[str, Any]:

@@ -298,6 +298,30 @@ def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
     assert len(found["history"]["loss"]) == 3
 
 
+def test_arrays_come_in_the_type_that_keras_gives_them() -> None:
+    def types(given: Any, label: Any, weight: Any) -> list[str]:
+        x, y, weights = shoal.batches({"a": given}, label, weight, size=4).few()
+        return [str(x["a"].dtype), str(y.dtype), str(weights.dtype)]
+
+    def theirs(*given: Any) -> list[str]:
+        seen: list[str] = []
+
+        class Looks(keras.Model):  # type: ignore[misc]
+            def train_step(self, batch: Any) -> dict[str, Any]:
+                x, y, weights = batch
+                seen[:] = [keras.backend.standardize_dtype(one.dtype) for one in (x["a"], y, weights)]
+                return {"loss": keras.ops.mean(x["a"])}
+
+        model = Looks()
+        model.built = True
+        model.compile("sgd", run_eagerly=True)
+        model.fit({"a": given[0]}, given[1], sample_weight=given[2], verbose=0)
+        return seen
+
+    double, whole, half = np.ones((8, 2)), np.arange(8), np.ones(8, "float16")
+    assert types(double, whole, half) == theirs(double, whole, half) == ["float32", "int64", "float32"]
+
+
 # --- loops of one's own
 
 

@@ -43,7 +43,10 @@ class Found(NamedTuple):
 
 
 class Arrays(Source):
-    """NumPy arrays, or whatever can be made into them, in any nesting; the first axis counts samples."""
+    """NumPy arrays, or whatever can be made into them, in any nesting; the first axis counts samples.
+
+    As in Keras, whose models have but one type of numbers, double precision becomes what `floatx` is.
+    """
 
     def __init__(self, data: tuple[Any, ...]) -> None:
         self._data = keras.tree.map_structure(lambda one: None if one is None else np.asarray(one), data)
@@ -60,7 +63,7 @@ class Arrays(Source):
         return self._length
 
     def rows(self, ids: Rows, epoch: int) -> Batch:  # noqa: ARG002
-        return keras.tree.map_structure(lambda one: None if one is None else one[ids], self._data)
+        return keras.tree.map_structure(lambda one: None if one is None else _in_floatx(one[ids]), self._data)
 
 
 class Items(Source):
@@ -210,6 +213,10 @@ def is_tf_dataset(data: Any) -> bool:
 def _alone(y: Any, sample_weight: Any, what: str) -> None:
     if y is not None or sample_weight is not None:
         raise UnusableData(f"y and sample_weight cannot be passed beside a {what}", do=f"let the {what} give them")
+
+
+def _in_floatx(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(keras.config.floatx(), copy=False) if "float" in str(array.dtype) else array
 
 
 def _length(item: Any) -> int:

@@ -135,6 +135,9 @@ def test_what_is_computed_by_number_is_what_the_pipeline_gives() -> None:
         (rows.map(lambda x, y: (x + more, y)).batch(8, num_parallel_calls=2).map(lambda x, y: (x * 2, y)), True),
         (rows.batch(5).skip(1).take(4), True),
         (rows.repeat(2).shard(3, 1), False),
+        (rows.batch(7).repeat(2).prefetch(1), True),
+        (rows.batch(8).map(doubled).repeat(2), True),
+        (rows.batch(7).map(doubled).take(5).repeat(2), True),
         (named, False),
         (named.map(lambda one: {"c": one["b"] * 2.0, "a": one["a"]}).batch(7), True),
         (rows.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(np.negative, [x], tf.float32), [2]), y)), False),
@@ -154,6 +157,16 @@ def test_what_is_computed_by_number_is_what_the_pipeline_gives() -> None:
         keras.tree.assert_same_structure(ours, theirs)
         for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("last", [lambda one: one.repeat(2), lambda one: one.repeat(2).map(doubled)])
+def test_batches_of_which_others_than_the_last_are_short_are_read_as_a_stream(last: Callable[[Any], Any]) -> None:
+    def pipeline() -> Any:
+        return last(slices(data()).batch(7).map(doubled))
+
+    assert isinstance(shoal.batches(pipeline(), size=SIZE), StreamedBatches)
+    given = Counter(n for step in steps_of(2, pipeline, epochs=1, shares="equal") for part in step for n in part)
+    assert given == Counter(2 * list(range(SAMPLES)))
 
 
 def test_a_seed_that_is_set_meanwhile_does_no_harm() -> None:

@@ -227,6 +227,12 @@ def test_a_pipeline_that_cannot_be_shared_out_is_refused_with_the_remedy(kind: s
     assert raised.value.do
 
 
+def test_a_stream_without_samples_is_refused() -> None:
+    nothing = shoal.batches(slices(data()).filter(lambda x, y: x[0] < 0).batch(8), size=4)
+    with pytest.raises(UnusableData, match="pipeline is empty"):
+        model_of().fit(nothing, verbose=0, callbacks=[shoal.Elastic(run=alone())])
+
+
 def test_a_pipeline_that_shuffles_is_not_left_to_do_so() -> None:
     with pytest.raises(UnusableData, match="another order"):
         shoal.batches(slices(data()).shuffle(8).batch(8), size=SIZE, shuffle=False)

@@ -393,6 +393,12 @@ def test_data_that_cannot_be_shared_out_is_refused() -> None:
     x, y = data()
     with pytest.raises(UnusableData, match="same number of samples"):
         shoal.batches(x, y[:-1], size=4)
+    with pytest.raises(UnusableData, match="arrays are empty"):
+        shoal.batches(x[:0], y[:0], size=4)
+    with pytest.raises(UnusableData, match=r"(?s)a generator cannot be shared out.*PyDataset"):
+        shoal.batches(((x, y) for _ in range(3)), size=4)
+    with pytest.raises(UnusableData, match="a list_iterator cannot be shared out"):
+        shoal.batches(x, iter([1]), size=4)
 
     class Endless(keras.utils.PyDataset):
         def __getitem__(self, number: int) -> Any:

@@ -657,3 +657,33 @@ def test_an_evaluator_shows_what_is_a_number() -> None:
     found = wish((x, y), model, best="min:loss")
     assert found is not None
     assert found.score().keys() == {"loss"}
+
+
+class Holds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Has brought something large along, and finds something large while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought, self.found = np.ones(1 << 20), None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found = np.full((2, 1 << 17), epoch, "float32")
+
+
+def test_who_joins_has_the_best_weights_however_large() -> None:
+    def fitted(session: Boundary) -> tuple[Any, Holds]:
+        stop = keras.callbacks.EarlyStopping("quality", patience=9, mode="max", restore_best_weights=True)
+        holds, model = Holds(), model_of(keras.layers.Rescaling(0.001), keras.layers.Dense(1 << 19))
+        elastic = shoal.Elastic(Judge(*range(10, 4, -1)), stop, holds, run=shoal.Run(session, "test", "unused"))
+        model.fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return model.get_weights(), holds
+
+    there = Boundary(LENGTH + 2)
+    theirs, _ = fitted(there)
+    ours, holds = fitted(Hung(0, there))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (holds.found == EPOCHS - 1).all()
+    sizes = [one.nbytes for one in there.state[1]]
+    assert 4 << 18 in sizes, "what was found is handed over"
+    assert 8 << 20 not in sizes, "what the script itself brings is not"

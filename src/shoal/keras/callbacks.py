@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ from shoal.keras.ticketed import AnyTrainer
 
 # They write files, which only one member is to do.
 WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
-# What is larger than this is not worth handing over with every snapshot.
+# What is larger than this, and was there from the start, every member has from the script.
 KEPT_BYTES = 1 << 20
 # A member that hung learns what the metrics said of so many epochs that it missed.
 KEPT_EPOCHS = 64
@@ -145,6 +145,7 @@ class Elastic(_Forwarding):
         super().__init__([self._around(one) for one in callbacks])
         self._run, self._jit = run, jit_compile
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
+        self._first: list[dict[str, Any]] = []
         self._trainer: AnyTrainer | None = None
         # Keras ends an epoch after so many calls of the train function, if it was told how many.
         self._limit: int | None = None
@@ -185,6 +186,7 @@ class Elastic(_Forwarding):
     def _begin(self, logs: dict[str, Any] | None) -> None:
         # First, because they reset themselves: what the others hand over comes after it.
         self.forward("on_train_begin", logs)
+        self._first = [dict(vars(one)) for one in self._callbacks]
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
         run.state("callbacks", self._save, self._load)
@@ -210,7 +212,7 @@ class Elastic(_Forwarding):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         if self._ended > epoch:
-            logs |= {name: _restored(value) for name, value in self._told.get(epoch, {}).items()}
+            logs |= self._told.get(epoch, {})
             return
         # Keras knows of no metrics if it has seen no step of this epoch here.
         logs |= {name: _as_keras_tells(value) for name, value in (self._came_at_the_end or {}).items()}
@@ -279,13 +281,13 @@ class Elastic(_Forwarding):
 
     def _save(self) -> dict[str, Any]:
         own = {"begun": self._begun, "ended": self._ended, "told": list(self._told.items())}
-        return own | {"callbacks": [_saved(one) for one in self._callbacks]}
+        return own | {"callbacks": [_saved(*one) for one in zip(self._callbacks, self._first, strict=True)]}
 
     def _load(self, saved: dict[str, Any]) -> None:
         self._begun, self._ended, self._told = saved["begun"], saved["ended"], dict(saved["told"])
         for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
             for name, value in state.items():
-                setattr(one, name, _restored(value))
+                setattr(one, name, value)
 
 
 def _as_keras_tells(value: Any) -> Any:
@@ -293,33 +295,30 @@ def _as_keras_tells(value: Any) -> Any:
     return found if found.ndim else found.item()
 
 
-def _saved(callback: Any) -> dict[str, Any]:
-    """The attributes of a callback that are plain values or small arrays, or lists of them."""
+def _saved(callback: Any, first: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a callback that are plain values or arrays, or lists of them; `first` is what it began with."""
     # Keras gives min_delta the sign of monitor_op when it makes that, which everybody does for himself.
     without = {"params", "_model"} | ({"min_delta"} if hasattr(callback, "monitor_op") else set())
-    own = {name: value for name, value in vars(callback).items() if name not in without}
-    return {name: _packed(value) for name, value in own.items() if _is_plain(value)}
+    without |= {
+        name for name, value in vars(callback).items() if _bytes(value) > KEPT_BYTES and value is first.get(name)
+    }
+    return {name: _packed(value) for name, value in vars(callback).items() if name not in without and _is_plain(value)}
+
+
+def _bytes(value: Any) -> int:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return sum(one.nbytes for one in parts if isinstance(one, np.ndarray))
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value)) and sum(getattr(one, "nbytes", 0) for one in value) <= KEPT_BYTES
+        return all(map(_is_plain, value))
     if isinstance(value, np.ndarray):
-        return value.nbytes <= KEPT_BYTES and value.dtype.kind in "biuf"
+        return value.dtype.kind in "biuf" or "float" in str(value.dtype)
     return value is None or isinstance(value, bool | int | float | str | np.generic)
 
 
 def _packed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_packed(one) for one in value]
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "bytes": value.tobytes()}
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(one) for one in value]
-    if isinstance(value, dict):
-        return np.frombuffer(value["bytes"], value["dtype"]).reshape(value["shape"]).copy()
-    return value

@@ -408,6 +408,12 @@ def test_data_that_cannot_be_shared_out_is_refused() -> None:
         shoal.batches(Endless(), size=4)
 
 
+def test_another_backend_of_keras_is_refused_before_it_asks_for_what_there_is_not(monkeypatch: Any) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(UnusableModel, match="jax backend cannot be used"):
+        shoal.batches(*data(), size=4)
+
+
 @only_tensorflow
 def test_what_tensorflow_would_do_twice_is_refused() -> None:
     with pytest.raises(UnusableData, match="no end"):

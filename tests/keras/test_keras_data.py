@@ -687,3 +687,11 @@ def test_who_joins_has_the_best_weights_however_large() -> None:
     sizes = [one.nbytes for one in there.state[1]]
     assert 4 << 18 in sizes, "what was found is handed over"
     assert 8 << 20 not in sizes, "what the script itself brings is not"
+
+
+def test_an_evaluator_weighs_samples_as_validation_does() -> None:
+    (x, y), model = data(), model_of(keras.layers.Rescaling(0.01))
+    weights = np.where(y[:, 0] == 1, 3.0, 0.0)
+    found = wish((x, y, weights), model, best="min:loss")
+    assert found is not None
+    assert found.score() == model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)

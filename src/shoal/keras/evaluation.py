@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
+
 from shoal.errors import BadEvaluation
 from shoal.worker import evaluation
 from shoal.worker.metrics import number_of
@@ -32,10 +34,10 @@ def wish(
 
 
 def _scored(data: Any, model: Any) -> Callable[[], Any]:
-    given = data if isinstance(data, tuple | list) else (data,)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
 
     def score() -> Any:
-        return scalars_of(model.evaluate(*given, verbose=0, return_dict=True))
+        return scalars_of(model.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True))
 
     return score
 

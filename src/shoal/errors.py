@@ -615,6 +615,16 @@ class BadMetric(TrainingError):
     code = "S323"
 
 
+class FrameworkMissing(TrainingError, ImportError):
+    """The framework that a script trains with is not installed in the Python that runs it.
+
+    ``pip install 'shoal[torch]'`` brings PyTorch along, ``pip install 'shoal[keras]'`` Keras and TensorFlow. On other
+    machines it is the Python of their agents that must have it, or the ``environment`` of their pool.
+    """
+
+    code = "S324"
+
+
 class UnknownEngine(UsageError):
     """``shoal.run(on=…)`` names nothing that can start machines.
 

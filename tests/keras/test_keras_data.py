@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ if keras.backend.backend() != "tensorflow":
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
+from shoal.keras import sources  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
 from shoal.keras.evaluation import wish  # noqa: E402
 from shoal.keras.streamed import StreamedBatches  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
+from shoal.worker.data.generators import Generators  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
 
 pytestmark = pytest.mark.keras
@@ -341,7 +344,23 @@ def test_items_that_are_not_alike_are_told_rather_than_lost() -> None:
         model_of().fit(shoal.batches(Uneven(), size=7), verbose=0, callbacks=[shoal.Elastic(run=alone())])
 
 
-def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it() -> None:
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members have random generators of their own; as threads of one process they share them."""
+    turn, here = threading.RLock(), os.getpid()
+
+    def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            # A worker that was forked is alone, and cannot wait for threads that it does not have.
+            with turn if os.getpid() == here else nullcontext():
+                return method(*args)
+
+        return called
+
+    for kind, name in ((sources.Items, "_item"), (Generators, "seed"), (Generators, "restore")):
+        monkeypatch.setattr(kind, name, taking_turns(getattr(kind, name)))
+
+
+def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Noisy(Items):
         def __getitem__(self, number: int) -> Any:
             x, y = super().__getitem__(number)
@@ -357,6 +376,7 @@ def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it() -> None:
         return together(members, body)[0]["loss"]
 
     alone_ = losses(1, Noisy)
+    one_at_a_time(monkeypatch)
     np.testing.assert_allclose(losses(2, Noisy), alone_, rtol=1e-4)
     np.testing.assert_allclose(losses(2, lambda: Noisy(workers=1, use_multiprocessing=True)), alone_, rtol=1e-4)
 

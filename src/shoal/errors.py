@@ -520,7 +520,7 @@ class NotAttached(TrainingError):
 
 
 class SecondLoop(TrainingError):
-    """One run has one training loop: ``run.batches`` or ``run.stream`` was called a second time.
+    """One run has one training loop: ``run.batches``, ``run.stream`` or ``model.fit`` was called a second time.
 
     A member that joins later must know which loop the run is in. Make one loop over all epochs; ``run.epoch`` and
     ``run.epoch_ended`` tell where it is.
@@ -613,6 +613,16 @@ class BadMetric(TrainingError):
     """
 
     code = "S323"
+
+
+class FrameworkMissing(TrainingError, ImportError):
+    """The framework that a script trains with is not installed in the Python that runs it.
+
+    ``pip install 'shoal[torch]'`` brings PyTorch along, ``pip install 'shoal[keras]'`` Keras and TensorFlow. On other
+    machines it is the Python of their agents that must have it, or the ``environment`` of their pool.
+    """
+
+    code = "S324"
 
 
 class UnknownEngine(UsageError):

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ if keras.backend.backend() != "tensorflow":
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
+from shoal.keras import sources  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
+from shoal.keras.evaluation import wish  # noqa: E402
 from shoal.keras.streamed import StreamedBatches  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
+from shoal.worker.data.generators import Generators  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
 
 pytestmark = pytest.mark.keras
@@ -134,6 +138,9 @@ def test_what_is_computed_by_number_is_what_the_pipeline_gives() -> None:
         (rows.map(lambda x, y: (x + more, y)).batch(8, num_parallel_calls=2).map(lambda x, y: (x * 2, y)), True),
         (rows.batch(5).skip(1).take(4), True),
         (rows.repeat(2).shard(3, 1), False),
+        (rows.batch(7).repeat(2).prefetch(1), True),
+        (rows.batch(8).map(doubled).repeat(2), True),
+        (rows.batch(7).map(doubled).take(5).repeat(2), True),
         (named, False),
         (named.map(lambda one: {"c": one["b"] * 2.0, "a": one["a"]}).batch(7), True),
         (rows.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(np.negative, [x], tf.float32), [2]), y)), False),
@@ -153,6 +160,16 @@ def test_what_is_computed_by_number_is_what_the_pipeline_gives() -> None:
         keras.tree.assert_same_structure(ours, theirs)
         for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("last", [lambda one: one.repeat(2), lambda one: one.repeat(2).map(doubled)])
+def test_batches_of_which_others_than_the_last_are_short_are_read_as_a_stream(last: Callable[[Any], Any]) -> None:
+    def pipeline() -> Any:
+        return last(slices(data()).batch(7).map(doubled))
+
+    assert isinstance(shoal.batches(pipeline(), size=SIZE), StreamedBatches)
+    given = Counter(n for step in steps_of(2, pipeline, epochs=1, shares="equal") for part in step for n in part)
+    assert given == Counter(2 * list(range(SAMPLES)))
 
 
 def test_a_seed_that_is_set_meanwhile_does_no_harm() -> None:
@@ -211,6 +228,12 @@ def test_a_pipeline_that_cannot_be_shared_out_is_refused_with_the_remedy(kind: s
     with pytest.raises(UnusableData, match=told) as raised:
         shoal.batches(make(), size=4)
     assert raised.value.do
+
+
+def test_a_stream_without_samples_is_refused() -> None:
+    nothing = shoal.batches(slices(data()).filter(lambda x, y: x[0] < 0).batch(8), size=4)
+    with pytest.raises(UnusableData, match="pipeline is empty"):
+        model_of().fit(nothing, verbose=0, callbacks=[shoal.Elastic(run=alone())])
 
 
 def test_a_pipeline_that_shuffles_is_not_left_to_do_so() -> None:
@@ -321,7 +344,23 @@ def test_items_that_are_not_alike_are_told_rather_than_lost() -> None:
         model_of().fit(shoal.batches(Uneven(), size=7), verbose=0, callbacks=[shoal.Elastic(run=alone())])
 
 
-def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it() -> None:
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members have random generators of their own; as threads of one process they share them."""
+    turn, here = threading.RLock(), os.getpid()
+
+    def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            # A worker that was forked is alone, and cannot wait for threads that it does not have.
+            with turn if os.getpid() == here else nullcontext():
+                return method(*args)
+
+        return called
+
+    for kind, name in ((sources.Items, "_item"), (Generators, "seed"), (Generators, "restore")):
+        monkeypatch.setattr(kind, name, taking_turns(getattr(kind, name)))
+
+
+def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Noisy(Items):
         def __getitem__(self, number: int) -> Any:
             x, y = super().__getitem__(number)
@@ -337,6 +376,7 @@ def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it() -> None:
         return together(members, body)[0]["loss"]
 
     alone_ = losses(1, Noisy)
+    one_at_a_time(monkeypatch)
     np.testing.assert_allclose(losses(2, Noisy), alone_, rtol=1e-4)
     np.testing.assert_allclose(losses(2, lambda: Noisy(workers=1, use_multiprocessing=True)), alone_, rtol=1e-4)
 
@@ -581,3 +621,97 @@ def test_a_member_that_missed_epochs_ends_and_validates_none_of_them_again(later
         np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
     for one, other in zip(mine, weights, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Judge(keras.callbacks.Callback):  # type: ignore[misc]
+    """Says how good the model was after each epoch."""
+
+    def __init__(self, *qualities: float) -> None:
+        super().__init__()
+        # No plain value, so that it is not handed over.
+        self.qualities = deque(qualities)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["quality"] = self.qualities[epoch]
+
+
+def test_who_joins_asks_for_as_large_an_improvement_as_the_others() -> None:
+    def fitted(session: Boundary) -> int:
+        stop = keras.callbacks.EarlyStopping("quality", min_delta=1.0, patience=2, mode="min")
+        run = shoal.Run(session, "test", "unused")
+        elastic = shoal.Elastic(Judge(10.0, 9.8, 9.6, 9.4, 9.2, 9.0), stop, run=run)
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return run.step
+
+    there = Boundary(LENGTH + 2)
+    assert fitted(there) == fitted(Hung(0, there)) == 3 * LENGTH
+
+
+def two_outputs() -> tuple[Any, Any, Any]:
+    """A model with a metric that has a number for each of its outputs, and data for it."""
+    x, y = data()
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.R2Score(class_aggregation=None)])
+    return model, x, np.concatenate([y, 1 - y], 1)
+
+
+@pytest.mark.parametrize("later", [LENGTH, LENGTH + 2], ids=["between epochs", "amid an epoch"])
+def test_a_metric_with_a_number_for_each_class_is_one_of_every_epoch_for_joiners_too(later: int) -> None:
+    def fitted(session: Boundary) -> tuple[shoal.Run, dict[str, list[Any]]]:
+        run, (model, x, y) = shoal.Run(session, "test", "unused"), two_outputs()
+        found, elastic = shoal.batches(x, y, size=10), shoal.Elastic(run=run)
+        return run, model.fit(found, epochs=3, verbose=0, callbacks=[elastic]).history
+
+    there = Boundary(later)
+    run, usual = fitted(there)
+    assert [one.shape for one in usual["r2_score"]] == [(2,)] * 3
+    assert run._trainer.metrics.keys() == {"loss"}, "only numbers can be shown with a run"
+    _, joined = fitted(Hung(2, there))
+    for name, values in usual.items():
+        np.testing.assert_allclose(joined[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_an_evaluator_shows_what_is_a_number() -> None:
+    model, x, y = two_outputs()
+    found = wish((x, y), model, best="min:loss")
+    assert found is not None
+    assert found.score().keys() == {"loss"}
+
+
+class Holds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Has brought something large along, and finds something large while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought, self.found = np.ones(1 << 20), None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found = np.full((2, 1 << 17), epoch, "float32")
+
+
+def test_who_joins_has_the_best_weights_however_large() -> None:
+    def fitted(session: Boundary) -> tuple[Any, Holds]:
+        stop = keras.callbacks.EarlyStopping("quality", patience=9, mode="max", restore_best_weights=True)
+        holds, model = Holds(), model_of(keras.layers.Rescaling(0.001), keras.layers.Dense(1 << 19))
+        elastic = shoal.Elastic(Judge(*range(10, 4, -1)), stop, holds, run=shoal.Run(session, "test", "unused"))
+        model.fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return model.get_weights(), holds
+
+    there = Boundary(LENGTH + 2)
+    theirs, _ = fitted(there)
+    ours, holds = fitted(Hung(0, there))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (holds.found == EPOCHS - 1).all()
+    sizes = [one.nbytes for one in there.state[1]]
+    assert 4 << 18 in sizes, "what was found is handed over"
+    assert 8 << 20 not in sizes, "what the script itself brings is not"
+
+
+def test_an_evaluator_weighs_samples_as_validation_does() -> None:
+    (x, y), model = data(), model_of(keras.layers.Rescaling(0.01))
+    weights = np.where(y[:, 0] == 1, 3.0, 0.0)
+    found = wish((x, y, weights), model, best="min:loss")
+    assert found is not None
+    assert found.score() == model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)

@@ -17,7 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import NotAttached, UnusableData, UnusableModel  # noqa: E402
+from shoal.errors import NotAttached, SecondLoop, UnusableData, UnusableModel  # noqa: E402
 from shoal.testing.together import Seated, together  # noqa: E402
 from shoal.worker.solo import Solo  # noqa: E402
 
@@ -298,6 +298,30 @@ def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
     assert len(found["history"]["loss"]) == 3
 
 
+def test_arrays_come_in_the_type_that_keras_gives_them() -> None:
+    def types(given: Any, label: Any, weight: Any) -> list[str]:
+        x, y, weights = shoal.batches({"a": given}, label, weight, size=4).few()
+        return [str(x["a"].dtype), str(y.dtype), str(weights.dtype)]
+
+    def theirs(*given: Any) -> list[str]:
+        seen: list[str] = []
+
+        class Looks(keras.Model):  # type: ignore[misc]
+            def train_step(self, batch: Any) -> dict[str, Any]:
+                x, y, weights = batch
+                seen[:] = [keras.backend.standardize_dtype(one.dtype) for one in (x["a"], y, weights)]
+                return {"loss": keras.ops.mean(x["a"])}
+
+        model = Looks()
+        model.built = True
+        model.compile("sgd", run_eagerly=True)
+        model.fit({"a": given[0]}, given[1], sample_weight=given[2], verbose=0)
+        return seen
+
+    double, whole, half = np.ones((8, 2)), np.arange(8), np.ones(8, "float16")
+    assert types(double, whole, half) == theirs(double, whole, half) == ["float32", "int64", "float32"]
+
+
 # --- loops of one's own
 
 
@@ -369,6 +393,12 @@ def test_data_that_cannot_be_shared_out_is_refused() -> None:
     x, y = data()
     with pytest.raises(UnusableData, match="same number of samples"):
         shoal.batches(x, y[:-1], size=4)
+    with pytest.raises(UnusableData, match="arrays are empty"):
+        shoal.batches(x[:0], y[:0], size=4)
+    with pytest.raises(UnusableData, match=r"(?s)a generator cannot be shared out.*PyDataset"):
+        shoal.batches(((x, y) for _ in range(3)), size=4)
+    with pytest.raises(UnusableData, match="a list_iterator cannot be shared out"):
+        shoal.batches(x, iter([1]), size=4)
 
     class Endless(keras.utils.PyDataset):
         def __getitem__(self, number: int) -> Any:
@@ -376,6 +406,12 @@ def test_data_that_cannot_be_shared_out_is_refused() -> None:
 
     with pytest.raises(UnusableData, match="no length"):
         shoal.batches(Endless(), size=4)
+
+
+def test_another_backend_of_keras_is_refused_before_it_asks_for_what_there_is_not(monkeypatch: Any) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(UnusableModel, match="jax backend cannot be used"):
+        shoal.batches(*data(), size=4)
 
 
 @only_tensorflow
@@ -419,6 +455,65 @@ def test_a_second_backup_is_refused(tmp_path: Any) -> None:
         shoal.Elastic(keras.callbacks.BackupAndRestore(str(tmp_path)))
 
 
+def test_a_second_fit_of_a_run_is_refused_rather_than_over_at_once() -> None:
+    model, run = compiled(mlp()), _alone()
+    model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
+    with pytest.raises(SecondLoop, match="once, with all its epochs"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
+
+
+def test_a_model_that_keras_has_used_before_is_fitted_all_the_same() -> None:
+    model = compiled(mlp())
+    model.fit(*data(), verbose=0)
+    model.evaluate(*data(), verbose=0)
+    run = _alone()
+    with ThreadPoolExecutor() as other:
+        found, elastic = shoal.batches(*data(), size=8), shoal.Elastic(run=run)
+        other.submit(model.fit, found, verbose=0, callbacks=[elastic]).result()
+    assert run.step == 5
+
+
+def test_after_a_fit_the_model_is_trained_as_keras_does_it() -> None:
+    model = compiled(mlp())
+    model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    assert_trains(model)
+
+
+def test_a_fit_that_cannot_begin_leaves_the_model_as_it_was() -> None:
+    model, (x, y) = compiled(mlp()), data()
+    with ThreadPoolExecutor() as other, pytest.raises(NotAttached):
+        other.submit(model.fit, x, y, verbose=0, callbacks=[shoal.Elastic(run=_alone())]).result()
+    assert_trains(model)
+    model.train_step = lambda _batch: {}
+    with pytest.raises(UnusableModel, match="not apply"):
+        model.fit(shoal.batches(x, y, size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    del model.train_step
+    model.fit(shoal.batches(x, y, size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    assert_trains(model)
+
+
+def assert_trains(model: Any) -> None:
+    before = [keras.ops.convert_to_numpy(v).copy() for v in model.trainable_variables]
+    assert model.fit(*data(), verbose=0).history["loss"]
+    model.train_on_batch(*data())
+    for one, other in zip(model.trainable_variables, before, strict=True):
+        assert (keras.ops.convert_to_numpy(one) != other).any()
+
+
+@only_tensorflow
+def test_a_second_loop_of_a_run_is_refused_rather_than_over_at_once() -> None:
+    model, run = mlp(), _alone()
+    optimizer = shoal.elastic(keras.optimizers.Adam(), model, run)
+    found = shoal.batches(*data(), size=8)
+    for x, y in found:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(model(x) - y))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    with pytest.raises(SecondLoop, match="one loop over all epochs"):
+        next(iter(found))
+
+
 def _alone() -> Any:
     return shoal.Run(Solo(), "test", "unused")
 
@@ -454,6 +549,35 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
     assert found[0][:2] == (8, 1)
     assert found[0][2] > 0
     assert written == [0, 1], "only the writer is to write"
+
+
+def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
+    prepared, kept = [usual() for _ in range(2)], str(tmp_path / "best.weights.h5")
+
+    def body(session: Seated) -> Any:
+        class Judge(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                logs["quality"] = [2.0, 3.0, 1.0, 2.5][epoch]
+                session.is_writer = session.rank == (0 if epoch < 2 else 1)
+
+        class Note(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 1:
+                    best.extend(self.model.get_weights())
+
+        model, given, _ = prepared[session.rank]
+        best: list[Any] = []
+        save = keras.callbacks.ModelCheckpoint(kept, "quality", save_best_only=True, save_weights_only=True, mode="max")
+        elastic = shoal.Elastic(Judge(), save, Note(), run=shoal.Run(session, "test", "unused"))
+        model.fit(shoal.batches(*given, size=SIZE), epochs=4, verbose=0, callbacks=[elastic])
+        assert save.best == 3.0
+        return best
+
+    best = together(2, body)[0]
+    model = mlp()
+    model.load_weights(kept)
+    for mine, its in zip(model.get_weights(), best, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 # --- shares that change

@@ -8,8 +8,13 @@ Example::
 
 from __future__ import annotations
 
-from shoal.keras.batches import Batches, batches
-from shoal.keras.callbacks import Elastic
-from shoal.keras.run import Run, elastic, join
+from shoal.worker.framework import missing
+
+try:
+    from shoal.keras.batches import Batches, batches
+    from shoal.keras.callbacks import Elastic
+    from shoal.keras.run import Run, elastic, join
+except ModuleNotFoundError as error:
+    raise missing(error) from None
 
 __all__ = ["Batches", "Elastic", "Run", "batches", "elastic", "join"]

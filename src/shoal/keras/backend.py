@@ -13,6 +13,8 @@ from shoal.errors import UnusableModel
 from shoal.keras.guard import Guard
 from shoal.worker.data.generators import Generators
 
+BACKENDS = ("tensorflow", "torch")
+
 Logs = dict[str, Any]
 Arrays = list[NDArray[Any]]
 Given = Callable[[Arrays], Arrays | None]
@@ -98,19 +100,22 @@ class Backend(ABC):
         """Whether smaller pieces may help."""
 
 
+def check_backend() -> None:
+    """Raise if Keras is set to a backend that cannot be used: it would ask things of us that we do not have."""
+    if (name := keras.backend.backend()) not in BACKENDS:
+        raise UnusableModel(
+            f"Keras' {name} backend cannot be used",
+            why="its train step keeps all state in arguments, where Shoal does not see it",
+            do="set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported",
+        )
+
+
 def backend_of(model: Any, guard: Guard, jit: bool = False) -> Backend:
     """The backend that Keras is set to; `jit` says whether to compile steps."""
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from shoal.keras.tensorflow import TensorFlow
-
-        return TensorFlow(model, guard, jit)
-    if name == "torch":
+    if keras.backend.backend() == "torch":
         from shoal.keras.torch import Torch
 
         return Torch(model, guard)
-    raise UnusableModel(
-        f"Keras' {name} backend cannot be used",
-        why="its train step keeps all state in arguments, where Shoal does not see it",
-        do="set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported",
-    )
+    from shoal.keras.tensorflow import TensorFlow
+
+    return TensorFlow(model, guard, jit)

@@ -16,6 +16,7 @@ from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.errors import NotAttached, UnusableData, UnusableModel
+from shoal.keras.backend import check_backend
 from shoal.keras.fitting import asked_of, check_use
 from shoal.keras.local import LocalTrainer
 from shoal.keras.reading import Reading
@@ -115,6 +116,10 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
 
     def get_numpy_iterator(self) -> Any:
         return self._passed_to_fit()
+
+    def on_epoch_end(self) -> None:
+        # Said before callbacks hear anything; Keras does not look at the data first if the model is built already.
+        self._passed_to_fit()
 
     def _passed_to_fit(self) -> Batches:
         check_use(self)
@@ -269,6 +274,7 @@ def batches(
     `prefetch` steps ahead each: as many as a PyDataset says, one for a pipeline that ends with prefetch(), else none.
     `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are those of `shoal.torch`.
     """
+    check_backend()
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None:
             raise UnusableData(

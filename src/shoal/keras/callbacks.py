@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,12 +13,13 @@ import numpy as np
 
 from shoal.errors import NotAttached, UnusableModel
 from shoal.keras.batches import UNLIMITED, Batches, forget_passed, passed_to_fit
+from shoal.keras.evaluation import scalars_of
 from shoal.keras.run import Run, join
 from shoal.keras.ticketed import AnyTrainer
 
 # They write files, which only one member is to do.
-WRITING = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
-# What is larger than this is not worth handing over with every snapshot.
+WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+# What is larger than this, and was there from the start, every member has from the script.
 KEPT_BYTES = 1 << 20
 # A member that hung learns what the metrics said of so many epochs that it missed.
 KEPT_EPOCHS = 64
@@ -89,6 +90,25 @@ class _AtTheWriter(_Forwarding):
             super().forward("on_train_begin")
 
 
+class _SavedByTheWriter(_Forwarding):
+    """Tells ModelCheckpoint everything: who writes next must know what was best. Only the writer's model is saved."""
+
+    def __init__(self, other: Any, run: Callable[[], Run]) -> None:
+        super().__init__([other])
+        self._run = run
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name.startswith("set_") or name == "on_train_begin" or self._run().is_writer:
+            super().forward(name, *args, **kwargs)
+            return
+        model = self.model
+        model.save = model.save_weights = lambda *_args, **_kwargs: None
+        try:
+            super().forward(name, *args, **kwargs)
+        finally:
+            del model.save, model.save_weights
+
+
 class Elastic(_Forwarding):
     """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data.
 
@@ -122,9 +142,10 @@ class Elastic(_Forwarding):
                     why="both would restore the state of the run",
                     do="leave it out: the run keeps its own checkpoints, and shoal resume goes on from them",
                 )
-        super().__init__([_AtTheWriter(one, self._joined) if isinstance(one, WRITING) else one for one in callbacks])
+        super().__init__([self._around(one) for one in callbacks])
         self._run, self._jit = run, jit_compile
         self._evaluate, self._asked = evaluate, {"best": best, "patience": patience, "export": export}
+        self._first: list[dict[str, Any]] = []
         self._trainer: AnyTrainer | None = None
         # Keras ends an epoch after so many calls of the train function, if it was told how many.
         self._limit: int | None = None
@@ -132,7 +153,12 @@ class Elastic(_Forwarding):
         self._came_at_the_end: dict[str, Any] | None = None
         # How many epochs were begun and ended by whoever has the state, and what the metrics said of the last ones.
         self._begun = self._ended = 0
-        self._told: dict[int, dict[str, float]] = {}
+        self._told: dict[int, dict[str, Any]] = {}
+
+    def _around(self, callback: Any) -> Any:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            return _SavedByTheWriter(callback, self._joined)
+        return _AtTheWriter(callback, self._joined) if isinstance(callback, WRITING) else callback
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()
@@ -143,6 +169,7 @@ class Elastic(_Forwarding):
         super().set_params(params)
 
     def set_model(self, model: Any) -> None:
+        self._batches()
         super().set_model(model)
         model.make_train_function = lambda force=False: self._make_train_function(model)  # noqa: ARG005
         # What others made of an epoch that this member missed is handed over; the model is not that of then any more.
@@ -150,8 +177,16 @@ class Elastic(_Forwarding):
         model._should_eval = lambda epoch, freq: self._ended <= epoch and should(epoch, freq)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        try:
+            self._begin(logs)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self, logs: dict[str, Any] | None) -> None:
         # First, because they reset themselves: what the others hand over comes after it.
         self.forward("on_train_begin", logs)
+        self._first = [dict(vars(one)) for one in self._callbacks]
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
         run.state("callbacks", self._save, self._load)
@@ -180,20 +215,27 @@ class Elastic(_Forwarding):
             logs |= self._told.get(epoch, {})
             return
         # Keras knows of no metrics if it has seen no step of this epoch here.
-        logs |= {name: float(value) for name, value in (self._came_at_the_end or {}).items()}
+        logs |= {name: _as_keras_tells(value) for name, value in (self._came_at_the_end or {}).items()}
         self._came_at_the_end = None
         self.forward("on_epoch_end", epoch, logs)
-        self._ended, self._told[epoch] = epoch + 1, {name: float(value) for name, value in logs.items()}
+        self._ended = epoch + 1
+        self._told[epoch] = {name: _packed(value) for name, value in logs.items() if _is_plain(value)}
         self._told.pop(epoch - KEPT_EPOCHS, None)
-        self._joined().log(**{name: value for name, value in self._told[epoch].items() if not math.isnan(value)})
+        self._joined().log(**{name: value for name, value in scalars_of(logs).items() if not math.isnan(value)})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._trainer is not None:
             self._trainer.end()
-        # What is fitted next has data of its own.
+        self._let_go()
+        self.forward("on_train_end", logs)
+
+    def _let_go(self) -> None:
+        """What is fitted next has data of its own, and the model is trained as Keras does it again."""
+        if self._trainer is not None:
+            self._trainer.release()
         forget_passed()
         del self.model.make_train_function, self.model._should_eval
-        self.forward("on_train_end", logs)
+        self.model.train_function = None
 
     def _make_train_function(self, model: Any) -> None:
         backend = keras.backend.backend()
@@ -201,16 +243,23 @@ class Elastic(_Forwarding):
         def train(source: Any) -> dict[str, Any]:
             if backend == "tensorflow":
                 next(source)  # whether the epoch is over
-            assert self._trainer is not None
-            self._came_at_the_end = None
-            self._calls += 1
-            logs = self._trainer.step()
-            # With servers an epoch may have more tickets than Keras was told steps: all others are done in the last.
-            while self._calls == self._limit and self._goes_on():
-                logs = self._trainer.step()
-            return logs
+            try:
+                return self._step()
+            except BaseException:
+                self._let_go()
+                raise
 
         model.train_function = train
+
+    def _step(self) -> dict[str, Any]:
+        assert self._trainer is not None
+        self._came_at_the_end = None
+        self._calls += 1
+        logs = self._trainer.step()
+        # With servers an epoch may have more tickets than Keras was told steps: all others are done in the last.
+        while self._calls == self._limit and self._goes_on():
+            logs = self._trainer.step()
+        return logs
 
     def _goes_on(self) -> bool:
         """Whether there is more to do in Keras' epoch."""
@@ -232,40 +281,44 @@ class Elastic(_Forwarding):
 
     def _save(self) -> dict[str, Any]:
         own = {"begun": self._begun, "ended": self._ended, "told": list(self._told.items())}
-        return own | {"callbacks": [_saved(one) for one in self._callbacks]}
+        return own | {"callbacks": [_saved(*one) for one in zip(self._callbacks, self._first, strict=True)]}
 
     def _load(self, saved: dict[str, Any]) -> None:
         self._begun, self._ended, self._told = saved["begun"], saved["ended"], dict(saved["told"])
         for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
             for name, value in state.items():
-                setattr(one, name, _restored(value))
+                setattr(one, name, value)
 
 
-def _saved(callback: Any) -> dict[str, Any]:
-    """The attributes of a callback that are plain values or small arrays, or lists of them."""
-    own = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
-    return {name: _packed(value) for name, value in own.items() if _is_plain(value)}
+def _as_keras_tells(value: Any) -> Any:
+    found = keras.ops.convert_to_numpy(value)
+    return found if found.ndim else found.item()
+
+
+def _saved(callback: Any, first: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a callback that are plain values or arrays, or lists of them; `first` is what it began with."""
+    # Keras gives min_delta the sign of monitor_op when it makes that, which everybody does for himself.
+    without = {"params", "_model"} | ({"min_delta"} if hasattr(callback, "monitor_op") else set())
+    without |= {
+        name for name, value in vars(callback).items() if _bytes(value) > KEPT_BYTES and value is first.get(name)
+    }
+    return {name: _packed(value) for name, value in vars(callback).items() if name not in without and _is_plain(value)}
+
+
+def _bytes(value: Any) -> int:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return sum(one.nbytes for one in parts if isinstance(one, np.ndarray))
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value)) and sum(getattr(one, "nbytes", 0) for one in value) <= KEPT_BYTES
+        return all(map(_is_plain, value))
     if isinstance(value, np.ndarray):
-        return value.nbytes <= KEPT_BYTES and value.dtype.kind in "biuf"
+        return value.dtype.kind in "biuf" or "float" in str(value.dtype)
     return value is None or isinstance(value, bool | int | float | str | np.generic)
 
 
 def _packed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_packed(one) for one in value]
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "bytes": value.tobytes()}
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(one) for one in value]
-    if isinstance(value, dict):
-        return np.frombuffer(value["bytes"], value["dtype"]).reshape(value["shape"]).copy()
-    return value

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.errors import SecondLoop
 from shoal.keras.backend import Backend, Logs
 from shoal.worker.data.feed import Feed
 
@@ -40,8 +39,6 @@ class Calls(ABC):
 
     def begin(self, feed: Feed, identity: str, seed: int) -> None:
         """Join the run; returns when the first step of this member can be done. A server never returns."""
-        if self.feed is not None:
-            raise SecondLoop("this run already has a training loop", do="call model.fit once, with all its epochs")
         self.feed = feed
         self._batches = self.train(feed, identity, seed)
         self._held = next(self._batches, None)
@@ -72,9 +69,12 @@ class Calls(ABC):
         return self._backend.results()
 
     def end(self) -> None:
-        """The script is done with the loop, wherever that is; its optimizer is its own again."""
+        """The script is done with the loop, wherever that is."""
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """The model's optimizer is the script's own again."""
         self._backend.release()
 
     @property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import keras
 
 from shoal.errors import BadEvaluation
 from shoal.worker import evaluation
+from shoal.worker.metrics import number_of
 
 SUFFIXES = (".keras", ".h5")
 
@@ -30,9 +34,18 @@ def wish(
 
 
 def _scored(data: Any, model: Any) -> Callable[[], Any]:
-    given = data if isinstance(data, tuple | list) else (data,)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
 
     def score() -> Any:
-        return model.evaluate(*given, verbose=0, return_dict=True)
+        return scalars_of(model.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True))
 
     return score
+
+
+def scalars_of(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What of Keras' metrics can be shown with a run: some, such as F1Score, have a number for each class."""
+    found = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError):
+            found[name] = number_of(value)
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from shoal.keras import Batches, Elastic, Run, batches, join
+from shoal.keras.evaluation import scalars_of
 from shoal.worker.evaluation import numbers_of
 from shoal.worker.experiment import Experiment
 
@@ -39,7 +40,7 @@ class _Telling(keras.callbacks.Callback):  # type: ignore[misc]
         self._run, self._score = run, score
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self._run.log(**(logs or {}))
+        self._run.log(**scalars_of(logs or {}))
         if self._score is not None:
             self._run.log(**numbers_of(self._score(), None))
 

@@ -23,11 +23,13 @@ PASSING = ("OptionsDataset", "PrefetchDataset", "ShuffleDataset")
 class Node(ABC):
     """`length` elements, each of them the tensors of its `spec` in a list; `shuffled` if their order was to be random.
 
-    `one` and `many` are called while a function is traced.
+    `one` and `many` are called while a function is traced. Of elements that are batches the last may be `short`; if
+    others may be, too, they are `uneven`, and nobody can tell where a sample is.
     """
 
-    def __init__(self, length: int, spec: Any, shuffled: bool = False) -> None:
-        self.length, self.spec, self.shuffled = length, spec, shuffled
+    def __init__(self, length: int, spec: Any, shuffled: bool = False, short: bool = False) -> None:
+        self.length, self.spec, self.shuffled, self.short = length, spec, shuffled, short
+        self.uneven = False
 
     @abstractmethod
     def one(self, number: Any) -> Flat:
@@ -64,7 +66,7 @@ class Mapped(Node):
     """What a function makes of each element."""
 
     def __init__(self, inner: Node, function: Callable[..., Iterable[Any]], spec: Any) -> None:
-        super().__init__(inner.length, spec, inner.shuffled)
+        super().__init__(inner.length, spec, inner.shuffled, inner.short)
         self._inner, self._function = inner, function
 
     def one(self, number: Any) -> Flat:
@@ -75,7 +77,8 @@ class Batched(Node):
     """Elements put together to batches; the last of them may be short."""
 
     def __init__(self, inner: Node, size: int, spec: Any, whole: bool) -> None:
-        super().__init__(inner.length // size if whole else -(-inner.length // size), spec, inner.shuffled)
+        length = inner.length // size if whole else -(-inner.length // size)
+        super().__init__(length, spec, inner.shuffled, short=length * size > inner.length)
         self.inner, self._size = inner, size
 
     def one(self, number: Any) -> Flat:
@@ -87,21 +90,30 @@ class Picked(Node):
     """Some of the elements, or some of them repeatedly; `place` says which one is which."""
 
     def __init__(self, inner: Node, length: int, place: Callable[[Any], Any]) -> None:
-        super().__init__(length, inner.spec, inner.shuffled)
-        self._inner, self._place = inner, place
+        last = length > 0 and place(length - 1) == inner.length - 1
+        super().__init__(length, inner.spec, inner.shuffled, inner.short and last)
+        self.inner, self._place = inner, place
 
     def one(self, number: Any) -> Flat:
-        return self._inner.one(self._place(number))
+        return self.inner.one(self._place(number))
 
     def many(self, numbers: Any) -> Flat:
-        return self._inner.many(self._place(numbers))
+        return self.inner.many(self._place(numbers))
+
+
+class Repeated(Picked):
+    """All elements, several times."""
+
+    def __init__(self, inner: Node, times: int) -> None:
+        super().__init__(inner, inner.length * times, lambda number: number % inner.length)
+        self.times, self.uneven = times, inner.short and times > 1
 
 
 class Zipped(Node):
     """Elements side by side."""
 
     def __init__(self, inner: Sequence[Node], spec: Any) -> None:
-        super().__init__(min(one.length for one in inner), spec)
+        super().__init__(min(one.length for one in inner), spec, short=any(one.short for one in inner))
         self._inner = inner
 
     def one(self, number: Any) -> Flat:
@@ -124,6 +136,9 @@ def samples_of(node: Node) -> Node | None:
     """The samples in elements that are batches, if they can be had one by one."""
     if isinstance(node, Batched):
         return node.inner
+    if isinstance(node, Repeated):
+        once = samples_of(node.inner)
+        return Repeated(once, node.times) if once is not None else None
     return node.rows() if isinstance(node, Slices) else None
 
 
@@ -158,7 +173,7 @@ def _node(dataset: Any) -> Node | None:
         return Slices([tf.range(start, stop, step, spec.dtype)], spec)
     if kind == "ZipDataset":
         parts = [_node(one) for one in tf.nest.flatten(dataset._datasets)]
-        known = [part for part in parts if part is not None and not part.shuffled]
+        known = [part for part in parts if part is not None and not part.shuffled and not part.uneven]
         return Zipped(known, spec) if len(known) == len(parts) else None
     if kind == "CacheDataset":
         return _cached(dataset) if not dataset._filename.numpy() else None
@@ -170,12 +185,14 @@ def _around(dataset: Any, inner: Node, kind: str, spec: Any) -> Node | None:
     if kind in PASSING:
         inner.shuffled = inner.shuffled or kind == "ShuffleDataset"
         return inner
+    if inner.uneven:
+        return None
     if kind in ("MapDataset", "ParallelMapDataset"):
         return Mapped(inner, dataset._map_func.function, spec)
     if kind in ("BatchDataset", "ParallelBatchDataset"):
         return Batched(inner, int(dataset._batch_size), spec, bool(dataset._drop_remainder))
     if kind == "RepeatDataset" and int(dataset._count) >= 0:
-        return Picked(inner, inner.length * int(dataset._count), lambda number: number % inner.length)
+        return Repeated(inner, int(dataset._count))
     # Which elements these are depends on how they were shuffled.
     return _part(dataset, inner, kind) if not inner.shuffled else None
 

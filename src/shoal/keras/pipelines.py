@@ -61,6 +61,8 @@ def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> Found | N
     ahead = int(any(kind_of(one) == "PrefetchDataset" for one in operations(dataset)))
     # Batches are put together anew, so that nothing has to be left out of them either.
     samples = samples_of(node) if batched else node
+    if samples is None and node.uneven:
+        return None
     return Found(
         Items(Elements(node), seed, shuffle, "tf.data pipeline") if samples is None else Samples(samples), ahead
     )

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from shoal.core import sync
-from shoal.errors import NotAttached
+from shoal.errors import NotAttached, SecondLoop
 from shoal.keras.backend import Backend, backend_of
 from shoal.keras.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
@@ -95,10 +95,19 @@ class Run(RunOfScript):
 
     def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> AnyTrainer:
         """Join the run with this model; returns when the first step of this member can be done."""
+        self._check_first("call model.fit once, with all its epochs")
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        backend, session = backend_of(model, Guard(model.optimizer), jit), self._session
+        guard = Guard(model.optimizer)
+        try:
+            return self._begun(model, guard, batches, epochs, jit)
+        except BaseException:
+            guard.release()
+            raise
+
+    def _begun(self, model: Any, guard: Guard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
+        backend, session = backend_of(model, guard, jit), self._session
         self._backend = backend
         kind = self._kind(Trainer, LocalTrainer, TicketTrainer)
         trainer: AnyTrainer = kind(session, self._keeper, backend)
@@ -115,6 +124,7 @@ class Run(RunOfScript):
 
     def loop(self, model: Any, guard: Guard, batches: Batches) -> Iterator[Any]:
         """The batches of a loop of the script's own, whose optimizer is guarded."""
+        self._check_first("make one loop over all epochs")
         if not model.built:
             model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
         if not guard.optimizer.built:
@@ -128,6 +138,11 @@ class Run(RunOfScript):
         iterate_with(None)  # batches that are made from now on are for somebody else
         self._follow_if_evaluator(model)
         return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
+
+    def _check_first(self, do: str) -> None:
+        """A member that joins later must know which loop the run is in."""
+        if self._trainer is not None and self._trainer.feed is not None:
+            raise SecondLoop("this run already has a training loop", do=do)
 
     def _kind(self, of_steps: Any, of_rounds: Any, of_tickets: Any) -> Any:
         """The loop for how closely members keep together."""

@@ -43,24 +43,37 @@ class Found(NamedTuple):
 
 
 class Arrays(Source):
-    """NumPy arrays, or whatever can be made into them, in any nesting; the first axis counts samples."""
+    """NumPy arrays, or whatever can be made into them, in any nesting; the first axis counts samples.
+
+    As in Keras, whose models have but one type of numbers, double precision becomes what `floatx` is.
+    """
 
     def __init__(self, data: tuple[Any, ...]) -> None:
         self._data = keras.tree.map_structure(lambda one: None if one is None else np.asarray(one), data)
-        lengths = {one.shape[0] if one.ndim else -1 for one in keras.tree.flatten(self._data) if one is not None}
-        if len(lengths) != 1 or -1 in lengths:
+        arrays = _leaves(self._data)
+        single = next((given for given, one in zip(_leaves(data), arrays, strict=True) if not one.ndim), None)
+        if single is not None:
+            raise UnusableData(
+                f"a {type(single).__name__} cannot be shared out",
+                why="samples are taken out of the data by their numbers",
+                do="pass arrays, a keras.utils.PyDataset, or a tf.data pipeline",
+            )
+        lengths = {one.shape[0] for one in arrays}
+        if lengths == {0}:
+            raise UnusableData("the arrays are empty", do="check what they are made from")
+        if len(lengths) != 1:
             raise UnusableData(
                 "the arrays do not have the same number of samples",
                 why=f"their first axes have {', '.join(map(str, sorted(lengths))) or 'no'} elements",
                 do="give every sample one row in every array",
             )
-        self._length = lengths.pop()
+        self._length = int(lengths.pop())
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, ids: Rows, epoch: int) -> Batch:  # noqa: ARG002
-        return keras.tree.map_structure(lambda one: None if one is None else one[ids], self._data)
+        return keras.tree.map_structure(lambda one: None if one is None else _in_floatx(one[ids]), self._data)
 
 
 class Items(Source):
@@ -210,6 +223,14 @@ def is_tf_dataset(data: Any) -> bool:
 def _alone(y: Any, sample_weight: Any, what: str) -> None:
     if y is not None or sample_weight is not None:
         raise UnusableData(f"y and sample_weight cannot be passed beside a {what}", do=f"let the {what} give them")
+
+
+def _leaves(data: Any) -> list[Any]:
+    return [one for one in keras.tree.flatten(data) if one is not None]
+
+
+def _in_floatx(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(keras.config.floatx(), copy=False) if "float" in str(array.dtype) else array
 
 
 def _length(item: Any) -> int:

@@ -1,7 +1,7 @@
 """The state of a Keras training as a header and raw buffers, and back, without pickle.
 
-A part is a list of variables, whose bytes become the buffers, or anything with `state_dict` and `load_state_dict` of
-plain values, which become part of the header.
+A part is a list of variables, whose bytes become buffers, or anything with `state_dict` and `load_state_dict` of plain
+values, which become part of the header; arrays among them become buffers, too, and come before the variables.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from shoal.errors import ModelDiffers, StateMalformed
 Bytes: TypeAlias = NDArray[np.uint8]
 
 FORMAT = 1
+# What stands in the header for an array: which buffer it is, its type and its shape.
+ARRAY = 1
 
 
 class Variables:
@@ -46,25 +48,42 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 def capture(parts: Mapping[str, Any]) -> tuple[bytes, list[Bytes]]:
     """The state of all parts; the buffers of variables are their memory, if that can be had."""
+    arrays: list[Bytes] = []
+
+    def put(value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+            raise TypeError(f"a {type(value).__name__} is none of the values that can be")
+        # A copy: the script may change it while others still read.
+        arrays.append(_as_bytes(value).copy())
+        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode((len(arrays) - 1, str(value.dtype), value.shape)))
+
     held = {name: part for name, part in parts.items() if isinstance(part, Variables)}
     plain = {name: part.state_dict() for name, part in parts.items() if name not in held}
     header = _Header(FORMAT, {name: part.described() for name, part in held.items()}, plain)
     try:
-        packed = msgspec.msgpack.encode(header)
+        packed = msgspec.msgpack.encode(header, enc_hook=put)
     except (TypeError, OverflowError) as error:
         raise StateMalformed(
             "a part of the state cannot be handed over",
             why=str(error),
-            do="let run.state save numbers, strings, lists and dictionaries only",
+            do="let run.state save numbers, strings, arrays, lists and dictionaries only",
         ) from error
-    return packed, [raw for part in held.values() for raw in part.buffers()]
+    return packed, arrays + [raw for part in held.values() for raw in part.buffers()]
 
 
 def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -> None:
     """Load a captured state into the parts, after checking that all of it fits them."""
+    arrays = 0
+
+    def get(_code: int, told: memoryview) -> NDArray[Any]:
+        nonlocal arrays
+        arrays += 1
+        number, kind, shape = msgspec.msgpack.decode(told, type=tuple[int, str, list[int]])
+        return buffers[number].view(kind).reshape(shape).copy()
+
     try:
-        found = msgspec.msgpack.decode(header, type=_Header)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        found = msgspec.msgpack.decode(header, type=_Header, ext_hook=get)
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise StateMalformed("the header of a state cannot be read", why=str(error)) from error
     if found.format != FORMAT:
         raise StateMalformed(
@@ -72,8 +91,8 @@ def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -
             do="install the same version of Shoal everywhere",
         )
     held = {name: part for name, part in parts.items() if isinstance(part, Variables)}
-    _check(found, parts, held, buffers)
-    start = 0
+    _check(found, parts, held, len(buffers) - arrays)
+    start = arrays
     for name, part in held.items():
         count = len(found.variables[name])
         part.load(buffers[start : start + count])
@@ -82,7 +101,7 @@ def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -
         parts[name].load_state_dict(state)
 
 
-def _check(found: _Header, parts: Mapping[str, Any], held: Mapping[str, Variables], buffers: Sequence[Bytes]) -> None:
+def _check(found: _Header, parts: Mapping[str, Any], held: Mapping[str, Variables], buffers: int) -> None:
     there, here = found.variables.keys() | found.plain.keys(), parts.keys()
     if there != here:
         differ = ", ".join(sorted(there ^ here))
@@ -100,7 +119,7 @@ def _check(found: _Header, parts: Mapping[str, Any], held: Mapping[str, Variable
                 why=_difference(theirs, ours),
                 do="run the same script everywhere",
             )
-    if len(buffers) != sum(map(len, found.variables.values())):
+    if buffers != sum(map(len, found.variables.values())):
         raise StateMalformed("the buffers of a state are not those that its header describes")
 
 

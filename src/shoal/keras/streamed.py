@@ -51,9 +51,12 @@ class StreamedBatches(Batches):
     def few(self) -> Any:
         first = _Reading(self._dataset)
         try:
-            return self._batch(list(itertools.islice(first, 2)))
+            samples = list(itertools.islice(first, 2))
         finally:
             first.close()
+        if not samples:
+            raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
+        return self._batch(samples)
 
     def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         if isinstance(loop, LocalTrainer):

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 import atexit
 
-from shoal.torch.run import Run
 from shoal.worker import joining
+from shoal.worker.framework import missing
+
+try:
+    from shoal.torch.run import Run
+except ModuleNotFoundError as error:
+    raise missing(error) from None
 
 __all__ = ["Run", "join"]
 

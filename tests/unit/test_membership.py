@@ -339,6 +339,18 @@ def test_a_claim_passes_to_the_next_when_its_holder_is_lost() -> None:
     assert told(asked, ev.TellFulfilled) == [ev.TellFulfilled(("c",), "model.pt")]
 
 
+def test_a_claim_passes_to_the_next_when_its_holder_falls_silent_after_the_end() -> None:
+    state, _ = after(world_of("a", "b"), ev.MemberDone("a", 9), ev.MemberDone("b", 9))
+    assert state.finished
+    state, _ = after(state, ev.Claimed("a", "model.pt"), ev.Claimed("b", "model.pt"))
+    beats = {"b": Beat(200.0)}
+    [lost] = due(state, beats, 200.0)
+    assert isinstance(lost, ev.Lost)
+    state, asked = after(state, lost, now=200.0)
+    assert ev.Grant("b", "model.pt") in asked
+    assert due(state, {}, 300.0) == (), "nobody waits for anybody"
+
+
 def test_a_peer_that_nobody_can_reach_sits_out_instead_of_breaking_every_world() -> None:
     state = world_of("a", "b", "c")
     for _ in range(2):

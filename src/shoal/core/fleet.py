@@ -190,7 +190,7 @@ def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
     trained = run.status == FINISHING and p.role == TRAINER
     # Whoever was asked to end may have come to the end of its script first.
     came_to_the_end = event.cause == "done" or (trained and event.exit_code == 0)
-    if p.status == ENDING and not p.again:
+    if event.cause == "idle" or (p.status == ENDING and not p.again):
         del draft.processes[p.run, p.member]
     elif came_to_the_end and not p.again and run.status in (GOING, FINISHING):
         draft.update(p, status=DONE)

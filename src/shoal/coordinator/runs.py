@@ -404,8 +404,9 @@ def _has_begun(run: Run, wanted: Wanted) -> bool:
 
 def _goes_on(run: Run) -> bool:
     """Whether a run whose members are gone only waits for others."""
-    stopping = run.membership.stopping
-    return not run.over and not run.asked_to_stop and stopping is not None and stopping.until_others
+    state = run.membership
+    waits = state.stopping is not None and state.stopping.until_others and not state.finished
+    return waits and not run.over and not run.asked_to_stop
 
 
 def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:

@@ -192,7 +192,7 @@ def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
     came_to_the_end = event.cause == "done" or (trained and event.exit_code == 0)
     if event.cause == "idle" or (p.status == ENDING and not p.again):
         del draft.processes[p.run, p.member]
-    elif came_to_the_end and not p.again and run.status in (GOING, FINISHING):
+    elif came_to_the_end and not p.again and (run.finished or run.status in (GOING, FINISHING)):
         draft.update(p, status=DONE)
         if run.compat and p.leads:
             draft.dismiss(run)
@@ -249,7 +249,8 @@ def _on_stopping(draft: Draft, event: fe.RunStopping) -> None:
 
 
 def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
-    if draft.runs[event.run].status == GOING:
+    run = draft.set_run(event.run, finished=True)
+    if run.status == GOING:
         draft.set_run(event.run, status=FINISHING)
         for p in draft.of_run(event.run):
             if p.status in (BACKOFF, GIVEN_UP) and p.role != EVALUATOR:

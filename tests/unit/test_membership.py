@@ -163,6 +163,42 @@ def test_the_last_one_whose_script_leaves_the_loop_ends_the_run() -> None:
     assert state.finished
 
 
+def done_hello(name: str, world: int | None, *, early: bool = False) -> ev.Hello:
+    return ev.Hello(name, "1", Address("h", 1), world, 9, done=True, early=early)
+
+
+def test_who_did_the_last_step_while_the_coordinator_was_away_ends_the_run_whatever_becomes_of_the_others() -> None:
+    """The end was trained again from a checkpoint, or all of it, if there was none."""
+    state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted())
+    state, _ = after(state, done_hello("a", state.world.number), ev.Lost("b", "its process ended: done"))
+    assert state.finished
+
+
+def test_others_go_on_without_one_whose_script_left_the_loop_while_the_coordinator_was_away() -> None:
+    state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted())
+    state, _ = after(state, done_hello("a", state.world.number, early=True), ev.Lost("b", "its process ended"))
+    assert not state.finished
+
+
+def test_who_is_done_and_was_taken_for_lost_is_in_no_world_any_more() -> None:
+    """It was waited for to hand its state over, and its main thread had left the loop."""
+    state = world_of("a", "b")
+    state, _ = after(state, ev.Lost("a", "its lease ran out"), ev.WorldBroke("b", state.world.number, 8, ("a",)))
+    assert [seat.member for seat in state.world.seats] == ["b"]
+    state, asked = after(state, done_hello("a", None), ev.BecameReady("a", "x", 9))
+    assert not told(asked, ev.ProposeWorld)
+    state, _ = after(state, ev.MemberDone("b", 9))
+    assert state.finished
+
+
+def test_if_all_are_done_and_were_taken_for_lost_the_run_ends() -> None:
+    state, _ = after(world_of("a", "b"), ev.Lost("a", "its lease ran out"), ev.Lost("b", "its lease ran out"))
+    state, asked = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    state, asked = after(state, done_hello("a", None))
+    assert state.finished
+    assert ev.TellFinished(("c",), 9) in asked
+
+
 def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> None:
     """Newcomers were to get the state from nobody, while one that waited outside had it."""
     state = world_of("a")

@@ -77,7 +77,9 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
             stale=event.step is not None,
             role=event.role,
         )
-        if event.world is not None:
+        if event.done and event.step is not None:
+            _was_done(draft, event, event.step)
+        elif event.world is not None:
             draft.ask(ev.Expel(event.member, "it is not in the run any more"))
         if draft.base.stopping is not None:
             draft.repeat_stop([event.member])
@@ -94,8 +96,7 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
     """Puts a member that found the coordinator again where it says it is."""
     world = draft.base.world
     if event.done and event.step is not None:
-        # It does not say whether that was early; if it was not, the others will say so as well.
-        _on_done(draft, ev.MemberDone(event.member, event.step, early=True))
+        _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif event.broken and event.world is not None:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
@@ -116,9 +117,16 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.repeat_proposal([event.member])
 
 
+def _was_done(draft: Draft, event: ev.Hello, step: int) -> None:
+    """It was taken for lost, but has done the last step, or left the loop, which then ends nothing for the others."""
+    draft.update(event.member, status=DONE)
+    if not event.early:
+        draft.set(step=max(draft.base.step, step), done_at=step)
+
+
 def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     member = draft.members.get(event.member)
-    if member is None or member.status == TRAINING:
+    if member is None or member.status in (TRAINING, DONE):
         return
     draft.update(member.name, fingerprint=event.fingerprint, speed=event.speed)
     if draft.base.fingerprint not in ("", event.fingerprint):

@@ -245,7 +245,8 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     placement = draft.base.placement
     if again and known is not None and draft.base.stopping is not None:
         draft.remind_to_stop(known)
-    if again and event.done and event.step is not None:
+    here = draft.members[event.member].incarnation == event.incarnation
+    if here and event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step))
     elif again and known is not None and known.status == TRAINING and placement is not None:
         draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))

@@ -209,6 +209,27 @@ def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> 
     assert [seat.member for seat in formed.world.seats] == ["b"]
 
 
+def test_who_missed_the_world_that_was_formed_when_its_last_one_broke_is_told_again() -> None:
+    """If nobody else was in it, both waited for ever."""
+    state = world_of("a", "b")
+    old = state.world.number
+    state, _ = after(state, ev.Lost("b", "its process ended"), ev.WorldBroke("a", old, 5, ("b",)))
+    assert state.world.number > old
+    state, asked = after(state, ev.CoordinatorRestarted(), ev.Hello("a", "1", Address("h", 1), old, 5, broken=True))
+    [formed] = told(asked, ev.FormWorld)
+    assert formed.world == state.world
+
+
+def test_who_was_lost_and_did_not_hear_that_it_must_come_anew_is_told_again() -> None:
+    """It waited for a world, and was waited for to become ready, for ever."""
+    state, _ = after(world_of("a"), ev.Lost("a", "its lease ran out"))
+    again = ev.Hello("a", "1", Address("h", 1), 1, 5)
+    state, asked = after(state, again)
+    assert told(asked, ev.Expel)
+    _, asked = after(state, ev.Disconnected("a"), replace(again, broken=True))
+    assert told(asked, ev.Expel)
+
+
 HIRED = replace(RULES, hires=True)
 
 

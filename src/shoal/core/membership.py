@@ -94,27 +94,35 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
 
 def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
     """Puts a member that found the coordinator again where it says it is."""
-    world = draft.base.world
     if event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
+    elif known.status == STARTING and event.world is not None:
+        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif event.broken and event.world is not None:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
             draft.enter(crossed, event.step)
         _on_broke(draft, ev.WorldBroke(event.member, event.world, event.step))
+        _repeat_news(draft, event)
     elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
         draft.enter(crossed, event.step)
-    elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
-        draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+    elif _repeat_news(draft, event):
         draft.repeat_proposal([event.member])
-    elif known.status == STARTING and event.world is not None:
-        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
     elif known.status == WAITING and event.world is not None:
         draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
     else:
         draft.repeat_proposal([event.member])
+
+
+def _repeat_news(draft: Draft, event: ev.Hello) -> bool:
+    """Whether a member has a seat in the live world and is not in it; then it is told again."""
+    world = draft.base.world
+    missed = world is not None and world.rank_of(event.member) is not None and event.world != world.number
+    if world is not None and missed:
+        draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+    return missed
 
 
 def _was_done(draft: Draft, event: ev.Hello, step: int) -> None:

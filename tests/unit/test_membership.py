@@ -174,6 +174,16 @@ def test_who_did_the_last_step_while_the_coordinator_was_away_ends_the_run_whate
     assert state.finished
 
 
+def test_who_is_done_stays_so_if_it_is_heard_later_that_others_crossed_into_its_last_world() -> None:
+    state = world_of("a", "b", rules=replace(RULES, max_members=3))
+    state, _ = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    last = state.proposal.number
+    state, _ = after(state, ev.CoordinatorRestarted(), done_hello("a", last), ev.EnteredWorld("b", last, 8))
+    assert not state.finished
+    state, _ = after(state, ev.MemberDone("b", 9), ev.MemberDone("c", 9))
+    assert state.finished
+
+
 def test_others_go_on_without_one_whose_script_left_the_loop_while_the_coordinator_was_away() -> None:
     state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted())
     state, _ = after(state, done_hello("a", state.world.number, early=True), ev.Lost("b", "its process ended"))

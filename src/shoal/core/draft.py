@@ -329,7 +329,7 @@ class Draft:
         """The proposed world is live, because one of its members has crossed over."""
         before, ranks = self.base.world, proposal.ranks()
         for rank, seat in enumerate(proposal.seats):
-            if seat.member in self.members:
+            if seat.member in self.members and self.members[seat.member].status != DONE:
                 self.update(seat.member, status=TRAINING, rank=rank, stale=False)
         for seat in before.seats if before is not None else ():
             if seat.member in self.members and seat.member not in ranks:

@@ -240,6 +240,35 @@ def test_who_was_lost_and_did_not_hear_that_it_must_come_anew_is_told_again() ->
     assert told(asked, ev.Expel)
 
 
+def crossed_unheard() -> State:
+    """A run whose member a has crossed into world 2 with b, which died there before anybody had told; c is let in."""
+    state, _ = after(world_of("a"), hello("b"), ev.BecameReady("b", "x", None))
+    assert state.proposal.number == 2
+    state, _ = after(state, hello("c"), ev.BecameReady("c", "x", None), ev.Lost("b", "its process ended"))
+    assert (state.world.number, state.proposal.number) == (1, 3)
+    return state
+
+
+def test_who_crossed_into_a_world_that_was_given_up_is_not_waited_for_in_the_one_that_it_left() -> None:
+    """Its line broke before it could tell; it and the run waited for each other for ever."""
+    again = ev.Hello("a", "1", Address("h", 1), 2, 6)
+    state, asked = after(crossed_unheard(), ev.Disconnected("a"), again)
+    assert state.world is None
+    assert any("a" in i.to and i.number >= 2 for i in told(asked, ev.DissolveWorld))
+    state, asked = after(state, ev.WorldBroke("a", 2, 6))
+    assert [i.world.step for i in told(asked, ev.FormWorld)] == [6]
+
+
+def test_who_lost_touch_in_a_world_that_was_given_up_has_left_the_one_before() -> None:
+    _, asked = after(crossed_unheard(), ev.WorldBroke("a", 2, 6, ("b",)))
+    assert [i.world.step for i in told(asked, ev.FormWorld)] == [6]
+
+
+def test_who_was_about_to_join_a_world_that_was_given_up_breaks_none() -> None:
+    state, _ = after(crossed_unheard(), ev.WorldBroke("c", 2, None))
+    assert state.world is not None
+
+
 HIRED = replace(RULES, hires=True)
 
 

@@ -25,6 +25,7 @@ from shoal.core import events as ev
 from shoal.core.draft import Draft, listed
 from shoal.core.leases import due
 from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
+from shoal.core.world import World
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
@@ -106,6 +107,8 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         _repeat_news(draft, event)
     elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
         draft.enter(crossed, event.step)
+    elif draft.base.world is not None and _is_past(draft.base.world, event.member, event.world or 0):
+        _on_entered(draft, ev.EnteredWorld(event.member, event.world or 0, event.step or 0))
     elif _repeat_news(draft, event):
         draft.repeat_proposal([event.member])
     elif known.status == OUT:
@@ -114,6 +117,11 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
     else:
         draft.repeat_proposal([event.member])
+
+
+def _is_past(world: World, member: str, number: int) -> bool:
+    """Whether a member of this world has left it for a later one, of which nobody else has told, or will."""
+    return number > world.number and world.rank_of(member) is not None
 
 
 def _repeat_news(draft: Draft, event: ev.Hello) -> bool:
@@ -162,7 +170,7 @@ def _on_broke(draft: Draft, event: ev.WorldBroke) -> None:
     if proposal is not None and event.world == proposal.number:
         _on_preparation_failed(draft, ev.PreparationFailed(event.member, event.world, event.suspects, event.cause))
         return
-    live = world is not None and event.world == world.number
+    live = world is not None and (event.world == world.number or _is_past(world, event.member, event.world))
     if member.status in (OUT, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
         draft.answered(event.member, event.step)
     if live:

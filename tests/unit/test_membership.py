@@ -269,6 +269,19 @@ def test_who_was_about_to_join_a_world_that_was_given_up_breaks_none() -> None:
     assert state.world is not None
 
 
+def test_who_missed_that_all_is_done_is_told_again() -> None:
+    """A spare waited for ever for a world, and the run for it."""
+    state, _ = after(world_of("a"), hello("b"), ev.BecameReady("b", "x", None), ev.MemberDone("a", 9))
+    _, asked = after(state, ev.CoordinatorRestarted(), hello("b"))
+    assert ev.TellFinished(("b",), 9) in asked
+
+
+def test_who_missed_that_the_run_stops_is_told_again() -> None:
+    state, _ = after(world_of("a"), ev.StopAsked("asked", checkpoint=True, exit_code=75))
+    _, asked = after(state, ev.CoordinatorRestarted(), replace(hello("a"), world=state.world.number, step=5))
+    assert told(asked, ev.StopMembers) == [ev.StopMembers(("a",), "asked", True, 75)]
+
+
 HIRED = replace(RULES, hires=True)
 
 

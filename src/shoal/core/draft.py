@@ -367,6 +367,12 @@ class Draft:
         if asked is not None and to:
             self.ask(ev.StopMembers(to, asked.reason, asked.checkpoint, asked.exit_code))
 
+    def remind(self, member: Member) -> None:
+        """Tell one that found the coordinator again of the end: it may not have heard, because one of us was away."""
+        self.repeat_stop([member.name])
+        if self.base.finished:
+            self.ask(ev.TellFinished((member.name,), self.base.step))
+
     # --- claims
 
     def pass_claims_on(self, gone: str) -> None:

@@ -91,6 +91,7 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
     if draft.base.restoring == event.member:
         draft.set(restoring="")  # it may not have heard that it was asked
     _find_place(draft, known, event)
+    draft.remind(known)
 
 
 def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:

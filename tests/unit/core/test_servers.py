@@ -170,6 +170,12 @@ def test_a_trainer_that_is_done_and_finds_the_coordinator_again_does_not_begin_a
     assert run.state.members["t0"].status == DONE
 
 
+def test_a_spare_trainer_that_missed_that_all_is_done_is_told_again() -> None:
+    run = Run(trainers=(1, 1)).come("s0").come("s1").come("t0").come("t1").copy_all()
+    run.on(ev.MemberDone("t0", 10), ev.CoordinatorRestarted(), ev.Hello("t1", "1", HERE))
+    assert run.told(ev.TellFinished) == [ev.TellFinished(("t1",), 10)]
+
+
 def test_a_member_that_finds_the_coordinator_again_hears_of_the_placement() -> None:
     run = started().on(ev.CoordinatorRestarted(), ev.Hello("t0", "1", HERE))
     assert run.told(ev.PlaceParts)[0].to == ("t0",)

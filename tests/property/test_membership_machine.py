@@ -1,7 +1,8 @@
 """Members join, leave, hang, die and lose the coordinator in any order; the promises of membership hold all the while.
 
 Members are modelled after `shoal.worker.session`: messages travel in order on each line, but lines are delivered in any
-order. Nothing here has a clock but the one that the rules move.
+order. Nothing here has a clock but the one that the rules move. Where it is calm, members come, die and are told to go,
+but all is heard at once: few examples would otherwise come to the end of a run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.core.membership import Beat, Rules, State, decide, due
 from shoal.core.world import Address, World
 
 RULES = Rules(min_members=1, max_members=3, gather_s=0.5)
+FOR_EVER = 10_000
 
 
 @dataclasses.dataclass
@@ -39,6 +41,7 @@ class Model:
     over_up_to: int = 0
     leaving: bool = False
     done: bool = False
+    early: bool = False
     inbox: deque[Any] = dataclasses.field(default_factory=deque)
     outbox: deque[Any] = dataclasses.field(default_factory=deque)
 
@@ -60,25 +63,35 @@ class Model:
                 self.step,
                 self.broken,
                 done=self.done,
+                early=self.early,
             )
         )
-        if self.world is None and not self.done:
+        if self.world is None:
             self.say(ev.BecameReady(self.name, "f", self.step))
         if self.leaving:
             self.say(ev.NoticeGiven(self.name, 30.0, "notice"))
 
-    def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True) -> None:
-        if self.world is not None and not self.broken and not self.done:
+    def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True, told: bool = False) -> None:
+        """Who is done does not mind that the others are gone, unless it is told that the world is over."""
+        if self.world is not None and not self.broken and (told or not self.done):
             self.broken, self.prepared = True, None
             if answer:
                 self.say(ev.WorldBroke(self.name, self.world.number, self.step, suspects))
 
 
 class Membership(RuleBasedStateMachine):
-    @initialize(count=st.integers(1, 4), hires=st.booleans(), total=st.sampled_from([3, 9, 10_000, 10_000]))
-    def begin(self, count: int, hires: bool, total: int) -> None:
+    @initialize(
+        count=st.integers(1, 4),
+        hires=st.booleans(),
+        left=st.sampled_from([1, 2, 9, FOR_EVER]),
+        begun=st.booleans(),
+        calm=st.booleans(),
+    )
+    def begin(self, count: int, hires: bool, left: int, begun: bool, calm: bool) -> None:
+        self.calm = calm
         self.now = 1000.0
-        self.total = total
+        self.total = left
+        self.ended = False
         self.state = self.first = State(dataclasses.replace(RULES, hires=hires))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
@@ -86,8 +99,14 @@ class Membership(RuleBasedStateMachine):
         self.down = False
         self.checkpoint: int | None = None
         self.committed = 0
-        for _ in range(count):
+        for _ in range(count + (2 if calm else 0)):
             self._join()
+        if begun or calm:
+            # Most that can go wrong at the end takes a world that trains, and few examples come so far by themselves.
+            self.total = FOR_EVER
+            while self.committed < 2:
+                self._settle()
+            self.total = self.committed + (min(left, 3) if calm else left)
 
     # --- what may happen
 
@@ -102,6 +121,7 @@ class Membership(RuleBasedStateMachine):
     def join(self) -> None:
         self._join()
 
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def deliver_some(self, data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 6))):
@@ -110,6 +130,25 @@ class Membership(RuleBasedStateMachine):
                 return
             self._deliver(*data.draw(st.sampled_from(lines)))
 
+    @rule()
+    def all_is_heard_and_a_step_is_done(self) -> None:
+        self._deliver_all()
+        world = self._whole()
+        if world is not None:
+            self._step(world, [self.models[s.member] for s in world.seats])
+            self._deliver_all()
+
+    @rule(data=st.data())
+    def one_dies_and_all_is_heard(self, data: st.DataObject) -> None:
+        victim = self._pick(data, self._is_whole)
+        if victim is not None and victim.world is not None:
+            victim.alive = victim.connected = False
+            self._feed(ev.Lost(victim.name, "its process ended"), victim)
+            for seat in victim.world.seats:
+                self.models[seat.member].break_world((victim.name,))
+            self._deliver_all()
+
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def kill(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.alive)
@@ -126,12 +165,23 @@ class Membership(RuleBasedStateMachine):
             model.alive = model.connected = False
             self._feed(ev.Disconnected(model.name), model)
 
+    @precondition(lambda self: not self.calm)
+    @rule(data=st.data())
+    def leave_the_loop(self, data: st.DataObject) -> None:
+        """The script of one member breaks out of its loop; the others go on without it."""
+        model = self._pick(data, lambda m: m.works and not m.done and not m.leaving and self._is_whole(m))
+        if model is not None and data.draw(st.integers(0, 3)) == 0:
+            model.done = model.early = True
+            model.say(ev.MemberDone(model.name, model.step or 0, early=True))
+
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works)
         if victim is not None:
             victim.hung = True
 
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def wake_up(self, data: st.DataObject) -> None:
         sleeper = self._pick(data, lambda m: m.alive and m.hung)
@@ -139,6 +189,7 @@ class Membership(RuleBasedStateMachine):
             sleeper.hung = False
             self._go_on_connecting(sleeper)
 
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def lose_the_line(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and m.connected)
@@ -157,6 +208,7 @@ class Membership(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self._pass_time(seconds)
 
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         """A step of a world that is whole; sometimes one member dies in it, and only some commit."""
@@ -178,6 +230,7 @@ class Membership(RuleBasedStateMachine):
         else:
             self._step(world, committing)
 
+    @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def notice_a_broken_ring(self, data: st.DataObject) -> None:
         model = self._pick(data, lambda m: m.works and m.world is not None and not m.broken and self._ring_gone(m))
@@ -186,7 +239,7 @@ class Membership(RuleBasedStateMachine):
             suspects = tuple(s.member for s in model.world.seats if not self.models[s.member].alive)
             model.break_world(suspects[:1])
 
-    @precondition(lambda self: not self.down)
+    @precondition(lambda self: not self.down and not self.calm)
     @rule()
     def coordinator_dies(self) -> None:
         self.down = True
@@ -229,15 +282,15 @@ class Membership(RuleBasedStateMachine):
             self._go_on_connecting(model)
         for _ in range(60):
             self._settle()
-        alive = [m for m in self.models.values() if m.alive]
-        if self.state.done_at is not None:
+        training = [m for m in self.models.values() if m.alive and not m.done]
+        if self.ended:
             assert self.state.finished, (self.state.reason, self.state)
-        if alive and self.state.stopping is None and self.total < 100:
+        if training and self.state.stopping is None and self.total < FOR_EVER:
             assert self.state.finished, (self.state.reason, self.state)
-        elif alive and self.state.stopping is None:
+        elif training and self.state.stopping is None:
             world = self._whole()
             assert world is not None, (self.state.reason, self.state)
-            assert world.size == min(len(alive), RULES.max_members), (self.state.reason, self.state)
+            assert world.size == min(len(training), RULES.max_members), (self.state.reason, self.state)
             assert (self.models[world.seats[0].member].step or 0) >= self.committed - 1
         self._replay()
 
@@ -259,15 +312,18 @@ class Membership(RuleBasedStateMachine):
                 model.break_world()
             if model.works and model.leaving and (model.world is None or model.broken):
                 self._depart(model)
+        self._deliver_all()
+        world = self._whole()
+        if world is not None:
+            self._step(world, [self.models[s.member] for s in world.seats])
+        self._pass_time(0.3)
+
+    def _deliver_all(self) -> None:
         for _ in range(400):
             lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
             if not lines:
                 break
             self._deliver(*lines[0])
-        world = self._whole()
-        if world is not None:
-            self._step(world, [self.models[s.member] for s in world.seats])
-        self._pass_time(0.3)
 
     def _others_can_go_on(self, leaver: Model) -> bool:
         return any(m.works and not m.leaving and m is not leaver for m in self.models.values())
@@ -330,9 +386,12 @@ class Membership(RuleBasedStateMachine):
         self.journal.append((event, self.now))
         if isinstance(event, ev.Hello):
             self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
-        offered = self.state.proposal
+        before = self.state
+        offered = before.proposal
         known_world = offered is not None and offered.number == getattr(event, "world", None)
-        self.state, asked = decide(self.state, event, self.now)
+        self.state, asked = decide(before, event, self.now)
+        self._note_the_end(event)
+        self._check_sources(asked)
         if isinstance(event, ev.MemberLeft) and event.world is not None and known_world:
             assert not any(isinstance(i, ev.DissolveWorld) for i in asked), "a member that handed over broke a world"
         for instruction in asked:
@@ -341,6 +400,28 @@ class Membership(RuleBasedStateMachine):
                 model = self.models.get(name)
                 if model is not None and model.alive and model.connected and not isinstance(instruction, ev.Say):
                     model.inbox.append(instruction)
+
+    def _note_the_end(self, event: Any) -> None:
+        """Once it is heard that somebody has done the last step, all that is left is to end."""
+        known = self.state.members.get(getattr(event, "member", ""))
+        if isinstance(event, ev.Hello) and known is not None and known.incarnation == event.incarnation:
+            self.ended |= event.done and not event.early
+        elif isinstance(event, ev.MemberDone):
+            self.ended |= not event.early
+
+    def _check_sources(self, asked: tuple[Any, ...]) -> None:
+        """Whoever needs the state gets it from somebody who has it."""
+        for instruction in asked:
+            if isinstance(instruction, ev.AskRestore):
+                assert not self.ended, "the end is trained again"
+            if isinstance(instruction, ev.FormWorld) and not instruction.world.fresh:
+                seats = [s for rank, s in enumerate(instruction.world.seats) if rank not in instruction.world.sources]
+                have = [s.member for s in seats if self.state.members[s.member].step is not None]
+                assert have, "a world was formed without a state"
+            if isinstance(instruction, ev.ProposeWorld):
+                world = self.state.world
+                assert world is not None
+                assert any(world.rank_of(s.member) is not None for s in instruction.world.seats), "nobody hands over"
 
     def _hear(self, model: Model, told: Any) -> None:
         if isinstance(told, ev.FormWorld):
@@ -357,11 +438,11 @@ class Membership(RuleBasedStateMachine):
                 if model.broken:
                     model.say(ev.WorldBroke(model.name, model.world.number, model.step))
                 else:
-                    model.break_world()
+                    model.break_world(told=True)
             elif model.world is None:
                 model.say(ev.BecameReady(model.name, "f", model.step))
         elif isinstance(told, ev.Expel):
-            model.break_world(answer=False)
+            model.break_world(answer=False, told=True)
             # What it was about to enter is given up, too: see Worlds._on_expelled.
             model.world, model.formed, model.broken = None, None, False
             model.hello()
@@ -371,8 +452,9 @@ class Membership(RuleBasedStateMachine):
             if self.checkpoint is None:
                 self.committed = 0
         elif isinstance(told, ev.TellFinished):
-            assert told.step == self.total
-            model.alive = model.connected = False
+            assert told.step == self.total or any(m.early for m in self.models.values())
+            if not model.done:
+                model.alive = model.connected = False
 
     def _on_form(self, model: Model, world: World) -> None:
         current = model.world.number if model.world else 0
@@ -456,7 +538,8 @@ class Membership(RuleBasedStateMachine):
         numbers = {m.prepared.number if m.prepared else 0 for m in seats}
         agreed = numbers.pop() if len(numbers) == 1 else 0
         target = next((m.prepared for m in seats if m.prepared), None) if agreed else None
-        if target is not None and not self._connected(target, seats):
+        last = (seats[0].step or 0) + 1 >= self.total
+        if target is not None and (last or not self._connected(target, seats)):
             target = None
         for model in committing:
             model.step = (model.step or 0) + 1

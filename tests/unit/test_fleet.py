@@ -245,6 +245,33 @@ def test_a_run_is_done_if_one_of_its_members_came_to_the_end_of_the_script() -> 
     assert (ended.exit_code, ended.reason) == (0, "all members are done")
 
 
+def test_a_run_is_not_done_if_its_machine_is_lost_before_the_end_of_the_script() -> None:
+    fleet = with_run(1, 1).on(fe.RunFinished("r")).on(fe.AgentAway("lab"))
+    [ended] = fleet.wait(11.0).of(fe.RunEnded)
+    assert ended.exit_code == 75
+    assert "nobody came to the end of the script: lab/0: agent lab is lost" in ended.reason
+
+
+def test_a_run_is_not_done_if_its_agent_ended_its_member_before_the_end_of_the_script() -> None:
+    fleet = with_run(1, 1).on(fe.RunFinished("r"))
+    [ended] = fleet.exit("lab/0", "asked", "the agent ends").of(fe.RunEnded)
+    assert ended.exit_code == 75
+    assert "nobody came to the end of the script: lab/0: the agent ends" in ended.reason
+
+
+def test_a_run_is_done_if_its_member_came_to_the_end_of_the_script_when_its_agent_ended_it() -> None:
+    fleet = with_run(1, 1).on(fe.RunFinished("r"))
+    incarnation = fleet.process("lab/0").incarnation
+    fleet.on(fe.ProcessExited("r", "lab/0", incarnation, "asked", "the agent ends", exit_code=0))
+    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+
+
+def test_nobody_is_started_again_for_a_run_that_is_trained() -> None:
+    fleet = with_run(1, 2).on(fe.RunFinished("r"))
+    fleet.exit("lab/0", "asked", "the agent ends")
+    assert fleet.wait(2.0).started() == []
+
+
 def test_whoever_does_not_stop_in_time_is_ended() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))

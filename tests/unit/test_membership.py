@@ -163,6 +163,52 @@ def test_the_last_one_whose_script_leaves_the_loop_ends_the_run() -> None:
     assert state.finished
 
 
+def done_hello(name: str, world: int | None, *, early: bool = False) -> ev.Hello:
+    return ev.Hello(name, "1", Address("h", 1), world, 9, done=True, early=early)
+
+
+def test_who_did_the_last_step_while_the_coordinator_was_away_ends_the_run_whatever_becomes_of_the_others() -> None:
+    """The end was trained again from a checkpoint, or all of it, if there was none."""
+    state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted())
+    state, _ = after(state, done_hello("a", state.world.number), ev.Lost("b", "its process ended: done"))
+    assert state.finished
+
+
+def test_who_is_done_stays_so_if_it_is_heard_later_that_others_crossed_into_its_last_world() -> None:
+    state = world_of("a", "b", rules=replace(RULES, max_members=3))
+    state, _ = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    last = state.proposal.number
+    state, _ = after(state, ev.CoordinatorRestarted(), done_hello("a", last), ev.EnteredWorld("b", last, 8))
+    assert not state.finished
+    state, _ = after(state, ev.MemberDone("b", 9), ev.MemberDone("c", 9))
+    assert state.finished
+
+
+def test_others_go_on_without_one_whose_script_left_the_loop_while_the_coordinator_was_away() -> None:
+    state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted())
+    state, _ = after(state, done_hello("a", state.world.number, early=True), ev.Lost("b", "its process ended"))
+    assert not state.finished
+
+
+def test_who_is_done_and_was_taken_for_lost_is_in_no_world_any_more() -> None:
+    """It was waited for to hand its state over, and its main thread had left the loop."""
+    state = world_of("a", "b")
+    state, _ = after(state, ev.Lost("a", "its lease ran out"), ev.WorldBroke("b", state.world.number, 8, ("a",)))
+    assert [seat.member for seat in state.world.seats] == ["b"]
+    state, asked = after(state, done_hello("a", None), ev.BecameReady("a", "x", 9))
+    assert not told(asked, ev.ProposeWorld)
+    state, _ = after(state, ev.MemberDone("b", 9))
+    assert state.finished
+
+
+def test_if_all_are_done_and_were_taken_for_lost_the_run_ends() -> None:
+    state, _ = after(world_of("a", "b"), ev.Lost("a", "its lease ran out"), ev.Lost("b", "its lease ran out"))
+    state, asked = after(state, hello("c"), ev.BecameReady("c", "x", None))
+    state, asked = after(state, done_hello("a", None))
+    assert state.finished
+    assert ev.TellFinished(("c",), 9) in asked
+
+
 def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> None:
     """Newcomers were to get the state from nobody, while one that waited outside had it."""
     state = world_of("a")
@@ -171,6 +217,69 @@ def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> 
     state, asked = after(state, ev.Lost("a", "its lease ran out"))
     [formed] = told(asked, ev.FormWorld)
     assert [seat.member for seat in formed.world.seats] == ["b"]
+
+
+def test_who_missed_the_world_that_was_formed_when_its_last_one_broke_is_told_again() -> None:
+    """If nobody else was in it, both waited for ever."""
+    state = world_of("a", "b")
+    old = state.world.number
+    state, _ = after(state, ev.Lost("b", "its process ended"), ev.WorldBroke("a", old, 5, ("b",)))
+    assert state.world.number > old
+    state, asked = after(state, ev.CoordinatorRestarted(), ev.Hello("a", "1", Address("h", 1), old, 5, broken=True))
+    [formed] = told(asked, ev.FormWorld)
+    assert formed.world == state.world
+
+
+def test_who_was_lost_and_did_not_hear_that_it_must_come_anew_is_told_again() -> None:
+    """It waited for a world, and was waited for to become ready, for ever."""
+    state, _ = after(world_of("a"), ev.Lost("a", "its lease ran out"))
+    again = ev.Hello("a", "1", Address("h", 1), 1, 5)
+    state, asked = after(state, again)
+    assert told(asked, ev.Expel)
+    _, asked = after(state, ev.Disconnected("a"), replace(again, broken=True))
+    assert told(asked, ev.Expel)
+
+
+def crossed_unheard() -> State:
+    """A run whose member a has crossed into world 2 with b, which died there before anybody had told; c is let in."""
+    state, _ = after(world_of("a"), hello("b"), ev.BecameReady("b", "x", None))
+    assert state.proposal.number == 2
+    state, _ = after(state, hello("c"), ev.BecameReady("c", "x", None), ev.Lost("b", "its process ended"))
+    assert (state.world.number, state.proposal.number) == (1, 3)
+    return state
+
+
+def test_who_crossed_into_a_world_that_was_given_up_is_not_waited_for_in_the_one_that_it_left() -> None:
+    """Its line broke before it could tell; it and the run waited for each other for ever."""
+    again = ev.Hello("a", "1", Address("h", 1), 2, 6)
+    state, asked = after(crossed_unheard(), ev.Disconnected("a"), again)
+    assert state.world is None
+    assert any("a" in i.to and i.number >= 2 for i in told(asked, ev.DissolveWorld))
+    state, asked = after(state, ev.WorldBroke("a", 2, 6))
+    assert [i.world.step for i in told(asked, ev.FormWorld)] == [6]
+
+
+def test_who_lost_touch_in_a_world_that_was_given_up_has_left_the_one_before() -> None:
+    _, asked = after(crossed_unheard(), ev.WorldBroke("a", 2, 6, ("b",)))
+    assert [i.world.step for i in told(asked, ev.FormWorld)] == [6]
+
+
+def test_who_was_about_to_join_a_world_that_was_given_up_breaks_none() -> None:
+    state, _ = after(crossed_unheard(), ev.WorldBroke("c", 2, None))
+    assert state.world is not None
+
+
+def test_who_missed_that_all_is_done_is_told_again() -> None:
+    """A spare waited for ever for a world, and the run for it."""
+    state, _ = after(world_of("a"), hello("b"), ev.BecameReady("b", "x", None), ev.MemberDone("a", 9))
+    _, asked = after(state, ev.CoordinatorRestarted(), hello("b"))
+    assert ev.TellFinished(("b",), 9) in asked
+
+
+def test_who_missed_that_the_run_stops_is_told_again() -> None:
+    state, _ = after(world_of("a"), ev.StopAsked("asked", checkpoint=True, exit_code=75))
+    _, asked = after(state, ev.CoordinatorRestarted(), replace(hello("a"), world=state.world.number, step=5))
+    assert told(asked, ev.StopMembers) == [ev.StopMembers(("a",), "asked", True, 75)]
 
 
 HIRED = replace(RULES, hires=True)
@@ -337,6 +446,18 @@ def test_a_claim_passes_to_the_next_when_its_holder_is_lost() -> None:
     assert ev.Grant("b", "model.pt") in asked
     _, asked = after(state, ev.ClaimFulfilled("b", "model.pt"), ev.Claimed("c", "model.pt"))
     assert told(asked, ev.TellFulfilled) == [ev.TellFulfilled(("c",), "model.pt")]
+
+
+def test_a_claim_passes_to_the_next_when_its_holder_falls_silent_after_the_end() -> None:
+    state, _ = after(world_of("a", "b"), ev.MemberDone("a", 9), ev.MemberDone("b", 9))
+    assert state.finished
+    state, _ = after(state, ev.Claimed("a", "model.pt"), ev.Claimed("b", "model.pt"))
+    beats = {"b": Beat(200.0)}
+    [lost] = due(state, beats, 200.0)
+    assert isinstance(lost, ev.Lost)
+    state, asked = after(state, lost, now=200.0)
+    assert ev.Grant("b", "model.pt") in asked
+    assert due(state, {}, 300.0) == (), "nobody waits for anybody"
 
 
 def test_a_peer_that_nobody_can_reach_sits_out_instead_of_breaking_every_world() -> None:

@@ -53,6 +53,7 @@ class Members:
             hello.broken,
             hello.done,
             hello.role,
+            hello.early,
         )
         asked = self._service.record(hello.run, event)
         refusal = next((i for _, i in asked if isinstance(i, ev.Refuse) and i.incarnation == hello.incarnation), None)

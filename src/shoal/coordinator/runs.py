@@ -108,8 +108,9 @@ class Runs:
         elif isinstance(event, _SUPPLY):
             self._supply(event, now, asked)
         elif isinstance(event, _FLEET):
+            idle = self._is_idle(event)
             self._before_fleet(event, now, asked)
-            self._fleet(event, now, asked)
+            self._fleet(replace(event, cause="idle") if idle else event, now, asked)
             self._tell_supply(event, now, asked)
         elif name in self.runs:
             self._run_event(self.runs[name], event, now, asked)
@@ -343,6 +344,16 @@ class Runs:
 
     # --- processes, and what follows from them for the membership
 
+    def _is_idle(self, event: fe.Event) -> bool:
+        """Whether a process ends that had no part in the last step: it does not come to the end of the script."""
+        if not isinstance(event, fe.ProcessExited) or event.run not in self.runs:
+            return False
+        state = self.runs[event.run].membership
+        member = state.members.get(event.member)
+        if member is None or member.incarnation != event.incarnation:
+            return False
+        return state.finished and member.status != membership.DONE
+
     def _before_fleet(self, event: fe.Event, now: float, asked: Asked) -> None:
         """The loss of a member is decided first: others wait for it, while a restart can wait."""
         if isinstance(event, fe.ProcessExited) and event.run in self.runs:
@@ -397,8 +408,9 @@ def _has_begun(run: Run, wanted: Wanted) -> bool:
 
 def _goes_on(run: Run) -> bool:
     """Whether a run whose members are gone only waits for others."""
-    stopping = run.membership.stopping
-    return not run.over and not run.asked_to_stop and stopping is not None and stopping.until_others
+    state = run.membership
+    waits = state.stopping is not None and state.stopping.until_others and not state.finished
+    return waits and not run.over and not run.asked_to_stop
 
 
 def _with_failure(reason: str, failure: records.MemberRaised | None) -> str:

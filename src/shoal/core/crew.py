@@ -157,9 +157,9 @@ class Processes(dict[tuple[str, str], Process]):
 class Wanted:
     """What a run wants. `regroup` says why a compat run's processes are all being started anew.
 
-    `trained` says that nobody trains any more, and only evaluators are waited for. Runs of higher `priority` get
-    places first. `terms` are those of each role that has some. `fell` names who died after the last step, on the
-    way to the end of the script.
+    `finished` says that the last step is done, `trained` that nobody trains any more, and only evaluators are waited
+    for. Runs of higher `priority` get places first. `terms` are those of each role that has some. `fell` names who died
+    after the last step, on the way to the end of the script.
     """
 
     run: str
@@ -170,6 +170,7 @@ class Wanted:
     servers: int = 0
     evaluators: int = 0
     ports: str = ""
+    finished: bool = False
     trained: bool = False
     status: str = GOING
     exit_code: int = 0

@@ -329,7 +329,7 @@ class Draft:
         """The proposed world is live, because one of its members has crossed over."""
         before, ranks = self.base.world, proposal.ranks()
         for rank, seat in enumerate(proposal.seats):
-            if seat.member in self.members:
+            if seat.member in self.members and self.members[seat.member].status != DONE:
                 self.update(seat.member, status=TRAINING, rank=rank, stale=False)
         for seat in before.seats if before is not None else ():
             if seat.member in self.members and seat.member not in ranks:
@@ -366,6 +366,12 @@ class Draft:
         to = tuple(names)
         if asked is not None and to:
             self.ask(ev.StopMembers(to, asked.reason, asked.checkpoint, asked.exit_code))
+
+    def remind(self, member: Member) -> None:
+        """Tell one that found the coordinator again of the end: it may not have heard, because one of us was away."""
+        self.repeat_stop([member.name])
+        if self.base.finished:
+            self.ask(ev.TellFinished((member.name,), self.base.step))
 
     # --- claims
 

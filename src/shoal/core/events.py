@@ -16,7 +16,7 @@ from shoal.core.world import Address, World
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A member connected, for the first time or again (same incarnation)."""
+    """A member connected, for the first time or again (same incarnation); for `done` and `early` see MemberDone."""
 
     member: str
     incarnation: str
@@ -26,6 +26,7 @@ class Hello:
     broken: bool = False
     done: bool = False
     role: str = "trainer"
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,15 +187,18 @@ def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
     if p is None or p.incarnation != event.incarnation or not p.alive:
         return
     run = draft.runs[event.run]
-    if p.status == ENDING and not p.again:
+    trained = run.status == FINISHING and p.role == TRAINER
+    # Whoever was asked to end may have come to the end of its script first.
+    came_to_the_end = event.cause == "done" or (trained and event.exit_code == 0)
+    if event.cause == "idle" or (p.status == ENDING and not p.again):
         del draft.processes[p.run, p.member]
-    elif event.cause == "done" and not p.again and run.status in (GOING, FINISHING):
+    elif came_to_the_end and not p.again and (run.finished or run.status in (GOING, FINISHING)):
         draft.update(p, status=DONE)
         if run.compat and p.leads:
             draft.dismiss(run)
     elif run.compat:
         draft.lose_of_group(run, p, event.cause, event.detail)
-    elif event.cause == "asked" and not p.again:
+    elif event.cause == "asked" and not p.again and not trained:
         # Somebody else ended it, most likely the agent on its way out: a breath shows which.
         draft.update(p, status=BACKOFF, until=draft.now + 1.0)
     else:
@@ -246,7 +249,8 @@ def _on_stopping(draft: Draft, event: fe.RunStopping) -> None:
 
 
 def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
-    if draft.runs[event.run].status == GOING:
+    run = draft.set_run(event.run, finished=True)
+    if run.status == GOING:
         draft.set_run(event.run, status=FINISHING)
         for p in draft.of_run(event.run):
             if p.status in (BACKOFF, GIVEN_UP) and p.role != EVALUATOR:
@@ -306,6 +310,8 @@ def _forget_agent(draft: Draft, name: str) -> None:
         if run.compat and p.alive and p.status != ENDING:
             draft.lose_of_group(run, p, "preempted", f"agent {name} is lost")
         else:
+            if run.status == FINISHING and p.alive and p.role == TRAINER:
+                draft.set_run(p.run, fell=f"{p.member}: agent {name} is lost")
             draft.processes.pop((p.run, p.member), None)
     for run in draft.runs.values():
         if run.status != OVER:

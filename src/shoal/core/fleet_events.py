@@ -80,7 +80,10 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """`cause` is one of: done, user, infrastructure, preempted, asked, refused."""
+    """`cause` is one of: done, user, infrastructure, preempted, asked, refused, and idle.
+
+    `idle` is not the agent's word: others had trained to the end, and it was told that it was not needed.
+    """
 
     run: str
     member: str

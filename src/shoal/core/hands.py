@@ -29,6 +29,8 @@ from shoal.core.crew import (
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.core.terms import admits
 
+ALL_DONE = ("all members are done", 0)
+
 
 class Draft:
     """A state under change; it lives for one event."""
@@ -240,6 +242,7 @@ class Draft:
             return
         processes = [p for p in self.of_run(name) if p.role != EVALUATOR]
         evaluators = [p for p in self.of_run(name) if p.role == EVALUATOR and (p.alive or p.status == BACKOFF)]
+        came_to_the_end = any(p.status == DONE and p.role == TRAINER for p in processes)
         waiting = any(p.status == BACKOFF for p in processes)
         if evaluators and run.status == FINISHING:
             if not run.trained:
@@ -248,17 +251,19 @@ class Draft:
         elif run.status == STOPPING:
             if not evaluators:
                 self.over(name)
-                self.asked.append(fe.RunEnded(name, run.reason, run.exit_code))
+                # Told to stop in its last step, it may have got to its end first.
+                how = ALL_DONE if run.finished and came_to_the_end else (run.reason, run.exit_code)
+                self.asked.append(fe.RunEnded(name, *how))
         elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
             for p in evaluators:
                 self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
-            if run.fell and not any(p.status == DONE and p.role == TRAINER for p in processes):
+            if run.fell and not came_to_the_end:
                 # What the script does after its training, such as saving the model, may not be done.
                 reason = f"trained to the end, but nobody came to the end of the script: {run.fell}"
                 self.asked.append(fe.RunEnded(name, reason, 75))
             else:
-                self.asked.append(fe.RunEnded(name, "all members are done", 0))
+                self.asked.append(fe.RunEnded(name, *ALL_DONE))
         elif run.terms_of(TRAINER).pools:
             return  # others are hired for it
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.core import events as ev
 from shoal.core.roster import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
@@ -25,17 +25,8 @@ def beat_s(wished_s: float, members: int, lease_s: float) -> float:
 def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
     """The waits that are over, as events."""
     if state.finished:
-        return ()
-    fired: list[ev.Event] = []
-    fresh_since = now - state.rules.lease_s
-    for name, member in state.members.items():
-        beat = beats.get(name)
-        fresh = member.since >= fresh_since or (beat is not None and beat.at >= fresh_since)
-        if fresh and member.away_since is None:
-            continue
-        reason = _why_lost(state, member, beat, now)
-        if reason:
-            fired.append(ev.Lost(member.name, reason))
+        return tuple(_lost(state, _awaited(state), beats, now))
+    fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now))
     fired.extend(ev.Lost(name, reason) for name, reason in _stalled(state, beats, now))
     if state.gather_until is not None and now >= state.gather_until:
         fired.append(ev.TimerFired("gather"))
@@ -46,6 +37,24 @@ def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, 
     if state.proposal is not None and state.repeat_at is not None and now >= state.repeat_at:
         fired.append(ev.TimerFired("proposal"))
     return tuple(fired)
+
+
+def _awaited(state: State) -> list[Member]:
+    """Those who do something that another waits for; when all is trained, nobody else has to be there any more."""
+    names = {claim.holder for claim in state.claims.values() if claim.waiting and not claim.fulfilled}
+    return [member for name, member in state.members.items() if name in names]
+
+
+def _lost(state: State, members: Iterable[Member], beats: Mapping[str, Beat], now: float) -> Iterator[ev.Lost]:
+    fresh_since = now - state.rules.lease_s
+    for member in members:
+        beat = beats.get(member.name)
+        fresh = member.since >= fresh_since or (beat is not None and beat.at >= fresh_since)
+        if fresh and member.away_since is None:
+            continue
+        reason = _why_lost(state, member, beat, now)
+        if reason:
+            yield ev.Lost(member.name, reason)
 
 
 def _last_call(state: State, now: float) -> bool:

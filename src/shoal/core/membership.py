@@ -25,6 +25,7 @@ from shoal.core import events as ev
 from shoal.core.draft import Draft, listed
 from shoal.core.leases import due
 from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
+from shoal.core.world import World
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
@@ -77,7 +78,9 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
             stale=event.step is not None,
             role=event.role,
         )
-        if event.world is not None:
+        if event.done and event.step is not None:
+            _was_done(draft, event, event.step)
+        elif event.world is not None:
             draft.ask(ev.Expel(event.member, "it is not in the run any more"))
         if draft.base.stopping is not None:
             draft.repeat_stop([event.member])
@@ -88,26 +91,27 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
     if draft.base.restoring == event.member:
         draft.set(restoring="")  # it may not have heard that it was asked
     _find_place(draft, known, event)
+    draft.remind(known)
 
 
 def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
     """Puts a member that found the coordinator again where it says it is."""
-    world = draft.base.world
     if event.done and event.step is not None:
-        # It does not say whether that was early; if it was not, the others will say so as well.
-        _on_done(draft, ev.MemberDone(event.member, event.step, early=True))
+        _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
+    elif known.status == STARTING and event.world is not None:
+        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif event.broken and event.world is not None:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
             draft.enter(crossed, event.step)
         _on_broke(draft, ev.WorldBroke(event.member, event.world, event.step))
+        _repeat_news(draft, event)
     elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
         draft.enter(crossed, event.step)
-    elif world is not None and world.rank_of(event.member) is not None and event.world != world.number:
-        draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+    elif draft.base.world is not None and _is_past(draft.base.world, event.member, event.world or 0):
+        _on_entered(draft, ev.EnteredWorld(event.member, event.world or 0, event.step or 0))
+    elif _repeat_news(draft, event):
         draft.repeat_proposal([event.member])
-    elif known.status == STARTING and event.world is not None:
-        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
     elif known.status == OUT:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
     elif known.status == WAITING and event.world is not None:
@@ -116,9 +120,30 @@ def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
         draft.repeat_proposal([event.member])
 
 
+def _is_past(world: World, member: str, number: int) -> bool:
+    """Whether a member of this world has left it for a later one, of which nobody else has told, or will."""
+    return number > world.number and world.rank_of(member) is not None
+
+
+def _repeat_news(draft: Draft, event: ev.Hello) -> bool:
+    """Whether a member has a seat in the live world and is not in it; then it is told again."""
+    world = draft.base.world
+    missed = world is not None and world.rank_of(event.member) is not None and event.world != world.number
+    if world is not None and missed:
+        draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+    return missed
+
+
+def _was_done(draft: Draft, event: ev.Hello, step: int) -> None:
+    """It was taken for lost, but has done the last step, or left the loop, which then ends nothing for the others."""
+    draft.update(event.member, status=DONE)
+    if not event.early:
+        draft.set(step=max(draft.base.step, step), done_at=step)
+
+
 def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
     member = draft.members.get(event.member)
-    if member is None or member.status == TRAINING:
+    if member is None or member.status in (TRAINING, DONE):
         return
     draft.update(member.name, fingerprint=event.fingerprint, speed=event.speed)
     if draft.base.fingerprint not in ("", event.fingerprint):
@@ -146,7 +171,7 @@ def _on_broke(draft: Draft, event: ev.WorldBroke) -> None:
     if proposal is not None and event.world == proposal.number:
         _on_preparation_failed(draft, ev.PreparationFailed(event.member, event.world, event.suspects, event.cause))
         return
-    live = world is not None and event.world == world.number
+    live = world is not None and (event.world == world.number or _is_past(world, event.member, event.world))
     if member.status in (OUT, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
         draft.answered(event.member, event.step)
     if live:

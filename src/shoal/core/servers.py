@@ -209,13 +209,14 @@ class ServerDraft(Draft):
         elif lead not in self.members:
             self.tell_to_stop([m.name for m in serving], checkpoint=False)
 
-    def remind_to_stop(self, member: Member) -> None:
-        """It may not have heard it, because one of us was away."""
+    def remind(self, member: Member) -> None:
+        """As of a run without servers, but these are told to stop one after the other."""
         placement, asked = self.base.placement, self.base.stopping
-        assert asked is not None
         lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
-        if member.role == TRAINER or member.leaving:
+        if asked is not None and (member.role == TRAINER or member.leaving):
             self.tell_to_stop([member.name], asked.checkpoint and member.name == lead)
+        if self.base.finished:
+            self.ask(ev.TellFinished((member.name,), self.base.step))
 
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
         asked = self.base.stopping
@@ -243,14 +244,11 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     again = known is not None and known.incarnation == event.incarnation
     mb.handle(draft, replace(event, done=False, broken=False))
     placement = draft.base.placement
-    if again and known is not None and draft.base.stopping is not None:
-        draft.remind_to_stop(known)
-    if again and event.done and event.step is not None:
+    here = draft.members[event.member].incarnation == event.incarnation
+    if here and event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step))
     elif again and known is not None and known.status == TRAINING and placement is not None:
         draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))
-    elif again and known is not None and known.status == DONE and draft.base.finished:
-        draft.ask(ev.TellFinished((event.member,), draft.base.step))
 
 
 def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:

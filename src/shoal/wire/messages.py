@@ -28,7 +28,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 class MemberHello(Message, frozen=True):
     """First message of a member, and of a member that finds the coordinator again.
 
-    `world` and `step` are None for a new process. `broken` says that its world fell apart.
+    `world` and `step` are None for a new process. `broken` says that its world fell apart; for `done` and `early` see
+    Done.
     """
 
     protocol: int
@@ -43,6 +44,7 @@ class MemberHello(Message, frozen=True):
     broken: bool = False
     done: bool = False
     role: str = "trainer"
+    early: bool = False
 
 
 class Ready(Message, frozen=True):

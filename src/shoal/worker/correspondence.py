@@ -42,7 +42,7 @@ class Correspondence:
         self._ready = False
         self._broken = False
         self._applying = self._expelled = False
-        self._done = False
+        self._done = self._quit = False
         self._finished = False
         self._stop: messages.Stop | None = None
         self._leaving: tuple[float, str] | None = None
@@ -138,6 +138,7 @@ class Correspondence:
             broken=self._broken and not self._applying,
             done=self._done,
             role=self.environment.role,
+            early=self._quit,
         )
         said: list[messages.Message] = [hello]
         if self._ready and world is None:

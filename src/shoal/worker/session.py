@@ -156,7 +156,7 @@ class Session(Worlds):
     def quit(self) -> None:
         """The script left its loop before the last step: the others go on without this member."""
         with self._changed:
-            self._finishing = self._done = True
+            self._finishing = self._done = self._quit = True
             self._say(messages.Done(self.step or 0, early=True))
             if self.exchange is not None:
                 self.exchange.abort("its script left the training loop")

@@ -68,6 +68,14 @@ def test_a_run_is_not_done_if_its_last_member_dies_before_it_has_saved_the_model
         run.check()
 
 
+def test_another_saves_the_model_if_the_one_that_does_so_dies_over_it(tmp_path: Path) -> None:
+    """Nobody was told, once all was trained, and the other waited for ever."""
+    deaths = [{"member": "local/0", "step": 32, "point": "saving"}]
+    with staged(tmp_path, "2:2", die=deaths) as run:
+        run.finish()
+        run.check()
+
+
 def test_nobody_restarts_because_of_somebody_else(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=4) as run:
         run.until_size(3)

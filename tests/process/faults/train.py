@@ -1,8 +1,9 @@
 """The script under fault tests: a small float64 model whose every committed step leaves a record.
 
 What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
-before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step, or at the end,
-before the model is saved; `die_by` names the signal. Every step takes `pause_s` longer.
+before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step, at the end,
+before the model is saved, or while they save it, before anybody else asks to; `die_by` names the signal. Every step
+takes `pause_s` longer.
 """
 
 import json
@@ -122,6 +123,10 @@ def main() -> None:
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
             tarry(OUT, step, steps)
     die("at the end")
+    if (run.step, "saving", None) in deaths:
+        torch.save = lambda *_: ((OUT / "saving").touch(), die("saving"))
+    while any(d["point"] == "saving" for d in PLAN.get("die", [])) and not deaths and not (OUT / "saving").exists():
+        time.sleep(0.02)
     run.save(OUT / "final.pt")
     alike = checksum({"model": model, "scheduler": scheduler})
     sum_ = checksum({"model": model, "optimizer": optimizer, "scheduler": scheduler})

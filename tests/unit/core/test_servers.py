@@ -9,7 +9,7 @@ import pytest
 from shoal.core import events as ev
 from shoal.core import servers as sv
 from shoal.core import sync
-from shoal.core.roster import Rules, State
+from shoal.core.roster import DONE, Rules, State
 from shoal.core.shards import Placement
 from shoal.core.world import Address
 from shoal.errors import BadSync
@@ -160,6 +160,20 @@ def test_the_run_is_finished_when_the_last_trainer_is_done() -> None:
 
 def test_a_trainer_that_dies_at_the_very_end_is_not_waited_for() -> None:
     assert started().on(ev.MemberDone("t0", 10), ev.Lost("t1", "killed")).state.finished
+
+
+def test_a_trainer_that_is_done_and_finds_the_coordinator_again_does_not_begin_anew() -> None:
+    again = (ev.Hello("t0", "1", HERE, step=10, done=True), ev.BecameReady("t0", "model", 10))
+    run = started().on(ev.MemberDone("t0", 10), *again)
+    assert run.state.members["t0"].status == DONE
+    run.on(ev.Lost("t0", "its lease ran out"), *again)
+    assert run.state.members["t0"].status == DONE
+
+
+def test_a_spare_trainer_that_missed_that_all_is_done_is_told_again() -> None:
+    run = Run(trainers=(1, 1)).come("s0").come("s1").come("t0").come("t1").copy_all()
+    run.on(ev.MemberDone("t0", 10), ev.CoordinatorRestarted(), ev.Hello("t1", "1", HERE))
+    assert run.told(ev.TellFinished) == [ev.TellFinished(("t1",), 10)]
 
 
 def test_a_member_that_finds_the_coordinator_again_hears_of_the_placement() -> None:

@@ -13,6 +13,7 @@ import logging
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from shoal.coordinator.blobs import FOLDER, Blobs
+from shoal.coordinator.blobs import ENVIRONMENTS, Blobs
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
 from shoal.core import spending, supply
@@ -316,7 +317,10 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
 
-    wardrobe = Wardrobe(Blobs(directory / FOLDER))
+    if not service.runs.supply.hires:
+        # Only hires fetch from there, also those that were queued before this coordinator was started.
+        shutil.rmtree(directory / ENVIRONMENTS, ignore_errors=True)
+    wardrobe = Wardrobe(Blobs(directory / ENVIRONMENTS))
 
     def ask_of(asked: se.Submit) -> Ask:
         engine = found[asked.pool][1]

@@ -83,6 +83,23 @@ def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
         time.sleep(0.1)
 
 
+def test_a_token_is_replaced_only_by_who_says_so(coordinator: Coordinator) -> None:
+    ada = token(coordinator, "ada")
+    argv = [sys.executable, "-m", "shoal.cli.main", "token", "ada", "--dir", str(coordinator.directory)]
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 2
+    assert "ada has a token already" in again.stderr
+    assert "--renew" in again.stderr
+    assert submit(coordinator, ada)[0] == 200, "it is still good"
+    other = token(coordinator, "ada", "--renew")
+    assert other != ada
+    deadline = time.monotonic() + 20
+    while (answer := submit(coordinator, ada))[0] != 401:
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.1)
+    assert submit(coordinator, other)[0] == 200
+
+
 def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -> None:
     directory = tmp_path / "srv"
     directory.mkdir()

@@ -19,7 +19,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("a matter of TensorFlow", allow_module_level=True)
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
+from shoal.errors import BadSize, LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
 from shoal.keras import sources  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
 from shoal.keras.evaluation import wish  # noqa: E402
@@ -715,3 +715,26 @@ def test_an_evaluator_weighs_samples_as_validation_does() -> None:
     found = wish((x, y, weights), model, best="min:loss")
     assert found is not None
     assert found.score() == model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size": 2.5}, {"size": "64"}, {"size": True}, {"size": 0}, {"micro": 0}, {"micro": 1.5}, {"epochs": 0.5}],
+    ids=str,
+)
+def test_numbers_that_are_none_are_refused_where_they_are_passed(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(BadSize, match=f"{name}=.*{value}") as refused:
+        shoal.batches(*data(), **{"size": SIZE, **wrong})
+    assert refused.value.do
+
+
+def test_shards_are_for_pipelines() -> None:
+    with pytest.raises(UnusableData, match="shards=4 cannot be used with arrays"):
+        shoal.batches(*data(), size=SIZE, shards=4)
+    with pytest.raises(BadSize, match="shards=0"):
+        shoal.batches(slices(data()).batch(4), size=SIZE, shards=0)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    assert shoal.batches(*data(), size=np.int64(SIZE)).size == SIZE

@@ -353,9 +353,6 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     if hires is None:
         return None
     found = {name: pools.parse(name, table, str(directory)) for name, table in hires.pools.items()}
-    known = tuple(pool for pool, _ in found.values())
-    if known != tuple(service.runs.supply.pools.values()):
-        service.handle("", se.PoolsKnown(known))
     (directory / LEAVING).unlink(missing_ok=True)
     token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
@@ -373,7 +370,11 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
         return Ask(asked.hire, tag, url, token, asked.slots, options, *size, made)
 
     engines = {name: engine for name, (_, engine) in found.items()}
-    return Hiring(service, tag, engines, ask_of, grace.in_options(hires.agent))
+    hiring = Hiring(service, tag, engines, ask_of, grace.in_options(hires.agent))
+    known = tuple(pool for pool, _ in found.values())
+    if known != tuple(service.runs.supply.pools.values()):
+        service.handle("", se.PoolsKnown(known))
+    return hiring
 
 
 @contextlib.contextmanager

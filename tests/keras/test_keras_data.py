@@ -647,6 +647,68 @@ def test_who_joins_asks_for_as_large_an_improvement_as_the_others() -> None:
     assert fitted(there) == fitted(Hung(0, there)) == 3 * LENGTH
 
 
+def test_who_goes_on_with_a_run_waits_as_long_as_its_script_says() -> None:
+    def fitted(session: Boundary, patience: int) -> int:
+        stop = keras.callbacks.EarlyStopping("quality", patience=patience, mode="max")
+        run = shoal.Run(session, "test", "unused")
+        elastic = shoal.Elastic(Judge(*range(10, 4, -1)), stop, run=run)
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return run.step
+
+    there = Boundary(2 * LENGTH + 2)
+    assert fitted(there, 9) == EPOCHS * LENGTH
+    assert fitted(Hung(0, there), 2) == 3 * LENGTH, "the others have waited for one epoch by then, which counts"
+
+
+class Noting(keras.callbacks.Callback):  # type: ignore[misc]
+    """Finds things in all the ways that callbacks keep them; `limit` it is told."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.began = limit, 0
+        self.seen, self.counts, self.streak = [], np.zeros(2), 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.began = 100 + self.limit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(epoch)
+        self.counts += 1
+        self.streak = 0 if epoch == 1 else 7
+
+
+class Watched(Hung):
+    """Notes what a callback has before and after the state of the others is there."""
+
+    def __init__(self, at: int, later: Boundary, noting: Noting) -> None:
+        super().__init__(at, later)
+        self.noting, self.streaks = noting, []
+
+    def turn(self) -> int:
+        if self.step == self.at and self.later is not None:
+            before = self.noting.streak
+            step = super().turn()
+            self.streaks = [before, self.noting.streak]
+            return step
+        return super().turn()
+
+
+def test_all_that_a_callback_has_found_is_handed_over_and_nothing_that_it_was_told() -> None:
+    def fit(session: Boundary, noting: Noting) -> None:
+        elastic = shoal.Elastic(noting, run=shoal.Run(session, "test", "unused"))
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+
+    there, ours = Boundary(2 * LENGTH + 2), Noting(5)
+    fit(there, Noting(3))
+    watched = Watched(LENGTH + 2, there, ours)
+    fit(watched, ours)
+    assert ours.limit == 5
+    assert ours.began == 103, "it began when the others did"
+    assert ours.seen == list(range(EPOCHS))
+    assert ours.counts.tolist() == [EPOCHS] * 2
+    assert watched.streaks == [7, 0], "what has become again what it was made as is handed over too"
+
+
 def two_outputs() -> tuple[Any, Any, Any]:
     """A model with a metric that has a number for each of its outputs, and data for it."""
     x, y = data()

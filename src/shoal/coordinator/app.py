@@ -19,7 +19,7 @@ import shoal
 from shoal.coordinator import blobs, logs
 from shoal.coordinator.agents import Agents
 from shoal.coordinator.auth import USER
-from shoal.coordinator.blobs import ENVIRONMENTS, FOLDER, Blobs
+from shoal.coordinator.blobs import FOLDER, STOWED, Blobs
 from shoal.coordinator.files import Files, sweep_every
 from shoal.coordinator.filing import Filing
 from shoal.coordinator.keys import OWNER
@@ -64,7 +64,7 @@ class Api:
         self._members = Members(service)
         self._agents = Agents(service)
         self._requests = Requests(service)
-        self._blobs, self._stowed = Blobs(service.directory / FOLDER), Blobs(service.directory / ENVIRONMENTS)
+        self._blobs, self._stowed = Blobs(service.directory / FOLDER), Blobs(service.directory / STOWED)
         service.at_every_tick(blobs.sweep_every(self._blobs, service.runs.projects, SWEEP_BLOBS_S))
         self._files = Files(service.run_dir)
         self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)

@@ -17,7 +17,7 @@ from shoal.errors import BadRequest, JournalUnwritable, PackDamaged, UnknownBlob
 from shoal.pack import project
 
 FOLDER = "blobs"
-ENVIRONMENTS = "environments"
+STOWED = "stowed"
 KEEP_S = 24 * 3600.0
 MAX_BLOB_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
-from shoal.coordinator.blobs import ENVIRONMENTS, Blobs
+from shoal.coordinator.blobs import STOWED, Blobs
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
 from shoal.core import spending, supply
@@ -359,8 +359,8 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
 
     if not service.runs.supply.hires:
         # Only hires fetch from there, also those that were queued before this coordinator was started.
-        shutil.rmtree(directory / ENVIRONMENTS, ignore_errors=True)
-    wardrobe = Wardrobe(Blobs(directory / ENVIRONMENTS))
+        shutil.rmtree(directory / STOWED, ignore_errors=True)
+    wardrobe = Wardrobe(Blobs(directory / STOWED))
 
     def ask_of(asked: se.Submit) -> Ask:
         engine = found[asked.pool][1]

@@ -16,6 +16,7 @@ import pytest
 from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
+from shoal.coordinator.blobs import STOWED, Blobs
 from shoal.launch.client import Client
 from shoal.pack import project
 from shoal.pack.project import Entry, Project
@@ -160,12 +161,14 @@ def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_coun
     name, manifest = project.encode(Project((Entry("train.py", needed, 6),)))
     client.send({needed: b"needed", asked_for: b"asked for", left: b"left", name: manifest})
     (blobs / f"{left}.1234.part").write_bytes(b"le")
+    stowed = Blobs(coordinator.directory / STOWED)
+    wheel = stowed.add(b"a wheel")
     spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1], "project": name}
     status, view = coordinator.ask("POST", "/v1/runs", spec)
     assert status == 200
     coordinator.ask("POST", f"/v1/runs/{view['run']}/stop", {})
     before = time.time() - 2 * 86400.0
-    for path in blobs.iterdir():
+    for path in (*blobs.iterdir(), stowed.path(wheel)):
         os.utime(path, (before, before))
     assert client.send({asked_for: b"asked for"}) == 0, "it is there, so that it is not sent again"
     coordinator.kill()
@@ -175,3 +178,6 @@ def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_coun
         time.sleep(0.05)
     assert {path.name for path in blobs.iterdir()} == {needed, asked_for, name}
     assert coordinator.ask("POST", "/v1/blobs", [needed, left]) == (200, [left]), "what was removed is sent again"
+    request = urllib.request.Request(f"{coordinator.url}/v1/blobs/{wheel}", headers=coordinator.credentials.headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.read() == b"a wheel", "what environments are made of is no run's, and stays"

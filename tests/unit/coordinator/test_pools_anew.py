@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.coordinator.blobs import STOWED, Blobs
 from shoal.coordinator.hiring import Hiring, open_pools
 from shoal.coordinator.service import Service
 from shoal.core import supply_events as se
-from shoal.core.hires import HERE, LEAVING, Hire
+from shoal.core.hires import HERE, LEAVING, SUBMITTED, Hire
 from shoal.store.journal import Journal
 from shoal.store.views import Views
 from shoal.wire import credentials, hires
@@ -36,3 +37,25 @@ def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypa
     asyncio.run(live())
     service.close()
     assert [one.hire for one in done if isinstance(one, se.Cancel)] == ["b"]
+
+
+@pytest.mark.parametrize("hired", [False, True])
+def test_what_environments_are_made_of_stays_while_a_hire_may_fetch_it(
+    hired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    credentials.write(tmp_path / "token", credentials.Credentials("secret"))
+    hires.write(tmp_path, hires.Hires({"farm": {"engine": "local"}}))
+    digest = Blobs(tmp_path / STOWED).add(b"a wheel")
+    service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
+    queued = {"a": Hire("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if hired else {}
+    service.runs.supply = replace(service.runs.supply, hires=queued)
+
+    async def live() -> None:
+        opened = open_pools(service, tmp_path)
+        assert opened is not None
+        await opened.close(end_all=False)
+
+    asyncio.run(live())
+    service.close()
+    assert Blobs(tmp_path / STOWED).missing([digest]) == ([] if hired else [digest])

@@ -19,7 +19,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("a matter of TensorFlow", allow_module_level=True)
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
+from shoal.errors import BadSize, LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
 from shoal.keras import sources  # noqa: E402
 from shoal.keras.batches import IndexedBatches  # noqa: E402
 from shoal.keras.evaluation import wish  # noqa: E402
@@ -647,6 +647,68 @@ def test_who_joins_asks_for_as_large_an_improvement_as_the_others() -> None:
     assert fitted(there) == fitted(Hung(0, there)) == 3 * LENGTH
 
 
+def test_who_goes_on_with_a_run_waits_as_long_as_its_script_says() -> None:
+    def fitted(session: Boundary, patience: int) -> int:
+        stop = keras.callbacks.EarlyStopping("quality", patience=patience, mode="max")
+        run = shoal.Run(session, "test", "unused")
+        elastic = shoal.Elastic(Judge(*range(10, 4, -1)), stop, run=run)
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+        return run.step
+
+    there = Boundary(2 * LENGTH + 2)
+    assert fitted(there, 9) == EPOCHS * LENGTH
+    assert fitted(Hung(0, there), 2) == 3 * LENGTH, "the others have waited for one epoch by then, which counts"
+
+
+class Noting(keras.callbacks.Callback):  # type: ignore[misc]
+    """Finds things in all the ways that callbacks keep them; `limit` it is told."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.began = limit, 0
+        self.seen, self.counts, self.streak = [], np.zeros(2), 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.began = 100 + self.limit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(epoch)
+        self.counts += 1
+        self.streak = 0 if epoch == 1 else 7
+
+
+class Watched(Hung):
+    """Notes what a callback has before and after the state of the others is there."""
+
+    def __init__(self, at: int, later: Boundary, noting: Noting) -> None:
+        super().__init__(at, later)
+        self.noting, self.streaks = noting, []
+
+    def turn(self) -> int:
+        if self.step == self.at and self.later is not None:
+            before = self.noting.streak
+            step = super().turn()
+            self.streaks = [before, self.noting.streak]
+            return step
+        return super().turn()
+
+
+def test_all_that_a_callback_has_found_is_handed_over_and_nothing_that_it_was_told() -> None:
+    def fit(session: Boundary, noting: Noting) -> None:
+        elastic = shoal.Elastic(noting, run=shoal.Run(session, "test", "unused"))
+        model_of().fit(shoal.batches(*data(), size=10), epochs=EPOCHS, verbose=0, callbacks=[elastic])
+
+    there, ours = Boundary(2 * LENGTH + 2), Noting(5)
+    fit(there, Noting(3))
+    watched = Watched(LENGTH + 2, there, ours)
+    fit(watched, ours)
+    assert ours.limit == 5
+    assert ours.began == 103, "it began when the others did"
+    assert ours.seen == list(range(EPOCHS))
+    assert ours.counts.tolist() == [EPOCHS] * 2
+    assert watched.streaks == [7, 0], "what has become again what it was made as is handed over too"
+
+
 def two_outputs() -> tuple[Any, Any, Any]:
     """A model with a metric that has a number for each of its outputs, and data for it."""
     x, y = data()
@@ -715,3 +777,26 @@ def test_an_evaluator_weighs_samples_as_validation_does() -> None:
     found = wish((x, y, weights), model, best="min:loss")
     assert found is not None
     assert found.score() == model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size": 2.5}, {"size": "64"}, {"size": True}, {"size": 0}, {"micro": 0}, {"micro": 1.5}, {"epochs": 0.5}],
+    ids=str,
+)
+def test_numbers_that_are_none_are_refused_where_they_are_passed(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(BadSize, match=f"{name}=.*{value}") as refused:
+        shoal.batches(*data(), **{"size": SIZE, **wrong})
+    assert refused.value.do
+
+
+def test_shards_are_for_pipelines() -> None:
+    with pytest.raises(UnusableData, match="shards=4 cannot be used with arrays"):
+        shoal.batches(*data(), size=SIZE, shards=4)
+    with pytest.raises(BadSize, match="shards=0"):
+        shoal.batches(slices(data()).batch(4), size=SIZE, shards=0)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    assert shoal.batches(*data(), size=np.int64(SIZE)).size == SIZE

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("keras")
+keras = pytest.importorskip("keras")
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 PROGRAM = """
@@ -125,8 +125,29 @@ def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypat
 
     told: dict[str, float] = {}
     run: Any = type("Run", (), {"log": lambda self, **figures: told.update(figures)})()
-    training._Telling(run, lambda: {"worst": 3}).on_epoch_end(0, {"loss": 1.0})
-    assert told == {"loss": 1.0, "worst": 3.0}
+    training._Scoring(run, lambda: {"worst": 3}).on_epoch_end(0, {"loss": 1.0})
+    assert told == {"worst": 3.0}
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_figures_of_an_epoch_are_told_once(function: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.keras import Run, callbacks
+    from shoal.keras import experiment as training
+    from shoal.worker.experiment import Experiment
+    from shoal.worker.solo import Solo
+
+    told: list[str] = []
+    run = Run(Solo(), "alone", "unused")
+    monkeypatch.setattr(run, "log", lambda **figures: told.extend(figures))
+    monkeypatch.setattr(training, "join", lambda: run)
+    monkeypatch.setattr(callbacks, "join", lambda: run)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    held = (np.ones((4, 2)), np.ones(4))
+    evaluation: Any = (lambda _model: {"worst": 3}) if function else held
+    made = Experiment(model=model, data=held, size=4, epochs=2, evaluation=evaluation, best="min:loss")
+    training.train(made, evaluates=True)
+    assert sorted(told) == sorted(["loss", "worst" if function else "val_loss"] * 2)
 
 
 @pytest.mark.parametrize("wrong", ["auto", None, 1])

@@ -40,6 +40,11 @@ def main() -> None:
     """Supervise the launch on standard input until its run is over."""
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     supervisor = Supervisor(launch)
+
+    def say(text: str) -> None:
+        with (Path(launch.directory) / LOG).open("a") as log:
+            print(time.strftime("%F %T"), text, file=log)
+
     with Interrupts() as interrupts:
         try:
             client, view = supervisor.open()
@@ -49,11 +54,10 @@ def main() -> None:
         try:
             _answer(Answer(run=view))
             since = view.since if launch.resume else 0.0
-            with (Path(launch.directory) / LOG).open("a", buffering=1) as log:
-                display = Plain(lambda text: print(time.strftime("%F %T"), text, file=log), every_s=60.0)
-                seen = Follower(client, view, _WithoutLogs(display), supervisor.tend, since).follow(interrupts, EVERY_S)
+            display = _WithoutLogs(Plain(say, every_s=60.0))
+            seen = Follower(client, view, display, supervisor.tend, since).follow(interrupts, EVERY_S)
         finally:
-            supervisor.close(client)
+            supervisor.close(client, say)
         with contextlib.suppress(errors.FetchFailed):
             supervisor.bring_back()
     from shoal.cli.summary import exit_code

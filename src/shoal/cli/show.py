@@ -34,7 +34,7 @@ def supervise(frame: Frame, launch: Launch) -> int:
             seen = watch(frame, client, view, interrupts, supervisor.tend, view.since if launch.resume else 0.0)
             in_order = not seen.abandoned
     finally:
-        supervisor.close(client if in_order else None)
+        supervisor.close(client if in_order else None, frame.say)
     code = conclude(frame, seen)
     _say_brought(frame, supervisor.bring_back)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,10 +16,10 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 import shoal
-from shoal.coordinator import logs
+from shoal.coordinator import blobs, logs
 from shoal.coordinator.agents import Agents
 from shoal.coordinator.auth import USER
-from shoal.coordinator.blobs import FOLDER, Blobs
+from shoal.coordinator.blobs import FOLDER, STOWED, Blobs
 from shoal.coordinator.files import Files, sweep_every
 from shoal.coordinator.filing import Filing
 from shoal.coordinator.keys import OWNER
@@ -48,6 +49,7 @@ SHUT_DOWN_WITHIN_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_LINES = 10_000
 SWEEP_S = 60.0
+SWEEP_BLOBS_S = 3600.0
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -62,7 +64,8 @@ class Api:
         self._members = Members(service)
         self._agents = Agents(service)
         self._requests = Requests(service)
-        self._blobs = Blobs(service.directory / FOLDER)
+        self._blobs, self._stowed = Blobs(service.directory / FOLDER), Blobs(service.directory / STOWED)
+        service.at_every_tick(blobs.sweep_every(self._blobs, service.runs.projects, SWEEP_BLOBS_S))
         self._files = Files(service.run_dir)
         self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)
         service.at_every_tick(sweep_every(self._files, lambda: list(service.runs.runs), SWEEP_S))
@@ -153,8 +156,11 @@ class Api:
         return {}
 
     async def blob(self, request: Request) -> Response:
+        digest = request.path_params["digest"]
         try:
-            return FileResponse(self._blobs.path(request.path_params["digest"]))
+            with contextlib.suppress(UnknownBlob):
+                return FileResponse(self._stowed.path(digest))
+            return FileResponse(self._blobs.path(digest))
         except ShoalError as error:
             return _problem(error)
 

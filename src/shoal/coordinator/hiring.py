@@ -10,33 +10,36 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
-from shoal.coordinator.blobs import FOLDER, Blobs
+from shoal.coordinator.blobs import STOWED, Blobs
 from shoal.coordinator.service import Service
 from shoal.core import fleet_events as fe
 from shoal.core import spending, supply
 from shoal.core import supply_events as se
 from shoal.core.supply import ASKED
-from shoal.engines import pools
+from shoal.engines import grace, pools
 from shoal.engines.engine import Ask, Engine, Seen, agent_options
 from shoal.errors import EngineUnreachable, HireRefused, ShoalError
 from shoal.pack import environment
 from shoal.pack.environment import Environment
 from shoal.wire import credentials
-from shoal.wire.hires import hiring_of, urls_of
+from shoal.wire.hires import LEAVING, Leaving, hiring_of, say_leaving, urls_of
 
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
 CLOSE_S = 45.0
+TELL_S = 0.2
 AT_ONCE = 16
 NOTICE_S = 60.0
 TIDY_FIRST_S = 30.0
@@ -57,9 +60,14 @@ class Hiring:
     """
 
     def __init__(
-        self, service: Service, tag: str, engines: Mapping[str, Engine], ask_of: Callable[[se.Submit], Ask]
+        self,
+        service: Service,
+        tag: str,
+        engines: Mapping[str, Engine],
+        ask_of: Callable[[se.Submit], Ask],
+        grace_s: float = grace.USUAL_S,
     ) -> None:
-        self._service = service
+        self._service, self._grace_s = service, grace_s
         self._loop = asyncio.get_running_loop()
         self._money_at = 0.0
         self._desks = {
@@ -78,7 +86,7 @@ class Hiring:
         """Stop asking; if nobody is to come after us, end whatever was hired."""
         for desk in self._desks.values():
             desk.stop(end_all)
-        await asyncio.to_thread(self._join)
+        await asyncio.to_thread(self._give_back if end_all else self._join)
         # Here, as everything that is journaled: agents still say goodbye meanwhile.
         for name, desk in self._desks.items():
             if desk.all_ended:
@@ -89,6 +97,23 @@ class Hiring:
         deadline = time.monotonic() + CLOSE_S
         for desk in self._desks.values():
             desk.join(max(0.0, deadline - time.monotonic()))
+
+    def _give_back(self) -> None:
+        """Until nothing is left, or nothing has ended for as long as all that is left may take."""
+        heard: dict[_Desk, tuple[int, float]] = {}
+        while busy := [desk for desk in self._desks.values() if desk.is_alive()]:
+            now = time.monotonic()
+            for desk in busy:
+                if desk not in heard or heard[desk][0] != desk.done:
+                    heard[desk] = (desk.done, now + desk.leave_s(self._grace_s))
+            left, left_s = sum(desk.left for desk in busy), max(heard[desk][1] for desk in busy) - now
+            if left_s <= 0:
+                log.error("%d hires may be left of this coordinator: its engines do not answer", left)
+                break
+            with contextlib.suppress(OSError):  # a full disk keeps nothing from being given back
+                say_leaving(self._service.directory, Leaving(left, time.time() + left_s))
+            busy[0].join(TELL_S)
+        (self._service.directory / LEAVING).unlink(missing_ok=True)
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply
@@ -140,7 +165,7 @@ class Hiring:
 class _Desk(threading.Thread):
     """Where one pool is asked. `asking` are those whose submission has not been heard of, `known` all that it has.
 
-    `all_ended` says after its end that none of them is left.
+    `done` counts what its engine has done. `all_ended` says after its end that none of its hires is left.
     """
 
     def __init__(
@@ -160,7 +185,18 @@ class _Desk(threading.Thread):
         self._end_all = False
         self.asking: set[str] = set()
         self.known: frozenset[str] | None = None
+        self.done = 0
         self.all_ended = False
+        self._ending: int | None = None
+
+    @property
+    def left(self) -> int:
+        """How many hires it has."""
+        return len(self.known or ()) if self._ending is None else self._ending
+
+    def leave_s(self, grace_s: float) -> float:
+        """How long it may take to end all of them, if agents have so long to hand over."""
+        return self._engine.leave_s(grace_s) * max(1, math.ceil(self.left / AT_ONCE))
 
     def put(self, instruction: se.Submit | se.Cancel) -> None:
         if isinstance(instruction, se.Submit):
@@ -205,7 +241,9 @@ class _Desk(threading.Thread):
             self._do(group[0])
             return
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            list(threads.map(self._do, group))
+            for one in as_completed([threads.submit(self._do, asked) for asked in group]):
+                one.result()
+                self.done += 1
 
     def _do(self, asked: se.Submit | se.Cancel) -> None:
         try:
@@ -264,10 +302,15 @@ class _Desk(threading.Thread):
         except ShoalError as error:
             log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
             return
+        self.done += 1
         # Those that ended by themselves have left their tokens.
         mine = [one for one in found if se.pool_of(one.hire) == self._pool]
+        self._ending = len(mine)
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            self.all_ended = all(threads.map(self._end, mine))
+            ends = [threads.submit(self._end, one) for one in mine]
+            for _ in as_completed(ends):
+                self._ending, self.done = self._ending - 1, self.done + 1
+        self.all_ended = all(one.result() for one in ends)
 
     def _end(self, one: Seen) -> bool:
         try:
@@ -310,13 +353,14 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     if hires is None:
         return None
     found = {name: pools.parse(name, table, str(directory)) for name, table in hires.pools.items()}
-    known = tuple(pool for pool, _ in found.values())
-    if known != tuple(service.runs.supply.pools.values()):
-        service.handle("", se.PoolsKnown(known))
+    (directory / LEAVING).unlink(missing_ok=True)
     token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
 
-    wardrobe = Wardrobe(Blobs(directory / FOLDER))
+    if not service.runs.supply.hires:
+        # Only hires fetch from there, also those that were queued before this coordinator was started.
+        shutil.rmtree(directory / STOWED, ignore_errors=True)
+    wardrobe = Wardrobe(Blobs(directory / STOWED))
 
     def ask_of(asked: se.Submit) -> Ask:
         engine = found[asked.pool][1]
@@ -325,7 +369,12 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
         return Ask(asked.hire, tag, url, token, asked.slots, options, *size, made)
 
-    return Hiring(service, tag, {name: engine for name, (_, engine) in found.items()}, ask_of)
+    engines = {name: engine for name, (_, engine) in found.items()}
+    hiring = Hiring(service, tag, engines, ask_of, grace.in_options(hires.agent))
+    known = tuple(pool for pool, _ in found.values())
+    if known != tuple(service.runs.supply.pools.values()):
+        service.handle("", se.PoolsKnown(known))
+    return hiring
 
 
 @contextlib.contextmanager

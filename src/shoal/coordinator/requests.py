@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.config import Settings, parse_settings
 from shoal.coordinator import demands, records
-from shoal.coordinator.runs import Run
+from shoal.coordinator.runs import DONE, Run
 from shoal.coordinator.service import Service
 from shoal.core import compat, supply, sync
 from shoal.core import events as ev
@@ -123,7 +123,7 @@ class Requests:
     def resume(self, run: Run, ask: ScaleAsk | None) -> RunView:
         if not run.over:
             raise NotOver(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
-        if run.status == "done":
+        if run.status == DONE:
             raise RunOver(f"the run {run.name} is done", why=run.reason)
         rules = run.membership.rules
         low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)

@@ -32,7 +32,7 @@ Instruction = Union[
 ]
 Asked = list[tuple[str, Instruction]]
 
-ENDED = ("done", "failed", "stopped", "resumable")
+DONE = "done"
 _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _SUPPLY = tuple(kind for kind in se.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PlaceParts)
@@ -118,6 +118,10 @@ class Runs:
             self._supply(se.NeedsChanged(needs), now, asked)
         self.at = now
         return asked
+
+    def projects(self) -> list[str]:
+        """Those of runs that go on, wait for their turn, or can be resumed."""
+        return [run.spec.project for run in self.runs.values() if run.spec.project and run.status != DONE]
 
     def size_of(self, agent: str) -> Size | None:
         """What each place of an agent was asked to have, None if nobody could ask."""
@@ -394,7 +398,7 @@ class Runs:
                 told = evaluation.TellTrained(tuple(run.evaluation.members), run.membership.step)
                 asked.append((run.name, told))
             elif isinstance(instruction, fe.RunEnded):
-                status = "done" if instruction.exit_code == 0 else run.ends_as
+                status = DONE if instruction.exit_code == 0 else run.ends_as
                 self._end(run, status, instruction.reason, instruction.exit_code, now)
         if isinstance(event, fe.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
             self._tell_guests(self.runs[event.run], now, asked)

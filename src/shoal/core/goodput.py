@@ -12,6 +12,7 @@ from math import inf, isfinite, isqrt, sqrt
 from typing import Any, Literal
 
 from shoal.core.noise import Noise
+from shoal.core.whole import whole
 from shoal.errors import BadSize
 
 Law = Literal["adascale", "sqrt", "off"]
@@ -172,8 +173,7 @@ class AutoBatch:
     ) -> None:
         low, high = _rounded(bounds, multiple)
         for name, value in (("base", base), ("every", every), ("ahead", ahead), ("patience", patience)):
-            if value < 1:
-                raise BadSize(f"{name}={value}", why=f"{name} must be at least 1", do=f"pass a positive {name}")
+            whole(name, value)
         self.base, self.bounds, self.law = base, (low, high), law
         self._multiple, self._every, self._ahead = multiple, every, ahead
         self._patience, self._probes = patience, probes

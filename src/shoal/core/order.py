@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.whole import whole
 from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 
 Last = Literal["keep", "drop"]
@@ -88,8 +89,8 @@ class Order:
     def __post_init__(self) -> None:
         for name in ("size", "epochs", "limit"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadSize(f"{name}={value}", why=f"{name} must be at least 1", do=f"pass a positive {name}")
+            if value is not None:
+                whole(name, value)
         if self.last not in ("keep", "drop"):
             raise BadSize(f"last={self.last!r}", why="unknown policy", do='pass last="keep" or last="drop"')
         if self.samples < 1:
@@ -192,8 +193,7 @@ class Order:
         return whole + (1 if rest and self.last == "keep" else 0)
 
     def _check_size(self, size: int) -> None:
-        if size < 1:
-            raise BadSize(f"size={size}", why="size must be at least 1", do="pass a positive size")
+        whole("size", size)
         if self.samples < size:
             raise DatasetTooSmall(
                 f"the dataset has {self.samples} samples, the global batch is {size}",

@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.core.order import Cursor, permute
 from shoal.core.plan import span, split
+from shoal.core.whole import whole
 from shoal.errors import BadSize, EmptyDataset
 
 MAX_LANES = 64
@@ -37,14 +38,12 @@ class LaneLayout:
         """A layout with as many lanes as are useful."""
         if shards < 1:
             raise EmptyDataset("the stream has no shards", do="check the path or the pattern that they are found with")
-        best = max(1, min(shards, size, MAX_LANES))
+        best = max(1, min(shards, whole("size", size), MAX_LANES))
         return LaneLayout(shards, size, best if lanes is None else lanes, epochs, seed, shuffle)
 
     def __post_init__(self) -> None:
         for name in ("size", "epochs", "lanes"):
-            value = getattr(self, name)
-            if value < 1:
-                raise BadSize(f"{name}={value}", why=f"{name} must be at least 1", do=f"pass a positive {name}")
+            whole(name, getattr(self, name))
         most = min(self.shards, self.size)
         if self.lanes > most:
             raise BadSize(

@@ -129,6 +129,16 @@ def _why(hire: Hire, seen: se.Sighting) -> str:
 def _on_pools(draft: Draft, event: se.PoolsKnown) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
     draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
+    for pool in event.pools:
+        mine = [hire for hire in draft.hires.values() if hire.pool == pool.name and hire.status in LIVE]
+        staying = sorted((hire for hire in mine if not hire.going), key=_worth)
+        for hire in staying[pool.limit :]:
+            draft.let_go(hire, f"pool {pool.name} may have {pool.limit} machines only, since its limit was lowered")
+
+
+def _worth(hire: Hire) -> tuple[int, bool, float, str]:
+    """Rather kept are those that are here, are used, and have been for long."""
+    return LIVE[::-1].index(hire.status), hire.spare_since is not None, hire.since, hire.name
 
 
 def _on_needs(draft: Draft, event: se.NeedsChanged) -> None:

@@ -72,6 +72,10 @@ class Offer:
     why: str = ""
 
 
+# What a call to an engine, and the end of what is left after the grace, may take.
+CANCEL_S = 60.0
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What every engine can be told of a pool in shoal.toml: the interpreter there, shell lines before it, a directory.
 
@@ -135,6 +139,10 @@ class Engine(ABC):
     @abstractmethod
     def cancel(self, handle: str) -> None:
         """End a hire, and all that it started; one that is not there is as good as ended."""
+
+    def leave_s(self, grace_s: float) -> float:
+        """How long `cancel` may take at the very most, if agents have so long to hand over."""
+        return grace_s + CANCEL_S
 
     @abstractmethod
     def offers(self) -> list[Offer]:

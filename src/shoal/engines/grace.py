@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from shoal.engines.engine import Ask
 
@@ -14,7 +16,12 @@ MARGIN_S = 5.0
 
 def of(ask: Ask) -> float:
     """How long the agent gives its members, as its own options say."""
-    for name, value in zip(ask.options, ask.options[1:], strict=False):
+    return in_options(ask.options)
+
+
+def in_options(options: Sequence[str]) -> float:
+    """The same, of the options alone."""
+    for name, value in itertools.pairwise(options):
         if name == OPTION:
             return float(value)
     return USUAL_S

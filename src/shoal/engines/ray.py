@@ -115,6 +115,10 @@ class Ray(Engine):
         grace_s = self.options.grace_s + grace.MARGIN_S
         self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
 
+    def leave_s(self, grace_s: float) -> float:
+        del grace_s  # `within` has shortened it, if it was longer
+        return self.options.grace_s + grace.MARGIN_S + CANCEL_S + self._answer_s + self._connect_s
+
     def offers(self) -> list[Offer]:
         return ray_nodes.offers(self.options, self._ask({"do": "offers"}, self._answer_s))
 

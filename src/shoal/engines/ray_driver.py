@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 NAMESPACE = "shoal"
-AT_ONCE = 8
+# A coordinator cancels 16 hires at a time, and each of them may use its whole grace: others must be heard meanwhile.
+AT_ONCE = 24
 HEALTH_S = 3.0
 CREATED_S = 5.0
 HEARD_S = 1.0

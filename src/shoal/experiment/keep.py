@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import threading
 import time
 
@@ -37,7 +38,7 @@ class Keeper(threading.Thread):
         except ShoalError as error:
             self.failure = error
         finally:
-            self._supervisor.close(None if self._given_up.is_set() or self.failure else self._client)
+            self._supervisor.close(None if self._given_up.is_set() or self.failure else self._client, _say)
             atexit.unregister(self.end)
 
     def end(self) -> None:
@@ -56,3 +57,7 @@ class Keeper(threading.Thread):
             return self._client.run(self._run).status in OVER
         except CoordinatorUnreachable:
             return False
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"shoal: {text}\n")

@@ -15,6 +15,7 @@ from shoal.core.batch import wanted
 from shoal.core.goodput import AutoBatch
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
+from shoal.core.whole import whole
 from shoal.errors import NotAttached, UnusableData, UnusableModel
 from shoal.keras.backend import check_backend
 from shoal.keras.fitting import asked_of, check_use
@@ -275,6 +276,8 @@ def batches(
     `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are those of `shoal.torch`.
     """
     check_backend()
+    size, epochs = whole("size", size), whole("epochs", epochs)
+    micro, shards = (None if one is None else whole(name, one) for name, one in (("micro", micro), ("shards", shards)))
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None:
             raise UnusableData(
@@ -282,6 +285,12 @@ def batches(
             )
         found = _found(data, batched, seed, shuffle, shards)
     else:
+        if shards is not None:
+            raise UnusableData(
+                f"shards={shards} cannot be used with arrays or a PyDataset",
+                why="only a tf.data pipeline is read as a stream, in so many parts",
+                do="leave it out",
+            )
         found = source_of(data, y, sample_weight, seed, shuffle)
     given: dict[str, Any] = {"size": size, "seed": seed, "shares": shares, "class_weight": class_weight}
     if found is not None:

@@ -112,11 +112,12 @@ class _SavedByTheWriter(_Forwarding):
 class Elastic(_Forwarding):
     """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data.
 
-    The callbacks that it is given are told everything that Keras tells it. Besides, their state (such as how long
-    EarlyStopping has waited) is handed to members that join and kept in checkpoints, and those that write files do so
-    in one member only. `jit_compile` compiles steps with XLA, anew for every size of a share; what the model was
-    compiled with cannot tell that you want it, because Keras does so wherever it can. `evaluate` is what an evaluator
-    scores the model on: (x, y), or a function; `best`, `patience` and `export` are as in `Run.evaluate`.
+    The callbacks that it is given are told everything that Keras tells it. Besides, what they have found (such as how
+    long EarlyStopping has waited) is handed to members that join and kept in checkpoints, while what they were made
+    with is the script's; and those that write files do so in one member only. `jit_compile` compiles steps with XLA,
+    anew for every size of a share; what the model was compiled with cannot tell that you want it, because Keras does
+    so wherever it can. `evaluate` is what an evaluator scores the model on: (x, y), or a function; `best`, `patience`
+    and `export` are as in `Run.evaluate`.
     """
 
     # By which data that is passed to `model.fit` sees that somebody trains with it.
@@ -184,9 +185,11 @@ class Elastic(_Forwarding):
             raise
 
     def _begin(self, logs: dict[str, Any] | None) -> None:
+        self._first = [_plain(one) for one in self._callbacks]
         # First, because they reset themselves: what the others hand over comes after it.
         self.forward("on_train_begin", logs)
-        self._first = [dict(vars(one)) for one in self._callbacks]
+        for one, first in zip(self._callbacks, self._first, strict=True):
+            first |= {name: value for name, value in _plain(one).items() if _bytes(value) > KEPT_BYTES}
         warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         batches, model, run = self._batches(), self.model, self._joined()
         run.state("callbacks", self._save, self._load)
@@ -281,12 +284,14 @@ class Elastic(_Forwarding):
 
     def _save(self) -> dict[str, Any]:
         own = {"begun": self._begun, "ended": self._ended, "told": list(self._told.items())}
-        return own | {"callbacks": [_saved(*one) for one in zip(self._callbacks, self._first, strict=True)]}
+        return own | {"callbacks": [_found(*one) for one in zip(self._callbacks, self._first, strict=True)]}
 
     def _load(self, saved: dict[str, Any]) -> None:
         self._begun, self._ended, self._told = saved["begun"], saved["ended"], dict(saved["told"])
-        for one, state in zip(self._callbacks, saved["callbacks"], strict=True):
-            for name, value in state.items():
+        for one, first, found in zip(self._callbacks, self._first, saved["callbacks"], strict=True):
+            # What the others have not found is as the script here has it, whatever this member had found by itself.
+            own = {name: _copied(first[name]) for name in _found(one, first) if name in first}
+            for name, value in (own | found).items():
                 setattr(one, name, value)
 
 
@@ -295,14 +300,40 @@ def _as_keras_tells(value: Any) -> Any:
     return found if found.ndim else found.item()
 
 
-def _saved(callback: Any, first: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a callback that are plain values or arrays, or lists of them; `first` is what it began with."""
+def _plain(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that are plain values or arrays, or lists of them, as they are now."""
     # Keras gives min_delta the sign of monitor_op when it makes that, which everybody does for himself.
     without = {"params", "_model"} | ({"min_delta"} if hasattr(callback, "monitor_op") else set())
-    without |= {
-        name for name, value in vars(callback).items() if _bytes(value) > KEPT_BYTES and value is first.get(name)
+    return {
+        name: value if _bytes(value) > KEPT_BYTES else _copied(value)
+        for name, value in vars(callback).items()
+        if name not in without and _is_plain(value)
     }
-    return {name: _packed(value) for name, value in vars(callback).items() if name not in without and _is_plain(value)}
+
+
+def _found(callback: Any, first: Mapping[str, Any]) -> dict[str, Any]:
+    """Of these, what is no longer as it was at `first`: the rest is the script's, which may say otherwise by now."""
+    return {
+        name: _packed(value)
+        for name, value in _plain(callback).items()
+        if name not in first or not _are_same(value, first[name])
+    }
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _bytes(value: Any) -> int:

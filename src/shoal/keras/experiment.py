@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from shoal.keras import Batches, Elastic, Run, batches, join
-from shoal.keras.evaluation import scalars_of
 from shoal.worker.evaluation import numbers_of
 from shoal.worker.experiment import Experiment
 
@@ -21,10 +20,11 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
     wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
     wish = wish if evaluation is not None else {}
     elastic = Elastic(*experiment.callbacks, jit_compile=experiment.jit_compile, evaluate=score or evaluation, **wish)
+    scoring = [_Scoring(run, score)] if evaluates and score is not None else []
     model.fit(
         _data(experiment),
         epochs=experiment.epochs,
-        callbacks=[elastic, _Telling(run, score if evaluates else None)],
+        callbacks=[elastic, *scoring],
         validation_data=evaluation if evaluates and score is None else None,
         verbose=2,
     )
@@ -32,17 +32,15 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
         run.save(experiment.save, model)
 
 
-class _Telling(keras.callbacks.Callback):  # type: ignore[misc]
-    """Shows with the run what is known at the end of an epoch."""
+class _Scoring(keras.callbacks.Callback):  # type: ignore[misc]
+    """Shows with the run what a function finds at the end of an epoch."""
 
-    def __init__(self, run: Run, score: Callable[[], Any] | None) -> None:
+    def __init__(self, run: Run, score: Callable[[], Any]) -> None:
         super().__init__()
         self._run, self._score = run, score
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self._run.log(**scalars_of(logs or {}))
-        if self._score is not None:
-            self._run.log(**numbers_of(self._score(), None))
+        self._run.log(**numbers_of(self._score(), None))
 
 
 def _data(experiment: Experiment) -> Batches:

@@ -79,7 +79,7 @@ class Service:
         delay_s = restart_delay_s(self._deaths, now)
         if delay_s is None:
             raise self.failure(f"the {self.name} died {RESTARTS + 1} times within {RESTARTS_WITHIN_S:g} s ({how})")
-        self._cut()
+        self.cut()
         time.sleep(delay_s)
         self.start()
         return how
@@ -100,12 +100,13 @@ class Service:
 
     def end(self, grace_s: float) -> None:
         """Cut the lifeline, then kill whatever is left after the grace."""
-        self._cut()
+        self.cut()
         if self._process is not None and not self.wait(grace_s):
             self._process.kill()
             self._process.wait()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Cut the lifeline: it ends by itself, when it has done what it has to do before."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None

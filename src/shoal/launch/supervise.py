@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,8 +25,10 @@ from shoal.wire.views import RunView, ScaleAsk
 COORDINATOR_LOG = "coordinator.log"
 READY_S = 60.0
 GRACE_S = 8.0
-# What was hired has to be given back first.
+# What was hired has to be given back first; how long that may take, the coordinator says.
 HIRES_GRACE_S = 60.0
+LOOK_S = 0.2
+SAY_S = 10.0
 
 
 class Supervisor:
@@ -62,8 +65,8 @@ class Supervisor:
                 said.append(f"the {service.name} died ({how}) and was started again")
         return said
 
-    def close(self, client: Client | None = None) -> None:
-        """End both: by asking first, then surely."""
+    def close(self, client: Client | None = None, say: Callable[[str], None] = lambda _text: None) -> None:
+        """End both: by asking first, then surely, but not before what was hired is given back; `say` hears of it."""
         (self._directory / SUPERVISOR).unlink(missing_ok=True)
         if client is not None and self._coordinator.running():
             with contextlib.suppress(ShoalError):
@@ -73,11 +76,27 @@ class Supervisor:
         if self._agent is not None:
             self._agent.end(GRACE_S)
         if client is not None:
-            self._coordinator.wait(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
+            self._wait_for_hires(say)
             client.close()
-        self._coordinator.end(HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
+        self._coordinator.cut()
+        self._wait_for_hires(say)
+        self._coordinator.end(0.0)
         if self._launch.made and self._view is None:
             unmake(self._directory)
+
+    def _wait_for_hires(self, say: Callable[[str], None]) -> None:
+        """Until the coordinator has ended, for as long as it says that giving back what it hired may take."""
+        until = time.time() + (HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
+        said_at = 0.0
+        while not self._coordinator.wait(LOOK_S) and time.time() < until:
+            leaving = hires.leaving_of(self._directory)
+            if leaving is not None:
+                until = max(until, leaving.until + GRACE_S)
+                if leaving.left and time.time() - said_at > SAY_S:
+                    said_at = time.time()
+                    machines = "1 machine" if leaving.left == 1 else f"{leaving.left} machines"
+                    with contextlib.suppress(OSError):  # the terminal may be gone
+                        say(f"giving back {machines}, which may take {leaving.until - said_at:.0f} s")
 
     def bring_back(self) -> tuple[str, ...]:
         """Bring what members elsewhere saved to where those here would have; the names."""

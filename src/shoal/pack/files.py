@@ -94,14 +94,18 @@ def _checked(name: str) -> str:
 
 def _below(name: str, path: Path) -> Iterator[tuple[str, Path]]:
     if path.is_dir():
-        for root, directories, inside in os.walk(path):
-            directories[:] = sorted(one for one in directories if one not in _SKIPPED)
-            for one in sorted(inside):
-                source = Path(root, one)
-                yield from _below(f"{name}/{source.relative_to(path).as_posix()}", source)
-    elif path.is_file():
-        yield name, path
-    elif path.exists():
-        raise BadFiles(f"{path} is neither a file nor a directory", do="leave it out of files=")
+        names = list(project.below(path, _SKIPPED))
+        for one in names:
+            if not (path / one).is_dir():
+                _check_file(path / one)
+        yield from ((f"{name}/{one}", path / one) for one in sorted(project.through_links(path, names)))
     else:
+        _check_file(path)
+        yield name, path
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
         raise BadFiles(f"there is no file {path}", do="paths are relative to the directory that Python runs in")
+    if not path.is_file():
+        raise BadFiles(f"{path} is neither a file nor a directory", do="leave it out of files=")

@@ -59,7 +59,7 @@ def find(root: Path) -> dict[str, Path]:
     A file `.shoalignore` leaves out more, with a pattern on each line.
     """
     patterns = _patterns(root)
-    names = sorted(_through_links(root, list(_names(root))))
+    names = sorted(through_links(root, list(_names(root))))
     found = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
     check_names(found, f"rename it, or name it in {IGNORES}")
     return found
@@ -159,7 +159,7 @@ def digest_of(path: Path) -> str:
 def _names(root: Path) -> Iterator[str]:
     """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
     known = _known_to_git(root)
-    for name in _below(root) if known is None else known:
+    for name in below(root) if known is None else known:
         path = root / name
         if (path / ".git").exists() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
@@ -190,18 +190,19 @@ def _known_to_git(root: Path) -> list[str] | None:
 
 def walk(root: Path) -> Iterator[str]:
     """All files below a directory but what is made anew, by their paths in it."""
-    return _through_links(root, list(_below(root)))
+    return through_links(root, list(below(root)))
 
 
-def _below(root: Path) -> Iterator[str]:
+def below(root: Path, never: Collection[str] = NEVER) -> Iterator[str]:
+    """All that is no directory below one, links to directories included, but what has a name that never travels."""
     for directory, folders, files in os.walk(root):
-        folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in NEVER)]
+        folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in never)]
         for name in (*files, *(one for one in folders if Path(directory, one).is_symlink())):
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in never):
                 yield Path(directory, name).relative_to(root).as_posix()
 
 
-def _through_links(root: Path, names: Collection[str]) -> Iterator[str]:
+def through_links(root: Path, names: Collection[str]) -> Iterator[str]:
     """All files of these names, and once more those that a link to a directory among them leads to.
 
     Links do not travel, and what one leads to outside of `root` is not the project's.

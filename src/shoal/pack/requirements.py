@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.errors import BadEnvironment
 
 FIRST = "requirements.txt"
@@ -16,7 +18,26 @@ _REFERS = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(\S
 _EDITABLE = re.compile(r"(-e|--editable)\b")
 _NEAR = re.compile(r"(-f|--find-links)[ =]*(?![/~=\s]|\w+://)")
 _FILES = (".whl", ".tar.gz", ".zip", ".tar.bz2")
+_ANEW = "make it anew, or give a requirements.txt"
 _WHEELS = "build a wheel of it (pip wheel --no-deps) and name that, or leave it out if it is the project itself"
+
+
+class _File(msgspec.Struct, frozen=True):
+    hashes: Mapping[str, str]
+
+
+class _Package(msgspec.Struct, frozen=True):
+    name: str
+    version: str = ""
+    marker: str = ""
+    wheels: tuple[_File, ...] = ()
+    sdist: _File | None = None
+
+
+class _Lock(msgspec.Struct, frozen=True):
+    """What counts here of a pylock.toml; there is more in it."""
+
+    packages: tuple[_Package, ...]
 
 
 def gather(path: Path) -> dict[str, Path | bytes]:
@@ -81,21 +102,27 @@ def from_lock(lock: Mapping[str, Any], where: str = "") -> str:
 
     Where packages are fetched from is left to pip and its configuration on the machine.
     """
-    if not str(lock.get("lock-version", "")).startswith("1.") or not isinstance(lock.get("packages"), list):
-        raise BadEnvironment("this is no lock that Shoal can read", where=where, why="it is not of lock-version 1.x")
+    if not str(lock.get("lock-version", "")).startswith("1."):
+        raise BadEnvironment(
+            "this is no lock that Shoal can read", where=where, why="it is not of lock-version 1.x", do=_ANEW
+        )
+    try:
+        packages = msgspec.convert(lock, _Lock).packages
+    except msgspec.ValidationError as error:
+        raise BadEnvironment("the lock is damaged", where=where, why=str(error), do=_ANEW) from error
     lines = []
-    for package in lock["packages"]:
-        files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
-        hashes = sorted({f"--hash=sha256:{one['hashes']['sha256']}" for one in files if "sha256" in one["hashes"]})
-        if "version" not in package or not hashes:
+    for package in packages:
+        files = [*package.wheels, *([package.sdist] if package.sdist is not None else ())]
+        hashes = sorted({f"--hash=sha256:{one.hashes['sha256']}" for one in files if "sha256" in one.hashes})
+        if not package.version or not hashes:
             raise BadEnvironment(
-                f"{package.get('name', 'a package')} of the lock is not one of an index",
+                f"{package.name} of the lock is not one of an index",
                 where=where,
                 why="it is a folder, a repository or an archive of its own",
                 do="lock wheels of an index, or give a requirements.txt",
             )
-        marker = f" ; {package['marker']}" if package.get("marker") else ""
-        lines.append(f"{package['name']}=={package['version']}{marker} {' '.join(hashes)}")
+        marker = f" ; {package.marker}" if package.marker else ""
+        lines.append(f"{package.name}=={package.version}{marker} {' '.join(hashes)}")
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shoal.core.order import Order
 from shoal.core.stream import LaneLayout
+from shoal.core.whole import whole
 from shoal.errors import BadSize
 from shoal.torch.prefetch import Prefetch
 from shoal.worker.data.fetch import Batch, Collate, Fetcher, Watch
@@ -78,9 +79,8 @@ def reading(
     pin_memory: bool = False,
 ) -> Reading:
     """How to read a map-style dataset in `workers` processes or, with none, in this one."""
-    for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1), ("micro", micro or 1, 1)):
-        if value < least:
-            raise BadSize(f"{name}={value}", why=f"it must be at least {least}", do=f"pass {name}={least} or more")
+    workers, prefetch = whole("workers", workers, 0), whole("prefetch", prefetch)
+    micro = None if micro is None else whole("micro", micro)
     fetcher = TorchFetcher(dataset, order, collate)
     pin = pin_memory and torch.cuda.is_available()
     return Reading(order, fetcher, Prefetch(fetcher, workers, prefetch, pin) if workers else None, micro)

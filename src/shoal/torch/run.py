@@ -11,6 +11,7 @@ import torch
 
 from shoal.core import sync
 from shoal.core.stream import LaneLayout
+from shoal.core.whole import whole
 from shoal.errors import NotAttached, SecondLoop
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
@@ -26,6 +27,7 @@ from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
 from shoal.worker import evaluation, outputs, parted
 from shoal.worker.data.feed import Feed
+from shoal.worker.data.threads import depth
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
 from shoal.worker.metrics import checked, refuse
@@ -142,9 +144,15 @@ class Run(RunOfScript):
         then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
         ahead.
         """
-        order = {"size": size, "epochs": epochs, "seed": seed, "last": last, "shuffle": shuffle}
+        order = {
+            "size": whole("size", size),
+            "epochs": whole("epochs", epochs),
+            "seed": seed,
+            "last": last,
+            "shuffle": shuffle,
+        }
         loading = (workers, prefetch, collate, micro, pin_memory)
-        feed, described = self._feeds.of_dataset(dataset, order, loading, shares, exact, ahead=workers * prefetch)
+        feed, described = self._feeds.of_dataset(dataset, order, loading, shares, exact, ahead=depth(workers, prefetch))
         return self._loop(feed, described, seed)
 
     def stream(

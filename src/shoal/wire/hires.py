@@ -12,6 +12,7 @@ from shoal.errors import BadPool
 
 FILE = "pools.json"
 URLS = "urls"
+LEAVING = "leaving"
 
 
 class Hires(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,6 +20,13 @@ class Hires(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pools: dict[str, dict[str, Any]]
     agent: tuple[str, ...] = ()
+
+
+class Leaving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a coordinator that ends for good has still to give back, and when it gives up at the latest."""
+
+    left: int
+    until: float
 
 
 def write(directory: Path, hires: Hires) -> None:
@@ -49,3 +57,18 @@ def urls_of(directory: Path) -> tuple[str, ...]:
         if found:
             return found
     return ()
+
+
+def say_leaving(directory: Path, leaving: Leaving) -> None:
+    """Tell whoever waits for the end of this directory's coordinator."""
+    part = directory / f"{LEAVING}.part"
+    part.write_bytes(msgspec.json.encode(leaving))
+    part.replace(directory / LEAVING)
+
+
+def leaving_of(directory: Path) -> Leaving | None:
+    """What the coordinator of this directory gives back before it ends, None if it does not say."""
+    try:
+        return msgspec.json.decode((directory / LEAVING).read_bytes(), type=Leaving)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None

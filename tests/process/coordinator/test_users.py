@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 import subprocess
 import sys
@@ -15,7 +16,10 @@ import pytest
 from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
+from shoal.coordinator.blobs import STOWED, Blobs
 from shoal.launch.client import Client
+from shoal.pack import project
+from shoal.pack.project import Entry, Project
 from shoal.wire import credentials
 
 pytestmark = pytest.mark.process
@@ -80,6 +84,23 @@ def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
         time.sleep(0.1)
 
 
+def test_a_token_is_replaced_only_by_who_says_so(coordinator: Coordinator) -> None:
+    ada = token(coordinator, "ada")
+    argv = [sys.executable, "-m", "shoal.cli.main", "token", "ada", "--dir", str(coordinator.directory)]
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 2
+    assert "ada has a token already" in again.stderr
+    assert "--renew" in again.stderr
+    assert submit(coordinator, ada)[0] == 200, "it is still good"
+    other = token(coordinator, "ada", "--renew")
+    assert other != ada
+    deadline = time.monotonic() + 20
+    while (answer := submit(coordinator, ada))[0] != 401:
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.1)
+    assert submit(coordinator, other)[0] == 200
+
+
 def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -> None:
     directory = tmp_path / "srv"
     directory.mkdir()
@@ -131,3 +152,32 @@ def test_a_project_of_very_many_files_is_sent(coordinator: Coordinator) -> None:
     client = Client(coordinator.url, coordinator.credentials.token)
     assert client.send(contents) == 1, "the others are there"
     assert (blobs / last).read_bytes() == contents[last]
+
+
+def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_counts_on(coordinator: Coordinator) -> None:
+    blobs = coordinator.directory / "blobs"
+    client = Client(coordinator.url, coordinator.credentials.token)
+    needed, asked_for, left = (hashlib.sha256(data).hexdigest() for data in (b"needed", b"asked for", b"left"))
+    name, manifest = project.encode(Project((Entry("train.py", needed, 6),)))
+    client.send({needed: b"needed", asked_for: b"asked for", left: b"left", name: manifest})
+    (blobs / f"{left}.1234.part").write_bytes(b"le")
+    stowed = Blobs(coordinator.directory / STOWED)
+    wheel = stowed.add(b"a wheel")
+    spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1], "project": name}
+    status, view = coordinator.ask("POST", "/v1/runs", spec)
+    assert status == 200
+    coordinator.ask("POST", f"/v1/runs/{view['run']}/stop", {})
+    before = time.time() - 2 * 86400.0
+    for path in (*blobs.iterdir(), stowed.path(wheel)):
+        os.utime(path, (before, before))
+    assert client.send({asked_for: b"asked for"}) == 0, "it is there, so that it is not sent again"
+    coordinator.kill()
+    coordinator.restart()
+    deadline = time.monotonic() + 60.0
+    while len(list(blobs.iterdir())) > 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {path.name for path in blobs.iterdir()} == {needed, asked_for, name}
+    assert coordinator.ask("POST", "/v1/blobs", [needed, left]) == (200, [left]), "what was removed is sent again"
+    request = urllib.request.Request(f"{coordinator.url}/v1/blobs/{wheel}", headers=coordinator.credentials.headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.read() == b"a wheel", "what environments are made of is no run's, and stays"

@@ -18,7 +18,7 @@ class Ending:
     def __init__(self, slots: int = 1) -> None:
         self.runs, self.now = Runs(), 1.0
         self.incarnations: dict[str, str] = {}
-        self.tell(records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), "r")
+        self.tell(records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1), project="p"), {}), "r")
         self.tell(fe.AgentJoined("lab", slots, "h"))
         for member in list(self.incarnations):
             self.tell(ev.Hello(member, self.incarnations[member], Address("h", 1)), "r")
@@ -84,3 +84,12 @@ def test_a_run_that_stops_is_not_done_because_the_script_of_one_left_the_loop() 
     run.tell(ev.MemberLeft("lab/1", 6), "r")
     run.exit("lab/1", "preempted")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)
+
+
+def test_the_project_of_a_run_is_needed_until_it_is_done() -> None:
+    for cause, status, needed in (("infrastructure", "resumable", ["p"]), ("done", "done", [])):
+        run = Ending()
+        assert run.runs.projects() == ["p"]
+        run.tell(ev.MemberDone("lab/0", 9), "r")
+        run.exit("lab/0", cause)
+        assert (run.run.status, run.runs.projects()) == (status, needed)

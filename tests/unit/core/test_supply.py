@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -386,3 +387,26 @@ def test_one_machine_that_cannot_be_made_ready_does_not_end_a_run() -> None:
     world.tell(se.Submitted("spot", "spot-1", "job"))
     world.tell(se.Unprepared("spot-1", "its disk is full"))
     assert not [one for one in world.wait(0.1) if isinstance(one, se.GiveUp)]
+
+
+def test_a_limit_that_was_lowered_gives_back_what_is_above_it_the_youngest_first_and_asks_other_pools() -> None:
+    world = World(SPOT, LAB)
+    asked = of(se.Submit, world.need(4))
+    for hire in asked[:3]:
+        world.now += 1.0
+        world.deliver(hire)
+    given_back = world.tell(se.PoolsKnown((replace(SPOT, limit=2), LAB)), after_s=1.0)
+    assert of(se.Cancel, given_back) == asked[2:], "one that is here, and one that is not yet"
+    assert {one.pool for one in given_back if isinstance(one, se.Submit)} == {"lab"}
+    assert [hire for hire in asked if world.status()[hire] == HERE] == asked[:2]
+    assert "limit" in world.state.hires[asked[2]].why
+    world.tell(se.Ended(asked[2]))
+    world.tell(se.Observed("spot", tuple(Sighting(hire, f"job of {hire}", True) for hire in asked[:2])))
+    assert not of(se.Submit, world.wait(60.0)), "nothing more is asked of it"
+
+
+def test_a_limit_that_is_raised_or_stays_costs_nobody_a_machine() -> None:
+    world = World(SPOT, LAB)
+    world.deliver(*of(se.Submit, world.need(3)))
+    for limit in (8, 3, 4):
+        assert not of(se.Cancel, world.tell(se.PoolsKnown((replace(SPOT, limit=limit), LAB))))

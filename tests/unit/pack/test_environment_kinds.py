@@ -166,6 +166,29 @@ def test_a_lock_becomes_requirements_with_all_hashes() -> None:
         requirements.from_lock({"version": 1, "package": []})
 
 
+@pytest.mark.parametrize(
+    "packages",
+    [
+        '[[packages]]\nversion = "2.0"\nwheels = [{hashes = {sha256 = "aa"}}]',
+        '[[packages]]\nname = "numpy"\nversion = "2.0"\nwheels = [{url = "https://host/b.whl"}]',
+        '[[packages]]\nname = "numpy"\nversion = 2.0\nwheels = [{hashes = {sha256 = "aa"}}]',
+        '[[packages]]\nname = "numpy"\nversion = "2.0"\nwheels = [{hashes = "aa"}]',
+        '[[packages]]\nname = "numpy"\nversion = "2.0"\nwheels = {hashes = {sha256 = "aa"}}',
+        'packages = ["numpy"]',
+        'packages = "numpy"',
+        "",
+    ],
+)
+def test_a_damaged_lock_is_refused_with_its_place_and_a_remedy(tmp_path: Path, packages: str) -> None:
+    lock = tmp_path / "pylock.toml"
+    lock.write_text(f'lock-version = "1.0"\ncreated-by = "hand"\n{packages}\n')
+    with pytest.raises(BadEnvironment, match="the lock is damaged") as refused:
+        requirements.gather(lock)
+    assert refused.value.where == str(lock)
+    assert refused.value.why
+    assert refused.value.do
+
+
 def test_the_wheel_of_shoal_is_the_same_every_time_and_whole(tmp_path: Path) -> None:
     name, data = wheel.of_shoal()
     assert (name, wheel.of_shoal()[1]) == (f"shoal-{shoal.__version__}-py3-none-any.whl", data)

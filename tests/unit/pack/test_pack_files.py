@@ -29,6 +29,20 @@ def test_a_path_keeps_its_last_name_and_a_directory_its_shape(given: Path) -> No
     assert sorted(found) == ["data.csv", "package/__init__.py", "package/deep/code.py"]
 
 
+def test_links_in_a_directory_travel_as_what_they_lead_to_unless_it_is_a_directory_elsewhere(given: Path) -> None:
+    (given / "elsewhere").mkdir()
+    (given / "elsewhere" / "huge.bin").touch()
+    links = {"inner": "deep", "deep/up": "..", "far": "../elsewhere", "data.csv": "../data.csv"}
+    for link, target in links.items():
+        (given / "package" / link).symlink_to(target)
+    found = files.named([given / "package"])
+    usual = ["package/__init__.py", "package/data.csv", "package/deep/code.py"]
+    assert sorted(found) == [*usual, "package/inner/code.py"]
+    (given / "package" / "gone").symlink_to("nowhere")
+    with pytest.raises(BadFiles, match="gone"):
+        files.named([given / "package"])
+
+
 def test_a_dict_names_them_anew(given: Path) -> None:
     assert sorted(files.named({"in/train.csv": given / "data.csv", "p": str(given / "package" / "deep")})) == [
         "in/train.csv",

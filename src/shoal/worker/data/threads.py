@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from shoal.errors import BadSize
+from shoal.core.whole import whole
 from shoal.worker.data.fetch import Key, Source, always
 from shoal.worker.data.loader import Foresight
 from shoal.worker.data.processes import Forked
@@ -113,7 +113,4 @@ class _Reading:
 
 def depth(workers: int, prefetch: int) -> int:
     """How many steps are read ahead."""
-    for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
-        if value < least:
-            raise BadSize(f"{name}={value}", why=f"it must be at least {least}", do=f"pass {name}={least} or more")
-    return workers * prefetch
+    return whole("workers", workers, 0) * whole("prefetch", prefetch)

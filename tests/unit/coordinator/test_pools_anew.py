@@ -1,0 +1,61 @@
+"""A coordinator that is started with other pools than before."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.blobs import STOWED, Blobs
+from shoal.coordinator.hiring import Hiring, open_pools
+from shoal.coordinator.service import Service
+from shoal.core import supply_events as se
+from shoal.core.hires import HERE, LEAVING, SUBMITTED, Hire
+from shoal.store.journal import Journal
+from shoal.store.views import Views
+from shoal.wire import credentials, hires
+
+
+def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    credentials.write(tmp_path / "token", credentials.Credentials("secret"))
+    hires.write(tmp_path, hires.Hires({"farm": {"engine": "local", "limit": 1}}))
+    service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
+    had = {name: Hire(name, "farm", 1, HERE, at, handle=str(tmp_path / name)) for name, at in (("a", 1.0), ("b", 2.0))}
+    service.runs.supply = replace(service.runs.supply, hires=had)
+    done: list[se.Instruction] = []
+    monkeypatch.setattr(Hiring, "carry_out", lambda _self, instruction: done.append(instruction))
+
+    async def live() -> None:
+        opened = open_pools(service, tmp_path)
+        assert opened is not None
+        assert service.runs.supply.hires["b"].status == LEAVING
+        await opened.close(end_all=False)
+
+    asyncio.run(live())
+    service.close()
+    assert [one.hire for one in done if isinstance(one, se.Cancel)] == ["b"]
+
+
+@pytest.mark.parametrize("hired", [False, True])
+def test_what_environments_are_made_of_stays_while_a_hire_may_fetch_it(
+    hired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    credentials.write(tmp_path / "token", credentials.Credentials("secret"))
+    hires.write(tmp_path, hires.Hires({"farm": {"engine": "local"}}))
+    digest = Blobs(tmp_path / STOWED).add(b"a wheel")
+    service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
+    queued = {"a": Hire("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if hired else {}
+    service.runs.supply = replace(service.runs.supply, hires=queued)
+
+    async def live() -> None:
+        opened = open_pools(service, tmp_path)
+        assert opened is not None
+        await opened.close(end_all=False)
+
+    asyncio.run(live())
+    service.close()
+    assert Blobs(tmp_path / STOWED).missing([digest]) == ([] if hired else [digest])

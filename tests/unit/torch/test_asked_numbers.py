@@ -1,0 +1,47 @@
+"""What `run.batches` of PyTorch is asked for in numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import shoal.torch as shoal
+from shoal.core.whole import whole
+from shoal.errors import BadSize
+
+DATA = TensorDataset(torch.zeros(16, 2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 2.5},
+        {"size": "64"},
+        {"size": True},
+        {"size": 0},
+        {"micro": 0},
+        {"micro": 1.5},
+        {"epochs": 0.5},
+        {"workers": "2"},
+        {"prefetch": 0},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_none_are_refused_where_they_are_passed(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(BadSize, match=f"{name}=.*{value}") as refused:
+        shoal.join().batches(DATA, **{"size": 4, **wrong})
+    assert refused.value.do
+
+
+def test_a_stream_has_a_whole_size() -> None:
+    with pytest.raises(BadSize, match="size='64'"):
+        shoal.join().stream([[1, 2]], size="64")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert whole("size", np.int64(4)) == 4

@@ -112,7 +112,7 @@ class CoordinatorStore:
         """Let the coordinator forget what it has, if it answers; it does so by itself after a while."""
         try:
             self._once("DELETE", self._target(name, {"upload": upload}), None, {}).read()
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException, _Unreachable):
             self._close()
 
     def _begin(self, name: str, at: int, tag: str) -> http.client.HTTPResponse:

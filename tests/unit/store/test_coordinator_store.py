@@ -166,6 +166,15 @@ def test_patience_has_an_end_and_nothing_is_left(town: Town) -> None:
     assert [path for path in town.path.rglob("*") if path.is_file()] == []
 
 
+def test_no_way_to_the_coordinator_is_an_error_of_the_storage(town: Town) -> None:
+    def cut_off(_method: str, _target: str) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    town.fail = cut_off
+    with pytest.raises(OSError, match="has not answered for 9. s: _Unreachable.*No route to host"):
+        town.store().put("a", [b"x"])
+
+
 def test_a_source_that_fails_leaves_nothing(town: Town) -> None:
     def chunks():  # type: ignore[no-untyped-def]
         yield b"0123456789"

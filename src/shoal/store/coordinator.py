@@ -193,13 +193,13 @@ class _Reading(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while self._at < self._size:
+            if self._answer is None:
+                self._answer = self._begin(self._at, self._tag)
+                if self._answer.status != 206:
+                    raise OSError(errno.ESTALE, "the blob was changed while it was read")
             try:
-                if self._answer is None:
-                    self._answer = self._begin(self._at, self._tag)
-                    if self._answer.status != 206:
-                        raise OSError(errno.ESTALE, "the blob was changed while it was read")
                 count = self._answer.readinto(buffer)
-            except (TimeoutError, ConnectionError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException):
                 count = 0
             if count:
                 self._at += count

@@ -23,7 +23,7 @@ from shoal.errors import CheckpointFailed, NotYours, StoreUnusable, UnknownRun
 from shoal.store import checkpoint, coordinator
 from shoal.store.blobs import Access, Blob, LocalStore, open_store
 from shoal.store.coordinator import CoordinatorStore
-from shoal.testing.asgi import AsgiConnection
+from shoal.testing.asgi import Answer, AsgiConnection
 from shoal.wire import credentials
 from shoal.worker.keeper import Codec, StateKeeper
 from shoal.worker.snapshot import Snapshot
@@ -196,6 +196,21 @@ def test_reading_goes_on_where_the_line_broke(town: Town) -> None:
     town.cut_at = cut_at
     assert content(town.store(), "a") == bytes(range(200))
     assert len(asked) == 3
+
+
+def test_reading_goes_on_after_any_error_of_the_line(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route that is lost for a moment breaks a connection with another error than a coordinator that is gone."""
+    town.store().put("a", [bytes(range(200))])
+    reading, broken = town.store().open("a"), []
+
+    def no_route(answer: Answer, _buffer: memoryview) -> int:
+        broken.append(answer)
+        monkeypatch.undo()
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(Answer, "readinto", no_route)
+    assert reading.read() == bytes(range(200))
+    assert len(broken) == 1
 
 
 def test_a_blob_that_changed_meanwhile_is_not_read_half_and_half(town: Town) -> None:

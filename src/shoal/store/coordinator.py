@@ -117,7 +117,7 @@ class CoordinatorStore:
 
     def _begin(self, name: str, at: int, tag: str) -> http.client.HTTPResponse:
         """Read on from a byte, of what had this tag."""
-        headers = {"Range": f"bytes={at}-", "If-Range": tag} if at else {}
+        headers = {"Range": f"bytes={at}-", "If-Range": tag} if tag else {}
         answer = self._ask("GET", self._target(name), headers=headers)
         # It reads at its own pace, beside other requests.
         self._connection = None

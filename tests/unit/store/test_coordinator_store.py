@@ -185,13 +185,14 @@ def test_a_source_that_fails_leaves_nothing(town: Town) -> None:
     assert [path for path in town.path.rglob("*") if path.is_file()] == []
 
 
-def test_reading_goes_on_where_the_line_broke(town: Town) -> None:
+@pytest.mark.parametrize("arrived", [0, 60])
+def test_reading_goes_on_where_the_line_broke(town: Town, arrived: int) -> None:
     town.store().put("a", [bytes(range(200))])
     asked: list[str] = []
 
     def cut_at(method: str, target: str) -> int | None:
         asked.append(target)
-        return 60 if len(asked) < 3 else None
+        return arrived if len(asked) < 3 else None
 
     town.cut_at = cut_at
     assert content(town.store(), "a") == bytes(range(200))

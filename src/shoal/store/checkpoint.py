@@ -175,9 +175,12 @@ def read(store: Store, entry: Entry | None = None) -> Loaded:
     raise NoCheckpoint(f"there is no complete checkpoint in {store.where}", do="check checkpoint.to, or start anew")
 
 
-def prune(store: Store, keep: int) -> list[str]:
-    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names."""
-    good = entries(store)
+def prune(store: Store, keep: int, written: Entry | None = None) -> list[str]:
+    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names.
+
+    One that was just `written` is the newest that counts: if there are any beyond it, who restored could not read them.
+    """
+    good = [each for each in entries(store) if written is None or each.key <= written.key]
     if not good:
         return []
     kept = list(dict.fromkeys(each.name for each in good))[: max(1, keep)]

@@ -153,7 +153,7 @@ class _Service:
             self._session.checkpointed(
                 entry.step, f"{store.where}/{entry.name}", snapshot.total_bytes, time.monotonic() - began
             )
-            checkpoint.prune(store, self._session.settings.checkpoint_keep)
+            checkpoint.prune(store, self._session.settings.checkpoint_keep, entry)
         except ShoalError as error:
             sys.stderr.write(f"{error}\n")
         return True

@@ -187,6 +187,23 @@ def test_damaged_ones_do_not_count_as_kept(store, tmp_path):
     assert steps(store) == [2]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_outlives_a_newer_one_that_cannot_be_restored(store, tmp_path, keep):
+    """A manifest does not show that the disk has lost a bit of the data: only who restores it finds out."""
+    write(store, 8)
+    for damaged in [write(store, 10), write(store, 11)]:
+        path = tmp_path / "checkpoints" / damaged.manifest.data
+        path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    restored = checkpoint.read(store).entry
+    assert restored.step == 8
+    ears = Ears()
+    writer = ears.writer(store, keep)
+    assert writer.submit(snapshot(9), restored.world + 1, {})
+    assert writer.close(20)
+    assert ears.errors == []
+    assert is_step(checkpoint.read(store), 9)
+
+
 def test_leftovers_of_torn_writes_are_cleaned_up_once_a_newer_one_is_whole(store, tmp_path):
     write(store, 1)
     root = tmp_path / "checkpoints"
@@ -225,6 +242,26 @@ def test_a_writer_whose_world_is_over_gives_up(store):
         write(store, 2, fence=lambda: False)
     assert steps(store) == [1]
     assert len(names(store)) == 2
+
+
+def test_data_whose_manifest_cannot_be_written_takes_no_room(any_store):
+    write(any_store, 1)
+    with pytest.raises(CheckpointFailed):
+        write(any_store, 2, fence=iter([True, True, False]).__next__)
+    assert steps(any_store) == [1]
+    assert len(names(any_store)) == 2
+
+
+def test_data_whose_manifest_the_disk_refuses_takes_no_room(tmp_path):
+    class NearlyFull(LocalStore):
+        def put(self, name, chunks):
+            if name.endswith(".json"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().put(name, chunks)
+
+    with pytest.raises(CheckpointFailed):
+        write(NearlyFull(tmp_path), 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_snapshot_is_released_whether_or_not_the_write_succeeds(store):

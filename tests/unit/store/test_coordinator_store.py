@@ -171,7 +171,7 @@ def test_no_way_to_the_coordinator_is_an_error_of_the_storage(town: Town) -> Non
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     town.fail = cut_off
-    with pytest.raises(OSError, match="has not answered for 9. s: _Unreachable.*No route to host"):
+    with pytest.raises(OSError, match=r"has not answered for 9. s: _Unreachable.*No route to host"):
         town.store().put("a", [b"x"])
 
 

@@ -74,6 +74,7 @@ class Service:
         self._live: dict[str, present.Live] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
+        self._flushing = asyncio.Lock()
         self._shown: dict[str, AgentView] = {}
         self._fleet_shown: fl.State | None = None
         self._shown_at: dict[str, float] = {}
@@ -267,17 +268,21 @@ class Service:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the views and reports in another thread, so that no member waits for SQLite or a file."""
-        self._show_changes()
-        if self._reports.waiting:
-            await asyncio.to_thread(self._reports.write)
-        batch = self._views.take()
-        if not batch.rows:
-            return
-        try:
-            await asyncio.to_thread(self._views.write, batch)
-        except sqlite3.Error:
-            self._views.give_back(batch)
+        """Write the views and reports in another thread, so that no member waits for SQLite or a file.
+
+        One after the other: what is older must not be written over what is newer.
+        """
+        async with self._flushing:
+            self._show_changes()
+            if self._reports.waiting:
+                await asyncio.to_thread(self._reports.write)
+            batch = self._views.take()
+            if not batch.rows:
+                return
+            try:
+                await asyncio.to_thread(self._views.write, batch)
+            except sqlite3.Error:
+                self._views.give_back(batch)
 
     def _show_changes(self) -> None:
         changed, self._changed = self._changed & self.runs.runs.keys(), set()

@@ -42,7 +42,7 @@ def test_a_line_that_did_not_fit_on_the_disk_is_not_begun(tmp_path: Path) -> Non
     size = (tmp_path / "runs" / "r" / "logs" / f"{ALL}.log").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, hard))
     try:
-        with pytest.raises(OSError, match="No space left|too large"):
+        with pytest.raises(OSError, match=r"No space left|too large"):
             logs.append("r", "a/0", ["y" * 2000])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
 from shoal.store import checkpoint
@@ -431,3 +432,26 @@ def test_closing_an_idle_writer_is_immediate(store):
 )
 def test_a_checkpoint_is_due_by_time_or_by_steps(schedule, step, now, due):
     assert schedule.due(step, now, last_step=10, last_time=100.0) is due
+
+
+class Unkind(Exception):  # noqa: N818
+    """What some client libraries raise: not an OSError."""
+
+
+class UnkindFile(MemoryFile):
+    def read(self, *_size):
+        raise Unkind("503, slow down")
+
+
+@pytest.mark.parametrize("what", [".data", ".manifest.json"])
+def test_whatever_a_driver_raises_while_it_reads_is_a_checkpoint_that_cannot_be_read(what, monkeypatch):
+    store = RemoteStore(f"memory://{secrets.token_hex(4)}/dir")
+    write(store, 1)
+    entry = write(store, 2)
+    stem = entry.manifest.data.removesuffix(".data")
+    for path, file in MemoryFileSystem.store.items():
+        if path.endswith(f"{stem}{what}"):
+            monkeypatch.setitem(MemoryFileSystem.store, path, UnkindFile(file.fs, path, file.getvalue()))
+    loaded = checkpoint.read(store)
+    assert is_step(loaded, 1)
+    assert "Unkind: 503, slow down" in loaded.passed_over[0].why

@@ -97,9 +97,7 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     try:
         await server.serve(sockets=listeners)
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await service.settle(keepers)
         if hiring is not None:
             await hiring.close(server.for_good)
         service.close()

@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -316,6 +316,13 @@ class Service:
             if self._shown.get(view.agent) != known:
                 self._shown[view.agent] = known
                 self._views.put_agent(view)
+
+    async def settle(self, keepers: Collection[asyncio.Task[None]]) -> None:
+        """End those that keep time and views, but not in the middle of writing: a thread would go on with it alone."""
+        async with self._flushing:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
 
     def close(self) -> None:
         # Machines are paid for until they are given back, which is after the end of their run.

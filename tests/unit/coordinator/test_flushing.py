@@ -52,3 +52,19 @@ def test_an_older_view_of_a_run_never_hides_a_newer_one(tmp_path: Path) -> None:
     assert [view.status for view in views.runs(tmp_path)] == ["stopped"]
     assert shown.seq == 2
     service.close()
+
+
+def test_what_is_being_written_at_the_end_is_written(tmp_path: Path) -> None:
+    shown = SlowFirst(tmp_path)
+    service = Service(tmp_path, Journal(tmp_path), shown, "here")
+
+    async def happen() -> None:
+        service.handle("r-1", RunCreated(SPEC, {"tensorboard": False}))
+        keeper = asyncio.create_task(service.keep_views())
+        await asyncio.to_thread(shown.begun.wait)
+        await service.settle([keeper])
+        service.close()
+
+    asyncio.run(happen())
+    assert [view.run for view in views.runs(tmp_path)] == ["r-1"]
+    assert views.story(tmp_path, "r-1")[0].kind == "RunCreated"

@@ -390,6 +390,18 @@ def test_a_run_that_has_started_never_starts_afresh_but_asks_for_its_checkpoint(
     assert formed.world.step == 40
 
 
+def test_what_could_be_restored_is_the_newest_checkpoint_there_is() -> None:
+    """Newer ones were damaged, or are gone: they are no longer shown, nor preferred to what is written from now on."""
+    written = [ev.CheckpointWritten("a", step, f"c/{step}") for step in (40, 50)]
+    state, _ = after(world_of("a"), *written, ev.Lost("a", "killed"), hello("b"), ev.BecameReady("b", "x", None))
+    for step in (50, 40, None):
+        restored, _ = after(state, ev.BecameReady("b", "x", step, restored=True))
+        assert restored.checkpoint_step == step
+        assert restored.checkpoint_path == ("c/50" if step == 50 else "")
+    state, _ = after(state, ev.BecameReady("b", "x", 40, restored=True), ev.CheckpointWritten("b", 45, "c/45"))
+    assert (state.checkpoint_step, state.checkpoint_path) == (45, "c/45")
+
+
 def test_silence_beyond_the_lease_is_a_loss_and_a_slow_poll_is_not() -> None:
     state = world_of("a", "b")
     beats = {"a": Beat(109.9), "b": Beat(105.0)}

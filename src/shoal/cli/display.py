@@ -100,6 +100,11 @@ def decisions(view: RunView) -> list[tuple[str, str]]:
     ]
 
 
+def saved(step: int, path: str) -> str:
+    """The newest checkpoint, and where it is if that is known."""
+    return f"step {table.count(step)}" + (f", {path}" if path else "")
+
+
 def event_files(where: str, error: str) -> str:
     """Where TensorBoard finds a run, or why not."""
     return f"not written: {error} ({where})" if error else where

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 import click
 
 from shoal.cli import table
-from shoal.cli.display import PARTS, budget, cost, decisions, efficiency, evaluation, event_files, progress, spent
+from shoal.cli.display import (
+    PARTS,
+    budget,
+    cost,
+    decisions,
+    efficiency,
+    evaluation,
+    event_files,
+    progress,
+    saved,
+    spent,
+)
 from shoal.cli.frame import Frame, with_frame, with_place
 from shoal.launch import find
 from shoal.launch.place import Place
@@ -57,7 +68,7 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     if view.last_change:
         lines.append(f"last change {view.last_change}")
     if view.checkpoint_step is not None:
-        lines.append(f"checkpoint  step {table.count(view.checkpoint_step)}, {view.checkpoint_path}")
+        lines.append(f"checkpoint  {saved(view.checkpoint_step, view.checkpoint_path)}")
     if view.exit_code is not None:
         lines.append(f"exit code   {view.exit_code}")
     lines.append(f"directory   {view.directory}")

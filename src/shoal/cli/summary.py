@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.agent.causes import TOGETHER_S, Failure, root_cause
 from shoal.cli import table
-from shoal.cli.display import SHARES, cost, evaluation, event_files
+from shoal.cli.display import SHARES, cost, evaluation, event_files, saved
 from shoal.core.fleet import role_of
 from shoal.core.roster import EVALUATOR
 from shoal.wire.views import RunView, StoryLine
@@ -172,7 +172,7 @@ def text(facts: Summary) -> str:
     if facts.export:
         lines.append(f"best model  {facts.export}")
     if facts.checkpoint_step is not None:
-        lines.append(f"checkpoint  step {table.count(facts.checkpoint_step)}, {facts.checkpoint_path}")
+        lines.append(f"checkpoint  {saved(facts.checkpoint_step, facts.checkpoint_path)}")
     if facts.directory:
         lines.append(f"logs        {facts.directory}/logs")
     if facts.tensorboard:

@@ -97,9 +97,7 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     try:
         await server.serve(sockets=listeners)
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await service.settle(keepers)
         if hiring is not None:
             await hiring.close(server.for_good)
         service.close()
@@ -168,12 +166,16 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         (directory / "runs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
-        raise JournalUnwritable(
-            "the coordinator cannot keep anything in its directory",
-            where=str(directory),
-            why=error.strerror or str(error),
-            do="mend its permissions, or give another with --dir or SHOAL_HOME",
-        ) from error
+        raise _unkept(directory, error) from error
+
+
+def _unkept(directory: Path, error: OSError) -> JournalUnwritable:
+    return JournalUnwritable(
+        "the coordinator cannot keep anything in its directory",
+        where=str(directory),
+        why=error.strerror or str(error),
+        do="make room, mend its permissions, or give another with --dir or SHOAL_HOME",
+    )
 
 
 def _keep_token(directory: Path, certificate_pem: str | None) -> str:
@@ -196,10 +198,13 @@ def _port_before(directory: Path) -> int:
 
 
 def _announce(directory: Path, urls: listening.Urls) -> None:
-    _write(directory / "pid", f"{os.getpid()}\n")
-    # Whoever waits for the first may read the second.
-    _write(directory / URLS, "".join(f"{url}\n" for url in urls.elsewhere))
-    _write(directory / "url", f"{urls.here}\n")
+    try:
+        _write(directory / "pid", f"{os.getpid()}\n")
+        # Whoever waits for the first may read the second.
+        _write(directory / URLS, "".join(f"{url}\n" for url in urls.elsewhere))
+        _write(directory / "url", f"{urls.here}\n")
+    except OSError as error:
+        raise _unkept(directory, error) from error
 
 
 def _write(path: Path, text: str) -> None:

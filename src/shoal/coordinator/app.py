@@ -24,7 +24,7 @@ from shoal.coordinator.files import Files, sweep_every
 from shoal.coordinator.filing import Filing
 from shoal.coordinator.keys import OWNER
 from shoal.coordinator.links import AgentLink, Link, MemberLink
-from shoal.coordinator.members import Members
+from shoal.coordinator.members import MAX_NAME, Members
 from shoal.coordinator.requests import Requests
 from shoal.coordinator.service import Service
 from shoal.coordinator.sockets import SCOPE, Hear
@@ -48,6 +48,7 @@ HELLO_WITHIN_S = 10.0
 SHUT_DOWN_WITHIN_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_LINES = 10_000
+MAX_POSITION = 1 << 62
 SWEEP_S = 60.0
 SWEEP_BLOBS_S = 3600.0
 
@@ -128,7 +129,8 @@ class Api:
         return self._requests.scale(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def resume(self, request: Request) -> object:
-        ask = await _body(request, ScaleAsk) if await request.body() else None
+        data = await _read(request)
+        ask = _parsed(data, ScaleAsk) if data else None
         return self._requests.resume(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def agents(self, _request: Request) -> object:
@@ -273,15 +275,22 @@ def _status(error: ShoalError) -> int:
 
 
 async def _body(request: Request, kind: type[T], default: T | None = None) -> T:
+    data = await _read(request)
+    return default if default is not None and not data else _parsed(data, kind)
+
+
+async def _read(request: Request) -> bytes:
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY_BYTES:
             raise BadRequest("the request is too large", why=f"the limit is {MAX_BODY_BYTES} bytes")
-    if not data and default is not None:
-        return default
+    return bytes(data)
+
+
+def _parsed(data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(bytes(data), type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise BadRequest("the request cannot be understood", why=str(error)) from error
 
@@ -297,4 +306,7 @@ def _page(request: Request) -> tuple[str, int, int]:
         after, limit = int(query.get("after") or 0), int(query.get("limit") or 1000)
     except ValueError as error:
         raise BadRequest("after and limit are numbers", why=str(error)) from error
-    return query.get("member") or "", after, max(1, min(limit, MAX_LINES))
+    member = query.get("member") or ""
+    if abs(after) > MAX_POSITION or len(member) > MAX_NAME:
+        raise BadRequest("there is no such place in a run", why=f"after {after} of {member[:80]!r}")
+    return member, after, max(1, min(limit, MAX_LINES))

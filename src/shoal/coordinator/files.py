@@ -134,9 +134,15 @@ def checked(name: str) -> tuple[str, tuple[str, ...]]:
 
 def whole_of(size: str, digest: str) -> Whole:
     """What the last piece of a file says of all of it."""
-    if not size.isdecimal() or not _DIGEST.fullmatch(digest):
+    size_bytes = number_of(size)
+    if size_bytes is None or not _DIGEST.fullmatch(digest):
         raise BadRequest("the end of a file needs its size and its SHA-256", why=repr((size[:20], digest[:80])))
-    return Whole(int(size), digest)
+    return Whole(size_bytes, digest)
+
+
+def number_of(text: str) -> int | None:
+    """A number of bytes as a request has it, None if it is none that could be."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def listed(root: Path) -> list[FileView]:

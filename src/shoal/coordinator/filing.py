@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse
 
 from shoal.coordinator.auth import USER
-from shoal.coordinator.files import MAX_PIECE_BYTES, Files, whole_of
+from shoal.coordinator.files import MAX_PIECE_BYTES, Files, number_of, whole_of
 from shoal.errors import BadRequest, NotYours
 
 AT = "/v1/runs/{run}/files"
@@ -45,12 +45,12 @@ class Filing:
     async def take(self, request: Request) -> object:
         """A piece of a file. One piece at a time is in memory, and no disk is waited for here."""
         run, query = self._writable(request), request.query_params
-        offset = query.get("offset", "")
-        if not offset.isdecimal():
-            raise BadRequest("a piece of a file needs its offset", why=repr(offset[:20]))
+        offset = number_of(query.get("offset", ""))
+        if offset is None:
+            raise BadRequest("a piece of a file needs its offset", why=repr(query.get("offset", "")[:20]))
         whole = whole_of(query.get("size", ""), query["digest"]) if "digest" in query else None
         piece, upload, name = await _piece(request), query.get("upload", ""), request.path_params["name"]
-        await asyncio.to_thread(self._files.take, run, name, upload, int(offset), piece, whole)
+        await asyncio.to_thread(self._files.take, run, name, upload, offset, piece, whole)
         return {}
 
     async def delete(self, request: Request) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +13,7 @@ from shoal.wire.views import LogPage
 
 ALL = "all"
 MAX_PAGE_BYTES = 4 << 20
+BLOCK_BYTES = 64 << 10
 
 
 class Logs:
@@ -33,7 +36,11 @@ class Logs:
         if file is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._files[path] = open(path, "ab", buffering=0)  # noqa: SIM115
-        file.write(data)
+        begins = file.seek(0, os.SEEK_END)
+        if file.write(data) < len(data):
+            # The disk is full: half a line would become one with the next.
+            file.truncate(begins)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def close(self, run: str = "") -> None:
         for path in [p for p in self._files if not run or p.parent.parent.name == run]:
@@ -68,7 +75,17 @@ def _pair(line: bytes, member: str) -> tuple[str, str]:
 
 
 def _position_of_last(file: IO[bytes], size: int, count: int) -> int:
-    start = max(0, size - MAX_PAGE_BYTES)
-    file.seek(start)
-    ends = [i for i, byte in enumerate(file.read(size - start)) if byte == 10]
-    return start + ends[-count - 1] + 1 if len(ends) > count else start
+    """Where the last so many lines begin: after the end of the line before them."""
+    left, ends = count + 1, size
+    while ends:
+        begins = max(0, ends - BLOCK_BYTES)
+        file.seek(begins)
+        block = file.read(ends - begins)
+        found = block.count(b"\n")
+        if found >= left:
+            at = len(block)
+            for _ in range(left):
+                at = block.rindex(b"\n", 0, at)
+            return begins + at + 1
+        left, ends = left - found, begins
+    return 0

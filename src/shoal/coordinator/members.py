@@ -20,6 +20,7 @@ from shoal.errors import BadMessage, NameTaken, WrongRun
 from shoal.wire import messages as ms
 
 MEASURE_EVERY_S = 1.0
+MAX_NAME = 200
 
 
 class Members:
@@ -84,7 +85,7 @@ class Members:
         elif process is not None and process.alive and process.incarnation != hello.incarnation:
             why = f"the agent {process.agent} answers for another process of that name"
             link.refuse(NameTaken.code, f"a member named {hello.member} is already in this run", why=why)
-        elif not re.fullmatch(r"[\w.:-]+(/[\w.:-]+)*", hello.member) or len(hello.member) > 200:
+        elif not re.fullmatch(r"[\w.:-]+(/[\w.:-]+)*", hello.member) or len(hello.member) > MAX_NAME:
             link.refuse(BadMessage.code, "the name of the member cannot be used", why=repr(hello.member[:80]))
         elif link.member not in ("", hello.member) or link.run not in ("", hello.run):
             link.refuse(BadMessage.code, f"{link.member} cannot become {hello.member} of {hello.run}")

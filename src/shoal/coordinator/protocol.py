@@ -18,12 +18,25 @@ def _if_alive(action: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 class ImpatientProtocol(H11Protocol):
-    """Closes a connection on which no request has arrived, so that the silent cannot use up all descriptors."""
+    """Closes a connection on which no request has arrived, so that the silent cannot use up all descriptors.
+
+    Nor can those who have asked for something before: half of another request would be waited for without an end.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        self._patience.cancel()
+        self.scope = None  # type: ignore[assignment]
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
         # Not kept alive for it: a connection that becomes a WebSocket needs none of this any more.
-        self.loop.call_later(REQUEST_WITHIN_S, _if_alive, weakref.WeakMethod(self._close_if_silent))
+        silent = weakref.WeakMethod(self._close_if_silent)
+        self._patience = self.loop.call_later(REQUEST_WITHIN_S, _if_alive, silent)
 
     def _close_if_silent(self) -> None:
         if self.scope is None and not self.transport.is_closing():

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import tempfile
 from pathlib import Path
 
 from shoal.coordinator import history, present, records
 from shoal.coordinator.runs import Runs
+from shoal.errors import JournalUnwritable
 from shoal.store import journal
-from shoal.store.views import Views
+from shoal.store.views import FILE, Views
 
 
 def rebuild(directory: Path) -> None:
-    """Write views.sqlite as the journal of this directory has it."""
+    """Write views.sqlite as the journal of this directory has it, whole; one that is there by then stays."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="views-", dir=directory) as aside:
+            _write(directory, Path(aside))
+            if not (directory / FILE).exists():
+                os.replace(Path(aside, FILE), directory / FILE)
+    except (OSError, sqlite3.Error) as error:
+        raise JournalUnwritable(
+            "the views of a coordinator cannot be written", where=str(directory), why=str(error)
+        ) from error
+
+
+def _write(directory: Path, to: Path) -> None:
     runs, live, last_at = Runs(), dict[str, present.Live](), 0.0
-    views = Views(directory)
-    views.forget()
+    views = Views(to)
     for entry in journal.read(directory / journal.FILE):
         event = journal.event_of(entry, records.KINDS)
         asked = runs.apply(entry.run, event, entry.at)
@@ -27,4 +42,5 @@ def rebuild(directory: Path) -> None:
         views.put_run(present.run_view(run, runs, known, str(directory / "runs" / name), last_at))
     for view in present.agent_views(runs, {}, last_at):
         views.put_agent(view)
+    views.flush()
     views.close()

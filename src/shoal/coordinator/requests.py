@@ -24,6 +24,7 @@ from shoal.errors import (
     BadRole,
     BadScript,
     BadSync,
+    JournalUnwritable,
     NotOver,
     NotYours,
     RunOver,
@@ -87,9 +88,21 @@ class Requests:
         spec = demands.settle(spec, self._service.runs.supply.pools)
         self._writable()
         name = self._new_id(spec.name)
-        Path(self._service.run_dir(name)).mkdir(parents=True, exist_ok=True)
+        self._make_directory(Path(self._service.run_dir(name)))
         self._service.handle(name, records.RunCreated(spec, settings, user))
         return self._service.view(name)
+
+    @staticmethod
+    def _make_directory(path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalUnwritable(
+                "the directory of the run cannot be made",
+                where=str(path),
+                why=error.strerror or str(error),
+                do="make room on the coordinator's disk, or mend its permissions",
+            ) from error
 
     def _new_id(self, name: str) -> str:
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] or "run"

@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,7 @@ class Service:
         self._live: dict[str, present.Live] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
+        self._flushing = asyncio.Lock()
         self._shown: dict[str, AgentView] = {}
         self._fleet_shown: fl.State | None = None
         self._shown_at: dict[str, float] = {}
@@ -267,17 +268,21 @@ class Service:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the views and reports in another thread, so that no member waits for SQLite or a file."""
-        self._show_changes()
-        if self._reports.waiting:
-            await asyncio.to_thread(self._reports.write)
-        batch = self._views.take()
-        if not batch.rows:
-            return
-        try:
-            await asyncio.to_thread(self._views.write, batch)
-        except sqlite3.Error:
-            self._views.give_back(batch)
+        """Write the views and reports in another thread, so that no member waits for SQLite or a file.
+
+        One after the other: what is older must not be written over what is newer.
+        """
+        async with self._flushing:
+            self._show_changes()
+            if self._reports.waiting:
+                await asyncio.to_thread(self._reports.write)
+            batch = self._views.take()
+            if not batch.rows:
+                return
+            try:
+                await asyncio.to_thread(self._views.write, batch)
+            except sqlite3.Error:
+                self._views.give_back(batch)
 
     def _show_changes(self) -> None:
         changed, self._changed = self._changed & self.runs.runs.keys(), set()
@@ -311,6 +316,13 @@ class Service:
             if self._shown.get(view.agent) != known:
                 self._shown[view.agent] = known
                 self._views.put_agent(view)
+
+    async def settle(self, keepers: Collection[asyncio.Task[None]]) -> None:
+        """End those that keep time and views, but not in the middle of writing: a thread would go on with it alone."""
+        async with self._flushing:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
 
     def close(self) -> None:
         # Machines are paid for until they are given back, which is after the end of their run.

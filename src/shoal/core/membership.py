@@ -157,6 +157,9 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
             draft.set(started=False, step=0)
         else:
             draft.ask(ev.Say(f"{member.name} restored the checkpoint of step {event.step}"))
+        if event.step != draft.base.checkpoint_step:
+            # Newer ones that we know of could not be read; where this one is, nobody has told.
+            draft.set(checkpoint_step=event.step, checkpoint_path="")
     stale = member.stale and not event.restored
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
     if not draft.base.started and draft.base.gather_until is not None:

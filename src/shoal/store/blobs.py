@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from shoal.errors import ShoalError, StoreUnusable
 
 PARTIAL = ".partial"
+READ_BYTES = 1 << 20
 SCHEME = "coordinator://"
 
 
@@ -158,7 +160,8 @@ class RemoteStore:
 
     def open(self, name: str) -> BinaryIO:
         with _failures_as_os_errors():
-            return cast(BinaryIO, self._files.open(self._path(name), "rb"))
+            file = self._files.open(self._path(name), "rb")
+        return cast(BinaryIO, io.BufferedReader(_Reading(file), READ_BYTES))
 
     def list(self, prefix: str = "") -> list[Blob]:
         with _failures_as_os_errors():
@@ -200,6 +203,31 @@ class RemoteStore:
             file.close()
         with contextlib.suppress(Exception):
             self._files.rm_file(self._path(name))
+
+
+class _Reading(io.RawIOBase):
+    """A blob that a driver has opened; where reading fails, that is an OSError too."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        with _failures_as_os_errors():
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def _at_coordinator(where: str, access: Access | None) -> Store:

@@ -11,6 +11,7 @@ No blob is ever overwritten: every write has a random part in its names.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import re
 import secrets
@@ -121,8 +122,12 @@ def write(
         manifest = Manifest(
             FORMAT, run, snapshot.step, world, meta, data, header, snapshot.sizes, tuple(checksums), total_bytes
         )
-        _check_fence(fence)
-        store.put(f"{name}{_MANIFEST}", [_seal(manifest)])
+        try:
+            _check_fence(fence)
+            store.put(f"{name}{_MANIFEST}", [_seal(manifest)])
+        except (OSError, ShoalError):
+            _take_back(store, name)
+            raise
     except OSError as error:
         raise _failure(store, snapshot, error) from error
     except LookupError as error:
@@ -170,9 +175,12 @@ def read(store: Store, entry: Entry | None = None) -> Loaded:
     raise NoCheckpoint(f"there is no complete checkpoint in {store.where}", do="check checkpoint.to, or start anew")
 
 
-def prune(store: Store, keep: int) -> list[str]:
-    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names."""
-    good = entries(store)
+def prune(store: Store, keep: int, written: Entry | None = None) -> list[str]:
+    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names.
+
+    One that was just `written` is the newest that counts: if there are any beyond it, who restored could not read them.
+    """
+    good = [each for each in entries(store) if written is None or each.key <= written.key]
     if not good:
         return []
     kept = list(dict.fromkeys(each.name for each in good))[: max(1, keep)]
@@ -190,6 +198,13 @@ def prune(store: Store, keep: int) -> list[str]:
             f"old checkpoints in {store.where} could not be deleted", why=str(error), do="delete them by hand"
         ) from error
     return gone
+
+
+def _take_back(store: Store, name: str) -> None:
+    """Delete data that will not count; a manifest that got there after all goes first."""
+    with contextlib.suppress(OSError):
+        store.delete(f"{name}{_MANIFEST}")
+        store.delete(f"{name}.")
 
 
 def _prefix(step: int, world: int) -> str:

@@ -112,12 +112,12 @@ class CoordinatorStore:
         """Let the coordinator forget what it has, if it answers; it does so by itself after a while."""
         try:
             self._once("DELETE", self._target(name, {"upload": upload}), None, {}).read()
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException, _Unreachable):
             self._close()
 
     def _begin(self, name: str, at: int, tag: str) -> http.client.HTTPResponse:
         """Read on from a byte, of what had this tag."""
-        headers = {"Range": f"bytes={at}-", "If-Range": tag} if at else {}
+        headers = {"Range": f"bytes={at}-", "If-Range": tag} if tag else {}
         answer = self._ask("GET", self._target(name), headers=headers)
         # It reads at its own pace, beside other requests.
         self._connection = None
@@ -193,13 +193,13 @@ class _Reading(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while self._at < self._size:
+            if self._answer is None:
+                self._answer = self._begin(self._at, self._tag)
+                if self._answer.status != 206:
+                    raise OSError(errno.ESTALE, "the blob was changed while it was read")
             try:
-                if self._answer is None:
-                    self._answer = self._begin(self._at, self._tag)
-                    if self._answer.status != 206:
-                        raise OSError(errno.ESTALE, "the blob was changed while it was read")
                 count = self._answer.readinto(buffer)
-            except (TimeoutError, ConnectionError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException):
                 count = 0
             if count:
                 self._at += count

@@ -6,6 +6,7 @@ operating system in one write before the event is acted on, and forced to the di
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -147,8 +148,10 @@ class Journal:
 
     def _take_back(self) -> None:
         """Remove what a failed write left behind, so that the next one starts a line of its own."""
-        os.ftruncate(self._file, self._end)
         os.lseek(self._file, self._end, os.SEEK_SET)
+        # What a disk in trouble does not let us cut off is a torn last line, until it is written over.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, self._end)
 
     def _sync(self) -> None:
         while not self._closing.wait(SYNC_EVERY_S):

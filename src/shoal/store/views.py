@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import JournalUnwritable
 from shoal.wire.views import AgentView, RunView, StoryLine
 
 FILE = "views.sqlite"
@@ -73,6 +74,17 @@ class Views:
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
+        try:
+            return self._prepare_anew()
+        except (sqlite3.Error, OSError) as error:
+            raise JournalUnwritable(
+                "the coordinator cannot write its views",
+                where=str(self.path),
+                why=str(error),
+                do="make room on the disk or mend its permissions",
+            ) from error
+
+    def _prepare_anew(self) -> sqlite3.Connection:
         try:
             return self._prepare()
         except sqlite3.DatabaseError:

@@ -83,7 +83,7 @@ class AsyncWriter:
                 fence=lambda: fence() and not self._closed.is_set(),
             )
             self._on_done(entry.step, f"{self._store.where}/{entry.name}", snapshot.total_bytes, self._now() - began)
-            checkpoint.prune(self._store, self._keep)
+            checkpoint.prune(self._store, self._keep, entry)
         except ShoalError as error:
             self._on_error(error)
         except Exception as error:  # noqa: BLE001 - the outer loop of this thread: it must not end in silence

@@ -78,7 +78,7 @@ class StateKeeper:
         except NoCheckpoint:
             return None
         for passed in found.passed_over:
-            _say(passed)
+            say(passed)
         self.load(found.header, found.buffers)
         self._last_step, self._last_time = found.entry.step, time.monotonic()
         self._durable = found.entry.step
@@ -155,10 +155,11 @@ class StateKeeper:
                 self._run,
                 self._session.settings.checkpoint_keep,
                 on_done=self._written,
-                on_error=_say,
+                on_error=say,
             )
         return self._writer
 
 
-def _say(error: ShoalError) -> None:
+def say(error: ShoalError) -> None:
+    """Tell the user of what went wrong with a checkpoint; nobody is held up by it."""
     sys.stderr.write(f"{error}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any
@@ -17,7 +16,7 @@ from shoal.store import checkpoint
 from shoal.store.schedule import Schedule
 from shoal.wire import messages
 from shoal.worker import parted
-from shoal.worker.keeper import StateKeeper
+from shoal.worker.keeper import StateKeeper, say
 from shoal.worker.parts import Vault
 from shoal.worker.placed import PlacedSession
 from shoal.worker.serving import Server
@@ -153,9 +152,9 @@ class _Service:
             self._session.checkpointed(
                 entry.step, f"{store.where}/{entry.name}", snapshot.total_bytes, time.monotonic() - began
             )
-            checkpoint.prune(store, self._session.settings.checkpoint_keep)
+            checkpoint.prune(store, self._session.settings.checkpoint_keep, entry)
         except ShoalError as error:
-            sys.stderr.write(f"{error}\n")
+            say(error)
         return True
 
     def _leads(self) -> bool:
@@ -168,6 +167,8 @@ class _Service:
         except NoCheckpoint:
             self._session.restored(None)
             return
+        for passed in found.passed_over:
+            say(passed)
         self._server.restore(parted.apart(found.header, found.buffers))
         self._last_step, self._last_time = found.entry.step, time.monotonic()
         self._session.restored(found.entry.step)

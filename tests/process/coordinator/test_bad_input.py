@@ -15,6 +15,7 @@ from fakes import WAIT_S, Coordinator, FakeAgent, FakeMember
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import shoal
+from shoal.coordinator.app import MAX_BODY_BYTES
 from shoal.wire import messages as ms
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 
@@ -151,6 +152,36 @@ def test_a_bad_request_is_answered_with_a_problem(coordinator: Coordinator, body
     status, problem = coordinator.ask("POST", "/v1/runs", body)
     assert (status, problem["code"]) == (400, code)
     assert len(coordinator.ask("GET", "/v1/runs")[1]) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("method", "asked"),
+    [
+        ("GET", "story?after=" + "9" * 25),
+        ("GET", "story?after=-" + "9" * 25),
+        ("GET", "story?limit=" + "9" * 5000),
+        ("GET", "logs?member=" + "a" * 300),
+        ("PUT", "files/outputs/x?upload=0123456789abcdef&offset=" + "9" * 5000),
+        ("PUT", f"files/outputs/x?upload=0123456789abcdef&offset=0&digest={'0' * 64}&size=" + "9" * 5000),
+    ],
+)
+def test_a_number_or_name_beyond_all_bounds_is_refused(coordinator: Coordinator, method: str, asked: str) -> None:
+    run = coordinator.create()
+    (coordinator.directory / "runs" / run / "logs").mkdir()
+    status, problem = coordinator.ask(method, f"/v1/runs/{run}/{asked}")
+    assert (status, problem["code"]) == (400, "S121")
+
+
+@pytest.mark.parametrize("verb", ["stop", "scale", "resume"])
+def test_a_request_is_not_taken_in_beyond_its_limit(coordinator: Coordinator, verb: str) -> None:
+    run, address = coordinator.create(), urlsplit(coordinator.url)
+    with socket.create_connection((address.hostname, address.port), timeout=WAIT_S) as bare:
+        token = coordinator.credentials.headers["Authorization"]
+        head = f"POST /v1/runs/{run}/{verb} HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: {token}\r\n"
+        bare.sendall(f"{head}Content-Length: {1 << 40}\r\n\r\n".encode())
+        bare.sendall(b"x" * (MAX_BODY_BYTES + 1))
+        answer = bare.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 400")
 
 
 def test_an_unknown_run_is_not_found(coordinator: Coordinator) -> None:

@@ -50,6 +50,40 @@ def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordi
     assert coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 3})[0] == 200
 
 
+def test_a_run_whose_directory_cannot_be_made_is_refused(coordinator: Coordinator) -> None:
+    """As when the disk that the directory is on is gone, or full."""
+    runs = coordinator.directory / "runs"
+    runs.rmdir()
+    runs.symlink_to("nowhere")
+    spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1]}
+    status, problem = coordinator.ask("POST", "/v1/runs", spec)
+    assert (status, problem["code"]) == (507, "S520")
+    assert coordinator.ask("GET", "/v1/runs") == (200, [])
+    runs.unlink()
+    coordinator.create()
+
+
+@pytest.mark.parametrize("room", [1 << 10, 4 << 10])
+def test_a_disk_that_is_full_from_the_start_is_said(tmp_path: Path, room: int) -> None:
+    command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c")]
+    limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))"
+    begin = [sys.executable, "-c", f"{limit}; os.execv(sys.argv[1], sys.argv[1:])", *command]
+    found = subprocess.run(begin, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 4
+    assert "S520" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("name", ["pid.part", "url.part"])
+def test_an_address_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c" / name).mkdir(parents=True)
+    command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 4
+    assert "S520" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
 def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) -> None:
     coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
     try:

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
 from shoal.store import checkpoint
@@ -187,6 +188,23 @@ def test_damaged_ones_do_not_count_as_kept(store, tmp_path):
     assert steps(store) == [2]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_outlives_a_newer_one_that_cannot_be_restored(store, tmp_path, keep):
+    """A manifest does not show that the disk has lost a bit of the data: only who restores it finds out."""
+    write(store, 8)
+    for damaged in [write(store, 10), write(store, 11)]:
+        path = tmp_path / "checkpoints" / damaged.manifest.data
+        path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    restored = checkpoint.read(store).entry
+    assert restored.step == 8
+    ears = Ears()
+    writer = ears.writer(store, keep)
+    assert writer.submit(snapshot(9), restored.world + 1, {})
+    assert writer.close(20)
+    assert ears.errors == []
+    assert is_step(checkpoint.read(store), 9)
+
+
 def test_leftovers_of_torn_writes_are_cleaned_up_once_a_newer_one_is_whole(store, tmp_path):
     write(store, 1)
     root = tmp_path / "checkpoints"
@@ -225,6 +243,26 @@ def test_a_writer_whose_world_is_over_gives_up(store):
         write(store, 2, fence=lambda: False)
     assert steps(store) == [1]
     assert len(names(store)) == 2
+
+
+def test_data_whose_manifest_cannot_be_written_takes_no_room(any_store):
+    write(any_store, 1)
+    with pytest.raises(CheckpointFailed):
+        write(any_store, 2, fence=iter([True, True, False]).__next__)
+    assert steps(any_store) == [1]
+    assert len(names(any_store)) == 2
+
+
+def test_data_whose_manifest_the_disk_refuses_takes_no_room(tmp_path):
+    class NearlyFull(LocalStore):
+        def put(self, name, chunks):
+            if name.endswith(".json"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().put(name, chunks)
+
+    with pytest.raises(CheckpointFailed):
+        write(NearlyFull(tmp_path), 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_snapshot_is_released_whether_or_not_the_write_succeeds(store):
@@ -394,3 +432,26 @@ def test_closing_an_idle_writer_is_immediate(store):
 )
 def test_a_checkpoint_is_due_by_time_or_by_steps(schedule, step, now, due):
     assert schedule.due(step, now, last_step=10, last_time=100.0) is due
+
+
+class Unkind(Exception):  # noqa: N818
+    """What some client libraries raise: not an OSError."""
+
+
+class UnkindFile(MemoryFile):
+    def read(self, *_size):
+        raise Unkind("503, slow down")
+
+
+@pytest.mark.parametrize("what", [".data", ".manifest.json"])
+def test_whatever_a_driver_raises_while_it_reads_is_a_checkpoint_that_cannot_be_read(what, monkeypatch):
+    store = RemoteStore(f"memory://{secrets.token_hex(4)}/dir")
+    write(store, 1)
+    entry = write(store, 2)
+    stem = entry.manifest.data.removesuffix(".data")
+    for path, file in MemoryFileSystem.store.items():
+        if path.endswith(f"{stem}{what}"):
+            monkeypatch.setitem(MemoryFileSystem.store, path, UnkindFile(file.fs, path, file.getvalue()))
+    loaded = checkpoint.read(store)
+    assert is_step(loaded, 1)
+    assert "Unkind: 503, slow down" in loaded.passed_over[0].why

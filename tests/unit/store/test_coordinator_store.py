@@ -23,7 +23,7 @@ from shoal.errors import CheckpointFailed, NotYours, StoreUnusable, UnknownRun
 from shoal.store import checkpoint, coordinator
 from shoal.store.blobs import Access, Blob, LocalStore, open_store
 from shoal.store.coordinator import CoordinatorStore
-from shoal.testing.asgi import AsgiConnection
+from shoal.testing.asgi import Answer, AsgiConnection
 from shoal.wire import credentials
 from shoal.worker.keeper import Codec, StateKeeper
 from shoal.worker.snapshot import Snapshot
@@ -166,6 +166,15 @@ def test_patience_has_an_end_and_nothing_is_left(town: Town) -> None:
     assert [path for path in town.path.rglob("*") if path.is_file()] == []
 
 
+def test_no_way_to_the_coordinator_is_an_error_of_the_storage(town: Town) -> None:
+    def cut_off(_method: str, _target: str) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    town.fail = cut_off
+    with pytest.raises(OSError, match=r"has not answered for 9. s: _Unreachable.*No route to host"):
+        town.store().put("a", [b"x"])
+
+
 def test_a_source_that_fails_leaves_nothing(town: Town) -> None:
     def chunks():  # type: ignore[no-untyped-def]
         yield b"0123456789"
@@ -176,17 +185,33 @@ def test_a_source_that_fails_leaves_nothing(town: Town) -> None:
     assert [path for path in town.path.rglob("*") if path.is_file()] == []
 
 
-def test_reading_goes_on_where_the_line_broke(town: Town) -> None:
+@pytest.mark.parametrize("arrived", [0, 60])
+def test_reading_goes_on_where_the_line_broke(town: Town, arrived: int) -> None:
     town.store().put("a", [bytes(range(200))])
     asked: list[str] = []
 
     def cut_at(method: str, target: str) -> int | None:
         asked.append(target)
-        return 60 if len(asked) < 3 else None
+        return arrived if len(asked) < 3 else None
 
     town.cut_at = cut_at
     assert content(town.store(), "a") == bytes(range(200))
     assert len(asked) == 3
+
+
+def test_reading_goes_on_after_any_error_of_the_line(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route that is lost for a moment breaks a connection with another error than a coordinator that is gone."""
+    town.store().put("a", [bytes(range(200))])
+    reading, broken = town.store().open("a"), []
+
+    def no_route(answer: Answer, _buffer: memoryview) -> int:
+        broken.append(answer)
+        monkeypatch.undo()
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(Answer, "readinto", no_route)
+    assert reading.read() == bytes(range(200))
+    assert len(broken) == 1
 
 
 def test_a_blob_that_changed_meanwhile_is_not_read_half_and_half(town: Town) -> None:

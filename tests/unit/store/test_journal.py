@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -120,3 +121,34 @@ def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, monkeypatch: pytest.
     opened.append("run", EVENTS[2], 3.0)
     opened.close()
     assert [entry.kind for entry in journal.read(tmp_path / journal.FILE)] == ["Hello", "CoordinatorRestarted"]
+
+
+def test_what_cannot_even_be_taken_back_is_written_over_later(tmp_path: Path) -> None:
+    """As on a disk that the kernel has made read-only: neither a write nor a cut is allowed."""
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+    sealed = os.memfd_create("journal", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    disk = os.dup(opened._file)
+    os.dup2(sealed, opened._file)
+    with pytest.raises(JournalUnwritable):
+        opened.append("run", EVENTS[1], 6.0)
+    os.dup2(disk, opened._file)
+    opened.append("run", EVENTS[2], 7.0)
+    opened.close()
+    os.close(disk)
+    os.close(sealed)
+    assert [entry.at for entry in journal.read(tmp_path / journal.FILE)] == [5.0, 7.0]
+
+
+def test_the_rest_of_a_torn_line_that_stayed_is_no_part_of_the_next(tmp_path: Path) -> None:
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+    with open(tmp_path / journal.FILE, "ab") as torn:
+        torn.write(b"x" * 5000)
+    opened.append("run", EVENTS[2], 6.0)
+    opened.append("run", EVENTS[1], 7.0)
+    opened.close()
+    again = Journal(tmp_path)
+    assert [entry.at for entry in again.entries] == [5.0, 6.0, 7.0]
+    again.close()

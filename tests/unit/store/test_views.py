@@ -10,6 +10,8 @@ from shoal.coordinator import records
 from shoal.coordinator.rebuild import rebuild
 from shoal.core import events as ev
 from shoal.core.world import Address
+from shoal.errors import JournalDamaged
+from shoal.launch.past import Past
 from shoal.store import views
 from shoal.store.journal import Journal
 from shoal.store.views import FILE, MetricRow, Views, WorldRow
@@ -78,3 +80,31 @@ def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
         assert views.story(tmp_path, "r")[0].text == "run created: t.py with 1:1 members"
         assert [w.members for w in views.worlds(tmp_path, "r")] == [("a/0",)]
         assert len(views.metrics(tmp_path, "r")) == 1
+
+
+def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
+    """Else whoever looks again finds no runs, and is not told why."""
+    journal = Journal(tmp_path)
+    for run in ("r", "s", "t"):
+        journal.append(run, records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+    journal.close()
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(lines[0] + b"nonsense\n" + lines[2])
+    for _ in range(2):
+        with pytest.raises(JournalDamaged):
+            Past(tmp_path).runs()
+    journal.path.write_bytes(b"".join(lines))
+    assert [view.run for view in Past(tmp_path).runs()] == ["r", "s", "t"]
+    assert list(tmp_path.glob("views-*")) == []
+
+
+def test_views_that_somebody_else_has_made_meanwhile_stay(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("r", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+    journal.close()
+    theirs = Views(tmp_path)
+    theirs.put_checkpoint("r", 40, "there", 2.0)
+    theirs.flush()
+    rebuild(tmp_path)
+    theirs.close()
+    assert views.checkpoints(tmp_path, "r") == [(40, "there")]

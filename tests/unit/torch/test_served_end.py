@@ -111,3 +111,19 @@ def test_an_end_that_cannot_be_written_holds_up_nobody(tmp_path: Path, capsys: p
     service(tmp_path / "taken", server)._seal_if_over()
     assert server.sealed
     assert "error[S5" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server: Any = Served()
+    server.restore = lambda _parts: None
+    served = service(tmp_path, server)
+    restored: list[int | None] = []
+    served._session.phase, served._session.restored = lambda _name: None, restored.append
+    assert served._write()
+    server.ledger = Ledger(2, finished_samples=16)
+    assert served._write()
+    [newest] = tmp_path.glob("step-000000000004.*.data")
+    newest.write_bytes(b"\xff" + newest.read_bytes()[1:])
+    served._restore()
+    assert restored == [2]
+    assert newest.name in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Whoever has not said what it wants is not waited for, however often it has said so before."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from fakes import WAIT_S
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.coordinator import protocol
+from shoal.coordinator.protocol import ImpatientProtocol
+
+pytestmark = pytest.mark.process
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+async def health(_request: Request) -> Response:
+    return Response("well")
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    monkeypatch.setattr(protocol, "REQUEST_WITHIN_S", 0.5)
+    config = uvicorn.Config(
+        Starlette(routes=[Route("/health", health)]), http=ImpatientProtocol, lifespan="off", log_level="warning"
+    )
+    server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield listener.getsockname()
+    server.should_exit = True
+    thread.join(WAIT_S)
+
+
+def answered(line: socket.socket, request: bytes) -> None:
+    line.sendall(request)
+    said = b""
+    while not said.endswith(b"well"):
+        more = line.recv(4096)
+        assert more, said
+        said += more
+
+
+@pytest.mark.parametrize(
+    ("whole", "rest"),
+    [
+        (b"", b""),
+        (b"", b"GET /he"),
+        (GET + b"\r\n", b"G"),
+        (GET + b"Content-Length: 10\r\n\r\n", b"x"),
+    ],
+)
+def test_half_a_request_does_not_hold_a_connection(address: tuple[str, int], whole: bytes, rest: bytes) -> None:
+    with socket.create_connection(address, timeout=WAIT_S) as line:
+        if whole:
+            answered(line, whole)
+        line.sendall(rest)
+        assert line.recv(4096) == b""
+
+
+def test_who_goes_on_asking_is_answered(address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=WAIT_S) as line:
+        for _ in range(5):
+            answered(line, GET + b"\r\n")

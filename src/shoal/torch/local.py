@@ -87,6 +87,7 @@ class LocalTrainer(Trainer):
                 do="call optimizer.step() every time",
             )
         self._batch = _Batch(turn, number, self.feed.lots[number])
+        self._gathered.begin()
         turn.nominal = self._batch.lot.samples or 1
         turn.stepped.clear()
 
@@ -94,14 +95,17 @@ class LocalTrainer(Trainer):
         batch, pace = self._batch, self._pace
         assert batch is not None
         assert self._buckets is not None
+        parameters = self._buckets.parameters
+        self._gathered.lend(parameters)
         if turn.own:
             scaled.backward()  # type: ignore[no-untyped-call]
             batch.weight += turn.own
         batch.whole = turn.piece == batch.lot.last
         if not batch.whole:
+            self._gathered.take_back(parameters)
             return
         if batch.weight and batch.weight != turn.nominal:
-            for parameter in self._buckets.parameters:
+            for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(batch.weight / turn.nominal)
         if pace is not None:

@@ -63,7 +63,7 @@ class Turn:
     @property
     def counts(self) -> bool:
         """Whether a backward pass of the batch that was given out last adds anything."""
-        return not self.empty if self.held is None else self.own != 0.0
+        return self.own != 0.0
 
     @property
     def samples(self) -> int:

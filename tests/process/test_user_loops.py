@@ -1,0 +1,176 @@
+"""Loops as people write them compute, with two members, what they compute in one process, or are told why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import UnusableBackward
+from shoal.testing.together import Seated, together
+from shoal.torch.run import Run
+
+pytestmark = pytest.mark.process
+
+torch.set_num_threads(1)
+F64 = torch.float64
+# Members are threads here and share one random generator: only one may build its model at a time.
+BUILDING = threading.RLock()
+State = dict[str, torch.Tensor]
+Body = Callable[[Run, Any], Any]
+mse = nn.functional.mse_loss
+
+
+def dataset(count: int = 96) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 8, generator=generator, dtype=F64)
+    return torch.utils.data.TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def mlp() -> Any:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def members(count: int, loop: Body, build: Callable[[], Any] = mlp) -> list[tuple[State, Any]]:
+    """What each of so many members has in the end: the state of its model, and what the loop returned."""
+
+    def body(session: Seated) -> tuple[State, Any]:
+        run = Run(session, "test", "unused")
+        with BUILDING:
+            torch.manual_seed(2)
+            model = build()
+        if count > 1:
+            session.exchange.barrier()  # a step seeds the generator that others may still be building with
+        found = loop(run, model)
+        return {key: value.detach().clone() for key, value in model.state_dict().items()}, found
+
+    return together(count, body)
+
+
+def apart(one: State, other: State) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[key].double() - other[key].double()).abs().max()) for key in one)
+
+
+def check(loop: Body, build: Callable[[], Any] = mlp, within: float = 1e-12) -> None:
+    """Two members end up with the same, and with what one has."""
+    (alone, _), ((first, _), (second, _)) = members(1, loop, build)[0], members(2, loop, build)
+    assert apart(first, second) == 0.0
+    assert apart(first, alone) <= within
+
+
+def sgd(run: Run, model: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    run.attach(model, optimizer)
+    return optimizer
+
+
+# --- gradients between the pieces of a step
+
+
+def clipped(micro: int | None) -> Body:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, micro=micro, shares="equal"):
+            run.backward(mse(model(x), y))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def zeroed_by_the_model(micro: int | None) -> Body:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, micro=micro, shares="equal"):
+            model.zero_grad()
+            run.backward(mse(model(x), y))
+            optimizer.step()
+
+    return loop
+
+
+def plain(micro: int | None) -> Body:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, micro=micro, shares="equal"):
+            run.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+class Choosing(nn.Module):
+    """Uses one branch or the other, depending on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 1).double(), nn.Linear(8, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pick = x[:, :1] > 0
+        out = torch.zeros(len(x), 1, dtype=F64)
+        if pick.any():
+            out = out + self.left(x) * pick
+        if (~pick).any():
+            out = out + self.right(x) * ~pick
+        return out
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("loop", "build"),
+    [(clipped, mlp), (zeroed_by_the_model, mlp), (plain, Choosing)],
+    ids=["clipped", "zeroed by the model", "parameters that only some pieces use"],
+)
+def test_pieces_make_the_step_that_the_whole_share_makes(
+    loop: Callable[[int | None], Body], build: Callable[[], Any], count: int
+) -> None:
+    whole = members(1, loop(None), build)[0][0]
+    for found, _ in members(count, loop(1), build):
+        assert apart(found, whole) <= 1e-12
+
+
+def test_gradients_that_no_optimizer_clears_do_not_pile_up() -> None:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
+        run.attach(model, optimizer)
+        for x, y in run.batches(dataset(), size=24, epochs=3, shares="equal"):
+            run.backward(mse(model(x), y))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(loop)
+
+
+def test_a_backward_pass_beside_that_of_the_run_is_refused() -> None:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            sum(p.square().sum() for p in model.parameters()).backward()
+            run.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(UnusableBackward, match=r"gradients before run\.backward"):
+        members(2, loop)
+
+
+def test_a_share_without_weight_adds_nothing_even_if_its_loss_is_no_number() -> None:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            counts = y > 0.997
+            loss = ((model(x) - y).square() * counts).sum() / counts.sum()
+            run.backward(loss, weight=float(counts.sum()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(loop)

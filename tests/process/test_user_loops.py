@@ -174,3 +174,25 @@ def test_a_share_without_weight_adds_nothing_even_if_its_loss_is_no_number() -> 
             optimizer.zero_grad()
 
     check(loop)
+
+
+# --- optimizers
+
+
+def test_a_scaler_steps_several_optimizers() -> None:
+    def loop(run: Run, model: Any) -> int:
+        one, two = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        run.attach(model, one, two, scaler)
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            run.backward(scaler.scale(mse(model(x), y)))
+            scaler.unscale_(one)
+            scaler.step(one)
+            scaler.step(two)
+            scaler.update()
+            one.zero_grad()
+            two.zero_grad()
+        return run.step
+
+    check(loop, within=1e-9)
+    assert members(2, loop)[0][1] == 4

@@ -21,7 +21,7 @@ class Gate(Protocol):
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
 
-    def apply_all(self, real: Callable[[], Any]) -> Any: ...
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
 
     @property
     def applied(self) -> bool: ...
@@ -82,12 +82,12 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
 
 
 def guard_scaler(gate: Gate, scaler: Any) -> None:
-    """A scaler's step counts as the step of the run, even if it finds infinities and skips the optimizer's."""
+    """A scaler's step counts as the optimizer's, even if it finds infinities and skips that."""
     real_step = scaler.step
 
     @functools.wraps(real_step)
     def step(_self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return gate.apply_all(functools.partial(real_step, optimizer, *args, **kwargs))
+        return gate.apply_scaled(optimizer, functools.partial(real_step, optimizer, *args, **kwargs))
 
     _replace(scaler, "step", step)
     _only_if(scaler, "unscale_", lambda: gate.has_gradient)

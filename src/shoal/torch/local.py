@@ -150,12 +150,10 @@ class LocalTrainer(Trainer):
         if turn is None or self._outside(turn):
             return None
         result = self._step_locally(turn, real)
-        turn.stepped.add(id(optimizer))
-        if len(turn.stepped) == len(self.optimizers):
-            self._stepped(turn)
+        self._stepped(turn, optimizer)
         return result
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
@@ -164,7 +162,7 @@ class LocalTrainer(Trainer):
             result = self._step_locally(turn, real)
         finally:
             self._nested = False
-        self._stepped(turn)
+        self._stepped(turn, optimizer)
         return result
 
     def _outside(self, turn: Turn) -> bool:
@@ -193,7 +191,10 @@ class LocalTrainer(Trainer):
         self._start.keep(self._buckets.parameters, self.optimizers, others)
         self._kept_for = turn
 
-    def _stepped(self, turn: Turn) -> None:
+    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
+        turn.stepped.add(id(optimizer))
+        if len(turn.stepped) < len(self.optimizers):
+            return
         assert self._batch is not None
         self._batch.applied = True
         if turn.last_piece:

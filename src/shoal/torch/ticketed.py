@@ -170,7 +170,7 @@ class TicketTrainer(TicketLoop):
             self._push(turn)
         return None
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:  # noqa: ARG002
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:  # noqa: ARG002
         self.refuse_scaler()
 
     def refuse_scaler(self) -> None:

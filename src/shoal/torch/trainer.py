@@ -255,10 +255,13 @@ class Trainer(Loop):
         if not turn.stepped and not self._may_apply():
             return None
         result = self._step(optimizer, real)
+        self._stepped(turn, optimizer)
+        return result
+
+    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
-        return result
 
     def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         if self.auto is None or self.turn is None:
@@ -266,17 +269,19 @@ class Trainer(Loop):
         with Gained(optimizer, self.auto.gain_at(self.turn.step)):
             return real()
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:
-        """A scaler's step; whether it lets the optimizer step or not, the run's step is committed."""
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """A scaler's step; whether it lets the optimizer step or not, it counts as that."""
         turn = self.turn
-        if turn is None or self._outside(turn) or not self._may_apply():
+        if turn is None or self._outside(turn):
+            return None
+        if not turn.stepped and not self._may_apply():
             return None
         self._nested = True
         try:
             result = real()
         finally:
             self._nested = False
-        self._commit(turn)
+        self._stepped(turn, optimizer)
         return result
 
     def _outside(self, turn: Turn) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import UnusableBackward
+from shoal.errors import NotAttached, UnusableBackward
 from shoal.testing.together import Seated, together
 from shoal.torch.run import Run
 
@@ -196,3 +196,54 @@ def test_a_scaler_steps_several_optimizers() -> None:
 
     check(loop, within=1e-9)
     assert members(2, loop)[0][1] == 4
+
+
+def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
+    def loop(run: Run, model: Any) -> None:
+        temperature = nn.Parameter(torch.ones(1, dtype=F64))
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+        run.attach(model, optimizer)
+        run.batches(dataset(), size=24)
+
+    with pytest.raises(NotAttached, match="1 parameters that are not of the attached model"):
+        members(1, loop)
+
+
+class Counter:
+    """Has a state, and is neither an optimizer nor a scheduler."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_whatever_has_a_state_can_be_attached_and_twice_is_once() -> None:
+    def loop(run: Run, model: Any) -> int:
+        optimizer, counter = torch.optim.SGD(model.parameters(), 0.1), Counter()
+        assert run.attach(model, optimizer, counter) == (model, optimizer, counter)
+        run.attach(model, optimizer, counter)
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            run.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            counter.seen += run.committed
+        header, buffers = run._keeper.capture()
+        counter.seen = 0
+        run._keeper.load(header, buffers)
+        return counter.seen
+
+    check(loop)
+    assert members(1, loop)[0][1] == 4
+
+
+def test_what_has_no_state_cannot_be_attached() -> None:
+    def loop(run: Run, model: Any) -> None:
+        run.attach((model, torch.optim.SGD(model.parameters(), 0.1)))
+
+    with pytest.raises(NotAttached, match="a tuple cannot be attached"):
+        members(1, loop)

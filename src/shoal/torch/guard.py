@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from shoal.errors import UnusableBackward
+from shoal.errors import NotAttached, UnusableBackward
 
 
 class Gate(Protocol):
@@ -61,6 +61,20 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
 
     _replace(optimizer, "step", step)
     _replace(optimizer, "zero_grad", zero_grad)
+
+
+def refuse_strangers(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise if optimizers train what is not of the model: nobody would sum its gradients, nor hand it over."""
+    known = set(map(id, model.parameters()))
+    for optimizer in optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in known]
+        if strange:
+            raise NotAttached(
+                f"{type(optimizer).__name__} trains {len(strange)} parameters that are not of the attached model",
+                why=f"members would each train their own; the first one has shape {strange[0]}",
+                do="put all that is trained into one torch.nn.Module, and attach that",
+            )
 
 
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:

@@ -16,7 +16,7 @@ from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
 from shoal.torch.feeds import Feeds
 from shoal.torch.fingerprint import fingerprint
-from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
+from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
 from shoal.torch.parted import load
@@ -93,6 +93,8 @@ class Run(RunOfScript):
                     guard_model(trainer, part)
                 trainer.model = part
                 self._keeper.parts["model"] = part
+            elif any(part is known for known in self._keeper.parts.values()):
+                continue
             elif isinstance(part, torch.optim.Optimizer):
                 guard_optimizer(trainer, part)
                 trainer.optimizers.append(part)
@@ -102,11 +104,23 @@ class Run(RunOfScript):
                 guard_scaler(trainer, part)
                 self._keeper.parts["scaler"] = part
             elif part is not None:
-                guard_scheduler(trainer, part)
-                trainer.schedulers.append(part)
-                count = sum(name.startswith("scheduler") for name in self._keeper.parts)
-                self._keeper.parts[f"scheduler{count + 1}"] = part
+                self._attach_other(part)
         return parts[0] if len(parts) == 1 else parts
+
+    def _attach_other(self, part: Any) -> None:
+        """A scheduler, or something else that has a state."""
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise NotAttached(
+                f"a {type(part).__name__} cannot be attached",
+                why="it has no state_dict and load_state_dict",
+                do="pass the model, optimizers and schedulers one by one; run.state is for anything else",
+            )
+        kind = "scheduler" if hasattr(part, "step") else "state"
+        if kind == "scheduler":
+            guard_scheduler(self._trainer, part)
+            self._trainer.schedulers.append(part)
+        count = sum(name.startswith(kind) for name in self._keeper.parts)
+        self._keeper.parts[f"{kind}{count + 1}"] = part
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
@@ -226,6 +240,7 @@ class Run(RunOfScript):
             raise SecondLoop("this run already has a training loop", do="make one loop over all epochs")
         if trainer.model is None or not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        refuse_strangers(trainer.model, trainer.optimizers)
         trainer.feed = feed
         if isinstance(self._session, EvaluatorSession):
             return self._follow(self._session, trainer.model)

@@ -247,3 +247,50 @@ def test_what_has_no_state_cannot_be_attached() -> None:
 
     with pytest.raises(NotAttached, match="a tuple cannot be attached"):
         members(1, loop)
+
+
+# --- what comes before the loop, and in what order
+
+
+def test_what_is_logged_before_the_step_is_shown_when_the_step_counts() -> None:
+    def loop(run: Run, model: Any) -> Any:
+        optimizer = sgd(run, model)
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            run.log(early=run.step)
+            run.backward(mse(model(x), y))
+            shown = run._session.status()["metrics"]
+            assert shown == ({"early": run.step - 1.0, "late": float(run.step)} if run.step else {})
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(late=run.step)
+        return run._session.status()["metrics"]
+
+    assert members(1, loop)[0][1] == {"early": 3.0, "late": 4.0}
+
+
+def test_a_step_outside_the_loop_is_refused_and_a_schedule_may_be_set_there() -> None:
+    def loop(run: Run, model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        run.attach(model, optimizer, scheduler)
+        optimizer.step()
+        scheduler.step()
+        x, y = dataset()[:]
+        mse(model(x), y).backward()
+        with pytest.raises(UnusableBackward, match="outside the training loop"):
+            optimizer.step()
+        return list(scheduler.get_last_lr())
+
+    assert members(1, loop)[0][1] == [0.05]
+
+
+def test_a_step_with_some_of_the_optimizers_only_is_said_to_be_that() -> None:
+    def loop(run: Run, model: Any) -> None:
+        one, two = (torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 2))
+        run.attach(model, one, two)
+        for x, y in run.batches(dataset(), size=24):
+            run.backward(mse(model(x), y))
+            one.step()
+
+    with pytest.raises(UnusableBackward, match=r"without optimizer\.step of all 2 optimizers"):
+        members(1, loop)

@@ -210,11 +210,11 @@ class Run(RunOfScript):
         self._trainer.backward(loss, weight)
 
     def log(self, **metrics: Any) -> None:
-        """Show these numbers with the run."""
+        """Show these numbers with the run, once the step at hand counts."""
         tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
         numbers = checked({name: one for name, one in metrics.items() if name not in tensors})
-        if self.committed or self._trainer.turn is None:
-            self._trainer.metrics.update(tensors | numbers)
+        turn = self._trainer.turn
+        (self._trainer.metrics if turn is None or turn.committed else turn.logged).update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
         """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it.

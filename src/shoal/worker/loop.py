@@ -227,6 +227,7 @@ class Loop(ABC):
         turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
+        self.metrics.update(turn.logged)
         self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
         for one in decisions:
             self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)

@@ -48,6 +48,7 @@ class TicketTurn:
     abandoned: bool = False
     scheduled: bool = False
     stepped: set[int] = field(default_factory=set)
+    logged: dict[str, Any] = field(default_factory=dict)
     given_at: float = 0.0
     seconds: float = 0.0
     data_s: float = 0.0
@@ -254,6 +255,7 @@ class TicketLoop(ABC):
             turn.abandoned = True
             return
         turn.committed = True
+        self.metrics.update(turn.logged)
         self._measure(turn)
 
     # --- what does not fit into memory

@@ -49,6 +49,7 @@ class Turn:
     progress: int = 1
     squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
+    logged: dict[str, Any] = field(default_factory=dict)
     everybody: tuple[Pulse, ...] = ()
     data_s: float = 0.0
     compute_s: float = 0.0

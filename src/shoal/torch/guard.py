@@ -77,6 +77,15 @@ def refuse_strangers(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
             )
 
 
+def outside(optimizer: torch.optim.Optimizer) -> None:
+    """A step outside the training loop: nothing to do without gradients, and nobody to sum them otherwise."""
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise UnusableBackward(
+            "optimizer.step was called outside the training loop",
+            do="train in the loop over run.batches, or before the optimizer is attached",
+        )
+
+
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:
     """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
 

@@ -16,6 +16,7 @@ import torch
 
 from shoal.core.sync import Sync
 from shoal.errors import NotForLocal, UnusableBackward
+from shoal.torch.guard import outside
 from shoal.torch.outer import Changes, Outer, Start
 from shoal.torch.trainer import Trainer
 from shoal.worker.data.rounds import Lot, RoundFeed
@@ -147,7 +148,9 @@ class LocalTrainer(Trainer):
         if self._nested:
             return real()
         turn = self.turn
-        if turn is None or self._outside(turn):
+        if turn is None:
+            return outside(optimizer)
+        if self._outside(turn):
             return None
         result = self._step_locally(turn, real)
         self._stepped(turn, optimizer)
@@ -254,6 +257,8 @@ class LocalTrainer(Trainer):
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:
         if self._ahead:
             return self._ahead
+        if self.turn is None:
+            return 1
         batch = self._now
         if batch is None or not batch.applied:
             return 0

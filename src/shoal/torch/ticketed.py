@@ -13,6 +13,7 @@ import torch
 from shoal.core.order import Order
 from shoal.errors import UnusableBackward
 from shoal.torch.gathered import Gathered
+from shoal.torch.guard import outside
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.trainer import seed_everything
 from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
@@ -143,7 +144,7 @@ class TicketTrainer(TicketLoop):
             raise self.unusable("a schedule that needs a metric", "use one that counts steps or epochs")
         if not self._serving and self.turn is not None and self.turn.committed:
             self.turn.scheduled = True
-        return int(self._serving)
+        return int(self._serving or self.turn is None)
 
     @property
     def has_gradient(self) -> bool:
@@ -159,7 +160,9 @@ class TicketTrainer(TicketLoop):
         if self._serving:
             return real()
         turn = self.turn
-        if turn is None or turn.abandoned or not turn.last_piece:
+        if turn is None:
+            return outside(optimizer)
+        if turn.abandoned or not turn.last_piece:
             return None
         if turn.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")

@@ -14,7 +14,7 @@ from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
 from shoal.torch.gathered import Gathered
-from shoal.torch.guard import forget_gradients
+from shoal.torch.guard import forget_gradients, outside
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.reading import TorchGenerators
 from shoal.torch.squares import Squares
@@ -85,8 +85,9 @@ class Trainer(Loop):
                 f"step {turn.step} ended without run.backward", do="call run.backward(loss) for every batch"
             )
         if turn.last_piece and not turn.committed and self._lacks_step(turn):
+            left = f" of all {len(self.optimizers)} optimizers" if turn.stepped else ""
             raise UnusableBackward(
-                f"step {turn.step} ended without optimizer.step", do="call optimizer.step() every time"
+                f"step {turn.step} ended without optimizer.step{left}", do="call optimizer.step() of each every time"
             )
 
     def _lacks_step(self, turn: Turn) -> bool:
@@ -234,6 +235,8 @@ class Trainer(Loop):
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """How many steps a scheduler is to make for the one that it was asked for."""
+        if self.turn is None:
+            return 1
         return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
 
     @property
@@ -250,7 +253,9 @@ class Trainer(Loop):
         if self._nested:
             return self._step(optimizer, real)
         turn = self.turn
-        if turn is None or self._outside(turn):
+        if turn is None:
+            return outside(optimizer)
+        if self._outside(turn):
             return None
         if not turn.stepped and not self._may_apply():
             return None

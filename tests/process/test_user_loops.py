@@ -294,3 +294,42 @@ def test_a_step_with_some_of_the_optimizers_only_is_said_to_be_that() -> None:
 
     with pytest.raises(UnusableBackward, match=r"without optimizer\.step of all 2 optimizers"):
         members(1, loop)
+
+
+# --- synchronised BatchNorm
+
+
+def synchronised(shift: float, dtype: torch.dtype) -> Body:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = sgd(run, run.sync_batchnorm(model))
+        for x, y in run.batches(dataset(), size=24, shares="equal"):
+            run.backward(mse(model((x + shift).to(dtype)), y.to(dtype)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def normed() -> Any:
+    return nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+
+
+def normed_twice() -> Any:
+    norm = nn.BatchNorm1d(8)
+    return nn.Sequential(norm, nn.Linear(8, 8), norm, nn.Linear(8, 1)).double()
+
+
+def test_synchronised_batchnorm_copes_with_values_far_from_zero() -> None:
+    check(synchronised(3000.0, torch.float32), lambda: normed().float(), within=1e-3)
+
+
+def test_synchronised_batchnorm_is_as_precise_as_the_model() -> None:
+    def loop(run: Run, model: Any) -> None:
+        model[0].track_running_stats = False
+        synchronised(0.0, F64)(run, model)
+
+    check(loop, normed)
+
+
+def test_a_batchnorm_layer_that_is_used_twice_is_synchronised_twice() -> None:
+    check(synchronised(0.0, F64), normed_twice, within=1e-7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import NotAttached, UnusableBackward
+from shoal.errors import NotAttached, OutOfStep, UnusableBackward, UnusableData, UnusableShard
 from shoal.testing.together import Seated, together
 from shoal.torch.run import Run
 
@@ -333,3 +333,90 @@ def test_synchronised_batchnorm_is_as_precise_as_the_model() -> None:
 
 def test_a_batchnorm_layer_that_is_used_twice_is_synchronised_twice() -> None:
     check(synchronised(0.0, F64), normed_twice, within=1e-7)
+
+
+# --- schedules
+
+
+def on_a_plateau(of_the_share: bool) -> Body:
+    def loop(run: Run, model: Any) -> float:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        run.attach(model, optimizer, scheduler)
+        everything = dataset()[:]
+        for x, y in run.batches(dataset(), size=24, epochs=3, shares="equal"):
+            loss = mse(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                scheduler.step(float(loss) if of_the_share else -float(mse(model(everything[0]), everything[1])))
+        return float(optimizer.param_groups[0]["lr"])
+
+    return loop
+
+
+def test_members_whose_schedules_part_are_stopped_before_they_train_apart() -> None:
+    with pytest.raises(OutOfStep, match="different learning rates"):
+        members(2, on_a_plateau(of_the_share=True))
+
+
+def test_a_schedule_may_follow_what_all_members_see() -> None:
+    check(on_a_plateau(of_the_share=False))
+    assert members(2, on_a_plateau(of_the_share=False))[1][1] < 0.1
+
+
+# --- data
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("data", "remedy"),
+    [(torch.utils.data.DataLoader(dataset(), batch_size=4), "the loader's data set"), (Endless(), r"run\.stream")],
+    ids=["DataLoader", "IterableDataset"],
+)
+def test_data_without_numbered_samples_is_refused_with_the_remedy(data: Any, remedy: str) -> None:
+    def loop(run: Run, model: Any) -> None:
+        sgd(run, model)
+        run.batches(data, size=2)
+
+    with pytest.raises(UnusableData, match=remedy):
+        members(1, loop)
+
+
+@pytest.mark.parametrize("shards", ["data/*.jsonl", Endless()], ids=["a pattern", "a shard itself"])
+def test_a_stream_is_given_a_list(shards: Any) -> None:
+    def loop(run: Run, model: Any) -> None:
+        sgd(run, model)
+        run.stream(shards, size=2, open=list)
+
+    with pytest.raises(UnusableShard, match="not a list of shards"):
+        members(1, loop)
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 1, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_complex_parameters_are_trained(kind: Any) -> None:
+    def loop(run: Run, model: Any) -> None:
+        optimizer = kind(model.parameters(), lr=0.01)
+        run.attach(model, optimizer)
+        for x, y in run.batches(dataset(), size=8, epochs=3, shares="equal"):
+            run.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (first, _), (second, _) = members(2, loop, Waves)
+    assert torch.equal(first["weight"], second["weight"])
+    assert torch.allclose(first["weight"], members(1, loop, Waves)[0][0]["weight"], rtol=0, atol=1e-9)

@@ -203,6 +203,10 @@ class LocalTrainer(Trainer):
         if turn.last_piece:
             self._end_round(turn)
 
+    def _rate(self) -> float:
+        """Each member is at a batch of its own."""
+        return 0.0
+
     def _lacks_step(self, turn: Turn) -> bool:  # noqa: ARG002
         return True
 

@@ -79,6 +79,9 @@ class Trainer(Loop):
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
 
+    def _rate(self) -> float:
+        return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
+
     def _check_piece(self, turn: Turn, number: int) -> None:
         if turn.backwards <= number:
             raise UnusableBackward(

@@ -188,7 +188,12 @@ class Loop(ABC):
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
+            rate=self._rate(),
         )
+
+    def _rate(self) -> float:
+        """The sum of the learning rates, if all members must have the same."""
+        return 0.0
 
     def _last_loss(self) -> float:
         """Our part of the mean loss of the step before; reading it now does not wait for a device."""
@@ -200,6 +205,14 @@ class Loop(ABC):
         reason = pulse.desync(turn.everybody)
         if reason:
             raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
+        rates = pulse.apart(turn.everybody)
+        if rates:
+            raise OutOfStep(
+                "the members have different learning rates",
+                where=f"step {turn.step}",
+                why=f"{rates}; a schedule followed something that is not the same on all members",
+                do="let it follow run.step, or a score of the model on data that all of them read, not a share's loss",
+            )
         dealt = sum(p.samples for p in turn.everybody)
         if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
             shares = ", ".join(str(p.samples) for p in turn.everybody)

@@ -11,7 +11,7 @@ import torch
 
 from shoal.core import sync
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, SecondLoop
+from shoal.errors import NotAttached, SecondLoop, UnusableShard
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
 from shoal.torch.feeds import Feeds
@@ -180,6 +180,11 @@ class Run(RunOfScript):
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
+        if isinstance(shards, str | bytes) or not hasattr(shards, "__len__"):
+            raise UnusableShard(
+                f"run.stream was given a {type(shards).__name__}, not a list of shards",
+                do="pass a list: sorted(glob(…)), or [dataset] if there is only one",
+            )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = lane_reader(shards, layout, collate, open, workers)
         feed = self._feeds.of_stream(layout, reader, shares)

@@ -24,7 +24,7 @@ from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
-from shoal.worker import evaluation, outputs, parted
+from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
@@ -226,18 +226,16 @@ class Run(RunOfScript):
 
         From a machine that does not share your disk it comes back to the run's coordinator: `shoal fetch`.
         """
-        path = os.fspath(path)
-        if self._session.claim(path):
-            if what is None:
-                if self._trainer.model is None:
-                    raise NotAttached("there is no model to save", do="call run.attach(model, optimizer) first")
-                what = self._trainer.model.state_dict()
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        path, model = os.fspath(path), self._trainer.model
+        if what is None and model is None:
+            raise NotAttached("there is no model to save", do="call run.attach(model, optimizer) first")
+
+        def write() -> None:
             part = f"{path}.{os.getpid()}.part"
-            torch.save(what, part)
+            torch.save(model.state_dict() if what is None and model is not None else what, part)
             os.replace(part, path)
-            outputs.bring_back(self._session.environment, path)
-            self._session.fulfil(path)
+
+        self._save_once(path, write, self._trainer.looping)
 
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer

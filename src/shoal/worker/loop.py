@@ -38,6 +38,7 @@ class Loop(ABC):
         self.turn: Turn | None = None
         self.auto: AutoBatch | None = None
         self.metrics: dict[str, Any] = {}
+        self.looping = False
         self.soundings = Soundings(session.settings.noise_every)
         self.meter = Meter(self.soundings.noise)
         self._session, self._keeper = session, keeper
@@ -83,6 +84,7 @@ class Loop(ABC):
         feed.start()
         session.begin(identity, self._keeper, on_cpu=on_cpu)
         over = False
+        self.looping = True
         try:
             while not over:
                 # First, because others may be given our state when the next world is entered.
@@ -97,6 +99,7 @@ class Loop(ABC):
                 yield from self._give_out(feed, step, seed)
             over = True
         finally:
+            self.looping = False
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.quit()
                 if self.committed:

@@ -72,6 +72,7 @@ class TicketLoop(ABC):
         self.feed: Feed | None = None
         self.turn: TicketTurn | None = None
         self.metrics: dict[str, Any] = {}
+        self.looping = False
         self._session, self._keeper = session, keeper
         self._sync = sync.parse(session.settings.sync)
         self._pusher = Pusher(session) if not session.serves else None
@@ -146,10 +147,12 @@ class TicketLoop(ABC):
         feed.start()
         session.begin(identity)
         over = False
+        self.looping = True
         try:
             yield from self._tickets(feed, seed)
             over = True
         finally:
+            self.looping = False
             assert self._pusher is not None
             if not over and sys.exc_info()[0] is GeneratorExit:
                 self._pusher.bye()

@@ -420,3 +420,23 @@ def test_complex_parameters_are_trained(kind: Any) -> None:
     (first, _), (second, _) = members(2, loop, Waves)
     assert torch.equal(first["weight"], second["weight"])
     assert torch.allclose(first["weight"], members(1, loop, Waves)[0][0]["weight"], rtol=0, atol=1e-9)
+
+
+def test_lazy_layers_that_have_seen_no_data_are_refused() -> None:
+    def loop(run: Run, model: Any) -> None:
+        sgd(run, model)
+        run.batches(dataset(), size=24)
+
+    with pytest.raises(NotAttached, match="lazy layers"):
+        members(1, loop, lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_of_anything_is_refused(weight: float) -> None:
+    def loop(run: Run, model: Any) -> None:
+        sgd(run, model)
+        for x, y in run.batches(dataset(), size=24):
+            run.backward(mse(model(x), y), weight=weight)
+
+    with pytest.raises(UnusableBackward, match="was given weight="):
+        members(1, loop)

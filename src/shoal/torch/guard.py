@@ -64,7 +64,13 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_strangers(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if optimizers train what is not of the model: nobody would sum its gradients, nor hand it over."""
+    """Raise if what is trained is not of the model, or not there yet: nobody would sum it up or hand it over."""
+    if any(map(torch.nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
+        raise NotAttached(
+            "the model has lazy layers that have seen no data yet",
+            why="every member would begin with parameters of its own",
+            do="call the model with a sample before run.attach, on every member",
+        )
     known = set(map(id, model.parameters()))
     for optimizer in optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"]]

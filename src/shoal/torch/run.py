@@ -11,7 +11,7 @@ import torch
 
 from shoal.core import sync
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, SecondLoop, UnusableShard
+from shoal.errors import NotAttached, SecondLoop, UnusableBackward, UnusableShard
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
 from shoal.torch.feeds import Feeds
@@ -212,7 +212,12 @@ class Run(RunOfScript):
 
         `loss` is the mean over this batch, which counts for `weight` (default: its number of samples).
         """
-        self._trainer.backward(loss, weight)
+        counts = None if weight is None else float(weight)
+        if counts is not None and not 0.0 <= counts < float("inf"):
+            raise UnusableBackward(
+                f"run.backward was given weight={counts:g}", do="pass how many samples or tokens the loss is a mean of"
+            )
+        self._trainer.backward(loss, counts)
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run, once the step at hand counts."""

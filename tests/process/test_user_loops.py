@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -35,10 +36,11 @@ def mlp() -> Any:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 
 
-def members(count: int, loop: Body, build: Callable[[], Any] = mlp) -> list[tuple[State, Any]]:
+def members(count: int, loop: Body, build: Callable[[], Any] = mlp, sync: str = "step") -> list[tuple[State, Any]]:
     """What each of so many members has in the end: the state of its model, and what the loop returned."""
 
     def body(session: Seated) -> tuple[State, Any]:
+        session.settings = msgspec.structs.replace(session.settings, sync=sync)
         run = Run(session, "test", "unused")
         with BUILDING:
             torch.manual_seed(2)
@@ -135,6 +137,11 @@ def test_pieces_make_the_step_that_the_whole_share_makes(
     whole = members(1, loop(None), build)[0][0]
     for found, _ in members(count, loop(1), build):
         assert apart(found, whole) <= 1e-12
+
+
+def test_in_local_training_too_pieces_make_the_step_that_the_batch_makes() -> None:
+    whole = members(2, clipped(None), sync="local:2")[0][0]
+    assert apart(members(2, clipped(1), sync="local:2")[1][0], whole) <= 1e-12
 
 
 def test_gradients_that_no_optimizer_clears_do_not_pile_up() -> None:

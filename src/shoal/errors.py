@@ -530,7 +530,11 @@ class SecondLoop(TrainingError):
 
 
 class OutOfStep(TrainingError):
-    """The members of a world are not at the same step, or do not agree on their shares; nothing of it was applied."""
+    """The members of a world are not at the same step, or do not agree on their shares or learning rates.
+
+    Nothing of the step was applied. A schedule that follows a number, such as ``ReduceLROnPlateau``, must be given the
+    same one on every member.
+    """
 
     code = "S314"
 
@@ -570,7 +574,10 @@ class UnusableModel(TrainingError):
 
 
 class UnusableData(TrainingError):
-    """Data for a Keras model cannot be shared out: it has no length, no end, or its parts do not fit together."""
+    """Data cannot be shared out: it has no length, no index, no end, or its parts do not fit together.
+
+    For PyTorch, pass ``run.batches`` the data set itself, not a DataLoader; ``run.stream`` reads what has no index.
+    """
 
     code = "S319"
 

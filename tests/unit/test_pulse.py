@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.core.pulse import GHOST, STOP, WIDTH, Pulse, agreed, decode, desync, encode
+from shoal.core.pulse import GHOST, STOP, WIDTH, Pulse, agreed, apart, decode, desync, encode
 
 
 def test_a_pulse_survives_the_exchange() -> None:
@@ -38,3 +38,8 @@ def test_a_world_is_agreed_on_only_if_all_have_prepared_it(prepared: tuple[int, 
 def test_members_at_different_steps_are_found_out() -> None:
     assert desync([Pulse(4), Pulse(4)]) == ""
     assert "rank 1 is at step 5" in desync([Pulse(4), Pulse(5)])
+
+
+def test_learning_rates_that_differ_are_told_and_those_of_newcomers_are_not_known() -> None:
+    assert apart([Pulse(4, rate=0.1), Pulse(4, rate=0.1 + 1e-12), Pulse(-1)]) == ""
+    assert apart([Pulse(4, rate=0.1), Pulse(-1), Pulse(4, rate=0.01)]) == "0.1 at rank 0, 0.01 at rank 2"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+# Machines may differ in the last digits of a cosine.
+SAME_RATE = 1e-6
 STOP = 1
 GHOST = 2
 
@@ -22,7 +24,8 @@ class Pulse:
     gradient, and `grad_sq` the sum over its own `groups` of samples, of `grad_weight` together, of weight times squared
     norm of the group's mean gradient; if not, all are 0. `prepared` is the number of the proposed world that it has
     connected, 0 for none; `wishes` is a set of the bits STOP and GHOST (it has no share of the next step either);
-    `more` says whether its stream has another sample after this step.
+    `more` says whether its stream has another sample after this step. `rate` is the sum of its learning rates, 0 if
+    they need not be those of the others.
     """
 
     step: int
@@ -41,6 +44,7 @@ class Pulse:
     prepared: int = 0
     wishes: int = 0
     more: bool = True
+    rate: float = 0.0
 
 
 WIDTH = len(fields(Pulse))
@@ -60,7 +64,7 @@ def decode(matrix: NDArray[np.float64]) -> tuple[Pulse, ...]:
 
 def _pulse(row: Sequence[float]) -> Pulse:
     step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
-    grad_sq, grad_weight, groups, total_sq, prepared, wishes, more = rest
+    grad_sq, grad_weight, groups, total_sq, prepared, wishes, more, rate = rest
     return Pulse(
         step=int(step),
         samples=int(samples),
@@ -78,6 +82,7 @@ def _pulse(row: Sequence[float]) -> Pulse:
         prepared=int(prepared),
         wishes=int(wishes),
         more=bool(more),
+        rate=rate,
     )
 
 
@@ -93,3 +98,11 @@ def desync(pulses: Sequence[Pulse]) -> str:
         return ""
     said = ", ".join(f"rank {rank} is at step {pulse.step}" for rank, pulse in enumerate(pulses))
     return f"the members are not at the same step: {said}"
+
+
+def apart(pulses: Sequence[Pulse]) -> str:
+    """How the members' learning rates differ; empty if they do not."""
+    rates = [pulse.rate for pulse in pulses if pulse.rate]
+    if not rates or max(rates) - min(rates) <= SAME_RATE * max(rates):
+        return ""
+    return ", ".join(f"{pulse.rate:g} at rank {rank}" for rank, pulse in enumerate(pulses) if pulse.rate)

@@ -21,7 +21,7 @@ from shoal.keras.parted import load
 from shoal.keras.state import capture, restore
 from shoal.keras.ticketed import AnyTrainer, TicketLoopTrainer, TicketTrainer
 from shoal.keras.trainer import LoopTrainer, Trainer
-from shoal.worker import evaluation, joining, outputs, parted
+from shoal.worker import evaluation, joining, parted
 from shoal.worker.evaluator import EvaluatorSession
 from shoal.worker.keeper import Codec
 from shoal.worker.metrics import checked
@@ -78,18 +78,18 @@ class Run(RunOfScript):
 
         From a machine that does not share your disk it comes back to the run's coordinator: `shoal fetch`.
         """
-        path = os.fspath(path)
-        if self._session.claim(path):
-            model = model or (self._trainer.model if self._trainer is not None else None)
-            if model is None:
-                raise NotAttached("there is no model to save", do="pass one, or call model.fit first")
+        path, trainer = os.fspath(path), self._trainer
+        saved = model or (trainer.model if trainer is not None else None)
+        if saved is None:
+            raise NotAttached("there is no model to save", do="pass one, or call model.fit first")
+
+        def write() -> None:
             stem, suffix = os.path.splitext(path)
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             part = f"{stem}.{os.getpid()}.part{suffix or '.keras'}"
-            model.save(part)
+            saved.save(part)
             os.replace(part, path)
-            outputs.bring_back(self._session.environment, path)
-            self._session.fulfil(path)
+
+        self._save_once(path, write, trainer is not None and trainer.looping)
 
     # --- what callbacks and loops ask
 

@@ -27,11 +27,21 @@ class Members(Protocol):
 
 def synchronise(module: torch.nn.Module, members: Members) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module by one that is synchronised; parameters and buffers are kept."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm):
-        return GlobalBatchNorm(module, members)
-    for name, child in module.named_children():
-        setattr(module, name, synchronise(child, members))
-    return module
+    made: dict[torch.nn.Module, GlobalBatchNorm] = {}
+
+    def replaced(one: torch.nn.Module) -> torch.nn.Module:
+        if not isinstance(one, _BatchNorm) or isinstance(one, GlobalBatchNorm):
+            return one
+        if one not in made:
+            made[one] = GlobalBatchNorm(one, members)
+        return made[one]
+
+    for parent in list(module.modules()):
+        # Not named_children: it leaves out the second name of a layer that is used twice.
+        for name, child in parent._modules.items():
+            if child is not None:
+                setattr(parent, name, replaced(child))
+    return replaced(module)
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -63,19 +73,32 @@ class GlobalBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        count = torch.full((1,), counts * input.numel() / input.shape[1])
-        local = torch.cat([input.float().sum(axes) * counts, input.float().square().sum(axes) * counts, count])
-        summed: torch.Tensor = _Sum.apply(local, exchange, self._members)  # type: ignore[no-untyped-call]
-        sums, squares, total = torch.split(summed, [self.num_features, self.num_features, 1])
-        mean = sums / total
-        variance = (squares / total - mean * mean).clamp_min(0.0)
+        mean, variance, total = self._statistics_of(input, axes, exchange, counts)
         self._remember(mean, variance, total)
         shape = [1, -1] + [1] * (input.dim() - 2)
-        out = (input - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
+        exact = input if input.dtype == torch.float64 else input.float()
+        mean, scale = mean.to(exact), torch.rsqrt(variance + self.eps).to(exact)
+        out = (exact - mean.view(shape)) * scale.view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         normalised: torch.Tensor = out.to(input.dtype)
         return normalised
+
+    def _statistics_of(
+        self, input: torch.Tensor, axes: list[int], exchange: Exchange, counts: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean and variance over all members, and the number of values.
+
+        In double precision, because the squares are as large as the means: what is left of them is the variance.
+        """
+        exact = input if input.dtype == torch.float64 else input.float()
+        own, mine = (one.double() for one in torch.var_mean(exact, axes, correction=0))
+        count = torch.full((1,), counts * input.numel() / input.shape[1], dtype=torch.float64, device=input.device)
+        local = torch.cat([mine * count, (own + mine.square()) * count, count])
+        summed: torch.Tensor = _Sum.apply(local, exchange, self._members)  # type: ignore[no-untyped-call]
+        sums, squares, total = torch.split(summed, [self.num_features, self.num_features, 1])
+        mean = sums / total
+        return mean, (squares / total - mean.square()).clamp_min(0.0), total
 
     def _remember(self, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:

@@ -67,6 +67,17 @@ class Buckets:
         trained = [p for p in parameters if p.requires_grad]
         return len(trained) == len(self.parameters) and all(map(_is, trained, self.parameters))
 
+    def refuse_others(self) -> None:
+        """Raise if there are gradients that we have not handed out: they would count once for each member."""
+        for bucket in self._buckets:
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+                    raise UnusableBackward(
+                        "parameters have gradients before run.backward",
+                        why="gradients that a script computes by itself are not summed over members",
+                        do="add the losses and call run.backward once, or optimizer.zero_grad() before it",
+                    )
+
     def arm(self, exchange: Exchange) -> None:
         """From now on, each gradient that is complete is sent on its way."""
         self._exchange = exchange
@@ -139,14 +150,21 @@ class Buckets:
     def _blank(self) -> None:
         for bucket in self._buckets[self._next :]:
             bucket.flat[: bucket.flat.numel() - bucket.tail.numel()].zero_()
+        for parameter in self.parameters:
+            parameter.grad = None
         self._seen.clear()
 
     def _fill_gaps(self, bucket: Bucket) -> None:
         """Parameters that this member's share did not use have no gradient here, but may have one elsewhere."""
         if bucket.missing:
-            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                if parameter not in self._seen:
-                    view.zero_()
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter in self._seen:
+                    continue
+                if parameter.grad is not None:
+                    # Of pieces before the last one, which did not use it.
+                    self._take(bucket, index, parameter)
+                else:
+                    bucket.views[index].zero_()
         if bucket is self._buckets[-1]:
             self._used.zero_()
             used = [self._number[p] for p in self._seen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.core.balance import FIRST_WINDOWS, Balance
 from shoal.core.batch import wanted
@@ -12,7 +13,7 @@ from shoal.core.goodput import AutoBatch, Bounds, law_for
 from shoal.core.order import Order
 from shoal.core.rounds import Rounds
 from shoal.core.stream import LaneLayout
-from shoal.errors import NotAttached, NotExact, NotForLocal
+from shoal.errors import NotAttached, NotExact, NotForLocal, UnusableData
 from shoal.torch.batchnorm import GlobalBatchNorm
 from shoal.torch.exact import ShardFeed, ShardLoader
 from shoal.torch.local import LocalTrainer
@@ -26,6 +27,22 @@ from shoal.worker.data.loader import ShareLoader
 from shoal.worker.data.rounds import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.stream import LaneReader
 from shoal.worker.keeper import StateKeeper
+
+
+def _refuse_unindexed(dataset: Any) -> None:
+    loader = isinstance(dataset, DataLoader)
+    if (
+        loader
+        or isinstance(dataset, IterableDataset)
+        or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+    ):
+        raise UnusableData(
+            f"run.batches was given a {type(dataset).__name__}",
+            why="it reads samples by their number, and makes batches of them by itself",
+            do="pass the loader's data set; workers= and collate= are arguments of run.batches"
+            if loader
+            else "use run.stream for what can only be read from its start",
+        )
 
 
 class Feeds:
@@ -44,6 +61,7 @@ class Feeds:
         ahead: int,
     ) -> tuple[Feed, dict[str, Any]]:
         """A feed from a map-style dataset, and what members must agree on to share it."""
+        _refuse_unindexed(dataset)
         exact = (self._settings.exact if exact is None else exact) or None
         wished = wanted(self._settings.batch, order["size"], len(dataset))
         order = {"samples": len(dataset)} | order | {"size": wished.size}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from shoal.errors import UnusableBackward
+from shoal.errors import NotAttached, UnusableBackward
 
 
 class Gate(Protocol):
@@ -21,7 +21,7 @@ class Gate(Protocol):
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
 
-    def apply_all(self, real: Callable[[], Any]) -> Any: ...
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
 
     @property
     def applied(self) -> bool: ...
@@ -63,6 +63,35 @@ def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
     _replace(optimizer, "zero_grad", zero_grad)
 
 
+def refuse_strangers(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise if what is trained is not of the model, or not there yet: nobody would sum it up or hand it over."""
+    if any(map(torch.nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
+        raise NotAttached(
+            "the model has lazy layers that have seen no data yet",
+            why="every member would begin with parameters of its own",
+            do="call the model with a sample before run.attach, on every member",
+        )
+    known = set(map(id, model.parameters()))
+    for optimizer in optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in known]
+        if strange:
+            raise NotAttached(
+                f"{type(optimizer).__name__} trains {len(strange)} parameters that are not of the attached model",
+                why=f"members would each train their own; the first one has shape {strange[0]}",
+                do="put all that is trained into one torch.nn.Module, and attach that",
+            )
+
+
+def outside(optimizer: torch.optim.Optimizer) -> None:
+    """A step outside the training loop: nothing to do without gradients, and nobody to sum them otherwise."""
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise UnusableBackward(
+            "optimizer.step was called outside the training loop",
+            do="train in the loop over run.batches, or before the optimizer is attached",
+        )
+
+
 def guard_scheduler(gate: Gate, scheduler: Any) -> None:
     """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
 
@@ -82,12 +111,12 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
 
 
 def guard_scaler(gate: Gate, scaler: Any) -> None:
-    """A scaler's step counts as the step of the run, even if it finds infinities and skips the optimizer's."""
+    """A scaler's step counts as the optimizer's, even if it finds infinities and skips that."""
     real_step = scaler.step
 
     @functools.wraps(real_step)
     def step(_self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return gate.apply_all(functools.partial(real_step, optimizer, *args, **kwargs))
+        return gate.apply_scaled(optimizer, functools.partial(real_step, optimizer, *args, **kwargs))
 
     _replace(scaler, "step", step)
     _only_if(scaler, "unscale_", lambda: gate.has_gradient)

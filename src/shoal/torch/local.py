@@ -16,6 +16,7 @@ import torch
 
 from shoal.core.sync import Sync
 from shoal.errors import NotForLocal, UnusableBackward
+from shoal.torch.guard import outside
 from shoal.torch.outer import Changes, Outer, Start
 from shoal.torch.trainer import Trainer
 from shoal.worker.data.rounds import Lot, RoundFeed
@@ -87,6 +88,7 @@ class LocalTrainer(Trainer):
                 do="call optimizer.step() every time",
             )
         self._batch = _Batch(turn, number, self.feed.lots[number])
+        self._gathered.begin()
         turn.nominal = self._batch.lot.samples or 1
         turn.stepped.clear()
 
@@ -94,14 +96,17 @@ class LocalTrainer(Trainer):
         batch, pace = self._batch, self._pace
         assert batch is not None
         assert self._buckets is not None
+        parameters = self._buckets.parameters
+        self._gathered.lend(parameters)
         if turn.own:
             scaled.backward()  # type: ignore[no-untyped-call]
             batch.weight += turn.own
         batch.whole = turn.piece == batch.lot.last
         if not batch.whole:
+            self._gathered.take_back(parameters)
             return
         if batch.weight and batch.weight != turn.nominal:
-            for parameter in self._buckets.parameters:
+            for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(batch.weight / turn.nominal)
         if pace is not None:
@@ -143,15 +148,15 @@ class LocalTrainer(Trainer):
         if self._nested:
             return real()
         turn = self.turn
-        if turn is None or self._outside(turn):
+        if turn is None:
+            return outside(optimizer)
+        if self._outside(turn):
             return None
         result = self._step_locally(turn, real)
-        turn.stepped.add(id(optimizer))
-        if len(turn.stepped) == len(self.optimizers):
-            self._stepped(turn)
+        self._stepped(turn, optimizer)
         return result
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         turn = self.turn
         if turn is None or self._outside(turn):
             return None
@@ -160,7 +165,7 @@ class LocalTrainer(Trainer):
             result = self._step_locally(turn, real)
         finally:
             self._nested = False
-        self._stepped(turn)
+        self._stepped(turn, optimizer)
         return result
 
     def _outside(self, turn: Turn) -> bool:
@@ -189,11 +194,18 @@ class LocalTrainer(Trainer):
         self._start.keep(self._buckets.parameters, self.optimizers, others)
         self._kept_for = turn
 
-    def _stepped(self, turn: Turn) -> None:
+    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
+        turn.stepped.add(id(optimizer))
+        if len(turn.stepped) < len(self.optimizers):
+            return
         assert self._batch is not None
         self._batch.applied = True
         if turn.last_piece:
             self._end_round(turn)
+
+    def _rate(self) -> float:
+        """Each member is at a batch of its own."""
+        return 0.0
 
     def _lacks_step(self, turn: Turn) -> bool:  # noqa: ARG002
         return True
@@ -249,6 +261,8 @@ class LocalTrainer(Trainer):
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:
         if self._ahead:
             return self._ahead
+        if self.turn is None:
+            return 1
         batch = self._now
         if batch is None or not batch.applied:
             return 0

@@ -26,6 +26,9 @@ class Changes(Buckets):
         self.close()
         self.statistics, self.told = torch.split(self.statistics, [statistics, told])
 
+    def refuse_others(self) -> None:
+        """A member's gradients are its own here."""
+
     def sum_up(self, exchange: Exchange, start: Values, part: float) -> None:
         """Let ours count for `part`; on return `each` gives the sum of all members' parts."""
         tickets = []

@@ -12,12 +12,12 @@ import torch
 from shoal.core import sync
 from shoal.core.stream import LaneLayout
 from shoal.core.whole import whole
-from shoal.errors import NotAttached, SecondLoop
+from shoal.errors import NotAttached, SecondLoop, UnusableBackward, UnusableShard
 from shoal.torch.batchnorm import synchronise
 from shoal.torch.exact import make_alike
 from shoal.torch.feeds import Feeds
 from shoal.torch.fingerprint import fingerprint
-from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler
+from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
 from shoal.torch.local import LocalTrainer
 from shoal.torch.memory import guard_model
 from shoal.torch.parted import load
@@ -25,7 +25,7 @@ from shoal.torch.reading import lane_reader
 from shoal.torch.state import capture_bytes, restore
 from shoal.torch.ticketed import TicketTrainer
 from shoal.torch.trainer import Trainer
-from shoal.worker import evaluation, outputs, parted
+from shoal.worker import evaluation, parted
 from shoal.worker.data.feed import Feed
 from shoal.worker.data.threads import depth
 from shoal.worker.evaluator import EvaluatorSession
@@ -95,6 +95,8 @@ class Run(RunOfScript):
                     guard_model(trainer, part)
                 trainer.model = part
                 self._keeper.parts["model"] = part
+            elif any(part is known for known in self._keeper.parts.values()):
+                continue
             elif isinstance(part, torch.optim.Optimizer):
                 guard_optimizer(trainer, part)
                 trainer.optimizers.append(part)
@@ -104,11 +106,23 @@ class Run(RunOfScript):
                 guard_scaler(trainer, part)
                 self._keeper.parts["scaler"] = part
             elif part is not None:
-                guard_scheduler(trainer, part)
-                trainer.schedulers.append(part)
-                count = sum(name.startswith("scheduler") for name in self._keeper.parts)
-                self._keeper.parts[f"scheduler{count + 1}"] = part
+                self._attach_other(part)
         return parts[0] if len(parts) == 1 else parts
+
+    def _attach_other(self, part: Any) -> None:
+        """A scheduler, or something else that has a state."""
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise NotAttached(
+                f"a {type(part).__name__} cannot be attached",
+                why="it has no state_dict and load_state_dict",
+                do="pass the model, optimizers and schedulers one by one; run.state is for anything else",
+            )
+        kind = "scheduler" if hasattr(part, "step") else "state"
+        if kind == "scheduler":
+            guard_scheduler(self._trainer, part)
+            self._trainer.schedulers.append(part)
+        count = sum(name.startswith(kind) for name in self._keeper.parts)
+        self._keeper.parts[f"{kind}{count + 1}"] = part
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
@@ -174,6 +188,11 @@ class Run(RunOfScript):
         `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
         equal unless you ask for more.
         """
+        if isinstance(shards, str | bytes) or not hasattr(shards, "__len__"):
+            raise UnusableShard(
+                f"run.stream was given a {type(shards).__name__}, not a list of shards",
+                do="pass a list: sorted(glob(…)), or [dataset] if there is only one",
+            )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
         reader = lane_reader(shards, layout, collate, open, workers)
         feed = self._feeds.of_stream(layout, reader, shares)
@@ -201,32 +220,35 @@ class Run(RunOfScript):
 
         `loss` is the mean over this batch, which counts for `weight` (default: its number of samples).
         """
-        self._trainer.backward(loss, weight)
+        counts = None if weight is None else float(weight)
+        if counts is not None and not 0.0 <= counts < float("inf"):
+            raise UnusableBackward(
+                f"run.backward was given weight={counts:g}", do="pass how many samples or tokens the loss is a mean of"
+            )
+        self._trainer.backward(loss, counts)
 
     def log(self, **metrics: Any) -> None:
-        """Show these numbers with the run."""
+        """Show these numbers with the run, once the step at hand counts."""
         tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
         numbers = checked({name: one for name, one in metrics.items() if name not in tensors})
-        if self.committed or self._trainer.turn is None:
-            self._trainer.metrics.update(tensors | numbers)
+        turn = self._trainer.turn
+        (self._trainer.metrics if turn is None or turn.committed else turn.logged).update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
         """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it.
 
         From a machine that does not share your disk it comes back to the run's coordinator: `shoal fetch`.
         """
-        path = os.fspath(path)
-        if self._session.claim(path):
-            if what is None:
-                if self._trainer.model is None:
-                    raise NotAttached("there is no model to save", do="call run.attach(model, optimizer) first")
-                what = self._trainer.model.state_dict()
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        path, model = os.fspath(path), self._trainer.model
+        if what is None and model is None:
+            raise NotAttached("there is no model to save", do="call run.attach(model, optimizer) first")
+
+        def write() -> None:
             part = f"{path}.{os.getpid()}.part"
-            torch.save(what, part)
+            torch.save(model.state_dict() if what is None and model is not None else what, part)
             os.replace(part, path)
-            outputs.bring_back(self._session.environment, path)
-            self._session.fulfil(path)
+
+        self._save_once(path, write, self._trainer.looping)
 
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer
@@ -234,6 +256,7 @@ class Run(RunOfScript):
             raise SecondLoop("this run already has a training loop", do="make one loop over all epochs")
         if trainer.model is None or not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+        refuse_strangers(trainer.model, trainer.optimizers)
         trainer.feed = feed
         if isinstance(self._session, EvaluatorSession):
             return self._follow(self._session, trainer.model)

@@ -74,6 +74,9 @@ class Squares:
 
     def _square(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         expected = self._expected(parameter)
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+            expected = None if expected is None else torch.view_as_real(expected)
         if expected is None:
             flat = gradient.reshape(-1)
             return torch.dot(flat, flat)

@@ -12,6 +12,8 @@ import torch
 
 from shoal.core.order import Order
 from shoal.errors import UnusableBackward
+from shoal.torch.gathered import Gathered
+from shoal.torch.guard import outside
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.trainer import seed_everything
 from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
@@ -32,6 +34,7 @@ class TicketTrainer(TicketLoop):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self._layout: Layout | None = None
+        self._gathered = Gathered()
         self._pace = 0
 
     # --- what the loop asks
@@ -91,18 +94,19 @@ class TicketTrainer(TicketLoop):
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
         if turn.backwards == 0:
-            self._clear()
+            self._gathered.begin()
         turn.backwards += 1
         if turn.abandoned:
             return
         samples = turn.pieces[turn.piece].samples
         own = float(samples if weight is None else weight)
         turn.weight += own
-        turn.loss = turn.loss + loss.detach() * own
+        if own:
+            turn.loss = turn.loss + loss.detach() * own
         if turn.last_piece and self._slow is not None:
             self._slow.before_exchange(turn.samples, samples)
         try:
-            (loss * own).backward()  # type: ignore[no-untyped-call]
+            self._go_back(turn, loss, own)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -110,6 +114,14 @@ class TicketTrainer(TicketLoop):
             return
         if turn.last_piece:
             self._complete(turn)
+
+    def _go_back(self, turn: TicketTurn, loss: torch.Tensor, own: float) -> None:
+        assert self.model is not None
+        self._gathered.lend(self.model.parameters())
+        if own:
+            (loss * own).backward()  # type: ignore[no-untyped-call]
+        if not turn.last_piece:
+            self._gathered.take_back(self.model.parameters())
 
     def _complete(self, turn: TicketTurn) -> None:
         """All pieces are summed up: make it the mean."""
@@ -132,7 +144,7 @@ class TicketTrainer(TicketLoop):
             raise self.unusable("a schedule that needs a metric", "use one that counts steps or epochs")
         if not self._serving and self.turn is not None and self.turn.committed:
             self.turn.scheduled = True
-        return int(self._serving)
+        return int(self._serving or self.turn is None)
 
     @property
     def has_gradient(self) -> bool:
@@ -148,7 +160,9 @@ class TicketTrainer(TicketLoop):
         if self._serving:
             return real()
         turn = self.turn
-        if turn is None or turn.abandoned or not turn.last_piece:
+        if turn is None:
+            return outside(optimizer)
+        if turn.abandoned or not turn.last_piece:
             return None
         if turn.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
@@ -159,7 +173,7 @@ class TicketTrainer(TicketLoop):
             self._push(turn)
         return None
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:  # noqa: ARG002
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:  # noqa: ARG002
         self.refuse_scaler()
 
     def refuse_scaler(self) -> None:

@@ -13,7 +13,8 @@ from shoal.errors import UnusableBackward
 from shoal.torch.auto import Gained
 from shoal.torch.buckets import Buckets, StepAborted
 from shoal.torch.exact import TreeBuckets, exact_weight
-from shoal.torch.guard import forget_gradients
+from shoal.torch.gathered import Gathered
+from shoal.torch.guard import forget_gradients, outside
 from shoal.torch.memory import is_out_of_memory
 from shoal.torch.reading import TorchGenerators
 from shoal.torch.squares import Squares
@@ -40,6 +41,7 @@ class Trainer(Loop):
         self.synchronised = False
         self._buckets: Buckets | None = None
         self._statistics: Statistics | None = None
+        self._gathered = Gathered()
         self._nested = False
 
     def _progress(self, calls: int) -> int:
@@ -77,14 +79,18 @@ class Trainer(Loop):
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
 
+    def _rate(self) -> float:
+        return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
+
     def _check_piece(self, turn: Turn, number: int) -> None:
         if turn.backwards <= number:
             raise UnusableBackward(
                 f"step {turn.step} ended without run.backward", do="call run.backward(loss) for every batch"
             )
         if turn.last_piece and not turn.committed and self._lacks_step(turn):
+            left = f" of all {len(self.optimizers)} optimizers" if turn.stepped else ""
             raise UnusableBackward(
-                f"step {turn.step} ended without optimizer.step", do="call optimizer.step() every time"
+                f"step {turn.step} ended without optimizer.step{left}", do="call optimizer.step() of each every time"
             )
 
     def _lacks_step(self, turn: Turn) -> bool:
@@ -102,6 +108,7 @@ class Trainer(Loop):
         turn = self.turn
         if turn is not None and not turn.committed and self._statistics is not None:
             self._statistics.put_back()
+            self._gathered.begin()
             for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
             scaler = self._keeper.parts.get("scaler")
@@ -115,6 +122,7 @@ class Trainer(Loop):
         if self._buckets is None or not self._buckets.fits(parameters):
             if self._buckets is not None:
                 self._buckets.close()
+                self._gathered.lend(self._buckets.parameters)
             exact = self.feed is not None and self.feed.held is not None
             self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
 
@@ -136,13 +144,16 @@ class Trainer(Loop):
         own = float(samples if weight is None else weight) if samples else 0.0
         turn.own = own if turn.held is None else exact_weight(own)
         turn.weight += turn.own
-        turn.loss = turn.loss + loss.detach() * turn.own
+        if turn.own:
+            turn.loss = turn.loss + loss.detach() * turn.own
         scaled = loss * (turn.own / turn.nominal)
         if self._session.broken:
             return
         if turn.backwards == 1:
             self._bucket_up()
             assert self._buckets is not None
+            self._buckets.refuse_others()
+            self._gathered.begin()
             turn.squares = self._buckets.squares = self._squares(turn)
             if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
                 self._buckets.begin(turn.held)
@@ -161,9 +172,11 @@ class Trainer(Loop):
             self._exchange(turn, scaled)
         elif isinstance(self._buckets, TreeBuckets):
             self._sum_shard(self._buckets, turn, scaled)
-        elif turn.own:
+        elif turn.own and self._buckets is not None:
+            self._gathered.lend(self._buckets.parameters)
             scaled.backward()  # type: ignore[no-untyped-call]
             self._halve(turn)
+            self._gathered.take_back(self._buckets.parameters)
 
     def _squares(self, turn: Turn) -> Squares | None:
         """What takes the norms of this step's gradients, if it is time for that."""
@@ -193,7 +206,8 @@ class Trainer(Loop):
         if self._pace is not None:
             self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
         try:
-            gathered = self._send_pulse(turn)
+            pulses = self._send_pulse(turn)
+            self._gathered.lend(self._buckets.parameters)
             self._buckets.arm(exchange)
             if turn.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -201,7 +215,7 @@ class Trainer(Loop):
                 self._pace.after_backward()
             turn.compute_s = time.perf_counter() - turn.given_at
             session.phase("exchange")
-            total = self._receive_pulses(turn, gathered)
+            total = self._receive_pulses(turn, pulses)
             mine = turn.weight / total if total else 0.0
             self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)
             self._buckets.finish(total / turn.nominal if total else 1.0, turn.empty)
@@ -224,6 +238,8 @@ class Trainer(Loop):
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """How many steps a scheduler is to make for the one that it was asked for."""
+        if self.turn is None:
+            return 1
         return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
 
     @property
@@ -240,15 +256,20 @@ class Trainer(Loop):
         if self._nested:
             return self._step(optimizer, real)
         turn = self.turn
-        if turn is None or self._outside(turn):
+        if turn is None:
+            return outside(optimizer)
+        if self._outside(turn):
             return None
         if not turn.stepped and not self._may_apply():
             return None
         result = self._step(optimizer, real)
+        self._stepped(turn, optimizer)
+        return result
+
+    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
-        return result
 
     def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         if self.auto is None or self.turn is None:
@@ -256,17 +277,19 @@ class Trainer(Loop):
         with Gained(optimizer, self.auto.gain_at(self.turn.step)):
             return real()
 
-    def apply_all(self, real: Callable[[], Any]) -> Any:
-        """A scaler's step; whether it lets the optimizer step or not, the run's step is committed."""
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """A scaler's step; whether it lets the optimizer step or not, it counts as that."""
         turn = self.turn
-        if turn is None or self._outside(turn) or not self._may_apply():
+        if turn is None or self._outside(turn):
+            return None
+        if not turn.stepped and not self._may_apply():
             return None
         self._nested = True
         try:
             result = real()
         finally:
             self._nested = False
-        self._commit(turn)
+        self._stepped(turn, optimizer)
         return result
 
     def _outside(self, turn: Turn) -> bool:

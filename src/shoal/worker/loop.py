@@ -38,6 +38,7 @@ class Loop(ABC):
         self.turn: Turn | None = None
         self.auto: AutoBatch | None = None
         self.metrics: dict[str, Any] = {}
+        self.looping = False
         self.soundings = Soundings(session.settings.noise_every)
         self.meter = Meter(self.soundings.noise)
         self._session, self._keeper = session, keeper
@@ -83,6 +84,7 @@ class Loop(ABC):
         feed.start()
         session.begin(identity, self._keeper, on_cpu=on_cpu)
         over = False
+        self.looping = True
         try:
             while not over:
                 # First, because others may be given our state when the next world is entered.
@@ -97,6 +99,7 @@ class Loop(ABC):
                 yield from self._give_out(feed, step, seed)
             over = True
         finally:
+            self.looping = False
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.quit()
                 if self.committed:
@@ -188,7 +191,12 @@ class Loop(ABC):
             prepared=self._session.announce(),
             wishes=self._session.wishes,
             more=self.feed.more(),
+            rate=self._rate(),
         )
+
+    def _rate(self) -> float:
+        """The sum of the learning rates, if all members must have the same."""
+        return 0.0
 
     def _last_loss(self) -> float:
         """Our part of the mean loss of the step before; reading it now does not wait for a device."""
@@ -200,6 +208,14 @@ class Loop(ABC):
         reason = pulse.desync(turn.everybody)
         if reason:
             raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
+        rates = pulse.apart(turn.everybody)
+        if rates:
+            raise OutOfStep(
+                "the members have different learning rates",
+                where=f"step {turn.step}",
+                why=f"{rates}; a schedule followed something that is not the same on all members",
+                do="let it follow run.step, or a score of the model on data that all of them read, not a share's loss",
+            )
         dealt = sum(p.samples for p in turn.everybody)
         if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
             shares = ", ".join(str(p.samples) for p in turn.everybody)
@@ -227,6 +243,7 @@ class Loop(ABC):
         turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
+        self.metrics.update(turn.logged)
         self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
         for one in decisions:
             self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from shoal.worker import outputs
 from shoal.worker.keeper import Codec, StateKeeper, UserState
 from shoal.worker.placed import PlacedSession
 from shoal.worker.session import Session
@@ -51,6 +53,15 @@ class RunOfScript(ABC):
     def state(self, name: str, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
         """Make something of the script's own part of the state that joiners and checkpoints carry."""
         self._keeper.parts[f"user:{name}"] = UserState(save, load)
+
+    def _save_once(self, path: str, write: Callable[[], None], looping: bool) -> None:
+        """Let exactly one member write a file; in a loop, once for each step in which it is asked to."""
+        name = f"{path} at step {self.step}" if looping else path
+        if self._session.claim(name):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            write()
+            outputs.bring_back(self._session.environment, path)
+            self._session.fulfil(name)
 
     def close(self) -> None:
         """Let go of connections; called by itself at the end of the process."""

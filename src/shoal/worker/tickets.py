@@ -48,6 +48,7 @@ class TicketTurn:
     abandoned: bool = False
     scheduled: bool = False
     stepped: set[int] = field(default_factory=set)
+    logged: dict[str, Any] = field(default_factory=dict)
     given_at: float = 0.0
     seconds: float = 0.0
     data_s: float = 0.0
@@ -71,6 +72,7 @@ class TicketLoop(ABC):
         self.feed: Feed | None = None
         self.turn: TicketTurn | None = None
         self.metrics: dict[str, Any] = {}
+        self.looping = False
         self._session, self._keeper = session, keeper
         self._sync = sync.parse(session.settings.sync)
         self._pusher = Pusher(session) if not session.serves else None
@@ -145,10 +147,12 @@ class TicketLoop(ABC):
         feed.start()
         session.begin(identity)
         over = False
+        self.looping = True
         try:
             yield from self._tickets(feed, seed)
             over = True
         finally:
+            self.looping = False
             assert self._pusher is not None
             if not over and sys.exc_info()[0] is GeneratorExit:
                 self._pusher.bye()
@@ -254,6 +258,7 @@ class TicketLoop(ABC):
             turn.abandoned = True
             return
         turn.committed = True
+        self.metrics.update(turn.logged)
         self._measure(turn)
 
     # --- what does not fit into memory

@@ -49,6 +49,7 @@ class Turn:
     progress: int = 1
     squares: Squares | None = None
     stepped: set[int] = field(default_factory=set)
+    logged: dict[str, Any] = field(default_factory=dict)
     everybody: tuple[Pulse, ...] = ()
     data_s: float = 0.0
     compute_s: float = 0.0
@@ -63,7 +64,7 @@ class Turn:
     @property
     def counts(self) -> bool:
         """Whether a backward pass of the batch that was given out last adds anything."""
-        return not self.empty if self.held is None else self.own != 0.0
+        return self.own != 0.0
 
     @property
     def samples(self) -> int:

@@ -42,6 +42,17 @@ print("up")
 time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
 """
 
+OFFSPRING = """
+import os, signal, subprocess, sys, time
+child = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+print("up")
+time.sleep(600)
+"""
+
 
 def test_a_member_may_hand_over_before_it_goes(coordinator, agent, script):
     coordinator.start(script(POLITE))
@@ -126,6 +137,38 @@ def test_a_member_dies_even_if_agent_and_warm_process_are_killed_at_once(coordin
     agent.process.kill()
     zygote.kill()
     until(agent.all_gone, "all gone")
+
+
+def killed_with_its_warm_process(agent):
+    """Neither has the time to clean up after the other."""
+    zygote = agent.zygote()
+    agent.remember()
+    zygote.suspend()
+    agent.process.kill()
+    zygote.kill()
+    agent.process.wait()
+
+
+def test_the_next_agent_ends_what_was_left_by_one_that_was_killed_with_its_warm_process(
+    coordinator, agent, start_agent, script
+):
+    coordinator.start(script(OFFSPRING))
+    coordinator.line("up")
+    killed_with_its_warm_process(agent)
+    start_agent()
+    until(lambda: len(coordinator.hellos) == 2, "the next is there")
+    until(agent.all_gone, "all gone")
+    coordinator.start(script("print('again')", "again.py"), incarnation="two")
+    assert coordinator.exit_of(incarnation="two").exit_code == 0
+
+
+def test_a_second_agent_in_a_directory_leaves_the_members_of_the_first_alone(coordinator, agent, start_agent, script):
+    coordinator.start(script(OFFSPRING))
+    coordinator.line("up")
+    seen = agent.remember()
+    start_agent()
+    until(lambda: len(coordinator.hellos) == 2, "the second is there")
+    assert all(process.is_running() for process in seen)
 
 
 def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator, agent, script):

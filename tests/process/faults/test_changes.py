@@ -177,3 +177,21 @@ def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tm
         assert run.order().decisions, "the batch never changed"
         done = [e for e in run.events() if e["event"] == "done"]
         assert len({e["sum"] for e in done}) == 1, "members end with different states"
+
+
+def test_agent_and_warm_process_killed_at_once_leave_nobody_behind_and_the_run_is_resumed(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6, workers=1) as run:
+        run.until_step(10)
+        agent = run.helper("agent")
+        family = agent.children(recursive=True)
+        assert len(family) >= 4, "a warm process, members and their loaders"
+        warm = agent.children()[0]
+        # Neither has the time to clean up after the other.
+        warm.suspend()
+        agent.kill()
+        warm.kill()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive, [p.cmdline() for p in alive]
+        run.finish()
+        run.check()
+        assert any("restored the checkpoint" in line for line in run.output.splitlines())

@@ -23,14 +23,12 @@ from typing import Any
 
 from shoal.core import events as ev
 from shoal.core.draft import Draft, listed
-from shoal.core.leases import due
+from shoal.core.leases import RETURN_S, due
 from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
 from shoal.core.world import World
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
-# What it takes a coordinator at most to let one member and its agent in, with TLS, on a slow machine.
-RETURN_S = 0.01
 
 __all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "Rules", "State", "decide", "due"]
 

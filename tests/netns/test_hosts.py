@@ -69,6 +69,23 @@ def test_training_goes_on_while_the_coordinator_is_cut_off(network: Network, tmp
         run.stop()
 
 
+def test_a_coordinator_that_was_cut_off_for_longer_than_a_lease_disturbs_nobody(
+    network: Network, tmp_path: Path
+) -> None:
+    with hosted(network, tmp_path, 3, "2:3", SETTINGS, pause_s=0.05, epochs=60) as run:
+        run.until_size(3)
+        run.until_step(run.step() + 5)
+        network.cut(COORDINATOR)
+        time.sleep(3 * LEASE_S)
+        hellos = len(run.journal("Hello"))
+        network.heal(COORDINATOR)
+        run.until(lambda: len(run.journal("Hello")) >= hellos + 3, "all to find the coordinator again")
+        run.until_step(run.step() + 40)
+        assert not run.journal("Lost")
+        assert len({c["world"] for c in run.commits() if c["size"] == 3}) == 1, "the world was formed again"
+        run.stop()
+
+
 def test_a_member_lost_while_the_coordinator_is_cut_off_is_resolved_when_healed(
     network: Network, tmp_path: Path
 ) -> None:

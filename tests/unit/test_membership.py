@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.core import events as ev
-from shoal.core.membership import Beat, Rules, State, decide, due
+from shoal.core.leases import Hearing, quiet_s
+from shoal.core.membership import KEPT_CLAIMS, Beat, Rules, State, decide, due
 from shoal.core.world import Address, World
 
 RULES = Rules(min_members=1, max_members=2, gather_s=0.5)
@@ -410,6 +411,48 @@ def test_silence_beyond_the_lease_is_a_loss_and_a_slow_poll_is_not() -> None:
     assert "silent for 5.0 s" in lost[0].reason
 
 
+def lost(state, beats, now: float, hearing: Hearing) -> list[str]:
+    return [event.member for event in due(state, beats, now, hearing) if isinstance(event, ev.Lost)]
+
+
+def test_the_silence_of_all_is_the_coordinators_own_and_who_comes_back_has_a_fresh_lease() -> None:
+    state, hearing = world_of("a", "b"), Hearing(104.9, quiet_s=2.0)
+    beats = {"a": Beat(104.9), "b": Beat(104.5)}
+    assert lost(state, beats, 106.0, hearing) == []
+    assert lost(state, beats, 107.6, hearing) == [], "cut off for longer than a lease"
+    for at in (114.0, 115.0, 116.0, 117.0, 118.0):
+        hearing, beats["a"] = hearing.heard(at), Beat(at)
+        assert lost(state, beats, at, hearing) == [], "the others are on their way"
+    assert lost(state, beats, 118.1, hearing) == ["b"], "it was lost meanwhile"
+
+
+def test_somebody_who_is_heard_shows_that_a_silent_one_is_lost_when_its_lease_is_over() -> None:
+    state, hearing = world_of("a", "b"), Hearing(100.0, quiet_s=quiet_s(0.75, 3.0))
+    for beat in range(1, 5):
+        at = 100.0 + 0.75 * beat
+        hearing = hearing.heard(at)
+        assert lost(state, {"a": Beat(at), "b": Beat(100.0)}, at, hearing) == []
+    assert lost(state, {"a": Beat(at), "b": Beat(100.0)}, 103.1, hearing) == ["b"]
+
+
+def test_who_hung_up_is_not_taken_for_cut_off() -> None:
+    state, hearing = world_of("a", "b"), Hearing(104.0, quiet_s=2.0)
+    state, _ = after(state, ev.Disconnected("b"), now=104.0)
+    assert lost(state, {"a": Beat(104.0), "b": Beat(104.0)}, 107.1, hearing) == ["b"]
+
+
+def test_all_are_lost_if_nobody_is_heard_for_long() -> None:
+    state, hearing = world_of("a", "b"), Hearing(104.0, quiet_s=2.0)
+    beats = {"a": Beat(104.0), "b": Beat(104.0)}
+    assert lost(state, beats, 118.9, hearing) == []
+    assert lost(state, beats, 119.1, hearing) == ["a", "b"]
+
+
+def test_beats_that_are_rare_are_no_silence_of_all() -> None:
+    state, hearing = world_of("a", "b"), Hearing(104.0, quiet_s=quiet_s(2.0, 3.0)).heard(106.0)
+    assert lost(state, {"a": Beat(106.0), "b": Beat(103.0)}, 106.1, hearing) == ["b"]
+
+
 def test_a_restarted_coordinator_grants_every_lease_anew() -> None:
     state, _ = after(world_of("a", "b"), ev.CoordinatorRestarted(), now=500.0)
     assert not due(state, {}, 502.9)
@@ -458,6 +501,16 @@ def test_a_claim_passes_to_the_next_when_its_holder_is_lost() -> None:
     assert ev.Grant("b", "model.pt") in asked
     _, asked = after(state, ev.ClaimFulfilled("b", "model.pt"), ev.Claimed("c", "model.pt"))
     assert told(asked, ev.TellFulfilled) == [ev.TellFulfilled(("c",), "model.pt")]
+
+
+def test_claims_that_were_fulfilled_long_ago_are_forgotten() -> None:
+    state, _ = after(world_of("a", "b"), ev.Claimed("a", "model.pt at step 0"))
+    for step in range(1, KEPT_CLAIMS + 9):
+        name = f"model.pt at step {step}"
+        state, _ = after(state, ev.Claimed("a", name), ev.ClaimFulfilled("a", name))
+    assert len(state.claims) == KEPT_CLAIMS + 1, "the one that is not fulfilled is kept"
+    _, asked = after(state, ev.Claimed("b", name))
+    assert told(asked, ev.TellFulfilled) == [ev.TellFulfilled(("b",), name)]
 
 
 def test_a_claim_passes_to_the_next_when_its_holder_falls_silent_after_the_end() -> None:

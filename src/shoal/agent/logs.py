@@ -118,21 +118,26 @@ class Tail:
 
     def read(self, now: float, last: bool = False) -> list[str]:
         """New lines since the last call; with `last`, all that is left."""
-        lines = self._catch_up()
-        while data := self._read_some():
-            lines += self._lines.feed(data)
-            if not last:
-                break
+        lines: list[str] = []
+        # There is no file before the start, and a disk may fail: that costs lines, but must not cost the agent.
+        with contextlib.suppress(OSError):
+            lines += self._catch_up()
+            while data := self._read_some():
+                lines += self._lines.feed(data)
+                if not last:
+                    break
         if last:
             lines += self._lines.finish()
         self._last = next((line.strip() for line in reversed(lines) if line.strip()), self._last)
         return self._allowance.pass_on(lines, now, last) if lines or last else []
 
     def _catch_up(self) -> list[str]:
-        """Skip what nobody could read anyway, when a member writes faster than we pass on."""
+        """Skip what nobody could read anyway if a member writes too fast for us; begin anew if it was emptied."""
         if self._descriptor is None:
             return []
         here, size = os.lseek(self._descriptor, 0, os.SEEK_CUR), os.fstat(self._descriptor).st_size
+        if size < here:
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
         if size - here <= _BEHIND_BYTES:
             return []
         os.lseek(self._descriptor, size - _READ_BYTES, os.SEEK_SET)
@@ -146,6 +151,5 @@ class Tail:
 
     def _read_some(self) -> bytes:
         if self._descriptor is None:
-            with contextlib.suppress(FileNotFoundError):
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.read(self._descriptor, _READ_BYTES) if self._descriptor is not None else b""
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.read(self._descriptor, _READ_BYTES)

@@ -156,12 +156,16 @@ class Members:
         return msgspec.structs.replace(order, cwd=cwd, env=env)
 
     def _on_start(self, key: str, pid: int) -> None:
-        if (member := self._alive.get(key)) is None:
-            return
+        born: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             # It may be gone already, and its number somebody else's.
-            member.process = process if process.ppid() == self.warm.pid else None
+            born = process if process.ppid() == self.warm.pid else None
+        if (member := self._alive.get(key)) is None:
+            # It took so long that its end was told already.
+            processes.signal_to([born] if born is not None else [], 9)
+            return
+        member.process = born
         log.info("%s of run %s started as process %d", member.order.member, member.order.run, pid)
         self._outbox.put(MemberStarted(*member.name, pid, member.warm))
         member.born.set()
@@ -219,16 +223,20 @@ class Members:
         return max(1, self._cores // max(1, sharing))
 
     def _never_started(self, key: str, error: ShoalError | OSError | ValueError) -> None:
-        if (member := self._alive.pop(key, None)) is None:
+        if (member := self._alive.get(key)) is None:
             return
-        member.born.set()
-        member.gone.set()
         code = error.code if isinstance(error, ShoalError) else "S402"
         text = error.what if isinstance(error, ShoalError) else str(error)
         why = error.why if isinstance(error, WarmProcessFailed | MembershipError | LuggageLost) else ""
         detail = f"error[{code}] {text}" + (f": {why}" if why else "")
         log.error("%s of run %s could not be started: %s", member.order.member, member.order.run, detail)
-        self._outbox.put(MemberExited(*member.name, None, None, "infrastructure", detail))
+        self._forget_unborn(key, "infrastructure", detail)
+
+    def _forget_unborn(self, key: str, cause: causes.Cause, detail: str) -> None:
+        member = self._alive.pop(key)
+        member.born.set()
+        member.gone.set()
+        self._outbox.put(MemberExited(*member.name, None, None, cause, detail))
 
     async def end(self, name: tuple[str, str, str], grace_s: float, reason: str) -> None:
         """End a member; returns when nothing of its process tree is left."""
@@ -246,6 +254,9 @@ class Members:
             await asyncio.wait_for(member.gone.wait(), 10.0)
 
     async def end_all(self, grace_s: float, reason: str) -> None:
+        """End everybody, because the agent ends; who is not born yet is not waited for."""
+        for key in [key for key, member in self._alive.items() if not member.born.is_set()]:
+            self._forget_unborn(key, "asked", reason)
         await asyncio.gather(*(self.end(name, grace_s, reason) for name in self.names))
 
     def notice_all(self) -> None:

@@ -1,7 +1,8 @@
 """Process trees: who descends from whom, and how to end a tree so that nothing of it is left.
 
 A pid alone is never trusted: every process is known by its pid and its start time together (psutil compares both
-before it sends a signal), and only descendants of the calling process are ever signalled.
+before it sends a signal), and only descendants of the calling process are ever signalled, but for what an agent of the
+same directory left that is dead (`predecessor`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from websockets.exceptions import WebSocketException
 
 import shoal
-from shoal.agent import notices, probe
+from shoal.agent import notices, predecessor, probe
 from shoal.agent.link import CoordinatorLink
 from shoal.agent.members import Home, Members
 from shoal.agent.outbox import Outbox
@@ -94,7 +94,7 @@ class Agent:
             directory=settings.directory,
             slots=settings.slots,
             interface=settings.interface,
-            environ=environ,
+            environ={**environ, predecessor.MARK: str(settings.directory)},
             cache=_home(environ) / "cache" / "blobs",
             apart=settings.apart,
             grace_s=settings.grace_s,
@@ -112,6 +112,9 @@ class Agent:
     async def live(self) -> int:
         """Until told to go, or the coordinator stays away for too long."""
         self._make_directory()
+        # Held until this process is gone: whoever gets it then knows that nobody else ends what is left of us.
+        if predecessor.hold(self._settings.directory) is not None:
+            await predecessor.clean_up_after(self._settings.directory)
         self._machine = probe.machine(self._settings.name)
         self._members.open()
         self._listen_to_signals()

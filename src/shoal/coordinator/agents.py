@@ -51,7 +51,7 @@ class Agents:
             del self._asked[number]
 
     def said(self, link: AgentLink, message: ms.FromAgent) -> None:
-        link.heard_at = self._service.clock.now()
+        link.heard_at = self._service.heard_at = self._service.clock.now()
         if isinstance(message, ms.AgentHello):
             self._service.attempt(partial(self._hello, link, message))
         elif not link.agent:
@@ -132,7 +132,7 @@ class Agents:
                 return
 
     def gone(self, link: AgentLink) -> None:
-        link.closed = True
+        self._service.hung_up(link)
         if link.agent and self._service.agents.get(link.agent) is link:
             del self._service.agents[link.agent]
             self._service.attempt(partial(self._service.handle, "", fe.AgentAway(link.agent)))

@@ -12,7 +12,6 @@ from shoal.coordinator.runs import Run
 from shoal.coordinator.service import Service
 from shoal.core import events as ev
 from shoal.core import fleet as fl
-from shoal.core import leases
 from shoal.core import membership as mb
 from shoal.core.evaluation import Evaluator
 from shoal.core.roster import EVALUATOR
@@ -30,7 +29,7 @@ class Members:
         self._service = service
 
     def said(self, link: MemberLink, message: ms.FromMember) -> None:
-        link.heard_at = self._service.clock.now()
+        link.heard_at = self._service.heard_at = self._service.clock.now()
         if isinstance(message, ms.MemberHello):
             self._service.attempt(partial(self._hello, link, message))
         elif not link.member:
@@ -70,8 +69,7 @@ class Members:
         link.expelled = False
         run = self._service.runs.runs[hello.run]
         rules = run.membership.rules
-        beat_s = leases.beat_s(float(run.settings.get("beat_s", 0.5)), rules.max_members, rules.lease_s)
-        link.send(ms.Welcome(beat_s, rules.lease_s, self._service.name, run.membership.started))
+        link.send(ms.Welcome(run.beat_s, rules.lease_s, self._service.name, run.membership.started))
         self._service.carry_out(asked)
 
     def _may_join(self, link: MemberLink, hello: ms.MemberHello) -> bool:
@@ -156,7 +154,7 @@ class Members:
         self._service.attempt(partial(self._service.handle, run.name, found))
 
     def gone(self, link: MemberLink) -> None:
-        link.closed = True
+        self._service.hung_up(link)
         live = self._service.live(link.run) if link.run else None
         if live is not None and live.links.get(link.member) is link:
             del live.links[link.member]

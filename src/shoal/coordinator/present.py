@@ -12,6 +12,7 @@ from shoal.coordinator.runs import Run, Runs
 from shoal.core import fleet as fl
 from shoal.core import membership as mb
 from shoal.core import prospects, supply
+from shoal.core.leases import Hearing
 from shoal.core.money import Account, Cost
 from shoal.core.roster import EVALUATOR, SERVER, TRAINER
 from shoal.core.supply_events import Pool
@@ -22,11 +23,12 @@ from shoal.wire.views import AgentView, CostView, Decision, Evaluation, MemberVi
 class Live:
     """What a run's members said lately; it is not journaled."""
 
-    __slots__ = ("beats", "links", "measured", "measured_at", "said")
+    __slots__ = ("beats", "hearing", "links", "measured", "measured_at", "said")
 
     def __init__(self) -> None:
         self.links: dict[str, MemberLink] = {}
         self.beats: dict[str, mb.Beat] = {}
+        self.hearing: Hearing | None = None
         self.said: dict[str, Beat] = {}
         self.measured: records.Measured | None = None
         self.measured_at = 0.0

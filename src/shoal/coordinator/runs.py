@@ -13,7 +13,7 @@ from typing import Any, Union
 from shoal.config import Settings
 from shoal.coordinator import records
 from shoal.coordinator.rules import no_machines, restarts_of, rules_of, terms_of
-from shoal.core import compat, evaluation, events, membership, servers, supply
+from shoal.core import compat, evaluation, events, leases, membership, servers, supply
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
 from shoal.core import supply_events as se
@@ -74,6 +74,12 @@ class Run:
     def tensorboard(self) -> bool:
         """Whether event files are written."""
         return bool(self.settings.get("tensorboard", True))
+
+    @property
+    def beat_s(self) -> float:
+        """How often its members renew their leases."""
+        rules = self.membership.rules
+        return leases.beat_s(float(self.settings.get("beat_s", 0.5)), rules.max_members, rules.lease_s)
 
     @property
     def state_name(self) -> str:

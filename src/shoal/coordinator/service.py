@@ -20,10 +20,10 @@ from typing import Any
 from msgspec import structs
 
 from shoal.coordinator import deliver, history, present, records
-from shoal.coordinator.links import AgentLink
+from shoal.coordinator.links import AgentLink, Link
 from shoal.coordinator.logs import Logs
 from shoal.coordinator.runs import Asked, Run, Runs
-from shoal.core import evaluation
+from shoal.core import evaluation, leases
 from shoal.core import events as ev
 from shoal.core import fleet as fl
 from shoal.core import fleet_events as fe
@@ -80,7 +80,7 @@ class Service:
         self._shown_at: dict[str, float] = {}
         self._fired: dict[tuple[str, str], float] = {}
         self.clock = Clock(last_at(journal.entries))
-        self._ticked_at = self.clock.now()
+        self._ticked_at = self.heard_at = self.clock.now()
         self._deaf_until = 0.0
         self._at_every_tick: list[Callable[[float], None]] = []
         self.hire: Callable[[se.Instruction], None] = lambda _instruction: None
@@ -223,8 +223,11 @@ class Service:
             return
         for run in list(self.runs.runs.values()):
             if not run.over and not run.spec.compat:
-                beats = self.live(run.name).beats
-                for event in (*mb.due(run.membership, beats, now), *evaluation.due(run.evaluation, beats, now)):
+                beats, hearing = self.live(run.name).beats, self._hearing(run, now)
+                for event in (
+                    *mb.due(run.membership, beats, now, hearing),
+                    *evaluation.due(run.evaluation, beats, now),
+                ):
                     if self._is_fresh(run.name, event, now):
                         self.attempt(partial(self.handle, run.name, event))
         for wait in fl.due(self.runs.fleet, now):
@@ -246,6 +249,23 @@ class Service:
             link.heard_at = now
         if self.runs.supply.hires or self.runs.supply.needs:
             self.attempt(partial(self.handle, "", se.Away(slept_s)))
+
+    def hung_up(self, link: Link) -> None:
+        """A connection is over; that the other side closed it is a sign of it, too."""
+        if not link.closed:
+            self.heard_at = self.clock.now()
+        link.closed = True
+
+    def _hearing(self, run: Run, now: float) -> leases.Hearing:
+        """How well members are heard now: silence of all, of every run, and their agents is most likely our own."""
+        live = self.live(run.name)
+        if live.hearing is None or not run.membership.members:
+            live.hearing = leases.Hearing(now, leases.quiet_s(run.beat_s, run.membership.rules.lease_s))
+        before, live.hearing = live.hearing, live.hearing.heard(self.heard_at)
+        if live.hearing.again != before.again:
+            deaf_s = live.hearing.last - before.last
+            log.warning("nobody was heard for %.1f s: leases of run %s begin anew", deaf_s, run.name)
+        return live.hearing
 
     def _is_fresh(self, run: str, event: ev.Event, now: float) -> bool:
         """A timer that changes nothing is not journaled at every tick."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
 
 from shoal.core import events as ev
 from shoal.core.roster import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
@@ -11,6 +13,11 @@ from shoal.core.world import World
 # So many beats a second are as much as a coordinator wants to hear of one run.
 BEATS_PER_S = 1000
 BEATS_PER_LEASE = 4
+# What it takes members at most to find a coordinator again that was cut off, and it to let one of them and its agent
+# in, with TLS, on a slow machine.
+BACK_S, RETURN_S = 4.0, 0.01
+# All who are silent for longer are lost after all, before their agents are given up and others are hired.
+OWN_SILENCE_S = 15.0
 
 
 def beat_s(wished_s: float, members: int, lease_s: float) -> float:
@@ -22,11 +29,50 @@ def beat_s(wished_s: float, members: int, lease_s: float) -> float:
     return max(wished_s, min(members / BEATS_PER_S, lease_s / BEATS_PER_LEASE))
 
 
-def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Event, ...]:
+def quiet_s(beat_s: float, lease_s: float) -> float:
+    """How long nobody is heard before the silence is the coordinator's own; no member's lease can have run out by then.
+
+    With beats so rare that one who is left could be silent for as long, it never is.
+
+    >>> quiet_s(0.5, 3.0), quiet_s(0.75, 3.0), quiet_s(2.0, 3.0)
+    (2.0, 1.5, inf)
+    """
+    quiet = lease_s - 2.0 * beat_s
+    return quiet if quiet > 1.5 * beat_s else inf
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """When a coordinator last heard anybody at all, and when it did again after it had heard nobody for `quiet_s`.
+
+    Who is cut off itself hears nobody, while members train on without it.
+    """
+
+    last: float
+    quiet_s: float = inf
+    again: float = -inf
+
+    def heard(self, last: float) -> Hearing:
+        """The same, after somebody was heard, or nobody new."""
+        again = last if last - self.last > self.quiet_s else self.again
+        return replace(self, last=last, again=again) if last > self.last else self
+
+    def spares(self, member: Member, state: State, now: float) -> bool:
+        """Whether a member's silence is most likely the coordinator's own: it hears nobody, or does only just again.
+
+        One whose connection was closed was heard of.
+        """
+        if now - self.again <= max(state.rules.lease_s, BACK_S) + RETURN_S * len(state.members):
+            return True
+        return member.connected and self.quiet_s < now - self.last <= OWN_SILENCE_S
+
+
+def due(state: State, beats: Mapping[str, Beat], now: float, hearing: Hearing | None = None) -> tuple[ev.Event, ...]:
     """The waits that are over, as events."""
+    hearing = hearing or Hearing(now)
     if state.finished:
-        return tuple(_lost(state, _awaited(state), beats, now))
-    fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now))
+        return tuple(_lost(state, _awaited(state), beats, now, hearing))
+    fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now, hearing))
     fired.extend(ev.Lost(name, reason) for name, reason in _stalled(state, beats, now))
     if state.gather_until is not None and now >= state.gather_until:
         fired.append(ev.TimerFired("gather"))
@@ -45,7 +91,9 @@ def _awaited(state: State) -> list[Member]:
     return [member for name, member in state.members.items() if name in names]
 
 
-def _lost(state: State, members: Iterable[Member], beats: Mapping[str, Beat], now: float) -> Iterator[ev.Lost]:
+def _lost(
+    state: State, members: Iterable[Member], beats: Mapping[str, Beat], now: float, hearing: Hearing
+) -> Iterator[ev.Lost]:
     fresh_since = now - state.rules.lease_s
     for member in members:
         beat = beats.get(member.name)
@@ -53,7 +101,7 @@ def _lost(state: State, members: Iterable[Member], beats: Mapping[str, Beat], no
         if fresh and member.away_since is None:
             continue
         reason = _why_lost(state, member, beat, now)
-        if reason:
+        if reason and not hearing.spares(member, state, now):
             yield ev.Lost(member.name, reason)
 
 

@@ -23,14 +23,14 @@ from typing import Any
 
 from shoal.core import events as ev
 from shoal.core.draft import Draft, listed
-from shoal.core.leases import due
+from shoal.core.leases import RETURN_S, due
 from shoal.core.roster import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
 from shoal.core.world import World
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
-# What it takes a coordinator at most to let one member and its agent in, with TLS, on a slow machine.
-RETURN_S = 0.01
+# A script that saves in every epoch makes a claim each time; nobody asks for one so old any more.
+KEPT_CLAIMS = 1000
 
 __all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "Rules", "State", "decide", "due"]
 
@@ -308,6 +308,9 @@ def _on_fulfilled(draft: Draft, event: ev.ClaimFulfilled) -> None:
         draft.claims[event.name] = replace(claim, waiting=(), fulfilled=True)
         if claim.waiting:
             draft.ask(ev.TellFulfilled(claim.waiting, event.name))
+        fulfilled = [name for name, one in draft.claims.items() if one.fulfilled]
+        for name in fulfilled[:-KEPT_CLAIMS]:
+            del draft.claims[name]
 
 
 def _on_checkpoint(draft: Draft, event: ev.CheckpointWritten) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -40,6 +41,17 @@ os.wait()
 time.sleep(0.2)
 print("up")
 time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
+"""
+
+OFFSPRING = """
+import os, signal, subprocess, sys, time
+child = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+print("up")
+time.sleep(600)
 """
 
 
@@ -128,6 +140,38 @@ def test_a_member_dies_even_if_agent_and_warm_process_are_killed_at_once(coordin
     until(agent.all_gone, "all gone")
 
 
+def killed_with_its_warm_process(agent):
+    """Neither has the time to clean up after the other."""
+    zygote = agent.zygote()
+    agent.remember()
+    zygote.suspend()
+    agent.process.kill()
+    zygote.kill()
+    agent.process.wait()
+
+
+def test_the_next_agent_ends_what_was_left_by_one_that_was_killed_with_its_warm_process(
+    coordinator, agent, start_agent, script
+):
+    coordinator.start(script(OFFSPRING))
+    coordinator.line("up")
+    killed_with_its_warm_process(agent)
+    start_agent()
+    until(lambda: len(coordinator.hellos) == 2, "the next is there")
+    until(agent.all_gone, "all gone")
+    coordinator.start(script("print('again')", "again.py"), incarnation="two")
+    assert coordinator.exit_of(incarnation="two").exit_code == 0
+
+
+def test_a_second_agent_in_a_directory_leaves_the_members_of_the_first_alone(coordinator, agent, start_agent, script):
+    coordinator.start(script(OFFSPRING))
+    coordinator.line("up")
+    seen = agent.remember()
+    start_agent()
+    until(lambda: len(coordinator.hellos) == 2, "the second is there")
+    assert all(process.is_running() for process in seen)
+
+
 def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator, agent, script):
     text = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nprint('up')\ntime.sleep(600)"
     coordinator.start(script(text))
@@ -149,6 +193,21 @@ def test_members_that_do_not_go_within_the_grace_are_killed(coordinator, start_a
     assert agent.process.wait(30) == 0
     assert agent.all_gone()
     assert coordinator.exit_of().signal == 9
+
+
+def test_an_agent_that_is_to_end_does_not_wait_for_a_member_that_is_yet_to_be_born(
+    coordinator, start_agent, script, tmp_path
+):
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    agent = start_agent("--grace", "0.3", preload="endless", environ={b"PYTHONPATH": os.fsencode(path)})
+    coordinator.start(script(SLEEP))
+    until(lambda: (agent.directory / "logs" / "run").is_dir(), "the order to arrive")
+    agent.remember()
+    agent.process.terminate()
+    assert agent.process.wait(60) == 0
+    assert agent.all_gone()
+    assert coordinator.exit_of().exit_code is None
 
 
 def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
@@ -302,3 +361,41 @@ def test_an_agent_takes_the_url_that_answers_and_one_that_finds_none_names_the_c
     assert "http://127.0.0.2:9: refused" in told
     assert "http://no.such.host.invalid:9: the name is not known here" in told
     assert f"{url}: refused" in told
+
+
+GIVEN_UP = """
+import asyncio, dataclasses, os, sys
+from pathlib import Path
+from shoal.agent import members, processes
+from shoal.agent.outbox import Outbox
+from shoal.wire.messages import MemberExited, StartMember
+
+async def main(here):
+    home = members.Home("http://127.0.0.1:9", str(here / "token"), here, 2, "", dict(os.environ), here / "cache")
+    outbox = Outbox()
+    crew = members.Members(home, ("gated",), outbox)
+    crew.open()
+    order = lambda incarnation: StartMember("run", "lab/0", incarnation, (str(here / "sleep.py"),), str(here), {})
+    members.START_WITHIN_S = 0.5
+    await crew.start(order("one"))
+    assert any(isinstance(message, MemberExited) for message in iter(outbox.take, None))
+    (here / "go").touch()
+    members.START_WITHIN_S = 300.0
+    await crew.start(order("two"))
+    while len(processes.descendants()) > 2:
+        await asyncio.sleep(0.02)
+    assert [name[2] for name in crew.names] == ["two"]
+    await crew.warm.close()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_member_that_is_born_after_its_start_was_given_up_is_ended(tmp_path):
+    (tmp_path / "gated.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.02)\n"
+    )
+    (tmp_path / "sleep.py").write_text(SLEEP)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", GIVEN_UP, str(tmp_path)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60)

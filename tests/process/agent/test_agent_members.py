@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -235,3 +236,28 @@ def test_a_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, sc
     assert coordinator.lines()[-2:] == ["line 49999", "end"]
     (log,) = (agent.directory / "logs" / "run").glob("*.log")
     assert until(lambda: log.read_text().endswith("line 49999\nend\n"))
+
+
+def test_a_log_that_cannot_be_opened_or_read_costs_its_lines_and_nothing_else(coordinator, agent, script):
+    (agent.directory / "logs" / "run" / "lab-0.one.log").mkdir(parents=True)
+    coordinator.start(script("print('unheard')"))
+    assert coordinator.exit_of().exit_code == 1
+    coordinator.start(script("print('heard')", "again.py"), incarnation="two")
+    assert coordinator.exit_of(incarnation="two").exit_code == 0
+    assert coordinator.lines() == ["heard"]
+
+
+def test_a_log_that_is_emptied_to_make_room_is_followed_from_its_new_beginning(coordinator, agent, script, tmp_path):
+    text = """
+import os, sys, time
+print("before " * 100)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+print("after")
+time.sleep(600)
+"""
+    coordinator.start(script(text), str(tmp_path / "go"))
+    coordinator.line("before")
+    os.truncate(agent.directory / "logs" / "run" / "lab-0.one.log", 0)
+    (tmp_path / "go").touch()
+    coordinator.line("after")

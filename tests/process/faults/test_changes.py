@@ -80,6 +80,24 @@ def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path:
         assert len(run.journal("StopRequested")) == 1
 
 
+def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:3", ("lease_s=2",), pause_s=0.03, epochs=12) as run:
+        run.until_size(3)
+        coordinator = run.helper("coordinator")
+        coordinator.suspend()
+        at = run.step()
+        time.sleep(7.0)
+        run.until_step(at + 10)
+        hellos = len(run.journal("Hello"))
+        coordinator.resume()
+        run.until(lambda: len(run.journal("Hello")) >= hellos + 3, "all to find the coordinator again")
+        run.until_step(run.step() + 10)
+        assert not run.journal("Lost")
+        assert len({c["world"] for c in run.commits() if c["size"] == 3}) == 1, "the world was formed again"
+        run.finish()
+        run.check()
+
+
 def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
@@ -177,3 +195,21 @@ def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tm
         assert run.order().decisions, "the batch never changed"
         done = [e for e in run.events() if e["event"] == "done"]
         assert len({e["sum"] for e in done}) == 1, "members end with different states"
+
+
+def test_agent_and_warm_process_killed_at_once_leave_nobody_behind_and_the_run_is_resumed(tmp_path: Path) -> None:
+    with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6, workers=1) as run:
+        run.until_step(10)
+        agent = run.helper("agent")
+        family = agent.children(recursive=True)
+        assert len(family) >= 4, "a warm process, members and their loaders"
+        warm = agent.children()[0]
+        # Neither has the time to clean up after the other.
+        warm.suspend()
+        agent.kill()
+        warm.kill()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive, [p.cmdline() for p in alive]
+        run.finish()
+        run.check()
+        assert any("restored the checkpoint" in line for line in run.output.splitlines())

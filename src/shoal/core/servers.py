@@ -48,7 +48,15 @@ class ServerDraft(Draft):
         if gone.role == TRAINER and self.base.placement is not None:
             servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
             self.ask(ev.TellGone(servers, name, gone.incarnation, reason))
+        if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
+            self.set(placement=None)  # it has left all in a checkpoint
         self.pass_claims_on(name)
+
+    @property
+    def lead(self) -> str:
+        """Whoever keeps the ledger, and so writes checkpoints."""
+        placement = self.base.placement
+        return placement.holdings[shards.LEDGER].primary if placement is not None else ""
 
     def advance(self) -> None:
         if self.base.finished:
@@ -150,8 +158,29 @@ class ServerDraft(Draft):
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=WAITING, step=None, stale=False)
         self.set(placement=None)
+        if self.base.stopping is not None:
+            self.let_go_of_the_state()
+            return
         self.wait_for(reason)
         self.try_place()
+
+    def let_go_of_the_state(self) -> None:
+        """While all stop, nobody brings a lost state back: trainers do not wait for it to take in what they have."""
+        for member in self.of_role(TRAINER, TRAINING):
+            self.ask(ev.Expel(member.name, "the state is lost, and the run stops"))
+        self.tell_to_stop([m.name for m in self.of_role(SERVER, WAITING)], checkpoint=False)
+
+    def stand_in(self, before: Placement) -> None:
+        """While all stop, backups stand in for servers that are gone, and nothing else is changed any more."""
+        left = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
+        if len(left) == len(before.servers):
+            return
+        holdings = shards.mend(before.holdings, [m.name for m in left])
+        if holdings is None:
+            self.void(before)
+            return
+        gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
+        self.publish(replace(before, servers=_seats(left), holdings=holdings), _who(gone, "is gone"))
 
     def change(self, part: int, holding: Holding, reason: str) -> None:
         placement = self.base.placement
@@ -194,31 +223,33 @@ class ServerDraft(Draft):
             self.set(stopping=asked, reason=asked.reason)
             told = [m.name for m in self.members.values() if m.role == TRAINER or m.status != TRAINING]
             self.repeat_stop(told)
+            if self.base.placement is None:
+                self.let_go_of_the_state()
 
     def go_on_stopping(self) -> None:
         """Trainers go first; then whoever keeps the ledger writes the checkpoint; then the other servers."""
+        if self.base.placement is not None:
+            self.stand_in(self.base.placement)
         if self.of_role(TRAINER, TRAINING):
             return
-        placement = self.base.placement
-        lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
         asked = self.base.stopping
         assert asked is not None
-        serving = [m for m in self.of_role(SERVER, TRAINING) if not m.leaving]
-        if any(m.name == lead for m in serving):
-            self.tell_to_stop([lead], asked.checkpoint)
-        elif lead not in self.members:
-            self.tell_to_stop([m.name for m in serving], checkpoint=False)
+        serving = [m.name for m in self.of_role(SERVER, TRAINING) if m.leaving != asked.reason]
+        if self.lead in serving:
+            self.tell_to_stop([self.lead], asked.checkpoint)
+        elif self.lead not in self.members:
+            self.tell_to_stop(serving, checkpoint=False)
 
     def remind(self, member: Member) -> None:
         """As of a run without servers, but these are told to stop one after the other."""
-        placement, asked = self.base.placement, self.base.stopping
-        lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
-        if asked is not None and (member.role == TRAINER or member.leaving):
-            self.tell_to_stop([member.name], asked.checkpoint and member.name == lead)
+        asked = self.base.stopping
+        if asked is not None and (member.role == TRAINER or member.leaving == asked.reason):
+            self.tell_to_stop([member.name], asked.checkpoint and member.name == self.lead)
         if self.base.finished:
             self.ask(ev.TellFinished((member.name,), self.base.step))
 
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
+        """Who was told is `leaving` for the reason of the stop."""
         asked = self.base.stopping
         assert asked is not None
         for name in names:

@@ -197,6 +197,21 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert not [e for e in again if e["at"] > max(c["at"] for c in run.commits() if c["step"] <= reached)]
 
 
+def test_a_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) -> None:
+    slow = {"local/1": 3.0}
+    with served(tmp_path, "2:2", "async", *CALM, "tickets=equal", slow=slow, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        step = run.step()
+        run.until_step(step + 5)
+        lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
+        run.shoal("stop", run.shoal("ps")[0]["run"], "--wait", "0")
+        run.kill(lead)
+        run.finish(exit_code=75)
+        written = [int(found) for found in re.findall(r"wrote the checkpoint of step (\d+)", run.output)]
+        assert max(written, default=0) > step
+        assert "did not stop in time" not in run.output
+
+
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_trainer_with_servers_trains_as_if_alone(tmp_path: Path, servers: int) -> None:
     """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""

@@ -191,3 +191,49 @@ def test_modes_are_read() -> None:
     assert sync.parse("stale:0") == sync.Sync("stale:0", True, 0)
     assert sync.parse("async").bound is None
     assert not sync.parse("step").served
+
+
+def test_a_server_that_dies_while_all_stop_is_stood_in_for() -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    other = "s1" if lead == "s0" else "s0"
+    run.on(ev.StopAsked("enough", True, 75), ev.Lost(lead, "killed"))
+    assert {h.primary for h in run.placement.holdings} == {other}
+    assert set(run.told(ev.PlaceParts)[0].to) == {other, "t0", "t1"}, "a trainer could not end its ticket"
+    run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), True)]
+
+
+def test_a_server_that_dies_before_it_has_written_the_last_checkpoint_leaves_that_to_another() -> None:
+    run = started().on(ev.StopAsked("enough", True, 75), ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    ((lead,),) = [one.to for one in run.told(ev.StopMembers)]
+    run.on(ev.Lost(lead, "killed"))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [
+        ((run.placement.servers[0].member,), True)
+    ]
+
+
+@pytest.mark.parametrize("stop_first", [True, False])
+def test_trainers_are_not_kept_from_stopping_by_a_state_that_is_lost(stop_first: bool) -> None:
+    run = Run(servers=1).come("s0").come("t0").come("t1")
+    stop, lost = ev.StopAsked("enough", True, 75), ev.Lost("s0", "killed")
+    run.on(*((stop, lost) if stop_first else (lost, stop)))
+    assert [one.member for one in run.told(ev.Expel)][-2:] == ["t0", "t1"]
+    run.on(ev.BecameReady("t0", "model", 5), ev.Hello("t0", "1", HERE))
+    assert [type(one) for one in run.asked] == [ev.StopMembers]
+    assert not run.come("s0", "2").asked, "nobody brings the state back"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_servers_under_notice_are_told_to_stop_when_it_is_their_turn(before: bool) -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    other = "s1" if lead == "s0" else "s0"
+    notices = (ev.NoticeGiven("s0", 600.0, "spot"), ev.NoticeGiven("s1", 600.0, "spot"))
+    run.on(*(notices if before else ()), ev.StopAsked("enough", True, 75), *(() if before else notices))
+    run.on(ev.Hello(lead, "1", HERE, role="server"))
+    assert not run.told(ev.StopMembers), "trainers still need it"
+    run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((lead,), True)]
+    run.on(ev.MemberLeft(lead, None))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), False)]

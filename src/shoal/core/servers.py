@@ -61,7 +61,7 @@ class ServerDraft(Draft):
     def advance(self) -> None:
         if self.base.finished:
             return
-        if self.of_role(TRAINER, DONE) and not self.of_role(TRAINER, TRAINING):
+        if self.base.done_at is not None and not self.of_role(TRAINER, TRAINING):
             self.finish()
         elif self.base.stopping is not None:
             self.go_on_stopping()
@@ -199,7 +199,7 @@ class ServerDraft(Draft):
     def admit(self) -> None:
         """Let trainers that are ready begin."""
         placement, limit = self.base.placement, self.base.rules.max_members
-        if placement is None or self.of_role(TRAINER, DONE):
+        if placement is None or self.base.done_at is not None:
             return
         room = limit - len(self.of_role(TRAINER, TRAINING))
         for member in self.of_role(TRAINER, WAITING)[: max(0, room)]:
@@ -211,7 +211,7 @@ class ServerDraft(Draft):
     # --- the end
 
     def finish(self) -> None:
-        step = max((m.step or 0 for m in self.of_role(TRAINER, DONE)), default=self.base.step)
+        step = self.base.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=DONE)
@@ -277,7 +277,7 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     placement = draft.base.placement
     here = draft.members[event.member].incarnation == event.incarnation
     if here and event.done and event.step is not None:
-        _on_done(draft, ev.MemberDone(event.member, event.step))
+        _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif again and known is not None and known.status == TRAINING and placement is not None:
         draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))
 
@@ -286,6 +286,8 @@ def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:
     if event.member in draft.members:
         draft.update(event.member, status=DONE, step=event.step)
         draft.set(step=max(draft.base.step, event.step))
+        if not event.early or not draft.of_role(TRAINER, TRAINING):
+            draft.set(done_at=event.step)
 
 
 def _on_copied(draft: ServerDraft, event: ev.PartCopied) -> None:

@@ -212,6 +212,19 @@ def test_a_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) ->
         assert "did not stop in time" not in run.output
 
 
+def test_a_trainer_that_breaks_out_of_its_loop_ends_nothing_for_the_others(tmp_path: Path) -> None:
+    leaves = {"local/0": 10}
+    with served(tmp_path, "2:2", "async", *CALM, leaves=leaves, pause_s=0.03, epochs=12) as run:
+        (run.records / "stay").touch()
+        run.until(lambda: [e for e in run.events() if e["event"] == "left"], "one to break out of its loop")
+        before = run.pids()["local/1"]
+        run.kill("local/1")
+        run.until(lambda: run.pids().get("local/1", before) != before, "the other to be back")
+        (run.records / "stay").unlink()
+        run.finish()
+        run.check_counts()
+
+
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_trainer_with_servers_trains_as_if_alone(tmp_path: Path, servers: int) -> None:
     """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""

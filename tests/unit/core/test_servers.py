@@ -162,6 +162,27 @@ def test_a_trainer_that_dies_at_the_very_end_is_not_waited_for() -> None:
     assert started().on(ev.MemberDone("t0", 10), ev.Lost("t1", "killed")).state.finished
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_trainer_that_left_its_loop_ends_nothing_for_the_others(again: bool) -> None:
+    early = ev.Hello("t0", "1", HERE, step=3, done=True, early=True) if again else ev.MemberDone("t0", 3, early=True)
+    run = started().on(early, ev.Lost("t1", "killed"))
+    assert not run.state.finished
+    run.come("t1", "2")
+    assert "t1" in run.told(ev.PlaceParts)[0].to
+    assert run.on(ev.MemberDone("t1", 10)).state.step == 10
+    assert run.state.finished
+
+
+def test_a_run_is_stopped_and_not_finished_when_one_had_left_its_loop() -> None:
+    run = started().on(ev.MemberDone("t0", 3, early=True), ev.StopAsked("enough", True, 75), ev.MemberLeft("t1", 5))
+    assert not run.state.finished
+    assert [one.checkpoint for one in run.told(ev.StopMembers)] == [True]
+
+
+def test_a_run_is_finished_when_all_have_left_their_loops() -> None:
+    assert started().on(ev.MemberDone("t0", 3, early=True), ev.MemberDone("t1", 4, early=True)).state.finished
+
+
 def test_a_trainer_that_is_done_and_finds_the_coordinator_again_does_not_begin_anew() -> None:
     again = (ev.Hello("t0", "1", HERE, step=10, done=True), ev.BecameReady("t0", "model", 10))
     run = started().on(ev.MemberDone("t0", 10), *again)

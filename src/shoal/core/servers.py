@@ -20,6 +20,9 @@ from shoal.core.roster import DONE, SERVER, TRAINER, TRAINING, WAITING, Member, 
 from shoal.core.shards import Holding, Placement
 from shoal.core.world import Seat
 
+# A server that misses who is gone is itself lost, back, or replaced within about a lease.
+LATELY_LEASES = 2
+
 
 def decide(state: State, event: ev.Event, now: float) -> tuple[State, tuple[ev.Instruction, ...]]:
     """The next state, and what to tell whom."""
@@ -48,6 +51,8 @@ class ServerDraft(Draft):
         if gone.role == TRAINER and self.base.placement is not None:
             servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
             self.ask(ev.TellGone(servers, name, gone.incarnation, reason))
+            lately = [one for one in self.base.gone if self.now - one[2] <= LATELY_LEASES * self.base.rules.lease_s]
+            self.set(gone=(*lately, (name, gone.incarnation, self.now)))
         if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
             self.set(placement=None)  # it has left all in a checkpoint
         self.pass_claims_on(name)
@@ -191,10 +196,19 @@ class ServerDraft(Draft):
     def publish(self, placement: Placement, reason: str) -> None:
         """Make a placement the current one and tell everybody."""
         placement = replace(placement, number=max(placement.number, self.base.number + 1))
+        before = self.base.placement
         self.set(placement=placement, number=placement.number, reason=reason)
         to = {seat.member for seat in placement.servers}
         to |= {m.name for m in self.members.values() if m.status == TRAINING}
         self.ask(ev.PlaceParts(placement, tuple(sorted(to)), reason))
+        if before is not None and before.holdings[shards.LEDGER] != placement.holdings[shards.LEDGER]:
+            self.repeat_gone()
+
+    def repeat_gone(self) -> None:
+        """Tell whoever keeps the ledger whom to wait for no longer: when that was told, it may not have been there."""
+        for name, incarnation, at in self.base.gone:
+            if name not in self.members and self.now - at <= LATELY_LEASES * self.base.rules.lease_s:
+                self.ask(ev.TellGone((self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"))
 
     def admit(self) -> None:
         """Let trainers that are ready begin."""
@@ -280,6 +294,8 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif again and known is not None and known.status == TRAINING and placement is not None:
         draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))
+        if event.member == draft.lead:
+            draft.repeat_gone()
 
 
 def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:

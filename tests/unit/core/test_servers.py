@@ -82,6 +82,29 @@ def test_a_lost_trainer_changes_no_placement_and_the_servers_forget_it() -> None
     assert (gone.member, gone.to) == ("t1", ("s0", "s1"))
 
 
+def test_whoever_keeps_the_ledger_next_hears_who_is_gone() -> None:
+    """A machine stands still with a trainer and the ledger's server on it: the trainer's connections stay open."""
+    run = started()
+    lead = run.placement.holdings[0].primary
+    run.on(ev.Lost("t1", "silent"), ev.Lost(lead, "silent"))
+    assert run.told(ev.TellGone)[0].to == (run.placement.holdings[0].primary,)
+    assert [type(one) for one in run.asked][-2:] == [ev.PlaceParts, ev.TellGone], "it must know that it has the ledger"
+    run = started().on(ev.Lost("t1", "silent")).come("t1", "2").on(ev.Lost(lead, "silent"))
+    assert not run.told(ev.TellGone), "it is back"
+    run = started().on(ev.Lost("t1", "silent"))
+    run.now += 60.0
+    assert not run.on(ev.Lost(lead, "silent")).told(ev.TellGone), "that was heard long ago"
+
+
+def test_a_server_that_was_away_when_a_trainer_was_lost_hears_of_it() -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    run.on(ev.Disconnected(lead), ev.Lost("t1", "silent"), ev.Hello(lead, "1", HERE, role="server"))
+    assert [(one.to, one.member) for one in run.told(ev.TellGone)] == [((lead,), "t1")]
+    other = "s1" if lead == "s0" else "s0"
+    assert not run.on(ev.Disconnected(other), ev.Hello(other, "1", HERE, role="server")).told(ev.TellGone)
+
+
 def test_a_lost_server_is_replaced_by_its_backups() -> None:
     run = started().on(ev.Lost("s0", "killed"))
     assert {h.primary for h in run.placement.holdings} == {"s1"}

@@ -80,8 +80,9 @@ class ServerDraft(Draft):
 
     def all_leave(self) -> bool:
         """Whether everybody was told to go, so that nobody is left to hand anything to."""
-        ready = self.of_role(SERVER, TRAINING, WAITING) + self.of_role(TRAINER, TRAINING, WAITING)
-        return self.base.placement is not None and bool(ready) and all(m.leaving for m in ready)
+        servers, trainers = (self.of_role(role, TRAINING, WAITING) for role in (SERVER, TRAINER))
+        # Without a server there is nothing to stop with: one that was lost may be back.
+        return self.base.placement is not None and bool(servers) and all(m.leaving for m in (*servers, *trainers))
 
     # --- the first placement of a life
 

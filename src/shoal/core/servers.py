@@ -172,8 +172,7 @@ class ServerDraft(Draft):
 
     def let_go_of_the_state(self) -> None:
         """While all stop, nobody brings a lost state back: trainers do not wait for it to take in what they have."""
-        for member in self.of_role(TRAINER, TRAINING):
-            self.ask(ev.Expel(member.name, "the state is lost, and the run stops"))
+        self.tell_to_stop([m.name for m in self.of_role(TRAINER, TRAINING)], checkpoint=False)
         self.tell_to_stop([m.name for m in self.of_role(SERVER, WAITING)], checkpoint=False)
 
     def stand_in(self, before: Placement) -> None:
@@ -259,7 +258,8 @@ class ServerDraft(Draft):
         """As of a run without servers, but these are told to stop one after the other."""
         asked = self.base.stopping
         if asked is not None and (member.role == TRAINER or member.leaving == asked.reason):
-            self.tell_to_stop([member.name], asked.checkpoint and member.name == self.lead)
+            keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
+            self.tell_to_stop([member.name], asked.checkpoint and keeps)
         if self.base.finished:
             self.ask(ev.TellFinished((member.name,), self.base.step))
 

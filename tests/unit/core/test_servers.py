@@ -262,9 +262,9 @@ def test_trainers_are_not_kept_from_stopping_by_a_state_that_is_lost(stop_first:
     run = Run(servers=1).come("s0").come("t0").come("t1")
     stop, lost = ev.StopAsked("enough", True, 75), ev.Lost("s0", "killed")
     run.on(*((stop, lost) if stop_first else (lost, stop)))
-    assert [one.member for one in run.told(ev.Expel)][-2:] == ["t0", "t1"]
-    run.on(ev.BecameReady("t0", "model", 5), ev.Hello("t0", "1", HERE))
-    assert [type(one) for one in run.asked] == [ev.StopMembers]
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)][-2:] == [(("t0",), False), (("t1",), False)]
+    run.on(ev.Hello("t0", "1", HERE))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t0",), False)]
     assert not run.come("s0", "2").asked, "nobody brings the state back"
 
 
@@ -281,3 +281,9 @@ def test_servers_under_notice_are_told_to_stop_when_it_is_their_turn(before: boo
     assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((lead,), True)]
     run.on(ev.MemberLeft(lead, None))
     assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), False)]
+
+
+def test_a_run_whose_trainer_leaves_is_not_stopped_because_its_server_dies() -> None:
+    run = Run(servers=1).come("s0").come("t0").on(ev.NoticeGiven("t0", 30.0, "spot"), ev.Lost("s0", "killed"))
+    assert run.state.stopping is None
+    assert run.come("s0", "2").told(ev.AskRestore)

@@ -67,13 +67,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The membership of one run. `done_at` is the last step, once somebody has done it."""
+    """The membership of one run. `done_at` is the last step, once somebody has done it.
+
+    `gone` are the trainers that servers were told of lately: name, incarnation, when.
+    """
 
     rules: Rules
     members: Mapping[str, Member] = field(default_factory=dict)
     world: World | None = None
     placement: Placement | None = None
     life: int = 0
+    gone: tuple[tuple[str, str, float], ...] = ()
     proposal: World | None = None
     repeat_at: float | None = None
     number: int = 0

@@ -20,6 +20,9 @@ from shoal.core.roster import DONE, SERVER, TRAINER, TRAINING, WAITING, Member, 
 from shoal.core.shards import Holding, Placement
 from shoal.core.world import Seat
 
+# A server that misses who is gone is itself lost, back, or replaced within about a lease.
+LATELY_LEASES = 2
+
 
 def decide(state: State, event: ev.Event, now: float) -> tuple[State, tuple[ev.Instruction, ...]]:
     """The next state, and what to tell whom."""
@@ -48,12 +51,22 @@ class ServerDraft(Draft):
         if gone.role == TRAINER and self.base.placement is not None:
             servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
             self.ask(ev.TellGone(servers, name, gone.incarnation, reason))
+            lately = [one for one in self.base.gone if self.now - one[2] <= LATELY_LEASES * self.base.rules.lease_s]
+            self.set(gone=(*lately, (name, gone.incarnation, self.now)))
+        if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
+            self.set(placement=None)  # it has left all in a checkpoint
         self.pass_claims_on(name)
+
+    @property
+    def lead(self) -> str:
+        """Whoever keeps the ledger, and so writes checkpoints."""
+        placement = self.base.placement
+        return placement.holdings[shards.LEDGER].primary if placement is not None else ""
 
     def advance(self) -> None:
         if self.base.finished:
             return
-        if self.of_role(TRAINER, DONE) and not self.of_role(TRAINER, TRAINING):
+        if self.base.done_at is not None and not self.of_role(TRAINER, TRAINING):
             self.finish()
         elif self.base.stopping is not None:
             self.go_on_stopping()
@@ -67,8 +80,9 @@ class ServerDraft(Draft):
 
     def all_leave(self) -> bool:
         """Whether everybody was told to go, so that nobody is left to hand anything to."""
-        ready = self.of_role(SERVER, TRAINING, WAITING) + self.of_role(TRAINER, TRAINING, WAITING)
-        return self.base.placement is not None and bool(ready) and all(m.leaving for m in ready)
+        servers, trainers = (self.of_role(role, TRAINING, WAITING) for role in (SERVER, TRAINER))
+        # Without a server there is nothing to stop with: one that was lost may be back.
+        return self.base.placement is not None and bool(servers) and all(m.leaving for m in (*servers, *trainers))
 
     # --- the first placement of a life
 
@@ -150,8 +164,28 @@ class ServerDraft(Draft):
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=WAITING, step=None, stale=False)
         self.set(placement=None)
+        if self.base.stopping is not None:
+            self.let_go_of_the_state()
+            return
         self.wait_for(reason)
         self.try_place()
+
+    def let_go_of_the_state(self) -> None:
+        """While all stop, nobody brings a lost state back: trainers do not wait for it to take in what they have."""
+        self.tell_to_stop([m.name for m in self.of_role(TRAINER, TRAINING)], checkpoint=False)
+        self.tell_to_stop([m.name for m in self.of_role(SERVER, WAITING)], checkpoint=False)
+
+    def stand_in(self, before: Placement) -> None:
+        """While all stop, backups stand in for servers that are gone, and nothing else is changed any more."""
+        left = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
+        if len(left) == len(before.servers):
+            return
+        holdings = shards.mend(before.holdings, [m.name for m in left])
+        if holdings is None:
+            self.void(before)
+            return
+        gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
+        self.publish(replace(before, servers=_seats(left), holdings=holdings), _who(gone, "is gone"))
 
     def change(self, part: int, holding: Holding, reason: str) -> None:
         placement = self.base.placement
@@ -162,15 +196,24 @@ class ServerDraft(Draft):
     def publish(self, placement: Placement, reason: str) -> None:
         """Make a placement the current one and tell everybody."""
         placement = replace(placement, number=max(placement.number, self.base.number + 1))
+        before = self.base.placement
         self.set(placement=placement, number=placement.number, reason=reason)
         to = {seat.member for seat in placement.servers}
         to |= {m.name for m in self.members.values() if m.status == TRAINING}
         self.ask(ev.PlaceParts(placement, tuple(sorted(to)), reason))
+        if before is not None and before.holdings[shards.LEDGER] != placement.holdings[shards.LEDGER]:
+            self.repeat_gone()
+
+    def repeat_gone(self) -> None:
+        """Tell whoever keeps the ledger whom to wait for no longer: when that was told, it may not have been there."""
+        for name, incarnation, at in self.base.gone:
+            if name not in self.members and self.now - at <= LATELY_LEASES * self.base.rules.lease_s:
+                self.ask(ev.TellGone((self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"))
 
     def admit(self) -> None:
         """Let trainers that are ready begin."""
         placement, limit = self.base.placement, self.base.rules.max_members
-        if placement is None or self.of_role(TRAINER, DONE):
+        if placement is None or self.base.done_at is not None:
             return
         room = limit - len(self.of_role(TRAINER, TRAINING))
         for member in self.of_role(TRAINER, WAITING)[: max(0, room)]:
@@ -182,7 +225,7 @@ class ServerDraft(Draft):
     # --- the end
 
     def finish(self) -> None:
-        step = max((m.step or 0 for m in self.of_role(TRAINER, DONE)), default=self.base.step)
+        step = self.base.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=DONE)
@@ -194,31 +237,34 @@ class ServerDraft(Draft):
             self.set(stopping=asked, reason=asked.reason)
             told = [m.name for m in self.members.values() if m.role == TRAINER or m.status != TRAINING]
             self.repeat_stop(told)
+            if self.base.placement is None:
+                self.let_go_of_the_state()
 
     def go_on_stopping(self) -> None:
         """Trainers go first; then whoever keeps the ledger writes the checkpoint; then the other servers."""
+        if self.base.placement is not None:
+            self.stand_in(self.base.placement)
         if self.of_role(TRAINER, TRAINING):
             return
-        placement = self.base.placement
-        lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
         asked = self.base.stopping
         assert asked is not None
-        serving = [m for m in self.of_role(SERVER, TRAINING) if not m.leaving]
-        if any(m.name == lead for m in serving):
-            self.tell_to_stop([lead], asked.checkpoint)
-        elif lead not in self.members:
-            self.tell_to_stop([m.name for m in serving], checkpoint=False)
+        serving = [m.name for m in self.of_role(SERVER, TRAINING) if m.leaving != asked.reason]
+        if self.lead in serving:
+            self.tell_to_stop([self.lead], asked.checkpoint)
+        elif self.lead not in self.members:
+            self.tell_to_stop(serving, checkpoint=False)
 
     def remind(self, member: Member) -> None:
         """As of a run without servers, but these are told to stop one after the other."""
-        placement, asked = self.base.placement, self.base.stopping
-        lead = placement.holdings[shards.LEDGER].primary if placement is not None else ""
-        if asked is not None and (member.role == TRAINER or member.leaving):
-            self.tell_to_stop([member.name], asked.checkpoint and member.name == lead)
+        asked = self.base.stopping
+        if asked is not None and (member.role == TRAINER or member.leaving == asked.reason):
+            keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
+            self.tell_to_stop([member.name], asked.checkpoint and keeps)
         if self.base.finished:
             self.ask(ev.TellFinished((member.name,), self.base.step))
 
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
+        """Who was told is `leaving` for the reason of the stop."""
         asked = self.base.stopping
         assert asked is not None
         for name in names:
@@ -246,15 +292,19 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     placement = draft.base.placement
     here = draft.members[event.member].incarnation == event.incarnation
     if here and event.done and event.step is not None:
-        _on_done(draft, ev.MemberDone(event.member, event.step))
+        _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif again and known is not None and known.status == TRAINING and placement is not None:
         draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))
+        if event.member == draft.lead:
+            draft.repeat_gone()
 
 
 def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:
     if event.member in draft.members:
         draft.update(event.member, status=DONE, step=event.step)
         draft.set(step=max(draft.base.step, event.step))
+        if not event.early or not draft.of_role(TRAINER, TRAINING):
+            draft.set(done_at=event.step)
 
 
 def _on_copied(draft: ServerDraft, event: ev.PartCopied) -> None:

@@ -85,12 +85,10 @@ def settle(
     Backups stand in for primaries that are gone, and parts without a backup get a learner. Those who are leaving get
     nothing new and hand over what they have.
     """
-    found: list[Holding] = []
-    for holding in holdings:
-        mended = _mend(holding, left)
-        if mended is None:
-            return None
-        found.append(mended)
+    mended = mend(holdings, left)
+    if mended is None:
+        return None
+    found = list(mended)
     staying = [name for name in (*left, *new) if name not in leaving]
     for part, holding in enumerate(found):
         if holding.learner or (holding.backup and holding.backup not in leaving):
@@ -101,6 +99,13 @@ def settle(
         elif holding.backup and holding.primary not in leaving:
             found[part] = replace(holding, backup="", handing=False)
     return tuple(_balance(found, leaving))
+
+
+def mend(holdings: Sequence[Holding], left: Collection[str]) -> tuple[Holding, ...] | None:
+    """The holdings when only these servers are left; None if a part is lost with all that held it."""
+    mended = [_mend(holding, left) for holding in holdings]
+    found = tuple(holding for holding in mended if holding is not None)
+    return found if len(found) == len(mended) else None
 
 
 def copied(holding: Holding, to: str, since: int) -> Holding | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -163,7 +164,8 @@ class LedgerPart(Part):
         self.version += 1
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
-        return msgspec.msgpack.encode(self.ledger), []
+        # What is marked is for the checkpoint that is being gathered here, and would be kept elsewhere for ever.
+        return msgspec.msgpack.encode(replace(self.ledger, marked=None)), []
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:  # noqa: ARG002
         self.ledger = msgspec.msgpack.decode(meta, type=Ledger)

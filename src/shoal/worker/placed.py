@@ -211,8 +211,8 @@ class PlacedSession(Correspondence):
     def quit(self) -> None:
         """The script left its loop: the others go on without this member."""
         with self._changed:
-            self._done = True
-            self._say(messages.Done(self.step or 0))
+            self._done = self._quit = True
+            self._say(messages.Done(self.step or 0, early=True))
         self.phase("done")
 
     status: Callable[[], dict[str, Any]]

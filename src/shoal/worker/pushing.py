@@ -163,7 +163,8 @@ class Pusher:
             self._session.raise_if_over()
         if newest is None or newest.number == placement.number:
             stop = self._session.stop
-            if self._session.overdue() or (stop is not None and newest is None):
+            # Where no checkpoint is to be written, or can be, nothing that is still pushed is kept.
+            if self._session.overdue() or (stop is not None and (newest is None or not stop.checkpoint)):
                 self._session.raise_if_over()
 
     def _catch_up(self, number: int) -> None:

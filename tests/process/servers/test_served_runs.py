@@ -197,6 +197,43 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert not [e for e in again if e["at"] > max(c["at"] for c in run.commits() if c["step"] <= reached)]
 
 
+def test_a_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) -> None:
+    slow = {"local/1": 3.0}
+    with served(tmp_path, "2:2", "async", *CALM, "tickets=equal", slow=slow, pause_s=0.03, epochs=60) as run:
+        run.until(run.replicated, "every part to have a backup")
+        step = run.step()
+        run.until_step(step + 5)
+        lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
+        run.shoal("stop", run.shoal("ps")[0]["run"], "--wait", "0")
+        run.kill(lead)
+        run.finish(exit_code=75)
+        written = [int(found) for found in re.findall(r"wrote the checkpoint of step (\d+)", run.output)]
+        assert max(written, default=0) > step
+
+
+def test_trainers_do_not_wait_for_a_lost_state_when_the_run_stops(tmp_path: Path) -> None:
+    slow = {"local/1": 3.0}
+    with served(tmp_path, "2:2", "async", *CALM, "tickets=equal", servers=1, slow=slow, epochs=60) as run:
+        run.until_step(5)
+        run.shoal("stop", run.shoal("ps")[0]["run"], "--wait", "0")
+        run.kill("local/server-0")
+        run.finish(exit_code=75)
+        assert not [e for e in run.journal() if e["kind"] == "WaitOver" and e["fields"]["what"] == "grace"]
+
+
+def test_a_trainer_that_breaks_out_of_its_loop_ends_nothing_for_the_others(tmp_path: Path) -> None:
+    leaves = {"local/0": 10}
+    with served(tmp_path, "2:2", "async", *CALM, leaves=leaves, pause_s=0.03, epochs=12) as run:
+        (run.records / "stay").touch()
+        run.until(lambda: [e for e in run.events() if e["event"] == "left"], "one to break out of its loop")
+        before = run.pids()["local/1"]
+        run.kill("local/1")
+        run.until(lambda: run.pids().get("local/1", before) != before, "the other to be back")
+        (run.records / "stay").unlink()
+        run.finish()
+        run.check_counts()
+
+
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_trainer_with_servers_trains_as_if_alone(tmp_path: Path, servers: int) -> None:
     """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""

@@ -309,3 +309,25 @@ def test_a_copy_for_a_checkpoint_can_be_gone_on_from(peers: list[Peer]) -> None:
     again = msgspec.structs.replace(push(granted.ticket.step), life=2)
     assert t.ask(b, again).kind == "done"
     assert b.vault.sums[1] == 8, "the shard knew that it has it"
+
+
+def test_a_copy_made_while_a_checkpoint_is_gathered_does_not_remember_tickets_for_ever(peers: list[Peer]) -> None:
+    a, b, t, _ = peers
+    first = placed(1, Holding("a"), a, b)
+    second = placed(2, Holding("a", learner="b", since=2), a, b)
+    a.server.adopt(first)
+    whole = a.server._copy_of
+
+    def while_somebody_joins(number: int, placement: Placement) -> Any:
+        for peer in (b, a):
+            peer.server.adopt(second)
+        until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
+        a.server._copy_of = whole  # type: ignore[method-assign]
+        return whole(number, placement)
+
+    a.server._copy_of = while_somebody_joins  # type: ignore[method-assign]
+    assert a.server.gather() is not None
+    assert t.ask(a, Turn(1, 2, None, 0.0, True)).kind == "granted"
+    assert b.server.ledger == a.server.ledger
+    assert b.server.ledger is not None
+    assert b.server.ledger.marked is None

@@ -100,9 +100,15 @@ def main() -> None:
         if run.committed:
             record("commit", loss=loss.item(), step=run.step, **told)
             tarry(OUT, run.step, EPOCHS * SAMPLES // BATCH)
-    run.save(OUT / "final.pt")
-    record("done", step=run.step, counts=[c.unique().tolist() for c in model.counters])
+        if run.step >= PLAN.get("leaves", {}).get(run.member, EPOCHS * SAMPLES):
+            record("left", step=run.step)
+            break
+    else:
+        run.save(OUT / "final.pt")
+        record("done", step=run.step, counts=[c.unique().tolist() for c in model.counters])
     print("done", run.step, flush=True)
+    while (OUT / "stay").exists():
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,29 @@ def test_a_lost_trainer_changes_no_placement_and_the_servers_forget_it() -> None
     assert (gone.member, gone.to) == ("t1", ("s0", "s1"))
 
 
+def test_whoever_keeps_the_ledger_next_hears_who_is_gone() -> None:
+    """A machine stands still with a trainer and the ledger's server on it: the trainer's connections stay open."""
+    run = started()
+    lead = run.placement.holdings[0].primary
+    run.on(ev.Lost("t1", "silent"), ev.Lost(lead, "silent"))
+    assert run.told(ev.TellGone)[0].to == (run.placement.holdings[0].primary,)
+    assert [type(one) for one in run.asked][-2:] == [ev.PlaceParts, ev.TellGone], "it must know that it has the ledger"
+    run = started().on(ev.Lost("t1", "silent")).come("t1", "2").on(ev.Lost(lead, "silent"))
+    assert not run.told(ev.TellGone), "it is back"
+    run = started().on(ev.Lost("t1", "silent"))
+    run.now += 60.0
+    assert not run.on(ev.Lost(lead, "silent")).told(ev.TellGone), "that was heard long ago"
+
+
+def test_a_server_that_was_away_when_a_trainer_was_lost_hears_of_it() -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    run.on(ev.Disconnected(lead), ev.Lost("t1", "silent"), ev.Hello(lead, "1", HERE, role="server"))
+    assert [(one.to, one.member) for one in run.told(ev.TellGone)] == [((lead,), "t1")]
+    other = "s1" if lead == "s0" else "s0"
+    assert not run.on(ev.Disconnected(other), ev.Hello(other, "1", HERE, role="server")).told(ev.TellGone)
+
+
 def test_a_lost_server_is_replaced_by_its_backups() -> None:
     run = started().on(ev.Lost("s0", "killed"))
     assert {h.primary for h in run.placement.holdings} == {"s1"}
@@ -162,6 +185,27 @@ def test_a_trainer_that_dies_at_the_very_end_is_not_waited_for() -> None:
     assert started().on(ev.MemberDone("t0", 10), ev.Lost("t1", "killed")).state.finished
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_trainer_that_left_its_loop_ends_nothing_for_the_others(again: bool) -> None:
+    early = ev.Hello("t0", "1", HERE, step=3, done=True, early=True) if again else ev.MemberDone("t0", 3, early=True)
+    run = started().on(early, ev.Lost("t1", "killed"))
+    assert not run.state.finished
+    run.come("t1", "2")
+    assert "t1" in run.told(ev.PlaceParts)[0].to
+    assert run.on(ev.MemberDone("t1", 10)).state.step == 10
+    assert run.state.finished
+
+
+def test_a_run_is_stopped_and_not_finished_when_one_had_left_its_loop() -> None:
+    run = started().on(ev.MemberDone("t0", 3, early=True), ev.StopAsked("enough", True, 75), ev.MemberLeft("t1", 5))
+    assert not run.state.finished
+    assert [one.checkpoint for one in run.told(ev.StopMembers)] == [True]
+
+
+def test_a_run_is_finished_when_all_have_left_their_loops() -> None:
+    assert started().on(ev.MemberDone("t0", 3, early=True), ev.MemberDone("t1", 4, early=True)).state.finished
+
+
 def test_a_trainer_that_is_done_and_finds_the_coordinator_again_does_not_begin_anew() -> None:
     again = (ev.Hello("t0", "1", HERE, step=10, done=True), ev.BecameReady("t0", "model", 10))
     run = started().on(ev.MemberDone("t0", 10), *again)
@@ -191,3 +235,55 @@ def test_modes_are_read() -> None:
     assert sync.parse("stale:0") == sync.Sync("stale:0", True, 0)
     assert sync.parse("async").bound is None
     assert not sync.parse("step").served
+
+
+def test_a_server_that_dies_while_all_stop_is_stood_in_for() -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    other = "s1" if lead == "s0" else "s0"
+    run.on(ev.StopAsked("enough", True, 75), ev.Lost(lead, "killed"))
+    assert {h.primary for h in run.placement.holdings} == {other}
+    assert set(run.told(ev.PlaceParts)[0].to) == {other, "t0", "t1"}, "a trainer could not end its ticket"
+    run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), True)]
+
+
+def test_a_server_that_dies_before_it_has_written_the_last_checkpoint_leaves_that_to_another() -> None:
+    run = started().on(ev.StopAsked("enough", True, 75), ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    ((lead,),) = [one.to for one in run.told(ev.StopMembers)]
+    run.on(ev.Lost(lead, "killed"))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [
+        ((run.placement.servers[0].member,), True)
+    ]
+
+
+@pytest.mark.parametrize("stop_first", [True, False])
+def test_trainers_are_not_kept_from_stopping_by_a_state_that_is_lost(stop_first: bool) -> None:
+    run = Run(servers=1).come("s0").come("t0").come("t1")
+    stop, lost = ev.StopAsked("enough", True, 75), ev.Lost("s0", "killed")
+    run.on(*((stop, lost) if stop_first else (lost, stop)))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)][-2:] == [(("t0",), False), (("t1",), False)]
+    run.on(ev.Hello("t0", "1", HERE))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t0",), False)]
+    assert not run.come("s0", "2").asked, "nobody brings the state back"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_servers_under_notice_are_told_to_stop_when_it_is_their_turn(before: bool) -> None:
+    run = started()
+    lead = run.placement.holdings[0].primary
+    other = "s1" if lead == "s0" else "s0"
+    notices = (ev.NoticeGiven("s0", 600.0, "spot"), ev.NoticeGiven("s1", 600.0, "spot"))
+    run.on(*(notices if before else ()), ev.StopAsked("enough", True, 75), *(() if before else notices))
+    run.on(ev.Hello(lead, "1", HERE, role="server"))
+    assert not run.told(ev.StopMembers), "trainers still need it"
+    run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((lead,), True)]
+    run.on(ev.MemberLeft(lead, None))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), False)]
+
+
+def test_a_run_whose_trainer_leaves_is_not_stopped_because_its_server_dies() -> None:
+    run = Run(servers=1).come("s0").come("t0").on(ev.NoticeGiven("t0", 30.0, "spot"), ev.Lost("s0", "killed"))
+    assert run.state.stopping is None
+    assert run.come("s0", "2").told(ev.AskRestore)

@@ -368,7 +368,7 @@ class Draft:
             self.ask(ev.StopMembers(to, asked.reason, asked.checkpoint, asked.exit_code))
 
     def remind(self, member: Member) -> None:
-        """Tell one that found the coordinator again of the end: it may not have heard, because one of us was away."""
+        """Tell one that comes, for the first time or again, of the end: it may not have heard of it."""
         self.repeat_stop([member.name])
         if self.base.finished:
             self.ask(ev.TellFinished((member.name,), self.base.step))

@@ -82,10 +82,7 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
             _was_done(draft, event, event.step)
         elif event.world is not None:
             draft.ask(ev.Expel(event.member, "it is not in the run any more"))
-        if draft.base.stopping is not None:
-            draft.repeat_stop([event.member])
-        if draft.base.finished:
-            draft.ask(ev.TellFinished((event.member,), draft.base.step))
+        draft.remind(draft.members[event.member])
         return
     draft.update(event.member, connected=True, away_since=None, suspected=False, address=event.address)
     if draft.base.restoring == event.member:

@@ -16,7 +16,7 @@ from shoal.core import events as ev
 from shoal.core import membership as mb
 from shoal.core import shards
 from shoal.core.draft import Draft, listed
-from shoal.core.roster import DONE, SERVER, TRAINER, TRAINING, WAITING, Member, State
+from shoal.core.roster import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, Member, State
 from shoal.core.shards import Holding, Placement
 from shoal.core.world import Seat
 
@@ -55,6 +55,7 @@ class ServerDraft(Draft):
             self.set(gone=(*lately, (name, gone.incarnation, self.now)))
         if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
             self.set(placement=None)  # it has left all in a checkpoint
+            self.let_go_of_the_state()
         self.pass_claims_on(name)
 
     @property
@@ -171,8 +172,8 @@ class ServerDraft(Draft):
         self.try_place()
 
     def let_go_of_the_state(self) -> None:
-        """While all stop, nobody brings a lost state back: trainers do not wait for it to take in what they have."""
-        self.tell_to_stop([m.name for m in self.of_role(TRAINER, TRAINING)], checkpoint=False)
+        """While all stop, nobody brings the state back: trainers do not wait for it to take in what they have."""
+        self.tell_to_stop([m.name for m in self.of_role(TRAINER, STARTING, WAITING, TRAINING)], checkpoint=False)
         self.tell_to_stop([m.name for m in self.of_role(SERVER, WAITING)], checkpoint=False)
 
     def stand_in(self, before: Placement) -> None:
@@ -257,7 +258,8 @@ class ServerDraft(Draft):
     def remind(self, member: Member) -> None:
         """As of a run without servers, but these are told to stop one after the other."""
         asked = self.base.stopping
-        if asked is not None and (member.role == TRAINER or member.leaving == asked.reason):
+        told = asked is not None and (member.status != TRAINING or member.leaving == asked.reason)
+        if asked is not None and (member.role == TRAINER or told):
             keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
             self.tell_to_stop([member.name], asked.checkpoint and keeps)
         if self.base.finished:

@@ -287,3 +287,14 @@ def test_a_run_whose_trainer_leaves_is_not_stopped_because_its_server_dies() -> 
     run = Run(servers=1).come("s0").come("t0").on(ev.NoticeGiven("t0", 30.0, "spot"), ev.Lost("s0", "killed"))
     assert run.state.stopping is None
     assert run.come("s0", "2").told(ev.AskRestore)
+
+
+def test_a_trainer_that_is_back_when_all_stop_does_not_wait_for_who_has_left_the_checkpoint() -> None:
+    run = Run(servers=1).come("s0").come("t0").on(ev.StopAsked("enough", True, 75), ev.Lost("t0", "silent"))
+    run.on(ev.Hello("t0", "1", HERE))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t0",), True)]
+    run.on(ev.MemberLeft("s0", 5))
+    assert run.state.placement is None
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t0",), False)]
+    run.on(ev.Hello("t1", "1", HERE))
+    assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t1",), False)]

@@ -189,6 +189,15 @@ def test_a_silent_member_is_given_time_and_then_replaced() -> None:
     assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
 
 
+def test_a_member_that_is_stuck_is_replaced_at_once_though_it_speaks() -> None:
+    fleet = with_run(1, 1)
+    fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
+    ended = fleet.on(fe.MemberSilent("r", "lab/0", "it has been in data for 300 s")).of(fe.EndProcess)
+    assert [(i.member, i.reason) for i in ended] == [("lab/0", "it has been in data for 300 s")]
+    fleet.on(fe.MemberBack("r", "lab/0"))
+    assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
+
+
 def test_a_member_that_speaks_again_is_left_alone() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.MemberSilent("r", "lab/0"), fe.MemberBack("r", "lab/0"))

@@ -140,7 +140,9 @@ class Members:
         if run is None or run.over:
             return
         now, live = self._service.clock.now(), self._service.live(link.run)
-        live.beats[link.member] = mb.Beat(now, beat.world, beat.step, beat.phase, beat.phase_age_s, beat.usual_step_s)
+        live.beats[link.member] = mb.Beat(
+            now, beat.world, beat.step, beat.phase, beat.phase_age_s, beat.usual_step_s, beat.waits_for
+        )
         live.said[link.member] = beat
         if run.membership.finished or now - live.measured_at >= MEASURE_EVERY_S:
             self._measure(run, live, now)

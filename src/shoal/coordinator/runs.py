@@ -317,7 +317,8 @@ class Runs:
             if isinstance(instruction, _CHANGES):
                 run.last_change = instruction.reason
         if isinstance(event, events.Lost) and event.member in before.members:
-            self._fleet(fe.MemberSilent(run.name, event.member), now, asked)
+            stuck = event.reason if event.stuck else ""
+            self._fleet(fe.MemberSilent(run.name, event.member, stuck), now, asked)
         elif isinstance(event, events.Hello):
             self._fleet(fe.MemberBack(run.name, event.member), now, asked)
         elif isinstance(event, events.ScaleAsked):

@@ -104,10 +104,14 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is gone: its process ended, its lease ran out, or it stalled."""
+    """A member is gone: its process ended, its lease ran out, or it is `stuck`.
+
+    The process of one that is stuck answers, but what its script does will not come to an end.
+    """
 
     member: str
     reason: str
+    stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)

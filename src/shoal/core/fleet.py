@@ -207,7 +207,11 @@ def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
 
 def _on_silent(draft: Draft, event: fe.MemberSilent) -> None:
     p = draft.processes.get((event.run, event.member))
-    if p is not None and p.alive and p.silent_since is None:
+    if p is None or not p.alive:
+        return
+    if event.stuck and p.status != ENDING:
+        draft.end(p, event.stuck, grace_s=1.0, again=event.stuck)
+    elif p.silent_since is None:
         draft.update(p, silent_since=draft.now)
 
 

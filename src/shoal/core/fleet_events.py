@@ -96,10 +96,11 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class MemberSilent:
-    """The member was lost by its lease, but nobody said that its process ended."""
+    """The member was lost, but nobody said that its process ended; `stuck` says why that must not be waited for."""
 
     run: str
     member: str
+    stuck: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def due(state: State, beats: Mapping[str, Beat], now: float, hearing: Hearing | 
     if state.finished:
         return tuple(_lost(state, _awaited(state), beats, now, hearing))
     fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now, hearing))
-    fired.extend(ev.Lost(name, reason) for name, reason in _stalled(state, beats, now))
+    fired.extend(ev.Lost(name, reason, stuck=True) for name, reason in _stalled(state, beats, now))
     if state.gather_until is not None and now >= state.gather_until:
         fired.append(ev.TimerFired("gather"))
     elif any(0.0 < m.benched_until <= now for m in state.members.values()):
@@ -137,6 +137,8 @@ def _may_stall(world: World, beats: Mapping[str, Beat], stall_s: float) -> bool:
 
 def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
     """Members that are stuck outside the exchange while all others have long waited for them in it."""
+    if state.placement is not None:
+        return _stuck_with_a_ticket(state, beats, now)
     if state.world is None or not _may_stall(state.world, beats, state.rules.stall_s):
         return []
     seen = {s.member: beats[s.member] for s in state.world.seats if s.member in beats}
@@ -151,4 +153,24 @@ def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[
         (name, f"it has been in {beat.phase or 'an unknown phase'} for {beat.phase_age_s:.0f} s while the others wait")
         for name, beat in stuck.items()
         if beat.phase_age_s >= limit_s and now - beat.at < state.rules.lease_s
+    ]
+
+
+def _stuck_with_a_ticket(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
+    """Trainers of a run with servers that do not wait for anybody, and for whom another has long waited."""
+    seen = {name: beats[name] for name, m in state.members.items() if m.status == TRAINING and name in beats}
+    if not any(beat.waits_for and beat.phase_age_s >= state.rules.stall_s for beat in seen.values()):
+        return []
+    limit_s = max(state.rules.stall_s, 20.0 * max(beat.usual_step_s for beat in seen.values()))
+    awaited = {name for beat in seen.values() if beat.phase_age_s >= limit_s for name in beat.waits_for}
+    return [
+        (
+            name,
+            f"it has been in {beat.phase or 'an unknown phase'} for {beat.phase_age_s:.0f} s while others wait for it",
+        )
+        for name, beat in seen.items()
+        if name in awaited
+        and not beat.waits_for
+        and beat.phase_age_s >= limit_s
+        and now - beat.at < state.rules.lease_s
     ]

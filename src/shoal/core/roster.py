@@ -110,3 +110,4 @@ class Beat:
     phase: str = ""
     phase_age_s: float = 0.0
     usual_step_s: float = 0.0
+    waits_for: tuple[str, ...] = ()

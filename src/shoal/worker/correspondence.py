@@ -53,9 +53,9 @@ class Correspondence:
         beat_s, lease_s = self.settings.beat_s, self.settings.lease_s
         self._link = Link(environment.url, access, self._greet, self._heard, self._beat, beat_s, lease_s)
 
-    def phase(self, name: str) -> None:
-        """Say what the main thread is doing from now on."""
-        self._phase, self._phase_since = name, time.monotonic()
+    def phase(self, name: str, since: float | None = None) -> None:
+        """Say what the main thread is doing from now on, or since then."""
+        self._phase, self._phase_since = name, time.monotonic() if since is None else since
 
     def leave(self, within_s: float, cause: str) -> None:
         """We were told to go away: hand over and go, at the next step boundary that all agree on.

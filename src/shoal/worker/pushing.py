@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from shoal.core.clock import Granted, Ticket
@@ -52,7 +53,7 @@ class Pusher:
 
     def turn(self, done: Ticket | None, seconds: float, wants: bool = True) -> Answer:
         """Say what is finished and get the next ticket; waits as long as it takes, unless we have to go."""
-        life = self.wait_for_servers().life
+        life, began = self.wait_for_servers().life, time.monotonic()
         while True:
             placement = self._take_newest()
             if placement.life != life:
@@ -67,7 +68,7 @@ class Pusher:
             if not wants:
                 return answer
             done = None
-            self._session.phase(f"waiting: {answer.reason}"[:200])
+            self._session.phase(f"waiting: {answer.reason}"[:200], began)
             self._session.raise_if_over()
 
     def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, memoryview | None]]:
@@ -111,6 +112,7 @@ class Pusher:
     def _ask(self, calls: Mapping[int, tuple[Call, Sequence[Raw]]]) -> list[tuple[Answer, memoryview]]:
         """The answers of the parts' primaries, in the order of the calls."""
         answers: dict[int, tuple[Answer, memoryview]] = {}
+        began = time.monotonic()
         while len(answers) < len(calls):
             placement = self._take_newest()
             waiting = {part: call for part, call in calls.items() if part not in answers}
@@ -121,7 +123,7 @@ class Pusher:
                 if kind != "moved":
                     answers[part] = answered
             if len(answers) < len(calls):
-                self._await_news(placement)
+                self._await_news(placement, began)
         return [answers[part] for part in calls]
 
     def _ask_once(
@@ -152,9 +154,9 @@ class Pusher:
                 self._lost(placement, server, str(error))
         return found
 
-    def _await_news(self, placement: Placement) -> None:
+    def _await_news(self, placement: Placement, since: float) -> None:
         """Somebody was not there: go on when the coordinator says who is, or try again after a breath."""
-        self._session.phase("waiting for a server")
+        self._session.phase("waiting for a server", since)
         self._session.pause(PAUSE_S)
         newest = self._session.placement
         if newest is not None and newest.life != placement.life:

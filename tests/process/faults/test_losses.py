@@ -116,6 +116,22 @@ def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(t
         run.check()
 
 
+def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
+    die = [{"member": "local/2", "step": 6, "point": "forward"}]
+    settings = (ALL, "stall_s=2", "shares.policy=equal")
+    with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="hang") as run:
+        run.until(run.commits, "the first step")
+        pid = run.pids()["local/2"]
+        run.until(lambda: run.journal("Lost"), "it to be found")
+        back = lambda: any(c["member"] == "local/2" and c["world"] > 1 for c in run.commits())  # noqa: E731
+        run.until(back, "another in its place")
+        assert run.pids()["local/2"] != pid
+        run.finish()
+        run.check()
+        (lost,) = [e["fields"] for e in run.journal("Lost") if e["fields"]["stuck"]]
+        assert (lost["member"], "while the others wait" in lost["reason"]) == ("local/2", True)
+
+
 def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     with staged(tmp_path, "2:2", ("budget.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
         run.finish(exit_code=1)

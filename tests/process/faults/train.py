@@ -86,6 +86,8 @@ def main() -> None:
         turn = run._trainer.turn
         if {(run.step, point, None), (run.step, point, turn.piece if turn is not None else 0)} & deaths:
             deaths.clear()
+            if PLAN.get("die_by") == "hang":
+                time.sleep(3600)
             os.kill(os.getpid(), getattr(signal, PLAN.get("die_by", "SIGKILL")))
             time.sleep(0.5)  # whoever wakes up hears what has happened before it goes on
 

@@ -122,6 +122,19 @@ def test_a_server_that_hangs_is_replaced_and_comes_back(tmp_path: Path) -> None:
         run.check_bound(2)
 
 
+def test_a_trainer_whose_script_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    hangs = {"local/1": 10}
+    with served(tmp_path, "2:2", "stale:2", *CALM, "stall_s=2", pause_s=0.03, epochs=60, hangs=hangs) as run:
+        run.until_step(5)
+        run.until(lambda: run.journal("Lost"), "it to be found")
+        (lost,) = run.journal("Lost")
+        assert lost["fields"]["member"] == "local/1"
+        assert "while others wait for it" in lost["fields"]["reason"]
+        run.finish(patience_s=180)
+        run.check_counts()
+        run.check_bound(2)
+
+
 def test_when_everybody_is_told_to_go_the_state_is_left_in_a_checkpoint(tmp_path: Path) -> None:
     with served(tmp_path, "2:2", "async", *CALM, pause_s=0.03, epochs=60) as run:
         run.until(run.replicated, "every part to have a backup")

@@ -91,6 +91,9 @@ def main() -> None:
         granted = getattr(run._trainer.turn, "granted", None)
         told = {"clock": granted.clock, "low": granted.low, "ticket": granted.ticket.key} if granted else {}
         record("begin", samples=len(ids), **told)
+        if run.step >= PLAN.get("hangs", {}).get(run.member, EPOCHS * SAMPLES) and not (OUT / "hung").exists():
+            (OUT / "hung").touch()
+            time.sleep(3600)
         loss, counted = model(ids, x, y)
         run.backward(loss + counted)
         optimizer.step()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.core import events as ev
+from shoal.core import membership as mb
 from shoal.core import servers as sv
 from shoal.core import sync
-from shoal.core.roster import DONE, Rules, State
+from shoal.core.roster import DONE, Beat, Rules, State
 from shoal.core.shards import Placement
 from shoal.core.world import Address
 from shoal.errors import BadSync
@@ -298,3 +300,23 @@ def test_a_trainer_that_is_back_when_all_stop_does_not_wait_for_who_has_left_the
     assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t0",), False)]
     run.on(ev.Hello("t1", "1", HERE))
     assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [(("t1",), False)]
+
+
+def test_a_trainer_stuck_with_its_ticket_is_found_by_those_who_wait_for_it() -> None:
+    run = Run().come("s0").come("t0").come("t1")
+    beats = {
+        "s0": Beat(1000.0, phase="serving", phase_age_s=900.0),
+        "t0": Beat(1000.0, phase="waiting: too far ahead", phase_age_s=301.0, usual_step_s=0.2, waits_for=("t1",)),
+        "t1": Beat(1000.0, phase="compute", phase_age_s=302.0, usual_step_s=0.2),
+    }
+    [event] = mb.due(run.state, beats, 1000.5)
+    assert isinstance(event, ev.Lost)
+    assert event.member == "t1"
+    for name, change in (
+        ("t0", {"waits_for": ()}),
+        ("t0", {"phase_age_s": 299.0}),
+        ("t1", {"phase_age_s": 299.0}),
+        ("t1", {"waits_for": ("t2",)}),
+        ("t1", {"usual_step_s": 20.0}),
+    ):
+        assert not mb.due(run.state, {**beats, name: replace(beats[name], **change)}, 1000.5), (name, change)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import time
 from collections import deque
@@ -25,6 +27,8 @@ USER = "shoal.user"
 MAX_FAILURES = 30
 WINDOW_S = 10.0
 MAX_CLIENTS = 1000
+# Of the body of a request that is refused, no more is awaited than this.
+HEARD_BYTES, HEARD_S = 1 << 20, 5.0
 
 
 class Failures:
@@ -124,5 +128,19 @@ async def _answer(scope: Scope, receive: Receive, send: Send, status: int, probl
             return
         await receive()
         prefix = "websocket.http"
+    else:
+        await _hear_out(receive)
     await send({"type": f"{prefix}.response.start", "status": status, "headers": headers})
     await send({"type": f"{prefix}.response.body", "body": body})
+
+
+async def _hear_out(receive: Receive) -> None:
+    """Read what a request still has to say: if it is cut short, its client hears of that instead of the answer."""
+    size_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEARD_S):
+            while size_bytes <= HEARD_BYTES:
+                message = await receive()
+                size_bytes += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return

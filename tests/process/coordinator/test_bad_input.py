@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -97,6 +98,18 @@ def test_noise_on_the_bare_port_is_closed(coordinator: Coordinator, trained: tup
         bare.sendall(os.urandom(4096) + b"\r\n\r\n")
         while bare.recv(4096):
             pass
+
+
+def test_who_is_refused_may_say_all_that_it_has_to_say_first(coordinator: Coordinator) -> None:
+    """It would hear that the line broke otherwise, and not why."""
+    address = urlsplit(coordinator.url)
+    with socket.create_connection((address.hostname, address.port), timeout=WAIT_S) as bare:
+        head = f"POST /v1/runs HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer wrong\r\n"
+        bare.sendall(f"{head}Content-Length: 6\r\n\r\n".encode())
+        assert not select.select([bare], [], [], 0.5)[0], "it was refused before it had said what it wants"
+        for piece in (b'"a', b"b", b'c"\n'):
+            bare.sendall(piece)
+        assert bare.recv(1 << 16).startswith(b"HTTP/1.1 401")
 
 
 def test_another_version_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:

@@ -119,33 +119,21 @@ def test_what_a_coordinator_does_not_have_is_refused(standing: Standing) -> None
 
 
 def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing: Standing) -> None:
-    ada = standing.user("ada")
-    path = standing.path
-    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
-    run = standing.shoal(*asked, where=path / "ada")["run"]
-    standing.until(lambda: standing.shoal("status", run, *ada, where=path)["world_size"] == 2, "a world of two")
-    before = sorted(process.pid for process in standing.agents())
+    ada, run, before = _trained_by_two(standing)
     standing.process.send_signal(signal.SIGTERM)
     standing.process.wait(60)
     assert sorted(process.pid for process in standing.agents()) == before
-    argv = standing._argv("coordinator", "--dir", str(standing.directory))
-    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
+    _start_again(standing)
     standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
     assert sorted(process.pid for process in standing.agents()) == before
 
 
 def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back(standing: Standing) -> None:
-    ada, path = standing.user("ada"), standing.path
-    (standing.records / HOLD).touch()
-    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
-    run = standing.shoal(*asked, where=path / "ada")["run"]
-    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
-    before = sorted(process.pid for process in standing.agents())
+    path, (ada, run, before) = standing.path, _trained_by_two(standing)
     standing.process.send_signal(signal.SIGTERM)
     standing.process.wait(60)
     (path / "shoal.toml").write_text(POOLS.replace("farm", "yard"))
-    argv = standing._argv("coordinator", "--dir", str(standing.directory))
-    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=path, stdout=subprocess.DEVNULL)
+    _start_again(standing)
     standing.until(lambda: _is_trained(standing, run, ada), "training to go on")
     assert sorted(process.pid for process in standing.agents()) == before
     standing.shoal("stop", run, *ada, where=path)
@@ -155,12 +143,7 @@ def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back
 def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of_each_other_alone(
     standing: Standing, tmp_path: Path
 ) -> None:
-    ada, path = standing.user("ada"), standing.path
-    (standing.records / HOLD).touch()
-    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
-    run = standing.shoal(*asked, where=path / "ada")["run"]
-    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
-    before = sorted(process.pid for process in standing.agents())
+    path, (ada, run, before) = standing.path, _trained_by_two(standing)
     (tmp_path / "elsewhere").mkdir()
     other = Standing(tmp_path / "elsewhere", home=path / "home")
     try:
@@ -172,6 +155,21 @@ def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of
         assert _is_trained(standing, run, ada)
     finally:
         other.close()
+
+
+def _trained_by_two(standing: Standing) -> tuple[tuple[str, ...], str, list[int]]:
+    """A user, a run of hers that is held back while two machines train it, and their agents."""
+    ada = standing.user("ada")
+    (standing.records / HOLD).touch()
+    asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")
+    run = standing.shoal(*asked, where=standing.path / "ada")["run"]
+    standing.until(lambda: _is_trained(standing, run, ada), "a world of two")
+    return ada, run, sorted(process.pid for process in standing.agents())
+
+
+def _start_again(standing: Standing) -> None:
+    argv = standing._argv("coordinator", "--dir", str(standing.directory))
+    standing.process = subprocess.Popen(argv, env=standing.environ, cwd=standing.path, stdout=subprocess.DEVNULL)
 
 
 def _is_trained(standing: Standing, run: str, who: tuple[str, ...]) -> bool:

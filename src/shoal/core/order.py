@@ -189,8 +189,8 @@ class Order:
         return stretches[number - 1].locate(step, self.samples)
 
     def _steps_in(self, samples: int, size: int) -> int:
-        whole, rest = divmod(samples, size)
-        return whole + (1 if rest and self.last == "keep" else 0)
+        full, rest = divmod(samples, size)
+        return full + (1 if rest and self.last == "keep" else 0)
 
     def _check_size(self, size: int) -> None:
         whole("size", size)

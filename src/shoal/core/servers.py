@@ -258,8 +258,9 @@ class ServerDraft(Draft):
     def remind(self, member: Member) -> None:
         """As of a run without servers, but these are told to stop one after the other."""
         asked = self.base.stopping
-        told = asked is not None and (member.status != TRAINING or member.leaving == asked.reason)
-        if asked is not None and (member.role == TRAINER or told):
+        if asked is not None and (
+            member.role == TRAINER or member.status != TRAINING or member.leaving == asked.reason
+        ):
             keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
             self.tell_to_stop([member.name], asked.checkpoint and keeps)
         if self.base.finished:

@@ -17,12 +17,12 @@ import psutil
 from shoal.engines import boot, grace, last_words, leftovers
 from shoal.engines.boot import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
+from shoal.engines.ssh_there import HIRED
 from shoal.errors import HireRefused
 from shoal.wire import credentials
 
 END_S = 5.0
 BORN_WITHIN_S = 0.01
-HIRED = "SHOAL_HIRED"
 
 
 class Local(Engine):

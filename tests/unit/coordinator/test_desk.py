@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.hiring import _Desk, tag_of
+from shoal.coordinator.desk import Desk
+from shoal.coordinator.hiring import tag_of
 from shoal.core import supply_events as se
 from shoal.engines.engine import Seen
 from shoal.errors import EngineUnreachable, HireRefused
@@ -30,8 +31,8 @@ class Cluster:
         self.cancelled.append(handle)
 
 
-def desk(cluster: Any) -> _Desk:
-    return _Desk("lab", "tag", cluster, ask_of=lambda _: None, said=lambda _: None, ends=lambda _: None)  # type: ignore[arg-type,return-value]
+def desk(cluster: Any) -> Desk:
+    return Desk("lab", "tag", cluster, ask_of=lambda _: None, said=lambda _: None, ends=lambda _: None)  # type: ignore[arg-type,return-value]
 
 
 def test_each_pool_ends_its_own_and_what_they_left() -> None:
@@ -75,7 +76,7 @@ class Moody(Cluster):
 def test_an_engine_that_fails_as_none_should_is_asked_again(mood: Exception) -> None:
     said: list[se.Event] = []
     cluster = Moody()
-    one = _Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
+    one = Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
     trouble = se.PoolUnreachable("lab", f"the engine failed: {type(mood).__name__}: {mood}")
     for ask in (one._look, lambda: one._do(se.Cancel("lab", "lab-1", "job-1", "no run needs it"))):
         cluster.mood = mood
@@ -100,7 +101,7 @@ def test_what_cannot_be_ended_for_any_cause_is_not_said_to_be_and_the_others_are
 def test_a_machine_that_the_engine_will_not_end_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[se.Event] = []
     cluster = Cluster()
-    one = _Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
+    one = Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
     monkeypatch.setattr(cluster, "cancel", _refuse)
     one._do(se.Cancel("lab", "lab-1", "job-1", "no run needs it"))
     assert not [event for event in said if isinstance(event, se.Ended | se.Refused)]

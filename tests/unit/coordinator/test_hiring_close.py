@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shoal.coordinator import hiring
-from shoal.coordinator.hiring import AT_ONCE, Hiring
+from shoal.coordinator.desk import AT_ONCE
+from shoal.coordinator.hiring import Hiring
 from shoal.coordinator.service import Service
 from shoal.core import supply_events as se
 from shoal.engines import ray_driver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.coordinator.hiring import together
+from shoal.coordinator.desk import together
 from shoal.core.supply_events import Cancel, Submit
 
 

@@ -198,6 +198,15 @@ def test_a_member_that_is_stuck_is_replaced_at_once_though_it_speaks() -> None:
     assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
 
 
+def test_a_member_that_is_stuck_while_it_is_ended_is_not_started_again() -> None:
+    fleet = with_run(1, 1)
+    fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
+    fleet.on(fe.RunStopping("r", 75, 0.0, "enough")).wait(1.0)
+    assert fleet.process("lab/0").status == "ending"
+    fleet.on(fe.MemberSilent("r", "lab/0", "it has been in data for 300 s"))
+    assert fleet.exit("lab/0", "asked").started() == []
+
+
 def test_a_member_that_speaks_again_is_left_alone() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.MemberSilent("r", "lab/0"), fe.MemberBack("r", "lab/0"))

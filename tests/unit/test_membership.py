@@ -481,7 +481,7 @@ def test_a_member_stuck_in_its_own_code_is_found_by_those_who_wait_for_it() -> N
     }
     [event] = due(state, beats, 1000.5)
     assert isinstance(event, ev.Lost)
-    assert event.member == "b"
+    assert (event.member, event.stuck) == ("b", True)
     slow = {name: replace(beat, usual_step_s=10.0) for name, beat in beats.items()}
     assert not due(state, slow, 1000.5), "a step that usually takes 10 s is given longer"
 

@@ -27,8 +27,7 @@ USER = "shoal.user"
 MAX_FAILURES = 30
 WINDOW_S = 10.0
 MAX_CLIENTS = 1000
-# Of the body of a request that is refused, no more is awaited than this.
-HEARD_BYTES, HEARD_S = 1 << 20, 5.0
+HEARD_S = 5.0
 
 
 class Failures:
@@ -136,11 +135,8 @@ async def _answer(scope: Scope, receive: Receive, send: Send, status: int, probl
 
 async def _hear_out(receive: Receive) -> None:
     """Read what a request still has to say: if it is cut short, its client hears of that instead of the answer."""
-    size_bytes = 0
+    more = True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEARD_S):
-            while size_bytes <= HEARD_BYTES:
-                message = await receive()
-                size_bytes += len(message.get("body", b""))
-                if not message.get("more_body"):
-                    return
+            while more:
+                more = (await receive()).get("more_body", False)

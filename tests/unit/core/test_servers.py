@@ -311,7 +311,7 @@ def test_a_trainer_stuck_with_its_ticket_is_found_by_those_who_wait_for_it() -> 
     }
     [event] = mb.due(run.state, beats, 1000.5)
     assert isinstance(event, ev.Lost)
-    assert event.member == "t1"
+    assert (event.member, event.stuck) == ("t1", True)
     for name, change in (
         ("t0", {"waits_for": ()}),
         ("t0", {"phase_age_s": 299.0}),

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from shoal.core import plan
-from shoal.core.goodput import AutoBatch, Decision, StepSeconds, law_for
-from shoal.core.noise import Noise
-from shoal.core.order import Order
+from shoal.core.batch.goodput import AutoBatch, Decision, StepSeconds, law_for
+from shoal.core.batch.gradient_noise import Noise
+from shoal.core.data.sample_order import Order
+from shoal.core.shares import split as shares_split
 
 BASE, BOUNDS = 32, (8, 2048)
 SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -115,7 +115,7 @@ class Side:
             size, ids = order.size_of(self.steps), torch.from_numpy(order.ids(self.steps, 0, order.size_of(self.steps)))
             began = time.thread_time()
             optimizer.param_groups[0]["lr"] = rate * auto.gain_at(self.steps)
-            shares = plan.split(size, PIECES)
+            shares = shares_split.split(size, PIECES)
             squares, total_sq = self._gradients(shares, [tensor[ids] for tensor in data], optimizer)
             optimizer.step()
             took_s = time.thread_time() - began + self.task.exchange_s
@@ -136,7 +136,7 @@ class Side:
             yield
 
     def _gradients(
-        self, shares: plan.Shares, batch: list[torch.Tensor], optimizer: torch.optim.Optimizer
+        self, shares: shares_split.Shares, batch: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> tuple[list[float], float]:
         """Leave the gradient of the whole batch in the parameters; the squared norms of the pieces', and its own."""
         parameters, size, start = list(self.model.parameters()), sum(shares), 0

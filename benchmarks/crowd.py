@@ -28,13 +28,13 @@ from msgspec import structs
 from websockets.exceptions import WebSocketException
 
 import shoal
-from shoal.agent import probe
-from shoal.agent.link import CoordinatorLink
+from shoal.agent import machine_info
 from shoal.agent.outbox import Outbox
+from shoal.agent.uplink import CoordinatorLink
 from shoal.core.world import Address, World
 from shoal.wire import codec, credentials
-from shoal.wire import messages as ms
-from shoal.worker.link import ASKS_PER_SILENCE, OPEN_TIMEOUT_S, RETRY_S
+from shoal.wire import member_messages as ms
+from shoal.worker.session.uplink import ASKS_PER_SILENCE, OPEN_TIMEOUT_S, RETRY_S
 
 CONNECTING_AT_ONCE = 16
 AGENT_CONNECT_S = 5.0
@@ -338,7 +338,7 @@ class Crowd:
         """Do as one line says; what it answers is what is asked for."""
         match told:
             case {"do": "agents", "names": names, "hold": hold}:
-                self._machine = probe.machine("")
+                self._machine = machine_info.machine("")
                 self._hold = hold
                 before = self._linked
                 await self._come(names)

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks import job
 from shoal.core.world import Address, Seat, World
-from shoal.testing.together import Seated
+from shoal.testing.threaded_world import Seated
 from shoal.torch.run import Run
-from shoal.worker.ring import Ring
+from shoal.worker.collectives.ring import Ring
 
 WARM_UP_STEPS = 3
 MODES = ("micro", "exact")

@@ -23,10 +23,10 @@ import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
-from shoal.testing.speeds import emulated, machines
-from shoal.testing.together import Seated, together
+from shoal.testing.emulated_speeds import emulated, machines
+from shoal.testing.threaded_world import Seated, together
 from shoal.torch.run import Run
-from shoal.worker.exchange import Exchange, Ticket
+from shoal.worker.collectives.exchange import Exchange, Ticket
 
 BATCH, WIDTH = 64, 64
 RATES, SEEDS = (0.05, 0.1, 0.2, 0.4), (0, 1, 2)

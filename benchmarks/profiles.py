@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.balance import Balance, Seen, parse
+from shoal.core.shares.balancer import Balance, Seen, parse
 
 POLICIES = ("model", "ratio", "equal")
 AFTER = (1, 2, 3, 12)

@@ -66,7 +66,7 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
     import torch.distributed as dist
 
     from shoal.core.world import Address, Seat, World
-    from shoal.worker.port import Port
+    from shoal.worker.transport.peers import Port
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=size)

@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
-from shoal.core import leases
-from shoal.launch.client import Client, open_client
-from shoal.wire.views import RunSpec, ScaleAsk
+from shoal.core.membership import leases
+from shoal.launch.api_client import Client, open_client
+from shoal.wire.api import RunSpec, ScaleAsk
 
 RESULTS = Path(__file__).parent / "results"
 READY_S = 60.0

@@ -21,7 +21,7 @@ from benchmarks.commits import TimedOutError
 from benchmarks.rounds import say
 from benchmarks.sides.side import Load, Side
 from benchmarks.sides.unequal import UnequalDdp, UnequalShoal
-from shoal.testing.speeds import Speed, best_shares, machines, step_s
+from shoal.testing.emulated_speeds import Speed, best_shares, machines, step_s
 
 FIXED_S = 0.005
 LEARNING_STEPS = 30

@@ -9,7 +9,8 @@ from typing import Any
 import click
 from sphinx.application import Sphinx
 
-from shoal import config, errors
+from shoal import errors
+from shoal import settings as shoal_settings
 
 
 def commands() -> str:
@@ -42,18 +43,18 @@ def _command(command: click.Command, context: click.Context) -> list[str]:
 
 
 def settings() -> str:
-    """Every setting from the table in shoal/config.py."""
+    """Every setting from the table in shoal/settings.py."""
     lines = [
         "# Settings",
         "",
-        "Made from the table in `shoal/config.py`. Set them with `--set NAME=VALUE`, in `shoal.toml`, or in",
+        "Made from the table in `shoal/settings.py`. Set them with `--set NAME=VALUE`, in `shoal.toml`, or in",
         "`[tool.shoal]` of `pyproject.toml`; `shoal config` prints each value and its source. A name with a dot",
         "is a key of the table before the dot; the others belong to `[run]`.",
         "",
         "| setting | type | default | meaning |",
         "| --- | --- | --- | --- |",
     ]
-    for key in config.declared():
+    for key in shoal_settings.declared():
         default = f"`{key.default!r}`" if key.default != "" else "empty"
         lines.append(f"| `{key.name}` | {_cell(key.kind)} | {default} | {_cell(key.help)} |")
     return "\n".join([*lines, ""])
@@ -64,7 +65,7 @@ def codes() -> str:
     lines = [
         "# Error codes",
         "",
-        "Made from `shoal/errors.py`; `shoal explain CODE` prints the same text. Every error says what went wrong,",
+        "Made from `shoal/errors`; `shoal explain CODE` prints the same text. Every error says what went wrong,",
         "where, why, and what to do.",
         "",
         "```text",

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.experiment.roles import Role
-    from shoal.experiment.start import run
+    from shoal.experiment.run import run
     from shoal.worker.experiment import Experiment
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Role", "run"]
 
-_HOMES = {"Experiment": "shoal.worker.experiment", "Role": "shoal.experiment.roles", "run": "shoal.experiment.start"}
+_HOMES = {"Experiment": "shoal.worker.experiment", "Role": "shoal.experiment.roles", "run": "shoal.experiment.run"}
 
 
 def __getattr__(name: str) -> Any:

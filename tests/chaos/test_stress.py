@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "process" / "faults"))
 from stage import Stage, staged
 
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
-from shoal.torch import state
+from shoal.store.blob_store import open_store
+from shoal.torch.state import capture as state
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.errors import CheckpointFailed
 from shoal.store import checkpoint
-from shoal.store.blobs import RemoteStore
-from shoal.worker.snapshot import Snapshot
+from shoal.store.blob_store import RemoteStore
+from shoal.worker.transport.snapshot import Snapshot
 
 pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")

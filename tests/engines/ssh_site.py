@@ -15,9 +15,9 @@ import psutil
 from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network
 
 import shoal
-from shoal.engines.ssh import Ssh
-from shoal.engines.ssh_command import SshOptions
-from shoal.testing.engines import Site
+from shoal.engines.ssh.command import SshOptions
+from shoal.engines.ssh.engine import Ssh
+from shoal.testing.engine_conformance import Site
 
 SOURCES = Path(shoal.__file__).parents[1]
 

@@ -9,7 +9,7 @@ import torch
 from tests.engines.test_hiring import SCRIPT, Hired, hired, pool
 
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
+from shoal.store.blob_store import open_store
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 

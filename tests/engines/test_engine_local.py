@@ -15,7 +15,7 @@ from shoal.engines import local
 from shoal.engines.engine import Engine, Options
 from shoal.engines.local import Local
 from shoal.errors import EngineUnreachable
-from shoal.testing.engines import SCENARIOS, Site
+from shoal.testing.engine_conformance import SCENARIOS, Site
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
 

@@ -19,10 +19,10 @@ from tests.engines.ray_cluster import RayCluster, why_not
 from tests.engines.test_hiring import hired
 
 from shoal.engines.engine import Ask, Seen
-from shoal.engines.ray import DRIVER, Ray, RayOptions
+from shoal.engines.ray.engine import DRIVER, Ray, RayOptions
 from shoal.errors import EngineUnreachable, HireRefused
-from shoal.testing import engines as suite
-from shoal.testing.engines import SCENARIOS, Site
+from shoal.testing import engine_conformance as suite
+from shoal.testing.engine_conformance import SCENARIOS, Site
 from shoal.wire.credentials import Credentials
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")

@@ -23,11 +23,11 @@ import pytest
 from tests.engines.slurm_cluster import PATH, Cluster, missing
 
 from shoal.engines.engine import Ask, Engine
-from shoal.engines.slurm import Slurm, SlurmOptions
+from shoal.engines.slurm.engine import Slurm, SlurmOptions
 from shoal.errors import EngineUnreachable, HireRefused
-from shoal.testing.engines import SCENARIOS, Site
+from shoal.testing.engine_conformance import SCENARIOS, Site
+from shoal.wire.api import RunSpec
 from shoal.wire.credentials import Credentials
-from shoal.wire.views import RunSpec
 
 pytestmark = [
     pytest.mark.engines,
@@ -302,7 +302,7 @@ _SUBMITS_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
 from shoal.engines.engine import Ask
-from shoal.engines.slurm import Slurm, SlurmOptions
+from shoal.engines.slurm.engine import Slurm, SlurmOptions
 from shoal.wire import credentials
 
 path, tag, url = sys.argv[1:]

@@ -13,7 +13,7 @@ from tests.engines.ssh_site import SshSite, ssh_site
 
 from shoal.engines.engine import Seen
 from shoal.errors import EngineUnreachable, HireRefused, PoolFull
-from shoal.testing.engines import SCENARIOS, Site
+from shoal.testing.engine_conformance import SCENARIOS, Site
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.testing.stage import Stage
+from shoal.testing.run_under_test import Stage
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 

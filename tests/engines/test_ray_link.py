@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engines import ray
 from shoal.engines.engine import Ask
-from shoal.engines.ray import Ray, RayOptions
+from shoal.engines.ray import engine as ray_engine
+from shoal.engines.ray.engine import Ray, RayOptions
 from shoal.errors import EngineUnreachable, HireRefused
 from shoal.wire.credentials import Credentials
 
@@ -62,24 +62,24 @@ def test_questions_of_several_threads_get_their_own_answers(tmp_path: Path) -> N
 def test_a_driver_that_is_late_is_not_waited_for_again_and_then_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "ANSWER_S", 0.4)
-    monkeypatch.setattr(ray, "LATE_S", 0.1)
+    monkeypatch.setattr(ray_engine, "ANSWER_S", 0.4)
+    monkeypatch.setattr(ray_engine, "LATE_S", 0.1)
     made = engine(tmp_path, "pass")
     whys = []
     for give_up_s in (60.0, 60.0, 0.0):
-        monkeypatch.setattr(ray, "GIVE_UP_S", give_up_s)
+        monkeypatch.setattr(ray_engine, "GIVE_UP_S", give_up_s)
         with pytest.raises(EngineUnreachable) as error:
             made.watch("a")
         whys.append(error.value.why)
     assert whys == [f"it did not answer within {patience} s" for patience in ("0.4", "0.1", "0.1")]
-    monkeypatch.setattr(ray, "ANSWER_S", 10.0)
+    monkeypatch.setattr(ray_engine, "ANSWER_S", 10.0)
     engine(tmp_path, EMPTY)
     assert made.watch("a") == []
     made.close()
 
 
 def test_a_driver_that_answers_late_is_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "ANSWER_S", 0.2)
+    monkeypatch.setattr(ray_engine, "ANSWER_S", 0.2)
     go = tmp_path / "go"
     made = engine(
         tmp_path, f"while not os.path.exists({str(go)!r}): time.sleep(0.01)", EMPTY, talk=f"import os\n{TALK}"
@@ -92,15 +92,15 @@ def test_a_driver_that_answers_late_is_trusted_again(tmp_path: Path, monkeypatch
     go.touch()
     while link.late_since is not None:
         time.sleep(0.01)
-    monkeypatch.setattr(ray, "ANSWER_S", 10.0)
+    monkeypatch.setattr(ray_engine, "ANSWER_S", 10.0)
     assert made.watch("a") == []
     assert made._link is link
     made.close()
 
 
 def test_a_driver_that_reaches_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "CONNECT_S", 0.5)
-    monkeypatch.setattr(ray, "GIVE_UP_S", -1.0)
+    monkeypatch.setattr(ray_engine, "CONNECT_S", 0.5)
+    monkeypatch.setattr(ray_engine, "GIVE_UP_S", -1.0)
     made = engine(tmp_path, talk="import time; time.sleep(60)\nif True:\n    pass\n")
     with pytest.raises(EngineUnreachable, match="cannot be reached") as error:
         made.watch("a")

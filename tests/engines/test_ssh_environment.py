@@ -13,7 +13,7 @@ import pytest
 from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network, why_not
 
 from shoal.testing import wheelhouse
-from shoal.testing.stage import Stage
+from shoal.testing.run_under_test import Stage
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -15,8 +15,8 @@ from tests.engines.ssh_hosts import SshNetwork, ssh_network, why_not
 from tests.engines.ssh_site import SOURCES
 
 from shoal.engines.engine import Ask
-from shoal.engines.ssh import Ssh
-from shoal.engines.ssh_command import SshOptions
+from shoal.engines.ssh.command import SshOptions
+from shoal.engines.ssh.engine import Ssh
 from shoal.errors import EngineUnreachable, HireRefused, LaunchError
 from shoal.wire.credentials import Credentials
 

@@ -13,7 +13,7 @@ import pytest
 from tests.engines.ssh_hosts import why_not
 from tests.engines.ssh_site import SshSite, ssh_site
 
-from shoal.engines import ssh
+from shoal.engines.ssh import engine as ssh_engine
 from shoal.errors import EngineUnreachable, HireRefused
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
@@ -67,7 +67,7 @@ def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
 def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ssh_site(tmp_path, "h1", "h2") as site:
         engine = site.engine()
-        monkeypatch.setattr(ssh, "START_WITHIN_S", 0.5)
+        monkeypatch.setattr(ssh_engine, "START_WITHIN_S", 0.5)
         with site.held_up("h1") as held:
             handles: list[str] = []
             thread = threading.Thread(target=lambda: handles.append(engine.submit(site.ask("pool-1"))))
@@ -146,7 +146,7 @@ def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
         assert not site.seen(engine)
 
 
-def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh.Ssh, str]:
+def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh, str]:
     """An engine, and the handle of a hire that runs this in place of an agent, and has done the first of it."""
     script = site.path / "script"
     script.write_text(f"#!/bin/bash\n{first}\ntouch $HOME/up\n{then}\n")
@@ -171,7 +171,7 @@ def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
         into.append(error)
 
 
-def _submits(engine: ssh.Ssh, site: SshSite, hire: str) -> str:
+def _submits(engine: ssh_engine.Ssh, site: SshSite, hire: str) -> str:
     try:
         return engine.submit(site.ask(hire))
     except EngineUnreachable:

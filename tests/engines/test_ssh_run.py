@@ -13,8 +13,8 @@ from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network, why_not
 from tests.engines.ssh_site import SOURCES
 
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
-from shoal.testing.stage import Stage
+from shoal.store.blob_store import open_store
+from shoal.testing.run_under_test import Stage
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.testing.pace import HOLD
+from shoal.testing.scripts.hold import HOLD
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.pace import tarry
+from shoal.testing.scripts.hold import tarry
 
 OUT = Path(os.environ["RECORDS"])
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ.get("STEPS", "200"))

@@ -24,7 +24,7 @@ import tensorflow as tf
 import shoal.keras as shoal
 from shoal.testing.scripts.task import RECORDS, Record, Task
 from shoal.testing.scripts.train_keras import Commits, build, parameters
-from shoal.worker.flat import FlatSums
+from shoal.worker.collectives.flat_buffers import FlatSums
 
 task = Task.read()
 run = shoal.join()

@@ -16,7 +16,7 @@ SCRIPT = """
 import keras
 import numpy as np
 import shoal.keras as shoal
-from shoal.keras.state import capture
+from shoal.keras.modes.state import capture
 
 model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 model.compile("sgd", "mse")

@@ -20,13 +20,13 @@ if keras.backend.backend() != "tensorflow":
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.errors import BadSize, LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
-from shoal.keras import sources  # noqa: E402
-from shoal.keras.batches import IndexedBatches  # noqa: E402
+from shoal.keras.data import arrays  # noqa: E402
+from shoal.keras.data.batches import IndexedBatches  # noqa: E402
+from shoal.keras.data.tf_stream import StreamedBatches  # noqa: E402
 from shoal.keras.evaluation import wish  # noqa: E402
-from shoal.keras.streamed import StreamedBatches  # noqa: E402
-from shoal.testing.together import Seated, together  # noqa: E402
-from shoal.worker.data.generators import Generators  # noqa: E402
-from shoal.worker.solo import Solo  # noqa: E402
+from shoal.testing.threaded_world import Seated, together  # noqa: E402
+from shoal.worker.data.rng_state import Generators  # noqa: E402
+from shoal.worker.session.standalone import Solo  # noqa: E402
 
 pytestmark = pytest.mark.keras
 
@@ -356,7 +356,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return called
 
-    for kind, name in ((sources.Items, "_item"), (Generators, "seed"), (Generators, "restore")):
+    for kind, name in ((arrays.Items, "_item"), (Generators, "seed"), (Generators, "restore")):
         monkeypatch.setattr(kind, name, taking_turns(getattr(kind, name)))
 
 

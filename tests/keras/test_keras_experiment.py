@@ -131,16 +131,16 @@ def test_figures_that_a_function_finds_are_told_at_the_end_of_an_epoch(monkeypat
 
 @pytest.mark.parametrize("function", [False, True])
 def test_figures_of_an_epoch_are_told_once(function: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.keras import Run, callbacks
+    from shoal.keras import Run, elastic
     from shoal.keras import experiment as training
     from shoal.worker.experiment import Experiment
-    from shoal.worker.solo import Solo
+    from shoal.worker.session.standalone import Solo
 
     told: list[str] = []
     run = Run(Solo(), "alone", "unused")
     monkeypatch.setattr(run, "log", lambda **figures: told.extend(figures))
     monkeypatch.setattr(training, "join", lambda: run)
-    monkeypatch.setattr(callbacks, "join", lambda: run)
+    monkeypatch.setattr(elastic, "join", lambda: run)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     held = (np.ones((4, 2)), np.ones(4))

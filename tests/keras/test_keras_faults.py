@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.testing.conformance import KERAS_TENSORFLOW, Backend, TaskRun
+from shoal.testing.run_under_test import closing
 from shoal.testing.scripts.task import Task
-from shoal.testing.stage import closing
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 if KERAS_TENSORFLOW.missing:

@@ -16,13 +16,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.core.plan import split  # noqa: E402
-from shoal.core.rounds import Rounds, local_batches  # noqa: E402
+from shoal.core.data.rounds import Rounds, local_batches  # noqa: E402
+from shoal.core.shares.split import split  # noqa: E402
 from shoal.errors import NotForLocal  # noqa: E402
-from shoal.testing.speeds import machines  # noqa: E402
-from shoal.testing.together import Seated, together  # noqa: E402
-from shoal.worker.exchange import ExchangeBroken  # noqa: E402
-from shoal.worker.solo import Solo  # noqa: E402
+from shoal.testing.emulated_speeds import machines  # noqa: E402
+from shoal.testing.threaded_world import Seated, together  # noqa: E402
+from shoal.worker.collectives.exchange import ExchangeBroken  # noqa: E402
+from shoal.worker.session.standalone import Solo  # noqa: E402
 
 pytestmark = pytest.mark.keras
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.rounds import Rounds
+from shoal.core.data.rounds import Rounds
 from shoal.testing.conformance import BOUND, KERAS_TENSORFLOW, Backend, TaskRun
+from shoal.testing.run_under_test import closing
 from shoal.testing.scripts.task import Floats, Task, flat, gradients_of, outputs_of
-from shoal.testing.stage import closing
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 if KERAS_TENSORFLOW.missing:

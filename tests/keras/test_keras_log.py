@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 from shoal.errors import BadMetric  # noqa: E402
 from shoal.keras.run import Run  # noqa: E402
-from shoal.worker.solo import Solo  # noqa: E402
+from shoal.worker.session.standalone import Solo  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 

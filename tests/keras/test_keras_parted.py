@@ -9,12 +9,12 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from shoal.core.order import Order  # noqa: E402
+from shoal.core.data.sample_order import Order  # noqa: E402
 from shoal.errors import ModelDiffers  # noqa: E402
-from shoal.keras.backend import backend_of  # noqa: E402
-from shoal.keras.guard import Guard  # noqa: E402
-from shoal.keras.parted import load  # noqa: E402
-from shoal.keras.vault import Vault  # noqa: E402
+from shoal.keras.backends.base import backend_of  # noqa: E402
+from shoal.keras.backends.optimizer_guard import Guard  # noqa: E402
+from shoal.keras.modes.server_shard import Vault  # noqa: E402
+from shoal.keras.modes.sharded_checkpoint import load  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 

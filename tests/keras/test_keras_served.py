@@ -22,15 +22,15 @@ from served import Served  # noqa: E402
 from town import Placed, town  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.config import Settings  # noqa: E402
-from shoal.core.order import Order  # noqa: E402
+from shoal.core.data.sample_order import Order  # noqa: E402
 from shoal.errors import NotForServers  # noqa: E402
-from shoal.keras.backend import backend_of  # noqa: E402
-from shoal.keras.guard import Guard  # noqa: E402
-from shoal.keras.vault import Vault, gradients_of  # noqa: E402
+from shoal.keras.backends.base import backend_of  # noqa: E402
+from shoal.keras.backends.optimizer_guard import Guard  # noqa: E402
+from shoal.keras.modes.server_shard import Vault, gradients_of  # noqa: E402
+from shoal.settings import Settings  # noqa: E402
 from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
-from shoal.testing.stage import closing  # noqa: E402
-from shoal.worker.pushing import Abandoned, Pusher  # noqa: E402
+from shoal.testing.run_under_test import closing  # noqa: E402
+from shoal.worker.parameter_server.client import Abandoned, Pusher  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
 

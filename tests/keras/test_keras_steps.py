@@ -18,8 +18,8 @@ keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.errors import NotAttached, SecondLoop, UnusableData, UnusableModel  # noqa: E402
-from shoal.testing.together import Seated, together  # noqa: E402
-from shoal.worker.solo import Solo  # noqa: E402
+from shoal.testing.threaded_world import Seated, together  # noqa: E402
+from shoal.worker.session.standalone import Solo  # noqa: E402
 
 pytestmark = pytest.mark.keras
 

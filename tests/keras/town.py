@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.config import Settings
-from shoal.core.shards import LEDGER, Holding, Placement
+from shoal.core.placement import LEDGER, Holding, Placement
 from shoal.core.world import Seat
+from shoal.settings import Settings
 from shoal.wire.credentials import Credentials
-from shoal.worker.correspondence import Correspondence
-from shoal.worker.environment import Environment
-from shoal.worker.placed import PlacedSession
-from shoal.worker.port import Port
-from shoal.worker.session import RunOver
+from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.session.coordinator_client import Correspondence
+from shoal.worker.session.environment import Environment
+from shoal.worker.session.session import RunOver
+from shoal.worker.transport.peers import Port
 
 PATIENCE_S = 120.0
 

@@ -16,8 +16,8 @@ import keras
 import numpy as np
 
 import shoal.keras as shoal
-from shoal.keras.ticketed import TicketTrainer
-from shoal.testing.pace import tarry
+from shoal.keras.modes.served import TicketTrainer
+from shoal.testing.scripts.hold import tarry
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from shoal.core.batch import wanted
+from shoal.core.batch.setting import wanted
 from shoal.errors import BadSize
-from shoal.testing.speeds import emulated, machines
-from shoal.testing.together import together
+from shoal.testing.emulated_speeds import emulated, machines
+from shoal.testing.threaded_world import together
 from shoal.torch.run import Run
 
 SAMPLES = 4000

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.errors import NoCheckpoint
 from shoal.store import checkpoint
-from shoal.store.blobs import LocalStore
+from shoal.store.blob_store import LocalStore
 
 pytestmark = pytest.mark.process
 
@@ -27,8 +27,8 @@ import numpy as np
 from pathlib import Path
 from shoal.errors import ShoalError
 from shoal.store import checkpoint
-from shoal.store.blobs import LocalStore
-from shoal.worker.snapshot import Snapshot
+from shoal.store.blob_store import LocalStore
+from shoal.worker.transport.snapshot import Snapshot
 
 def write(store, step, world=1, size=3_000_000):
     buffers = [np.full(each, step % 256, np.uint8) for each in (size, 9)]

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.config import Settings
 from shoal.errors import NotExact
-from shoal.testing.together import Seated, together
-from shoal.torch.exact import exact_weight
+from shoal.settings import Settings
+from shoal.testing.threaded_world import Seated, together
+from shoal.torch.gradients.tree_buckets import exact_weight
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
@@ -56,7 +56,7 @@ def seeds_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def seed_thread(seed: int) -> None:
         SEEDED.generator = torch.Generator().manual_seed(seed)
 
-    monkeypatch.setattr("shoal.torch.trainer.seed_everything", seed_thread)
+    monkeypatch.setattr("shoal.torch.modes.every_step.seed_everything", seed_thread)
 
 
 def mlp() -> torch.nn.Module:

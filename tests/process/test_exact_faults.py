@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.pace import tarry
-from shoal.torch.state import checksum
+from shoal.testing.scripts.hold import tarry
+from shoal.torch.state.capture import checksum
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 

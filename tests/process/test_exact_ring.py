@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shoal.core.tree import NOTHING, Held, deal, merges
-from shoal.worker.exchange import ExchangeBroken, Part
-from shoal.worker.ring import Ring
+from shoal.core.shares.reduction_tree import NOTHING, Held, deal, merges
+from shoal.worker.collectives.exchange import ExchangeBroken, Part
+from shoal.worker.collectives.ring import Ring
 
 pytestmark = pytest.mark.process
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shoal.core.order import Order
-from shoal.core.stream import LaneLayout
+from shoal.core.data.lanes import LaneLayout
+from shoal.core.data.sample_order import Order
 from shoal.errors import LoaderDied, SampleFailed
-from shoal.torch.reading import lane_reader, share_loader
+from shoal.torch.data.fetch import lane_reader, share_loader
 
 pytestmark = pytest.mark.process
 
@@ -217,8 +217,8 @@ def test_closing_ends_the_workers() -> None:
 SCRIPT = """
 import sys, time, torch
 from torch.utils.data import Dataset
-from shoal.core.order import Order
-from shoal.torch.reading import share_loader
+from shoal.core.data.sample_order import Order
+from shoal.torch.data.fetch import share_loader
 
 class Slow(Dataset):
     def __getitem__(self, index):

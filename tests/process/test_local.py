@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shoal.errors import NotForLocal, UnusableBackward
-from shoal.testing.speeds import emulated, machines
-from shoal.testing.together import Seated, together
+from shoal.testing.emulated_speeds import emulated, machines
+from shoal.testing.threaded_world import Seated, together
 from shoal.torch.run import Run
-from shoal.torch.state import checksum
-from shoal.worker.exchange import ExchangeBroken
+from shoal.torch.state.capture import checksum
+from shoal.worker.collectives.exchange import ExchangeBroken
 
 pytestmark = pytest.mark.process
 

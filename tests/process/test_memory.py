@@ -8,8 +8,8 @@ import io
 import pytest
 import torch
 
-from shoal.testing.together import together
-from shoal.torch.memory import is_out_of_memory
+from shoal.testing.threaded_world import together
+from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.run import Run
 
 SAMPLES, BATCH = 96, 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.testing.together import together
+from shoal.testing.threaded_world import together
 from shoal.torch.run import Run
 
 STEPS, BATCH, WIDTH = 240, 24, 40

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.process
 
 MEMBER = """
 import time
-from shoal.worker import joining
+from shoal.worker import join as worker_join
 
 class Told:
     def leave(self, within_s, why):
         print("leaves", why, flush=True)
 
-joining._handle_sigterm(Told())
+worker_join._handle_sigterm(Told())
 print("ready", flush=True)
 time.sleep(60)
 print("went on", flush=True)

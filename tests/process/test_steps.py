@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import OutOfStep, UnusableBackward
-from shoal.testing.together import Seated, together
+from shoal.testing.threaded_world import Seated, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process

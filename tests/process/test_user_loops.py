@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.errors import NotAttached, OutOfStep, UnusableBackward, UnusableData, UnusableShard
-from shoal.testing.together import Seated, together
+from shoal.testing.threaded_world import Seated, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process

@@ -7,9 +7,9 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.balance import Balance, Rules, Seen
-from shoal.core.curve import Curve, line
-from shoal.core.plan import by_cost, capped, paired
+from shoal.core.shares.balancer import Balance, Rules, Seen
+from shoal.core.shares.cost_curve import Curve, line
+from shoal.core.shares.split import by_cost, capped, paired
 
 COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
 BENT = st.builds(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import CheckpointDamaged, NoCheckpoint
 from shoal.store import checkpoint
-from shoal.store.blobs import Blob
-from shoal.worker.snapshot import Snapshot
+from shoal.store.blob_store import Blob
+from shoal.worker.transport.snapshot import Snapshot
 
 
 class Crash(BaseException):

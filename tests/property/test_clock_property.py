@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.core import clock
-from shoal.core.clock import Granted, Ledger, Over, Ticket, Wait
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
+from shoal.core.parameter_server import ticket_ledger
+from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Over, Ticket, Wait
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SHARDS = 2
@@ -24,7 +24,7 @@ class Trainers(RuleBasedStateMachine):
         size=st.integers(2, 7),
         last=st.sampled_from(["keep", "drop"]),
     )
-    def start(self, bound: int | None, policy: clock.Policy, samples: int, size: int, last: str) -> None:
+    def start(self, bound: int | None, policy: ticket_ledger.Policy, samples: int, size: int, last: str) -> None:
         self.order = Order(samples, size, epochs=2, last=last)  # type: ignore[arg-type]
         self.ledger = Ledger(bound, policy)
         self.events: list[tuple] = []
@@ -34,12 +34,12 @@ class Trainers(RuleBasedStateMachine):
         self.shards: list[dict[tuple[int, int], Ticket]] = [{} for _ in range(SHARDS)]
         self.saved: tuple[Ledger, list[dict[tuple[int, int], Ticket]]] | None = None
 
-    def call(self, name: str, done: Ticket | None, seconds: float, wants: bool) -> clock.Outcome:
+    def call(self, name: str, done: Ticket | None, seconds: float, wants: bool) -> ticket_ledger.Outcome:
         session = str(self.sessions[name])
         self.events.append(("turn", name, session, done, seconds, wants))
-        self.ledger = clock.join(self.ledger, name, session)
+        self.ledger = ticket_ledger.join(self.ledger, name, session)
         before = self.ledger
-        self.ledger, outcome = clock.turn(self.ledger, self.order, name, session, done, seconds, wants)
+        self.ledger, outcome = ticket_ledger.turn(self.ledger, self.order, name, session, done, seconds, wants)
         if isinstance(outcome, Granted) and before.trainers[name].ticket is None and self.ledger.bound is not None:
             others = [t.clock for t in self.ledger.trainers.values()]
             assert outcome.clock - min(others) <= self.ledger.bound
@@ -79,7 +79,7 @@ class Trainers(RuleBasedStateMachine):
         """The ledger drops a trainer, which may live on and still push."""
         if name in self.sessions:
             self.events.append(("drop", name, str(self.sessions[name])))
-            self.ledger = clock.drop(self.ledger, name, str(self.sessions[name]))
+            self.ledger = ticket_ledger.drop(self.ledger, name, str(self.sessions[name]))
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
@@ -91,14 +91,14 @@ class Trainers(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         """The shards are copied one by one, while training goes on."""
         if self.ledger.marked is None:
-            self.ledger = clock.mark(self.ledger)
+            self.ledger = ticket_ledger.mark(self.ledger)
             self.copies: list[dict[tuple[int, int], Ticket]] = []
         elif len(self.copies) < SHARDS:
             self.copies.append(dict(self.shards[len(self.copies)]))
         else:
             from dataclasses import replace
 
-            self.saved = (clock.as_marked(self.ledger), self.copies)
+            self.saved = (ticket_ledger.as_marked(self.ledger), self.copies)
             self.ledger = replace(self.ledger, marked=None)
 
     @precondition(lambda self: self.saved is not None)
@@ -124,7 +124,7 @@ class Trainers(RuleBasedStateMachine):
         if not hasattr(self, "order"):
             return
         for name in list(self.ledger.trainers):
-            self.ledger = clock.drop(self.ledger, name, self.ledger.trainers[name].session)
+            self.ledger = ticket_ledger.drop(self.ledger, name, self.ledger.trainers[name].session)
         self.sessions["z"] = 1
         done: Ticket | None = None
         while not isinstance(outcome := self.call("z", done, 1.0, True), Over):

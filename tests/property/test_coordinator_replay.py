@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.coordinator import records
-from shoal.coordinator.runs import Runs
-from shoal.core import events as ev
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
-from shoal.core import membership as mb
-from shoal.core.hands import Draft
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.fleet.draft import Draft
+from shoal.core.membership import decide as mb
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Runs
 from shoal.core.world import Address
 from shoal.store import journal
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
 
 AGENTS = st.sampled_from(["a", "b"])
 RUNS = st.sampled_from(["r", "c"])
@@ -55,7 +55,7 @@ class Fleet(RuleBasedStateMachine):
         settings = {"budget.user": 1, "budget.infrastructure": 3, "lease_s": 3.0}
         for run, compat in (("r", ""), ("c", "torchrun")):
             spec = RunSpec(run, ("t.py",), "/", (low, low + more), compat=compat)
-            self.on(run, records.RunCreated(spec, settings))
+            self.on(run, runs_events.RunCreated(spec, settings))
 
     @rule(agent=AGENTS)
     def connect(self, agent: str) -> None:
@@ -106,18 +106,18 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(run=RUNS)
     def stop(self, run: str) -> None:
-        self.on(run, records.StopRequested("enough", True, 5.0))
+        self.on(run, runs_events.StopRequested("enough", True, 5.0))
 
     @rule(run=RUNS)
     def resume(self, run: str) -> None:
-        self.on(run, records.RunResumed(1, 2))
+        self.on(run, runs_events.RunResumed(1, 2))
 
     @rule()
     def restart(self) -> None:
         """The coordinator is killed and reads its journal."""
         again = Runs()
         for entry in self.entries:
-            again.apply(entry.run, journal.event_of(entry, records.KINDS), entry.at)
+            again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
         assert again == self.runs
         self.runs = again
         self.linked.clear()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core import evaluation as el
-from shoal.core import events as ev
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.runs import evaluation as el
 from shoal.core.world import Address
 
 ME = "lab/evaluator-0"

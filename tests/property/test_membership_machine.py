@@ -1,8 +1,8 @@
 """Members join, leave, hang, die and lose the coordinator in any order; the promises of membership hold all the while.
 
-Members are modelled after `shoal.worker.session`: messages travel in order on each line, but lines are delivered in any
-order. Nothing here has a clock but the one that the rules move. Where it is calm, members come, die and are told to go,
-but all is heard at once: few examples would otherwise come to the end of a run.
+Members are modelled after `shoal.worker.session.session`: messages travel in order on each line, but lines are
+delivered in any order. Nothing here has a clock but the one that the rules move. Where it is calm, members come, die
+and are told to go, but all is heard at once: few examples would otherwise come to the end of a run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.core import events as ev
-from shoal.core.membership import Beat, Rules, State, decide, due
+from shoal.core.membership import events as ev
+from shoal.core.membership.decide import Beat, Rules, State, decide, due
 from shoal.core.world import Address, World
 
 RULES = Rules(min_members=1, max_members=3, gather_s=0.5)

@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.goodput import AutoBatch, Decision, candidates, gain, progress
-from shoal.core.noise import Noise
-from shoal.core.order import Order
+from shoal.core.batch.goodput import AutoBatch, Decision, candidates, gain, progress
+from shoal.core.batch.gradient_noise import Noise
+from shoal.core.data.sample_order import Order
 
 SQUARES = st.floats(0, 1e6) | st.sampled_from([float("nan"), float("inf")])
 STEPS = st.lists(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.noise import Noise, estimate
+from shoal.core.batch.gradient_noise import Noise, estimate
 
 SHARES = st.lists(st.integers(0, 5000), min_size=2, max_size=12).filter(lambda s: sum(b > 0 for b in s) >= 2)
 VALUES = st.floats(1e-3, 1e6)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
 
 
 @st.composite

@@ -1,7 +1,7 @@
 """Servers come, die, hang and wake up, and news arrives late: what was ever acknowledged is never lost with one server.
 
-The servers here do what `shoal.worker.serving` does, without sockets: a primary acknowledges a write only when its
-backup has taken it in, or when it has heard of a placement without that backup.
+The servers here do what `shoal.worker.parameter_server.server` does, without sockets: a primary acknowledges a write
+only when its backup has taken it in, or when it has heard of a placement without that backup.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.core import events as ev
-from shoal.core import servers as sv
-from shoal.core.roster import Rules, State
-from shoal.core.shards import Holding, Placement
+from shoal.core.membership import events as ev
+from shoal.core.membership.state import Rules, State
+from shoal.core.parameter_server import decide as sv
+from shoal.core.placement import Holding, Placement
 from shoal.core.world import Address
 
 HERE = Address("h", 1)

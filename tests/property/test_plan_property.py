@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.order import Order
-from shoal.core.plan import Equal, Fixed, Policy, span
+from shoal.core.data.sample_order import Order
+from shoal.core.shares.split import Equal, Fixed, Policy, span
 
 POLICIES = st.just(Equal()) | st.lists(st.floats(0, 1e9), min_size=1, max_size=6).filter(any).map(
     lambda weights: Fixed(tuple(weights))

@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.coordinator import records
-from shoal.coordinator.runs import Runs
-from shoal.core import events as ev
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Runs
 from shoal.core.world import Address
 from shoal.store import journal
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
 
 HERE = Address("h", 1)
 
@@ -33,7 +33,7 @@ class Served(RuleBasedStateMachine):
         self.on("", fe.Opened("s0"))
         spec = RunSpec("r", ("t.py",), "/", (1, trainers))
         told = {"sync": "stale:2", "servers": servers, "budget.user": 1, "budget.infrastructure": 5, "lease_s": 3.0}
-        self.on("r", records.RunCreated(spec, told))
+        self.on("r", runs_events.RunCreated(spec, told))
         self.on("", fe.AgentJoined("a", None, "h"))
 
     def on(self, run: str, event: Any) -> None:
@@ -97,15 +97,15 @@ class Served(RuleBasedStateMachine):
     @rule()
     def stop_and_resume(self) -> None:
         if self.run.over:
-            self.on("r", records.RunResumed(1, 2))
+            self.on("r", runs_events.RunResumed(1, 2))
         else:
-            self.on("r", records.StopRequested("enough", True, 5.0))
+            self.on("r", runs_events.StopRequested("enough", True, 5.0))
 
     @rule()
     def restart(self) -> None:
         again = Runs()
         for entry in self.entries:
-            again.apply(entry.run, journal.event_of(entry, records.KINDS), entry.at)
+            again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
         assert again == self.runs
 
     @invariant()

@@ -1,8 +1,9 @@
 """Trainers and servers come, go, die and finish in any order, and runs are stopped: all of it comes to an end.
 
 What servers acknowledge is in `test_placement_machine`; here a part is where it was copied to. Members do what
-`shoal.worker.placed`, `.pushing` and `.service` do: a trainer cannot end its ticket while a server is missing, and the
-last checkpoint takes all parts. Where it is calm, all is heard at once: few examples would otherwise get that far.
+`shoal.worker.parameter_server.served_session`, `.pushing` and `.service` do: a trainer cannot end its ticket while a
+server is missing, and the last checkpoint takes all parts. Where it is calm, all is heard at once: few examples would
+otherwise get that far.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.core import events as ev
-from shoal.core import servers as sv
-from shoal.core import shards
-from shoal.core.roster import TRAINING, Rules, State
-from shoal.core.shards import LEDGER, Placement
+from shoal.core import placement as core_placement
+from shoal.core.membership import events as ev
+from shoal.core.membership.state import TRAINING, Rules, State
+from shoal.core.parameter_server import decide as sv
+from shoal.core.placement import LEDGER, Placement
 from shoal.core.world import Address
 
 HERE = Address("h", 1)
@@ -250,7 +251,7 @@ class ServedRun(RuleBasedStateMachine):
     def _check_loss(self, before: Placement) -> None:
         """The state is given up only if a part is lost with all that held it, or when it is in the last checkpoint."""
         seated = [s.member for s in before.servers if self._has(s.member, s.incarnation)]
-        if shards.mend(before.holdings, seated) is None:
+        if core_placement.mend(before.holdings, seated) is None:
             self.left_behind = False
         else:
             assert self.state.stopping is not None, "the state was given up with somebody holding all of it"

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.worker.snapshot import PieceGone, Snapshot
+from shoal.worker.transport.snapshot import PieceGone, Snapshot
 
 
 @given(

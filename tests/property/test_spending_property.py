@@ -8,13 +8,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core import spending, supply
-from shoal.core import supply_events as se
-from shoal.core.supply import ASKED, HERE, State
-from shoal.core.supply_events import Need, Pool
+from shoal.core.provisioning import budget as provisioning_budget
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.decide import ASKED, HERE, State
+from shoal.core.provisioning.events import Need, Pool
 
 GONE_S = 6.0
-STOP_S = spending.RESERVE_S - 15.0
+STOP_S = provisioning_budget.RESERVE_S - 15.0
 
 pools = st.lists(
     st.tuples(st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=3
@@ -40,7 +41,7 @@ class Site:
 
     def tell(self, event: se.Event) -> None:
         before = {name for name, hire in self.state.hires.items() if hire.status == HERE}
-        self.state, asked = supply.decide(self.state, event, self.now)
+        self.state, asked = provisioning.decide(self.state, event, self.now)
         self.over = self.over or any(isinstance(one, se.OutOfMoney) for one in asked)
         given_back = [one.hire for one in asked if isinstance(one, se.Cancel)]
         self.leaving |= dict.fromkeys(given_back, self.now + GONE_S)
@@ -49,8 +50,8 @@ class Site:
             assert places >= self.least, "a machine was given back that the run cannot do without"
 
     def tick(self) -> None:
-        self.now += spending.LOOK_S
-        for event in (*supply.due(self.state, self.now), *supply.money_due(self.state, self.now)):
+        self.now += provisioning_budget.LOOK_S
+        for event in (*provisioning.due(self.state, self.now), *provisioning.money_due(self.state, self.now)):
             self.tell(event)
         for name in [name for name, at in self.leaving.items() if at <= self.now]:
             del self.leaving[name]
@@ -84,7 +85,7 @@ class Site:
 
     @property
     def spent(self) -> float:
-        return supply.account_at(self.state, self.now).total.spent
+        return provisioning.account_at(self.state, self.now).total.spent
 
 
 @given(
@@ -103,15 +104,15 @@ def test_a_run_never_spends_more_than_its_budget(
     for what in story:
         if not site.over:
             site.happen(what)
-            most = max(most, supply.rate_of(site.state, "run"))
-    assert site.spent <= budget + most * spending.LOOK_S / 3600.0
+            most = max(most, provisioning.rate_of(site.state, "run"))
+    assert site.spent <= budget + most * provisioning_budget.LOOK_S / 3600.0
     left = budget - site.spent
     if site.over:
         cheapest = min(pool.price_per_h for pool in site.pools)
         prices = {pool.name: pool.price_per_h for pool in site.pools}
         paying = cheapest + sum(prices[hire.pool] for hire in site.state.hires.values() if "run" in hire.whose)
-        tick = (paying + most) * 2 * spending.LOOK_S / 3600.0
-        assert left <= paying * spending.RESERVE_S / 3600.0 + tick, "it was stopped while there was money"
+        tick = (paying + most) * 2 * provisioning_budget.LOOK_S / 3600.0
+        assert left <= paying * provisioning_budget.RESERVE_S / 3600.0 + tick, "it was stopped while there was money"
     site.stop()
     assert not site.state.hires
-    assert site.spent <= budget + most * spending.LOOK_S / 3600.0
+    assert site.spent <= budget + most * provisioning_budget.LOOK_S / 3600.0

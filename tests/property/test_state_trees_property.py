@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ModelDiffers, StateMalformed
-from shoal.torch import state
+from shoal.torch.state import capture as state
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float16]
 

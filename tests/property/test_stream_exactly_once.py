@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.order import Cursor
-from shoal.core.stream import LaneLayout, advance
-from shoal.torch.reading import lane_reader
-from shoal.worker.data.stream import LaneReader
+from shoal.core.data.lanes import LaneLayout, advance
+from shoal.core.data.sample_order import Cursor
+from shoal.torch.data.fetch import lane_reader
+from shoal.worker.data.stream_reader import LaneReader
 
 Sample = tuple[int, int]
 

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shoal.core import supply
-from shoal.core import supply_events as se
-from shoal.core.supply import ASKED, LEAVING, State
-from shoal.core.supply_events import Need, Pool, Sighting
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.decide import ASKED, LEAVING, State
+from shoal.core.provisioning.events import Need, Pool, Sighting
 
 POOLS = (Pool("spot", "a", limit=3, patience_s=20.0), Pool("lab", "b", limit=2, slots=2, patience_s=20.0))
 NAMES = tuple(pool.name for pool in POOLS)
@@ -39,12 +39,12 @@ class SupplyMachine(RuleBasedStateMachine):
     # --- the shell
 
     def tell(self, event: se.Event) -> None:
-        self.state, asked = supply.decide(self.state, event, self.now)
+        self.state, asked = provisioning.decide(self.state, event, self.now)
         self.line.extend(one for one in asked if not isinstance(one, se.Tell))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for event in supply.due(self.state, self.now):
+        for event in provisioning.due(self.state, self.now):
             self.tell(event)
 
     def carry_out(self) -> None:
@@ -71,7 +71,7 @@ class SupplyMachine(RuleBasedStateMachine):
         asking = {one.hire for one in self.line if isinstance(one, se.Submit)}
         mine = [hire for hire in self.state.hires.values() if hire.pool == pool]
         event = se.Observed(pool, seen, (), tuple(h.name for h in mine if h.status == ASKED and h.name not in asking))
-        if supply.is_news(self.state, event):
+        if provisioning.is_news(self.state, event):
             self.tell(event)
 
     # --- what can happen
@@ -167,7 +167,7 @@ class SupplyMachine(RuleBasedStateMachine):
         for _ in range(12):
             self._go_on()
         lacks = {need.run: need.slots for need in self.state.needs}
-        for shares in supply.users(self.state).values():
+        for shares in provisioning.users(self.state).values():
             for run, many in shares.items():
                 lacks[run] -= many
         room = sum(pool.limit * pool.slots for pool in POOLS) - sum(need.slots for need in self.state.needs)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shoal.core.tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
 
 Row = list[NDArray[np.float32]]
 

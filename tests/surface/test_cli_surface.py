@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cli.main import VERBS, shoal
 from shoal.cli.main import run as run_line
-from shoal.cli.summary import EXIT_CODES
+from shoal.cli.output.summary import EXIT_CODES
 
 HEAVY = ("torch", "numpy", "starlette", "uvicorn", "websockets", "rich", "psutil", "cryptography", "sqlite3", "asyncio")
 HELP_CPU_S = 0.150

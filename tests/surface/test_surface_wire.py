@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal import config
+from shoal import settings
 from shoal.core import world
-from shoal.wire import messages, views
+from shoal.wire import api
+from shoal.wire import member_messages as messages
 
 
 def described(kind: type) -> list[str]:
@@ -20,7 +21,7 @@ def described(kind: type) -> list[str]:
 
 def show(hint: object) -> str:
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    return text.replace("typing.", "").replace("shoal.wire.messages.", "").replace("shoal.core.world.", "")
+    return text.replace("typing.", "").replace("shoal.wire.member_messages.", "").replace("shoal.core.world.", "")
 
 
 def test_message_types_are_frozen(frozen: Callable[[str, str], None]) -> None:
@@ -36,7 +37,7 @@ def test_message_types_are_frozen(frozen: Callable[[str, str], None]) -> None:
 
 
 def test_the_http_api_is_frozen(frozen: Callable[[str, str], None]) -> None:
-    structs = [kind for kind in vars(views).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    structs = [kind for kind in vars(api).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     frozen("views.txt", "\n".join(line for kind in structs for line in described(kind)))
 
 
@@ -50,8 +51,8 @@ def test_every_message_is_frozen_strict_and_tagged() -> None:
 
 
 def test_settings_are_frozen(frozen: Callable[[str, str], None]) -> None:
-    frozen("settings.txt", "\n".join(f"{key.name}: {key.kind} = {key.default!r}" for key in config.declared()))
+    frozen("settings.txt", "\n".join(f"{key.name}: {key.kind} = {key.default!r}" for key in settings.declared()))
 
 
 def test_every_setting_says_what_it_means() -> None:
-    assert [key.name for key in config.declared() if not key.help] == []
+    assert [key.name for key in settings.declared() if not key.help] == []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.core.balance import Balance, Change, Rules, Seen, parse
+from shoal.core.shares.balancer import Balance, Change, Rules, Seen, parse
 from shoal.errors import BadPlan
 
 AHEAD = 2

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal import config
+from shoal import settings
 from shoal.core.emulation import Emulation, Machine, number_of, parse
 from shoal.errors import BadEmulation
-from shoal.testing.speeds import best_shares, machines, step_s
-from shoal.worker.pace import Clocks, Cost, Pace, Stretch, pace_of
+from shoal.testing.emulated_speeds import best_shares, machines, step_s
+from shoal.worker.training.slowdown import Clocks, Cost, Pace, Stretch, pace_of
 
 SPEEDS = st.floats(0.001, 1)
 
@@ -99,9 +99,9 @@ def test_text_that_cannot_be_read_is_named_and_mended(text: str, what: str, do: 
 
 
 def test_the_setting_is_checked_before_anything_is_started() -> None:
-    assert config.parse_settings({"emulate": "1,0.5"}).emulate == "1,0.5"
+    assert settings.parse_settings({"emulate": "1,0.5"}).emulate == "1,0.5"
     with pytest.raises(BadEmulation, match="S122"):
-        config.parse_value("emulate", "1,fast", where="shoal.toml:3")
+        settings.parse_value("emulate", "1,fast", where="shoal.toml:3")
 
 
 def test_a_member_finds_its_number_in_its_name() -> None:

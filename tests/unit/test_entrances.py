@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from shoal.core.world import World
-from shoal.worker.entrances import Entrances
-from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.session.pending_worlds import Entrances
 
 WAIT_S = 10.0
 

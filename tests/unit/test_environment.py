@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadSettings, IncompleteEnvironment
-from shoal.worker.environment import Settings, parse_settings, read
+from shoal.worker.session.environment import Settings, parse_settings, read
 
 STARTED = {
     "SHOAL_URL": "http://127.0.0.1:1",

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from typing import TypeVar
 
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
-from shoal.core.budget import BudgetSettings
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.fleet.restart_policy import BudgetSettings
 
 I = TypeVar("I")  # noqa: E741
 STRICT = BudgetSettings(user=1, infrastructure=1, backoff_s=2.0)

@@ -9,9 +9,9 @@ from math import inf, sqrt
 import numpy as np
 import pytest
 
-from shoal.core.goodput import AutoBatch, Decision, Law, best, candidates, efficiency, gain, law_for, progress
-from shoal.core.noise import Noise
-from shoal.core.order import Order
+from shoal.core.batch.goodput import AutoBatch, Decision, Law, best, candidates, efficiency, gain, law_for, progress
+from shoal.core.batch.gradient_noise import Noise
+from shoal.core.data.sample_order import Order
 from shoal.errors import BadSize
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
 from shoal.errors import BadSize, SampleFailed
-from shoal.torch.reading import share_loader
-from shoal.worker.data.loader import ShareLoader
+from shoal.torch.data.fetch import share_loader
+from shoal.worker.data.share_loader import ShareLoader
 
 
 def nothing_ahead(step: int) -> None:

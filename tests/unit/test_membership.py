@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core import events as ev
-from shoal.core.leases import Hearing, quiet_s
-from shoal.core.membership import KEPT_CLAIMS, Beat, Rules, State, decide, due
+from shoal.core.membership import events as ev
+from shoal.core.membership.decide import KEPT_CLAIMS, Beat, Rules, State, decide, due
+from shoal.core.membership.leases import Hearing, quiet_s
 from shoal.core.world import Address, World
 
 RULES = Rules(min_members=1, max_members=2, gather_s=0.5)

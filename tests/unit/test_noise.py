@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from shoal.core.noise import Noise, estimate
+from shoal.core.batch.gradient_noise import Noise, estimate
 
 VARIANCE, SIGNAL, WIDTH = 200.0, 1.0, 200
 Step = tuple[list[float], float]

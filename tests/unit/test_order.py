@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from shoal.core.order import TABLE_LIMIT, Cursor, Order, permute
+from shoal.core.data.sample_order import TABLE_LIMIT, Cursor, Order, permute
 from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.curve import line
-from shoal.core.plan import Equal, Fixed, by_cost, capped, parse, span
+from shoal.core.shares.cost_curve import line
+from shoal.core.shares.split import Equal, Fixed, by_cost, capped, parse, span
 from shoal.errors import BadPlan
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.core.pulse import GHOST, STOP, WIDTH, Pulse, agreed, apart, decode, desync, encode
+from shoal.core.step_report import GHOST, STOP, WIDTH, Pulse, agreed, apart, decode, desync, encode
 
 
 def test_a_pulse_survives_the_exchange() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config import parse_settings
-from shoal.core.order import Order
-from shoal.core.rounds import Rounds, local_batches
-from shoal.core.sync import parse
+from shoal.core.data.rounds import Rounds, local_batches
+from shoal.core.data.sample_order import Order
+from shoal.core.sync_mode import parse
 from shoal.errors import BadSettings, BadSync, DatasetTooSmall
+from shoal.settings import parse_settings
 
 
 def in_order(order: Order) -> list[int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.worker.shadow import is_nearly_there
+from shoal.worker.collectives.catch_up import is_nearly_there
 
 
 @pytest.mark.parametrize(

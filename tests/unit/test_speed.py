@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from shoal.core.curve import Curve, line
-from shoal.core.speed import Drift, Speed, common, usual
+from shoal.core.shares.cost_curve import Curve, line
+from shoal.core.shares.member_speed import Drift, Speed, common, usual
 
 
 def measured(*pairs: tuple[int, float], times: int = 10) -> Speed:

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.torch.statistics import Statistics  # noqa: E402
+from shoal.torch.gradients.running_stats import Statistics  # noqa: E402
 
 
 def test_a_forward_pass_that_did_not_commit_leaves_no_trace_in_running_statistics() -> None:

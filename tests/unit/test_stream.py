@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from shoal.core.order import Cursor
-from shoal.core.stream import LaneLayout, advance
+from shoal.core.data.lanes import LaneLayout, advance
+from shoal.core.data.sample_order import Cursor
 from shoal.errors import BadSize, EmptyDataset, SampleFailed, ShardChanged, UnusableShard
-from shoal.torch.reading import lane_reader
-from shoal.worker.data.stream import LaneReader
+from shoal.torch.data.fetch import lane_reader
+from shoal.worker.data.stream_reader import LaneReader
 
 
 class Opened:

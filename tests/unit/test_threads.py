@@ -9,7 +9,7 @@ import pytest
 
 from shoal.errors import BadSize
 from shoal.worker.data.fetch import Key, Watch
-from shoal.worker.data.threads import Threads, depth
+from shoal.worker.data.read_ahead_threads import Threads, depth
 
 WAIT_S = 20.0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
 
 
 def test_a_member_holds_the_largest_nodes_that_its_shards_make_up() -> None:

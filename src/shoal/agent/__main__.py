@@ -9,8 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
-from shoal.agent.service import AgentSettings, run
-from shoal.agent.zygote import PRELOAD
+from shoal.agent.agent import AgentSettings, run
+from shoal.agent.processes.zygote import PRELOAD
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from shoal.wire.messages import FromAgent, LogLines, MemberExited
+from shoal.wire.member_messages import FromAgent, LogLines, MemberExited
 
 MAX_EVENTS = 10_000
 MAX_LOG_BATCHES = 500

@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from shoal import errors
-from shoal.cli.display import Plain
-from shoal.cli.follow import Follower
-from shoal.cli.frame import Frame
-from shoal.cli.interrupts import Interrupts
-from shoal.launch import detached
-from shoal.launch.detached import Answer
-from shoal.launch.render import Launch
-from shoal.launch.supervise import Supervisor
-from shoal.wire.views import Problem
+from shoal.cli.follower import Follower
+from shoal.cli.options import Frame
+from shoal.cli.output.lines import Plain
+from shoal.cli.signals import Interrupts
+from shoal.launch import background as launch_background
+from shoal.launch.background import Answer
+from shoal.launch.launch_plan import Launch
+from shoal.launch.supervisor import Supervisor
+from shoal.wire.api import Problem
 
 EVERY_S = 1.0
 LOG = "supervisor.log"
@@ -30,7 +30,7 @@ LOG = "supervisor.log"
 
 def detach(frame: Frame, launch: Launch) -> int:
     """Start the supervisor in the background, and wait until it has its run accepted."""
-    view = detached.begin(launch)
+    view = launch_background.begin(launch)
     lines = [f"run {view.run} is accepted", f"status  shoal status {view.run}", f"logs    shoal logs -f {view.run}"]
     frame.answer(view, lambda: "\n".join([*lines, f"stop    shoal stop {view.run}"]))
     return 0
@@ -60,7 +60,7 @@ def main() -> None:
             supervisor.close(client, say)
         with contextlib.suppress(errors.FetchFailed):
             supervisor.bring_back()
-    from shoal.cli.summary import exit_code
+    from shoal.cli.output.summary import exit_code
 
     sys.exit(exit_code(seen.view, abandoned=seen.abandoned))
 

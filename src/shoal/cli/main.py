@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shoal import __version__
-from shoal.cli.frame import Frame, show_error, with_frame
+from shoal.cli.options import Frame, show_error, with_frame
 from shoal.errors import UsageError
 
 VERBS = {
@@ -47,7 +47,7 @@ class Verbs(click.Group):
         del ctx
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"shoal.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"shoal.cli.verbs.{cmd_name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

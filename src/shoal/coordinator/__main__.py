@@ -18,22 +18,23 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from shoal.coordinator import listening, tls
-from shoal.coordinator.app import make_app
-from shoal.coordinator.auth import Guard, is_loopback
-from shoal.coordinator.hiring import open_pools
-from shoal.coordinator.keys import Keys
-from shoal.coordinator.patience import new_loop
-from shoal.coordinator.protocol import ImpatientProtocol
+from shoal.coordinator.http.auth import Guard, is_loopback
+from shoal.coordinator.http.routes import make_app
+from shoal.coordinator.http.tokens import Keys
+from shoal.coordinator.pools.provisioner import open_pools
+from shoal.coordinator.server import listen as server_listen
+from shoal.coordinator.server import tls
+from shoal.coordinator.server.batching_selector import new_loop
+from shoal.coordinator.server.idle_timeout import ImpatientProtocol
+from shoal.coordinator.server.websocket import DirectSocket
 from shoal.coordinator.service import Service
-from shoal.coordinator.sockets import DirectSocket
 from shoal.core import addresses
 from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
-from shoal.store.views import Views
+from shoal.store.sqlite_views import Views
 from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
-from shoal.wire.hires import URLS
+from shoal.wire.pool_files import URLS
 
 FILES = 1 << 16
 
@@ -76,14 +77,14 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     try:
         secure = not is_loopback(host)
         token = _keep_token(directory, tls.ensure(directory, host) if secure else None)
-        listeners = listening.listen(host, port or _port_before(directory))
+        listeners = server_listen.listen(host, port or _port_before(directory))
     except BaseException:
         journal.close()
         raise
     service = Service(directory, journal, Views(directory), name=directory.resolve().name)
     service.replay()
     server = _Server(_config(service, token, directory, host, secure, lambda: server.end()))
-    _announce(directory, listening.urls(host, listeners[0].getsockname()[1], secure, named))
+    _announce(directory, server_listen.urls(host, listeners[0].getsockname()[1], secure, named))
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
     hiring = open_pools(service, directory)
@@ -197,7 +198,7 @@ def _port_before(directory: Path) -> int:
         return 0
 
 
-def _announce(directory: Path, urls: listening.Urls) -> None:
+def _announce(directory: Path, urls: server_listen.Urls) -> None:
     try:
         _write(directory / "pid", f"{os.getpid()}\n")
         # Whoever waits for the first may read the second.

@@ -19,23 +19,27 @@ from typing import Any
 
 from msgspec import structs
 
-from shoal.coordinator import deliver, history, present, records
-from shoal.coordinator.links import AgentLink, Link
-from shoal.coordinator.logs import Logs
-from shoal.coordinator.runs import Asked, Run, Runs
-from shoal.core import evaluation, leases
-from shoal.core import events as ev
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
-from shoal.core import membership as mb
-from shoal.core import supply_events as se
+from shoal.coordinator import dispatch
+from shoal.coordinator import live_state as present
+from shoal.coordinator.connections import AgentLink, Link
+from shoal.coordinator.storage import view_rows
+from shoal.coordinator.storage.logs import Logs
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.membership import decide as mb
+from shoal.core.membership import events as ev
+from shoal.core.membership import leases
+from shoal.core.provisioning import events as se
+from shoal.core.runs import evaluation
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Asked, Run, Runs
 from shoal.errors import JournalUnwritable
-from shoal.report.files import Reports, folder_of
+from shoal.report.tensorboard.writer import Reports, folder_of
 from shoal.store.journal import Entry, Journal, event_of, last_at
-from shoal.store.views import Views
+from shoal.store.sqlite_views import Views
 from shoal.wire import codec
-from shoal.wire import messages as ms
-from shoal.wire.views import AgentView, PoolView, RunView, StoryLine
+from shoal.wire import member_messages as ms
+from shoal.wire.api import AgentView, PoolView, RunView, StoryLine
 
 log = logging.getLogger("shoal.coordinator")
 
@@ -99,10 +103,10 @@ class Service:
     def _take_in(self, entry: Entry, event: Any, at: float, *, shown: bool = False) -> Asked:
         run = getattr(event, "run", "") or entry.run
         asked = self.runs.apply(entry.run, event, at)
-        if isinstance(event, records.Measured):
+        if isinstance(event, runs_events.Measured):
             self.live(run).measured = event
         if not shown:
-            self._report(history.put(self._views, entry, event, asked, self.runs.runs.get(run)))
+            self._report(view_rows.put(self._views, entry, event, asked, self.runs.runs.get(run)))
         self._changed.update(name for name, _ in asked)
         self._changed.add(run)
         return asked
@@ -119,7 +123,7 @@ class Service:
         if shown > self._journal.seq:
             shown = self._views.forget()
         for entry in self._journal.entries:
-            event = event_of(entry, records.KINDS)
+            event = event_of(entry, runs_events.KINDS)
             # As when it happened: an event that could not be handled then cannot be handled now.
             self._try(partial(self._take_in, entry, event, entry.at, shown=entry.seq <= shown))
         self._journal.entries.clear()
@@ -174,7 +178,7 @@ class Service:
             elif isinstance(instruction, fe.EndProcess):
                 link = self.agents.get(instruction.agent)
                 if link is not None:
-                    link.send(deliver.end_member(instruction))
+                    link.send(dispatch.end_member(instruction))
             elif isinstance(instruction, se.Submit | se.Cancel):
                 self.hire(instruction)
             elif isinstance(instruction, ev.Refuse):
@@ -183,7 +187,7 @@ class Service:
                 self._tell_members(run, instruction)
 
     def _tell_members(self, run: str, instruction: Any) -> None:
-        told = deliver.to_members(instruction)
+        told = dispatch.to_members(instruction)
         if told is None:
             return
         (names, message), links = told, self.live(run).links
@@ -204,7 +208,7 @@ class Service:
     def _start_process(self, asked: fe.StartProcess) -> None:
         link, run = self.agents.get(asked.agent), self.runs.runs[asked.run]
         if link is not None:
-            link.send(deliver.start_member(asked, run.spec, run.settings, link.base_url, self.run_dir(asked.run)))
+            link.send(dispatch.start_member(asked, run.spec, run.settings, link.base_url, self.run_dir(asked.run)))
 
     # --- time
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from shoal.pack.environment import Environment
+from shoal.pack.environments.recipe import Environment
 from shoal.wire.credentials import Credentials
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from shoal.engines import boot, grace, last_words, leftovers
-from shoal.engines.boot import HIRES
+from shoal.engines import agent_script, exit_message, grace_period, stale_dirs
+from shoal.engines.agent_script import HIRES
 from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
-from shoal.engines.ssh_there import HIRED
+from shoal.engines.ssh.remote_helper import HIRED
 from shoal.errors import HireRefused
 from shoal.wire import credentials
 
@@ -32,7 +32,7 @@ class Local(Engine):
 
     def render(self, ask: Ask) -> Rendered:
         if ask.environment is not None:
-            return Rendered(("/bin/sh", "-c", boot.script(ask, self.options, python=self._python)))
+            return Rendered(("/bin/sh", "-c", agent_script.script(ask, self.options, python=self._python)))
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
         given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))
@@ -56,7 +56,7 @@ class Local(Engine):
                 )
         except OSError as error:
             raise HireRefused("an agent could not be started here", where=str(where), why=str(error)) from error
-        _note(where, process.pid, grace.of(ask))
+        _note(where, process.pid, grace_period.of(ask))
         return str(where)
 
     def watch(self, tag: str) -> list[Seen]:
@@ -80,10 +80,10 @@ class Local(Engine):
 
     def tidy(self, tag: str, known: Collection[str]) -> None:
         hires = self._above / HIRES
-        for _, _, where in leftovers.homes(hires):
-            if _is_ours(where) and _running(where) is None and leftovers.is_old(where, time.time()):
+        for _, _, where in stale_dirs.homes(hires):
+            if _is_ours(where) and _running(where) is None and stale_dirs.is_old(where, time.time()):
                 (where / "token").unlink(missing_ok=True)
-        leftovers.remove(hires, tag, known, time.time())
+        stale_dirs.remove(hires, tag, known, time.time())
 
     def offers(self) -> list[Offer]:
         return [Offer("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
@@ -188,4 +188,4 @@ def _last_words(where: Path) -> str:
         lines = (where / "agent.log").read_text(errors="replace").strip().splitlines()
     except FileNotFoundError:
         lines = []
-    return last_words.of_log("\n".join(lines[-20:])) if lines else "its process is gone"
+    return exit_message.of_log("\n".join(lines[-20:])) if lines else "its process is gone"

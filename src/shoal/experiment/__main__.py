@@ -7,12 +7,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from shoal.core.compat import task_config
+from shoal.core.fleet.launcher_env import task_config
 from shoal.errors import ExperimentFailed, IncompleteEnvironment, ShoalError
 from shoal.pack import files, function, manifest
 from shoal.wire import credentials
-from shoal.worker import environment
 from shoal.worker.experiment import Experiment, framework_of
+from shoal.worker.session import environment
 
 
 def main(pack: str) -> None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.core.terms import parse_where
+from shoal.core.fleet.requirements import parse_where
 from shoal.errors import BadRole
-from shoal.wire.views import RoleSpec
+from shoal.wire.api import RoleSpec
 
 TRAINER, EVALUATOR, SERVER = "trainer", "evaluator", "server"
 ROLES = (TRAINER, EVALUATOR, SERVER)

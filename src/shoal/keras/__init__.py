@@ -11,8 +11,8 @@ from __future__ import annotations
 from shoal.worker.framework import missing
 
 try:
-    from shoal.keras.batches import Batches, batches
-    from shoal.keras.callbacks import Elastic
+    from shoal.keras.data.batches import Batches, batches
+    from shoal.keras.elastic import Elastic
     from shoal.keras.run import Run, elastic, join
 except ModuleNotFoundError as error:
     raise missing(error) from None

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 
 from shoal.errors import BadEvaluation
-from shoal.worker import evaluation
-from shoal.worker.metrics import number_of
+from shoal.worker.evaluation import evaluate as evaluation_evaluate
+from shoal.worker.training.metrics import number_of
 
 SUFFIXES = (".keras", ".h5")
 
@@ -22,7 +22,7 @@ def wish(
     best: str | None = None,
     patience: int | None = None,
     export: str | os.PathLike[str] | None = None,
-) -> evaluation.Wish | None:
+) -> evaluation_evaluate.Wish | None:
     """What a script asks for; `evaluate` is a function, or what `model.evaluate` is given, such as (x, y)."""
     if evaluate is None:
         if best is not None or patience is not None or export is not None:
@@ -30,7 +30,9 @@ def wish(
         return None
     if export is not None and not os.fspath(export).endswith(SUFFIXES):
         raise BadEvaluation(f"a Keras model cannot be kept in {os.fspath(export)}", do="let its name end with .keras")
-    return evaluation.wish(evaluate if callable(evaluate) else _scored(evaluate, model), best, patience, export)
+    return evaluation_evaluate.wish(
+        evaluate if callable(evaluate) else _scored(evaluate, model), best, patience, export
+    )
 
 
 def _scored(data: Any, model: Any) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from shoal.keras import Batches, Elastic, Run, batches, join
-from shoal.worker.evaluation import numbers_of
+from shoal.worker.evaluation.evaluate import numbers_of
 from shoal.worker.experiment import Experiment
 
 

@@ -10,34 +10,41 @@ from typing import Any
 
 import keras
 
-from shoal.core import sync
+from shoal.core import sync_mode
 from shoal.errors import NotAttached, SecondLoop
-from shoal.keras.backend import Backend, backend_of
-from shoal.keras.batches import Batches, iterate_with
+from shoal.keras.backends.base import Backend, backend_of
+from shoal.keras.backends.optimizer_guard import Guard
+from shoal.keras.data.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
-from shoal.keras.guard import Guard
-from shoal.keras.local import LocalLoopTrainer, LocalTrainer
-from shoal.keras.parted import load
-from shoal.keras.state import capture, restore
-from shoal.keras.ticketed import AnyTrainer, TicketLoopTrainer, TicketTrainer
-from shoal.keras.trainer import LoopTrainer, Trainer
-from shoal.worker import evaluation, joining, parted
-from shoal.worker.evaluator import EvaluatorSession
-from shoal.worker.keeper import Codec
-from shoal.worker.metrics import checked
-from shoal.worker.placed import PlacedSession
-from shoal.worker.script import RunOfScript
-from shoal.worker.session import Session
-from shoal.worker.solo import Solo
+from shoal.keras.modes.every_step import LoopTrainer, Trainer
+from shoal.keras.modes.local_sgd import LocalLoopTrainer, LocalTrainer
+from shoal.keras.modes.served import AnyTrainer, TicketLoopTrainer, TicketTrainer
+from shoal.keras.modes.sharded_checkpoint import load
+from shoal.keras.modes.state import capture, restore
+from shoal.worker import join as worker_join
+from shoal.worker.base_run import RunOfScript
+from shoal.worker.evaluation import evaluate as evaluation_evaluate
+from shoal.worker.evaluation.evaluator_session import EvaluatorSession
+from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
+from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.session.session import Session
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.metrics import checked
+from shoal.worker.training.training_state import Codec
 
 
 class Run(RunOfScript):
     """One run a process; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        super().__init__(session, name, directory, parted.reading(session, Codec(capture, restore), self._load))
+        super().__init__(
+            session,
+            name,
+            directory,
+            parameter_server_sharded_checkpoint.reading(session, Codec(capture, restore), self._load),
+        )
         # Whether what is a step to the run is a round of several global batches.
-        self.in_rounds = bool(sync.parse(session.settings.sync).local)
+        self.in_rounds = bool(sync_mode.parse(session.settings.sync).local)
         self._trainer: AnyTrainer | None = None
         self._backend: Backend | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
@@ -155,9 +162,9 @@ class Run(RunOfScript):
         evaluate, asked = self._evaluation
         wished = wish(evaluate, model, **asked)
         if isinstance(self._session, EvaluatorSession):
-            raise evaluation.follow(self._session, self._keeper, wished, model.save)
+            raise evaluation_evaluate.follow(self._session, self._keeper, wished, model.save)
 
-    def _load(self, _parts: Mapping[str, Any], shards: parted.Parts) -> None:
+    def _load(self, _parts: Mapping[str, Any], shards: parameter_server_sharded_checkpoint.Parts) -> None:
         assert self._backend is not None
         load(self._backend, shards)
 
@@ -175,7 +182,7 @@ def join() -> Run:
     """This process's run: taken part in when it is first asked for; alone, if the process was started by hand."""
     global _joined
     if _joined is None:
-        _joined = Run(*joining.join())
+        _joined = Run(*worker_join.join())
         atexit.register(_joined.close)
     return _joined
 

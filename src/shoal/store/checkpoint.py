@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, ShoalError, StoreUnusable
-from shoal.store.blobs import Blob, Store
+from shoal.store.blob_store import Blob, Store
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

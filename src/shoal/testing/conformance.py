@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.testing import evidence, scripts
-from shoal.testing.evidence import Given
+from shoal.testing import assertions, scripts
+from shoal.testing.assertions import Given
+from shoal.testing.emulated_speeds import machines
+from shoal.testing.run_under_test import PATIENCE_S, Stage, closing
 from shoal.testing.scripts.task import RECORDS, Task
-from shoal.testing.speeds import machines
-from shoal.testing.stage import PATIENCE_S, Stage, closing
 
 # In float64 only the order of summation differs, 1e-16 or so a step; a sample that is lost or counted twice shows at
 # the third or fourth digit.
@@ -38,7 +38,7 @@ BOUND = 1e-10
 SINGLE_BOUND = 1e-5
 
 _SCRIPTS = Path(scripts.__file__).parent
-_KERAS = "numpy,keras,shoal.keras,shoal.keras.{},shoal.testing.scripts.task,websockets.sync.client,psutil"
+_KERAS = "numpy,keras,shoal.keras,shoal.keras.backends.{},shoal.testing.scripts.task,websockets.sync.client,psutil"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class TaskRun(Stage):
 
     def given(self) -> Given:
         """The samples that each member computed of every committed step."""
-        return evidence.given(self.events())
+        return assertions.given(self.events())
 
     def shares(self) -> dict[int, dict[str, int]]:
         """How many samples each member had of each step."""
@@ -121,13 +121,13 @@ class TaskRun(Stage):
         """All that must hold of a run that trained to its end."""
         total = self.task.order.total_steps
         self.check_steps(total)
-        evidence.check_end(self.task, self.events())
+        assertions.check_end(self.task, self.events())
         assert {entry["fields"]["step"] for entry in self.journal("MemberDone")} == {total}
 
     def check_steps(self, steps: int) -> None:
         """Every step so far: its samples exactly once, one result, and that of one undisturbed process."""
-        evidence.check_results(self.task, self.events(), steps, self.backend.bound)
-        evidence.check_samples(self.task, self.events(), steps)
+        assertions.check_results(self.task, self.events(), steps, self.backend.bound)
+        assertions.check_samples(self.task, self.events(), steps)
         entered = [entry["fields"]["world"] for entry in self.journal("EnteredWorld")]
         assert entered == sorted(entered), "worlds went back"
 

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from shoal.pack import wheel
+from shoal.pack.environments import wheel
 
 
 def fill(folder: Path, *more: str) -> Path:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import atexit
 
-from shoal.worker import joining
+from shoal.worker import join as worker_join
 from shoal.worker.framework import missing
 
 try:
@@ -29,6 +29,6 @@ __all__ = ["Run", "join"]
 
 def join() -> Run:
     """Take part in the run that this process was started for; alone, if it was started by hand."""
-    run = Run(*joining.join())
+    run = Run(*worker_join.join())
     atexit.register(run.close)
     return run

@@ -9,7 +9,7 @@ import torch
 
 from shoal.errors import BadExperiment
 from shoal.torch import join
-from shoal.worker.evaluation import numbers_of
+from shoal.worker.evaluation.evaluate import numbers_of
 from shoal.worker.experiment import Experiment
 
 

@@ -7,26 +7,26 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.balance import FIRST_WINDOWS, Balance
-from shoal.core.batch import wanted
-from shoal.core.goodput import AutoBatch, Bounds, law_for
-from shoal.core.order import Order
-from shoal.core.rounds import Rounds
-from shoal.core.stream import LaneLayout
+from shoal.core.batch.goodput import AutoBatch, Bounds, law_for
+from shoal.core.batch.setting import wanted
+from shoal.core.data.lanes import LaneLayout
+from shoal.core.data.rounds import Rounds
+from shoal.core.data.sample_order import Order
+from shoal.core.shares.balancer import FIRST_WINDOWS, Balance
 from shoal.errors import NotAttached, NotExact, NotForLocal, UnusableData
-from shoal.torch.batchnorm import GlobalBatchNorm
-from shoal.torch.exact import ShardFeed, ShardLoader
-from shoal.torch.local import LocalTrainer
-from shoal.torch.reading import reading, share_loader
-from shoal.torch.ticketed import TicketTrainer
-from shoal.torch.trainer import Trainer
-from shoal.worker.data.auto import LOOK_EVERY, AutoFeed
+from shoal.torch.data.fetch import reading, share_loader
+from shoal.torch.gradients.sync_batchnorm import GlobalBatchNorm
+from shoal.torch.gradients.tree_buckets import ShardFeed, ShardLoader
+from shoal.torch.modes.every_step import Trainer
+from shoal.torch.modes.local_sgd import LocalTrainer
+from shoal.torch.modes.served import TicketTrainer
+from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
-from shoal.worker.data.loader import ShareLoader
-from shoal.worker.data.rounds import FIRST_ROUNDS, BatchLoader, RoundFeed
-from shoal.worker.data.stream import LaneReader
-from shoal.worker.keeper import StateKeeper
+from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
+from shoal.worker.data.share_loader import ShareLoader
+from shoal.worker.data.stream_reader import LaneReader
+from shoal.worker.training.training_state import StateKeeper
 
 
 def _refuse_unindexed(dataset: Any) -> None:

@@ -9,48 +9,54 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.core import sync
-from shoal.core.stream import LaneLayout
-from shoal.core.whole import whole
+from shoal.core import sync_mode
+from shoal.core.data.lanes import LaneLayout
+from shoal.core.validation import whole
 from shoal.errors import NotAttached, SecondLoop, UnusableBackward, UnusableShard
-from shoal.torch.batchnorm import synchronise
-from shoal.torch.exact import make_alike
+from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
-from shoal.torch.fingerprint import fingerprint
-from shoal.torch.guard import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
-from shoal.torch.local import LocalTrainer
-from shoal.torch.memory import guard_model
-from shoal.torch.parted import load
-from shoal.torch.reading import lane_reader
-from shoal.torch.state import capture_bytes, restore
-from shoal.torch.ticketed import TicketTrainer
-from shoal.torch.trainer import Trainer
-from shoal.worker import evaluation, parted
+from shoal.torch.gradients.guards import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
+from shoal.torch.gradients.oom_retry import guard_model
+from shoal.torch.gradients.sync_batchnorm import synchronise
+from shoal.torch.gradients.tree_buckets import make_alike
+from shoal.torch.modes.every_step import Trainer
+from shoal.torch.modes.local_sgd import LocalTrainer
+from shoal.torch.modes.served import TicketTrainer
+from shoal.torch.modes.sharded_checkpoint import load
+from shoal.torch.state.capture import capture_bytes, restore
+from shoal.torch.state.fingerprint import fingerprint
+from shoal.worker.base_run import RunOfScript
 from shoal.worker.data.feed import Feed
-from shoal.worker.data.threads import depth
-from shoal.worker.evaluator import EvaluatorSession
-from shoal.worker.keeper import Codec
-from shoal.worker.metrics import checked, refuse
-from shoal.worker.placed import PlacedSession
-from shoal.worker.script import RunOfScript
-from shoal.worker.session import Session
-from shoal.worker.solo import Solo
-from shoal.worker.tickets import TicketTurn
+from shoal.worker.data.read_ahead_threads import depth
+from shoal.worker.evaluation import evaluate as evaluation_evaluate
+from shoal.worker.evaluation.evaluator_session import EvaluatorSession
+from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
+from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.ticket_loop import TicketTurn
+from shoal.worker.session.session import Session
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.metrics import checked, refuse
+from shoal.worker.training.training_state import Codec
 
 
 class Run(RunOfScript):
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
-        super().__init__(session, name, directory, parted.reading(session, Codec(capture_bytes, restore), load))
+        super().__init__(
+            session,
+            name,
+            directory,
+            parameter_server_sharded_checkpoint.reading(session, Codec(capture_bytes, restore), load),
+        )
         self._trainer: Trainer | TicketTrainer
         if isinstance(session, PlacedSession):
             self._trainer = TicketTrainer(session, self._keeper)
         else:
-            mode = sync.parse(session.settings.sync)
+            mode = sync_mode.parse(session.settings.sync)
             self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
             self._keeper.parts["noise"] = self._trainer.soundings.noise
-        self._evaluation: evaluation.Wish | None = None
+        self._evaluation: evaluation_evaluate.Wish | None = None
         self._feeds = Feeds(self._trainer, self._keeper, session.settings)
 
     # --- where the run is
@@ -213,7 +219,7 @@ class Run(RunOfScript):
         ``min:loss``. The best model so far is kept in `export`, and after `patience` evaluations that found no better
         one the run ends early. Trainers only take note of it.
         """
-        self._evaluation = evaluation.wish(fn, best, patience, export)
+        self._evaluation = evaluation_evaluate.wish(fn, best, patience, export)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Compute gradients and sum them over all members; on return they are those of the whole global batch.
@@ -274,7 +280,7 @@ class Run(RunOfScript):
 
         asked = self._evaluation
         mine = dataclasses.replace(asked, score=score) if asked is not None else None
-        raise evaluation.follow(session, self._keeper, mine, lambda path: torch.save(model.state_dict(), path))
+        raise evaluation_evaluate.follow(session, self._keeper, mine, lambda path: torch.save(model.state_dict(), path))
         yield
 
     def _identity(self, described: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shoal.errors import BadMessage
-from shoal.wire import messages
+from shoal.wire import member_messages as messages
 
 MAX_MESSAGE_BYTES = 1 << 20
 # A world of a thousand is nearly the same words a thousand times, and all of its members are told of it.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.testing.stage import Stage
+from shoal.testing.run_under_test import Stage
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(240)]

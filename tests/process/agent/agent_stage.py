@@ -15,7 +15,8 @@ import psutil
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
-from shoal.wire import codec, messages
+from shoal.wire import codec
+from shoal.wire import member_messages as messages
 
 WAIT_S = 30.0
 TOKEN = "a-token-for-tests"

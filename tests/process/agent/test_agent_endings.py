@@ -223,7 +223,7 @@ def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
 
 
 def test_told_to_shut_down_it_ends_all_and_goes(coordinator, start_agent, script):
-    from shoal.wire.messages import ShutDown
+    from shoal.wire.member_messages import ShutDown
 
     agent = start_agent("--grace", "0.3")
     coordinator.start(script(STUBBORN))
@@ -337,16 +337,16 @@ def test_a_start_from_the_warm_process_is_a_matter_of_milliseconds(coordinator, 
 
 
 def test_ending_refuses_a_process_that_is_not_a_descendant():
-    from shoal.agent import processes
+    from shoal.agent.processes import process_tree
     from shoal.errors import NotOurs
 
     with pytest.raises(NotOurs):
-        processes.own(1)
+        process_tree.own(1)
     child = subprocess.Popen(["sleep", "60"])
-    assert processes.own(child.pid) is not None
+    assert process_tree.own(child.pid) is not None
     child.kill()
     child.wait()
-    assert processes.own(child.pid) is None
+    assert process_tree.own(child.pid) is None
 
 
 def test_an_agent_takes_the_url_that_answers_and_one_that_finds_none_names_the_cause_of_each(coordinator, start_agent):
@@ -366,23 +366,25 @@ def test_an_agent_takes_the_url_that_answers_and_one_that_finds_none_names_the_c
 GIVEN_UP = """
 import asyncio, dataclasses, os, sys
 from pathlib import Path
-from shoal.agent import members, processes
+from shoal.agent import member_processes
+from shoal.agent.processes import process_tree
 from shoal.agent.outbox import Outbox
-from shoal.wire.messages import MemberExited, StartMember
+from shoal.wire.member_messages import MemberExited, StartMember
 
 async def main(here):
-    home = members.Home("http://127.0.0.1:9", str(here / "token"), here, 2, "", dict(os.environ), here / "cache")
+    token, cache = str(here / "token"), here / "cache"
+    home = member_processes.Home("http://127.0.0.1:9", token, here, 2, "", dict(os.environ), cache)
     outbox = Outbox()
-    crew = members.Members(home, ("gated",), outbox)
+    crew = member_processes.Members(home, ("gated",), outbox)
     crew.open()
     order = lambda incarnation: StartMember("run", "lab/0", incarnation, (str(here / "sleep.py"),), str(here), {})
-    members.START_WITHIN_S = 0.5
+    member_processes.START_WITHIN_S = 0.5
     await crew.start(order("one"))
     assert any(isinstance(message, MemberExited) for message in iter(outbox.take, None))
     (here / "go").touch()
-    members.START_WITHIN_S = 300.0
+    member_processes.START_WITHIN_S = 300.0
     await crew.start(order("two"))
-    while len(processes.descendants()) > 2:
+    while len(process_tree.descendants()) > 2:
         await asyncio.sleep(0.02)
     assert [name[2] for name in crew.names] == ["two"]
     await crew.warm.close()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from agent_stage import until
 
-from shoal.wire import messages
+from shoal.wire import member_messages as messages
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from shoal.agent import notices
+from shoal.agent.notices import source as notices
 
 pytestmark = pytest.mark.process
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import supervise
-from shoal.launch.render import Launch
-from shoal.launch.supervise import Supervisor
-from shoal.wire.hires import Hires
+from shoal.launch import supervisor as launch_supervisor
+from shoal.launch.launch_plan import Launch
+from shoal.launch.supervisor import Supervisor
+from shoal.wire.pool_files import Hires
 
 pytestmark = pytest.mark.process
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 COORDINATOR = """
 import os, sys, time
 from pathlib import Path
-from shoal.wire.hires import Leaving, say_leaving
+from shoal.wire.pool_files import Leaving, say_leaving
 
 where, lifeline = Path(sys.argv[1]), int(sys.argv[sys.argv.index("--lifeline") + 1])
 (where / "ready").touch()
@@ -33,7 +33,7 @@ for left in range(40, 0, -1):
 def test_a_coordinator_is_not_killed_before_it_has_given_back_what_it_hired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "HIRES_GRACE_S", 2.0)
+    monkeypatch.setattr(launch_supervisor, "HIRES_GRACE_S", 2.0)
     argv = (sys.executable, "-c", COORDINATOR, str(tmp_path))
     supervisor = Supervisor(Launch(str(tmp_path), argv, (), hires=Hires({})))
     supervisor._coordinator.start()

@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 import shoal
 from shoal.core.world import Address
 from shoal.wire import codec, credentials
-from shoal.wire import messages as ms
+from shoal.wire import member_messages as ms
 
 M = TypeVar("M")
 WAIT_S = 20.0

@@ -7,7 +7,7 @@ import json
 import pytest
 from fakes import Coordinator, FakeAgent, FakeMember
 
-from shoal.wire import messages as ms
+from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
 SETTINGS = {"gather_s": 60.0, "lease_s": 60.0, "backoff_s": 0.0}

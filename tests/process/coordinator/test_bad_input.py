@@ -16,8 +16,8 @@ from fakes import WAIT_S, Coordinator, FakeAgent, FakeMember
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import shoal
-from shoal.coordinator.app import MAX_BODY_BYTES
-from shoal.wire import messages as ms
+from shoal.coordinator.http.routes import MAX_BODY_BYTES
+from shoal.wire import member_messages as ms
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 
 pytestmark = pytest.mark.process

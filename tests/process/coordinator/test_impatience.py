@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.coordinator import protocol
-from shoal.coordinator.protocol import ImpatientProtocol
+from shoal.coordinator.server import idle_timeout
+from shoal.coordinator.server.idle_timeout import ImpatientProtocol
 
 pytestmark = pytest.mark.process
 
@@ -28,7 +28,7 @@ async def health(_request: Request) -> Response:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    monkeypatch.setattr(protocol, "REQUEST_WITHIN_S", 0.5)
+    monkeypatch.setattr(idle_timeout, "REQUEST_WITHIN_S", 0.5)
     config = uvicorn.Config(
         Starlette(routes=[Route("/health", health)]), http=ImpatientProtocol, lifespan="off", log_level="warning"
     )

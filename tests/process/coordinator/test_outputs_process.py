@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 from fakes import WAIT_S, Coordinator
 
-from shoal.store.blobs import Access, Blob
-from shoal.store.coordinator import PIECE_BYTES, CoordinatorStore
+from shoal.store.blob_store import Access, Blob
+from shoal.store.coordinator_store import PIECE_BYTES, CoordinatorStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 from fakes import Coordinator, FakeAgent, FakeMember
 
-from shoal.store import journal, views
-from shoal.wire import messages as ms
+from shoal.store import journal, sqlite_views
+from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
 # A world forms when all whom it has room for are there; nobody is lost for being slow.
@@ -78,11 +78,11 @@ def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
     assert again[: len(story)] == story
     coordinator.close()
     directory = coordinator.directory
-    assert views.story(directory, run)[0].text == story[0]
-    assert [(w.number, w.members) for w in views.worlds(directory, run)] == [(1, ("m/0", "m/1", "m/2"))]
-    assert views.checkpoints(directory, run) == [(7, "there/7")]
-    assert [(m.step, m.loss) for m in views.metrics(directory, run)] == [(7, 0.5)]
-    found = views.runs(directory)
+    assert sqlite_views.story(directory, run)[0].text == story[0]
+    assert [(w.number, w.members) for w in sqlite_views.worlds(directory, run)] == [(1, ("m/0", "m/1", "m/2"))]
+    assert sqlite_views.checkpoints(directory, run) == [(7, "there/7")]
+    assert [(m.step, m.loss) for m in sqlite_views.metrics(directory, run)] == [(7, 0.5)]
+    found = sqlite_views.runs(directory)
     assert [(r.run, r.step, r.checkpoint_path) for r in found] == [(run, before["step"], "there/7")]
 
 

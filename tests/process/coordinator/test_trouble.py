@@ -19,7 +19,7 @@ import pytest
 from fakes import WAIT_S, Coordinator, FakeMember
 
 from shoal.store import journal
-from shoal.wire import messages as ms
+from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
 

@@ -16,8 +16,8 @@ import pytest
 from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
-from shoal.coordinator.blobs import STOWED, Blobs
-from shoal.launch.client import Client
+from shoal.coordinator.storage.blobs import STOWED, Blobs
+from shoal.launch.api_client import Client
 from shoal.pack import project
 from shoal.pack.project import Entry, Project
 from shoal.wire import credentials

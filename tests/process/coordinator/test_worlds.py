@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import Coordinator, FakeMember
 
-from shoal.wire import messages as ms
+from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
 CALM = {"gather_s": 60.0, "lease_s": 60.0, "reconnect_s": 60.0}

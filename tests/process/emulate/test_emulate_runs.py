@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stage import Stage
 
-from shoal.testing.speeds import machines, step_s
+from shoal.testing.emulated_speeds import machines, step_s
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

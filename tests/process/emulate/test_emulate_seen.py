@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stage import Stage
 
-from shoal.testing.speeds import machines
+from shoal.testing.emulated_speeds import machines
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

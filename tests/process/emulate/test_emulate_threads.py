@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.testing.speeds import emulated, machines
-from shoal.testing.together import Seated, together
+from shoal.testing.emulated_speeds import emulated, machines
+from shoal.testing.threaded_world import Seated, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process

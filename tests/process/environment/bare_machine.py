@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 
-from shoal.engines import boot, ray
+from shoal.engines import agent_script
 from shoal.engines.engine import Ask, Options
-from shoal.pack import environment
-from shoal.pack.environment import Environment
+from shoal.engines.ray import engine as ray_engine
+from shoal.pack.environments import recipe
+from shoal.pack.environments.recipe import Environment
 from shoal.wire import credentials
 from shoal.wire.credentials import Credentials
 
@@ -49,20 +50,20 @@ class Machine:
     def requirements(self, *lines: str) -> Environment:
         file = self.path / "requirements.txt"
         file.write_text("\n".join(["--no-index", f"--find-links {self.wheels}", *lines]) + "\n")
-        return environment.stow(str(file), self.put)
+        return recipe.stow(str(file), self.put)
 
     def hire(
         self, name: str, made: Environment, python: str = PYTHON, *, lifeline: bool = False
     ) -> subprocess.Popen[bytes]:
         """Start what becomes an agent; with a lifeline as Ray does, which gives the token over a pipe."""
         url = f"http://127.0.0.1:{self._server.server_port}"
-        options = ("--help", *(("--lifeline", ray.LIFELINE) if lifeline else ()))
+        options = ("--help", *(("--lifeline", ray_engine.LIFELINE) if lifeline else ()))
         ask = Ask(name, "tag", url, Credentials("s3cret"), None, options, environment=made)
         home = self.home(name)
         home.mkdir(parents=True)
         credentials.write(home / "token", ask.credentials)
-        before = ray._BEFORE if lifeline else ()
-        script = boot.script(ask, Options(directory=str(self.path / "there")), python=python, before=before)
+        before = ray_engine._BEFORE if lifeline else ()
+        script = agent_script.script(ask, Options(directory=str(self.path / "there")), python=python, before=before)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "SHOAL_"))}
         # It saves time, and shows that what a machine tells pip is heard; to pip, 0 means that it does not compile.
         env["PIP_NO_COMPILE"] = "0"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.pack import first
+from shoal.pack.remote import bootstrap
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +55,7 @@ def test_what_arrives_damaged_is_asked_for_again(
     careless: str, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Careless, "bodies", (BLOB[:-1] + b"?", BLOB))
-    first.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
+    bootstrap.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
     assert (tmp_path / "wheel").read_bytes() == BLOB
     assert Careless.asked == 2
 
@@ -64,9 +64,9 @@ def test_what_always_arrives_damaged_is_never_there(
     careless: str, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Careless, "bodies", (b"something else",))
-    monkeypatch.setattr(first.time, "sleep", lambda _s: None)
-    with pytest.raises(first.Lost, match="arrived damaged"):
-        first.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda _s: None)
+    with pytest.raises(bootstrap.Lost, match="arrived damaged"):
+        bootstrap.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
     assert [one.name for one in tmp_path.iterdir()] == ["token"]
 
 
@@ -77,8 +77,8 @@ def test_of_several_urls_the_first_that_answers_is_taken(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        first.Coordinator(f"{nobody},{careless}", token).get(DIGEST, str(tmp_path / "wheel"))
+        bootstrap.Coordinator(f"{nobody},{careless}", token).get(DIGEST, str(tmp_path / "wheel"))
         assert (tmp_path / "wheel").read_bytes() == BLOB
-        with pytest.raises(first.Lost, match="refused") as caught:
-            first.Coordinator(f"{nobody},{nobody}", token)
+        with pytest.raises(bootstrap.Lost, match="refused") as caught:
+            bootstrap.Coordinator(f"{nobody},{nobody}", token)
         assert str(caught.value).count(nobody) == 2

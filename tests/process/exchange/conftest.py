@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from meeting import TOKEN, pair
 
-from shoal.worker.port import Port
-from shoal.worker.ring import Ring
+from shoal.worker.collectives.ring import Ring
+from shoal.worker.transport.peers import Port
 
 
 @pytest.fixture

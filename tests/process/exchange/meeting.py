@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from shoal.core.world import Seat, World
-from shoal.worker.port import Port
-from shoal.worker.ring import Ring
-from shoal.worker.sockets import own, shut
+from shoal.worker.collectives.ring import Ring
+from shoal.worker.transport.peers import Port
+from shoal.worker.transport.sockets import own, shut
 
 TOKEN = b"the token of the tests"
 NEVER = threading.Event()

@@ -10,7 +10,7 @@ import time
 from meeting import TOKEN
 
 from shoal.core.world import Address, Seat, World
-from shoal.worker.port import Port
+from shoal.worker.transport.peers import Port
 
 port = Port(TOKEN, "run", "m1", "first", "127.0.0.1")
 other = Seat("m0", "first", Address("127.0.0.1", int(sys.argv[1])))

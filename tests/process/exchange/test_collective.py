@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from meeting import NEVER, world_of
 
-from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.collectives.exchange import ExchangeBroken
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.process
 
 
 def gather_all(ports, number=1, on_break=None):
-    from shoal.torch.collective import connect
+    from shoal.torch.gradients.process_group import connect
 
     world = world_of(ports, number)
     with ThreadPoolExecutor(len(ports)) as pool:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from meeting import NEVER, pair, world_of
 
-from shoal.worker import handover
-from shoal.worker.exchange import ExchangeBroken
-from shoal.worker.handover import Contents
-from shoal.worker.snapshot import Snapshot
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport import state_transfer
+from shoal.worker.transport.snapshot import Snapshot
+from shoal.worker.transport.state_transfer import Contents
 
 pytestmark = pytest.mark.process
 
@@ -99,16 +99,16 @@ def test_a_reader_that_dies_midway_does_not_hold_the_snapshot(make_ports):
 
 def contents(*sizes: int, step: int = 1) -> bytes:
     packed = msgspec.msgpack.encode(Contents(step, b"", sizes))
-    return handover._PREFIX.pack(b"shst", len(packed), zlib.crc32(packed)) + packed
+    return state_transfer._PREFIX.pack(b"shst", len(packed), zlib.crc32(packed)) + packed
 
 
 @pytest.mark.parametrize(
     ("stream", "cause"),
     [
         (b"HTTP/1.1 200 OK\r\n\r\n", "no state"),
-        (handover._PREFIX.pack(b"shst", 0xFFFFFFFF, 0), "no state"),
-        (handover._PREFIX.pack(b"shst", 4, 1) + b"abcd", "damaged"),
-        (handover._PREFIX.pack(b"shst", 4, zlib.crc32(b"abcd")) + b"abcd", "malformed"),
+        (state_transfer._PREFIX.pack(b"shst", 0xFFFFFFFF, 0), "no state"),
+        (state_transfer._PREFIX.pack(b"shst", 4, 1) + b"abcd", "damaged"),
+        (state_transfer._PREFIX.pack(b"shst", 4, zlib.crc32(b"abcd")) + b"abcd", "malformed"),
         (contents(1 << 60), "more than"),
         (contents(-5), "negative"),
         (contents(8) + (zlib.crc32(b"12345678")).to_bytes(4, "big") + b"12345679", "damaged"),
@@ -120,7 +120,7 @@ def test_a_damaged_or_absurd_state_is_refused(stream, cause):
     theirs.sendall(stream)
     theirs.shutdown(1)
     with pytest.raises(ExchangeBroken, match=cause):
-        handover.receive(ours, "m1", 5.0, NEVER)
+        state_transfer.receive(ours, "m1", 5.0, NEVER)
     ours.close()
     theirs.close()
 

@@ -11,11 +11,11 @@ from meeting import NEVER, TOKEN, connect_all, die, world_of
 
 from shoal.core.world import Address, Seat, World
 from shoal.errors import PortsTaken
-from shoal.worker import door as door_module
-from shoal.worker import handshake
-from shoal.worker.exchange import ExchangeBroken
-from shoal.worker.handshake import Hello
-from shoal.worker.port import Port
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport import handshake
+from shoal.worker.transport import listener as door_module
+from shoal.worker.transport.handshake import Hello
+from shoal.worker.transport.peers import Port
 
 pytestmark = pytest.mark.process
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from shoal.core.world import Address, Seat
-from shoal.worker.exchange import ExchangeBroken
-from shoal.worker.handshake import CALL, Hello
-from shoal.worker.port import Port
-from shoal.worker.presence import Presence
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.parameter_server.liveness import Presence
+from shoal.worker.transport.handshake import CALL, Hello
+from shoal.worker.transport.peers import Port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 

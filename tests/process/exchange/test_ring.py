@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from meeting import connect_all, die, world_of
 
-from shoal.worker.exchange import ExchangeBroken
+from shoal.worker.collectives.exchange import ExchangeBroken
 
 pytestmark = pytest.mark.process
 

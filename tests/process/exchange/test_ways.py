@@ -9,10 +9,10 @@ import pytest
 from meeting import NEVER, TOKEN
 
 from shoal.core.world import Address, Seat
-from shoal.worker import dial
-from shoal.worker.exchange import ExchangeBroken
-from shoal.worker.handshake import CALL
-from shoal.worker.port import Port
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport import connect
+from shoal.worker.transport.handshake import CALL
+from shoal.worker.transport.peers import Port
 
 pytestmark = pytest.mark.process
 
@@ -61,7 +61,7 @@ def test_an_address_that_refuses_is_passed_over(town):
 
 
 def test_an_address_that_says_nothing_is_passed_over_and_the_one_that_answers_is_remembered(town, monkeypatch):
-    monkeypatch.setattr(dial, "PROOF_S", 0.1)
+    monkeypatch.setattr(connect, "PROOF_S", 0.1)
     with socket.create_server(("127.0.0.2", town.port)) as mute:
         for _ in range(2):
             with town.call("127.0.0.2", "127.0.0.1", timeout_s=10.0) as sock:
@@ -96,7 +96,7 @@ def test_who_refuses_where_it_once_answered_is_gone_at_once(town, monkeypatch):
     town.call("127.0.0.1", "127.0.0.2").close()
     port = town.port
     town.called.close()
-    monkeypatch.setattr(dial, "SILENT_S", 3600.0)
+    monkeypatch.setattr(connect, "SILENT_S", 3600.0)
     with socket.create_server(("127.0.0.2", port)) as mute:
         mute.settimeout(0)
         with pytest.raises(ExchangeBroken, match="nobody listens"):

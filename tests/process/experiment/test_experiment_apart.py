@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
+from shoal.store.blob_store import open_store
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(240)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.experiment import start
+from shoal.experiment import run as experiment_run
 from shoal.pack import manifest
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(180)]
@@ -208,23 +208,25 @@ def test_a_run_is_scaled_and_stopped_from_python(stage: Any) -> None:
 
 def test_a_member_does_not_load_what_its_run_did_not_sign(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
-    start.pack(tmp_path, lambda: None, {})
-    blobs = tmp_path / start.PACK / manifest.BLOBS
+    experiment_run.pack(tmp_path, lambda: None, {})
+    blobs = tmp_path / experiment_run.PACK / manifest.BLOBS
     (blob,) = blobs.iterdir()
     blob.chmod(0o600)
     blob.write_bytes(pickle.dumps(_Evil(str(tmp_path / "evil"))))
     said = member(tmp_path)
     assert "error[S530]" in said
     assert not (tmp_path / "evil").exists(), "it was unpickled"
-    manifest.write(tmp_path / start.PACK, manifest.Manifest(manifest.Function("f", module="os")), "another token")
+    manifest.write(
+        tmp_path / experiment_run.PACK, manifest.Manifest(manifest.Function("f", module="os")), "another token"
+    )
     assert "error[S530] the pack of this run was not signed with its token" in member(tmp_path)
 
 
 def test_a_member_does_not_train_on_a_file_that_was_changed(tmp_path: Path) -> None:
     given = tmp_path / "given.csv"
     given.write_text("1,2")
-    start.pack(tmp_path, manifest.read, {"data.csv": given})
-    (blob,) = (tmp_path / start.PACK / manifest.BLOBS).iterdir()
+    experiment_run.pack(tmp_path, manifest.read, {"data.csv": given})
+    (blob,) = (tmp_path / experiment_run.PACK / manifest.BLOBS).iterdir()
     blob.chmod(0o600)
     blob.write_text("1,3")
     said = member(tmp_path)
@@ -245,8 +247,8 @@ def member(directory: Path) -> str:
     told = {"URL": "http://127.0.0.1:9", "TOKEN_FILE": str(directory / "token"), "RUN": "r", "MEMBER": "local/0"}
     told |= {"INCARNATION": "1", "HOST": "127.0.0.1", "RUN_DIR": str(directory), "SETTINGS": json.dumps({})}
     environ = {**os.environ, **{f"SHOAL_{name}": value for name, value in told.items()}}
-    command = [sys.executable, "-m", "shoal.experiment", str(directory / start.PACK)]
-    work = directory / start.WORK
+    command = [sys.executable, "-m", "shoal.experiment", str(directory / experiment_run.PACK)]
+    work = directory / experiment_run.WORK
     ran = subprocess.run(command, env=environ, cwd=work, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
     return ran.stderr

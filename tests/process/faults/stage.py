@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from shoal.core.order import Order
-from shoal.testing import stage
-from shoal.testing.stage import PATIENCE_S
+from shoal.core.data.sample_order import Order
+from shoal.testing import run_under_test
+from shoal.testing.run_under_test import PATIENCE_S
 
 SCRIPT = Path(__file__).with_name("train.py")
 # Float64 and smooth activations: what is left is the order of summation, some 1e-16 a step, which training may enlarge
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("train.py")
 SUMMATION_ORDER = 1e-10
 
 
-class Stage(stage.Stage):
+class Stage(run_under_test.Stage):
     """One run in a home of its own."""
 
     script = SCRIPT

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.pace import tarry
-from shoal.torch.state import checksum
+from shoal.testing.scripts.hold import tarry
+from shoal.torch.state.capture import checksum
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stage import Stage
 
-from shoal.core.rounds import Rounds
+from shoal.core.data.rounds import Rounds
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

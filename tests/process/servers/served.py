@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from stage import Stage
 
-from shoal.coordinator import records
-from shoal.coordinator.runs import Runs
-from shoal.core import events as ev
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Runs
 from shoal.store import journal
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -85,7 +85,7 @@ class Served(Stage):
         gone: dict[str, float] = {}
         runs = Runs()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
-            event, at = journal.event_of(entry, records.KINDS), entry.at + monotonic
+            event, at = journal.event_of(entry, runs_events.KINDS), entry.at + monotonic
             for _, told in runs.apply(entry.run, event, entry.at):
                 if isinstance(told, ev.TellGone):
                     gone.setdefault(told.member, at)

@@ -13,16 +13,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.core.clock import Ledger, Ticket
-from shoal.core.order import Order
-from shoal.core.shards import Holding, Placement
+from shoal.core.data.sample_order import Order
+from shoal.core.parameter_server.ticket_ledger import Ledger, Ticket
+from shoal.core.placement import Holding, Placement
 from shoal.core.world import Seat
-from shoal.wire import messages
-from shoal.worker import frames
-from shoal.worker.frames import Answer, Call, Pull, Push, Turn
-from shoal.worker.handshake import CALL
-from shoal.worker.port import Port
-from shoal.worker.serving import Server
+from shoal.wire import member_messages as messages
+from shoal.worker.parameter_server import rpc
+from shoal.worker.parameter_server.rpc import Answer, Call, Pull, Push, Turn
+from shoal.worker.parameter_server.server import Server
+from shoal.worker.transport.handshake import CALL
+from shoal.worker.transport.peers import Port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -79,8 +79,8 @@ class Peer:
         if sock is None:
             sock = self._socks[other.me] = self.port.call(CALL, 1, other.seat, 2.0, threading.Event())
         sock.settimeout(within_s)
-        frames.send(sock, call, [body])
-        return frames.receive_answer(sock)[0]
+        rpc.send(sock, call, [body])
+        return rpc.receive_answer(sock)[0]
 
     def hang_up(self) -> None:
         for sock in self._socks.values():

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.pace import tarry
+from shoal.testing.scripts.hold import tarry
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])

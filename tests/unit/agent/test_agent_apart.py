@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.agent.members import Members
-from shoal.wire.messages import StartMember
+from shoal.agent.member_processes import Members
+from shoal.wire.member_messages import StartMember
 
 
 def told(tmp_path: Path, *, apart: bool, project: str = "", seen: bool = True) -> StartMember:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from shoal.agent.luggage import UNUSED_S, Luggage
+from shoal.agent.project_files import UNUSED_S, Luggage
 from shoal.pack import project
 
 

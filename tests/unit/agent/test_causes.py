@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.agent.causes import Exit, Failure, Why, classify, root_cause
+from shoal.core.exit_causes import Exit, Failure, Why, classify, root_cause
 
 
 def verdict(**known):

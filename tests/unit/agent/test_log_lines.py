@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shoal.agent.logs import BATCH_CHARACTERS, BATCH_LINES, LAST_LINES, Allowance, Lines, Tail, batches
+from shoal.agent.log_tail import BATCH_CHARACTERS, BATCH_LINES, LAST_LINES, Allowance, Lines, Tail, batches
 
 
 def test_lines_are_whole_however_the_bytes_come():

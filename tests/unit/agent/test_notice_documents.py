@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from shoal.agent.notices import aws_action, azure_events, file_notice, gcp_preempted, source
+from shoal.agent.notices.source import aws_action, azure_events, file_notice, gcp_preempted, source
 from shoal.errors import BadNoticeSource
 
 NOON = 1_505_736_000.0  # 2017-09-18T12:00:00Z

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from shoal.agent.orders import MAX_ORDER_BYTES, Start, length_of, pack, receive_start
+from shoal.agent.processes.zygote_messages import MAX_ORDER_BYTES, Start, length_of, pack, receive_start
 
 
 def order(variables):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.agent.outbox import MAX_LOG_BATCHES, Outbox
-from shoal.wire.messages import AgentBeat, LogLines, MemberExited
+from shoal.wire.member_messages import AgentBeat, LogLines, MemberExited
 
 
 def exited(member="lab/0"):

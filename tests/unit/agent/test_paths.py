@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.agent import paths
+from shoal.agent import happy_eyeballs
 
 
 class Doors:
@@ -42,7 +42,7 @@ class Doors:
         self.closed.append(way)
 
     def first(self, stagger_s: float = 0.001, proof_s: float = 60.0) -> tuple[str, str]:
-        return asyncio.run(paths.first(tuple(self._ways), self.open, self.close, stagger_s, proof_s))
+        return asyncio.run(happy_eyeballs.first(tuple(self._ways), self.open, self.close, stagger_s, proof_s))
 
 
 def test_if_the_first_answers_no_other_is_tried():
@@ -75,6 +75,6 @@ def test_one_that_opens_too_late_is_closed_again():
 
 def test_if_all_fail_each_says_why():
     refused, unknown = ConnectionRefusedError("no"), OSError("what")
-    with pytest.raises(paths.NoneAnswered) as none:
+    with pytest.raises(happy_eyeballs.NoneAnswered) as none:
         Doors(a=refused, b=unknown).first()
     assert none.value.failures == {"a": refused, "b": unknown}

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shoal.agent import probe
+from shoal.agent import machine_info
 from shoal.errors import Unreachable
 
 
@@ -22,74 +22,74 @@ def many_cores(monkeypatch):
 
 
 def test_cores_are_those_that_we_may_run_on(tmp_path, many_cores):
-    assert probe.cores(tmp_path) == 16
+    assert machine_info.cores(tmp_path) == 16
 
 
 def test_a_quota_of_version_2_limits_the_cores_even_a_parents(tmp_path, many_cores):
     put(tmp_path, "proc/self/cgroup", "0::/a/b\n")
     put(tmp_path, "sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    assert probe.cores(tmp_path) == 16
+    assert machine_info.cores(tmp_path) == 16
     put(tmp_path, "sys/fs/cgroup/a/cpu.max", "350000 100000\n")
-    assert probe.cores(tmp_path) == 3
+    assert machine_info.cores(tmp_path) == 3
 
 
 def test_a_quota_of_version_1_limits_the_cores(tmp_path, many_cores):
     put(tmp_path, "proc/self/cgroup", "4:cpu,cpuacct:/job\n")
     put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "50000\n")
     put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000\n")
-    assert probe.cores(tmp_path) == 1
+    assert machine_info.cores(tmp_path) == 1
 
 
 def test_no_quota_is_minus_one_in_version_1(tmp_path, many_cores):
     put(tmp_path, "proc/self/cgroup", "4:cpu:/\n")
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert probe.cores(tmp_path) == 16
+    assert machine_info.cores(tmp_path) == 16
 
 
 def test_memory_is_limited_by_either_version(tmp_path):
     put(tmp_path, "proc/self/cgroup", "0::/a\n5:memory:/b\n")
-    whole = probe.memory_bytes(tmp_path)
+    whole = machine_info.memory_bytes(tmp_path)
     put(tmp_path, "sys/fs/cgroup/memory/b/memory.limit_in_bytes", f"{1 << 62}\n")
-    assert probe.memory_bytes(tmp_path) == whole
+    assert machine_info.memory_bytes(tmp_path) == whole
     put(tmp_path, "sys/fs/cgroup/a/memory.max", "1048576\n")
-    assert probe.memory_bytes(tmp_path) == 1 << 20
+    assert machine_info.memory_bytes(tmp_path) == 1 << 20
     put(tmp_path, "sys/fs/cgroup/memory/b/memory.limit_in_bytes", "4096\n")
-    assert probe.memory_bytes(tmp_path) == 4096
+    assert machine_info.memory_bytes(tmp_path) == 4096
 
 
 def test_kills_for_want_of_memory_are_counted_wherever_they_are_told(tmp_path):
     put(tmp_path, "proc/self/cgroup", "0::/a\n")
     put(tmp_path, "proc/vmstat", "pgfault 3\noom_kill 2\n")
-    assert probe.oom_kills(tmp_path) == 2
+    assert machine_info.oom_kills(tmp_path) == 2
     put(tmp_path, "sys/fs/cgroup/a/memory.events", "low 0\noom 5\noom_kill 1\n")
-    assert probe.oom_kills(tmp_path) == 3
+    assert machine_info.oom_kills(tmp_path) == 3
 
 
 def test_devices_are_read_from_the_drivers_files(tmp_path):
     put(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t NVIDIA A10G\nIRQ: 5\n")
-    assert probe.devices(tmp_path) == ("NVIDIA A10G",)
+    assert machine_info.devices(tmp_path) == ("NVIDIA A10G",)
 
 
 def test_garbage_in_the_files_is_ignored(tmp_path, many_cores):
     put(tmp_path, "proc/self/cgroup", "nonsense\n0::/a\n::::\n")
     put(tmp_path, "sys/fs/cgroup/a/cpu.max", "lots of it\n")
-    assert probe.cores(tmp_path) == 16
+    assert machine_info.cores(tmp_path) == 16
 
 
 def test_a_coordinator_on_loopback_gets_a_loopback_address():
-    assert probe.hosts_to_announce("http://127.0.0.1:9") == ("127.0.0.1",)
-    assert probe.hosts_to_announce("http://[::1]:9", interface="lo") == ("127.0.0.1",)
+    assert machine_info.hosts_to_announce("http://127.0.0.1:9") == ("127.0.0.1",)
+    assert machine_info.hosts_to_announce("http://[::1]:9", interface="lo") == ("127.0.0.1",)
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(Unreachable, match="nope") as caught:
-        probe.hosts_to_announce("http://127.0.0.1:9", "nope")
+        machine_info.hosts_to_announce("http://127.0.0.1:9", "nope")
     assert "lo" in caught.value.why
 
 
 def test_the_machine_describes_itself():
-    machine = probe.machine("lab")
+    machine = machine_info.machine("lab")
     assert machine.name == "lab"
     assert machine.cores >= 1
     assert machine.memory_bytes > 0

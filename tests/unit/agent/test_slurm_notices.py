@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from shoal.agent import slurm
-from shoal.agent.notices import source
-from shoal.agent.slurm import ASK_AGAIN_S, PATIENCE_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
+from shoal.agent.notices import slurm
+from shoal.agent.notices.slurm import ASK_AGAIN_S, PATIENCE_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
+from shoal.agent.notices.source import source
 from shoal.errors import BadNoticeSource
 
 NOW = 1000.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.wire.views import MemberView, RunView, StoryLine
+from shoal.wire.api import MemberView, RunView, StoryLine
 
 
 class Make:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.doctor.pool_check import Checkup, _Hire
 from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
 from shoal.errors import EngineUnreachable
-from shoal.launch.checkup import Checkup, _Hire
-from shoal.launch.sources import Choices
+from shoal.launch.settings_layers import Choices
 
 
 class Cluster(Engine):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.cli import panel, status, table, why
-from shoal.cli.display import Forgiving, JsonLines, Plain, decisions, progress, sentence
-from shoal.wire.views import Decision
+from shoal.cli.output import live_panel, table
+from shoal.cli.output.lines import Forgiving, JsonLines, Plain, decisions, progress, sentence
+from shoal.cli.verbs import status, why
+from shoal.wire.api import Decision
 
 
 def drawn(renderable: Any, width: int = 100) -> str:
@@ -22,7 +23,7 @@ def drawn(renderable: Any, width: int = 100) -> str:
 
 
 def test_a_panel_shows_the_run_its_members_and_what_happened(make: Any) -> None:
-    text = drawn(panel.render(make.run(), [(100.0, "local/2 is lost: killed by signal 9")], now=112.5))
+    text = drawn(live_panel.render(make.run(), [(100.0, "local/2 is lost: killed by signal 9")], now=112.5))
     for part in (
         "train · train-7f3k · training",
         "step 1 234 of 5 000",
@@ -39,7 +40,7 @@ def test_a_panel_shows_the_run_its_members_and_what_happened(make: Any) -> None:
 
 def test_a_panel_of_many_members_stays_small(make: Any) -> None:
     many = tuple(make.member(f"m{n}/0", rank=n) for n in range(50))
-    text = drawn(panel.render(make.run(members=many), [], now=100.0))
+    text = drawn(live_panel.render(make.run(members=many), [], now=100.0))
     assert "and 38 more" in text
     assert len(text.splitlines()) < 20
 
@@ -47,7 +48,7 @@ def test_a_panel_of_many_members_stays_small(make: Any) -> None:
 def test_a_panel_says_who_is_silent_and_why_a_run_waits(make: Any) -> None:
     silent = make.member("local/0", connected=False, beat_age_s=4.0)
     view = make.run(status="waiting", reason="1 of at least 2 members are present", members=(silent,), total_steps=None)
-    text = drawn(panel.render(view, [], now=100.0))
+    text = drawn(live_panel.render(view, [], now=100.0))
     assert "silent for 4.0 s" in text
     assert "1 of at least 2 members are present" in text
 
@@ -55,12 +56,14 @@ def test_a_panel_says_who_is_silent_and_why_a_run_waits(make: Any) -> None:
 @pytest.mark.parametrize("width", [20, 40, 79])
 def test_a_panel_fits_narrow_terminals(make: Any, width: int) -> None:
     view = make.run(reason="x" * 300, status="waiting", metrics={"a" * 50: 1.0})
-    assert all(len(line) <= width for line in drawn(panel.render(view, [(1.0, "y" * 300)], 100.0), width).splitlines())
+    assert all(
+        len(line) <= width for line in drawn(live_panel.render(view, [(1.0, "y" * 300)], 100.0), width).splitlines()
+    )
 
 
 def test_markup_in_what_members_print_is_only_text() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    shown = panel.Panel(console)
+    shown = live_panel.Panel(console)
     shown.logs([("local/0", "[bold]not markup[/nonsense]")])
     shown.close()
     assert "[bold]not markup[/nonsense]" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -142,7 +145,7 @@ def balanced(make: Any) -> Any:
 
 @pytest.mark.parametrize("width", [75, 120])
 def test_a_panel_shows_shares_where_time_goes_and_why(make: Any, width: int) -> None:
-    text = drawn(panel.render(balanced(make), [], now=100.0, width=width), width)
+    text = drawn(live_panel.render(balanced(make), [], now=100.0, width=width), width)
     assert re.search(r"batch 64 +noise scale 1 310 +idle 1.7 % \(38 % with equal shares\)", text)
     assert "shares from step 12 on: local/1 is slow: 51, 13 instead of 32, 32" in text
     assert re.search(r"member +status.* share +data +compute +wait +exchange", text)
@@ -155,14 +158,14 @@ def test_a_panel_shows_shares_where_time_goes_and_why(make: Any, width: int) -> 
 def test_a_narrow_panel_says_that_a_member_is_silent_or_stuck(make: Any) -> None:
     silent = make.member("local/0", rank=0, connected=False, beat_age_s=4.0)
     stuck = make.member("local/1", rank=1, phase="exchange", phase_age_s=7.0)
-    text = drawn(panel.render(make.run(members=(silent, stuck)), [], now=100.0, width=75), 75)
+    text = drawn(live_panel.render(make.run(members=(silent, stuck)), [], now=100.0, width=75), 75)
     assert "silent for 4.0 s" in text
     assert "exchange for 7.0 s" in text
 
 
 def test_changes_of_shares_leave_room_for_what_else_happens(make: Any) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    shown = panel.Panel(console)
+    shown = live_panel.Panel(console)
     shown.story([make.line(1, "Say", "local/2 is lost")])
     shown.story([make.line(n, "SharesDecided", f"shares {n}") for n in range(2, 50)])
     shown.view(make.run())

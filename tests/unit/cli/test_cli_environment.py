@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadEnvironment
-from shoal.launch import render, sources
-from shoal.wire.hires import Hires
+from shoal.launch import launch_plan as render
+from shoal.launch import settings_layers
+from shoal.wire.pool_files import Hires
 
 POOLS = """
 [run]
@@ -33,7 +34,7 @@ def hires(folder: Path, text: str) -> dict[str, object]:
     (folder / "env.tar.gz").write_bytes(b"")
     below = folder / "below"
     below.mkdir()
-    found = render.hires_of(sources.choose(below, {}))
+    found = render.hires_of(settings_layers.choose(below, {}))
     return {name: table.get("environment", "") for name, table in found.pools.items()}
 
 
@@ -62,6 +63,6 @@ def test_a_pool_that_is_described_no_more_gives_back_what_it_gave_and_needs_its_
 ) -> None:
     (tmp_path / "shoal.toml").write_text('[pool.here]\nengine = "local"\n')
     before = Hires({"old": {"engine": "slurm", "partition": "p", "limit": 3, "environment": "/gone.txt"}})
-    found = render.hires_of(sources.choose(tmp_path, {}), before=before).pools
+    found = render.hires_of(settings_layers.choose(tmp_path, {}), before=before).pools
     assert found["old"] == {"engine": "slurm", "partition": "p", "limit": 0, "environment": ""}
     assert "limit" not in found["here"]

@@ -8,55 +8,55 @@ from typing import Any
 import pytest
 
 from shoal.errors import AmbiguousRun, UnknownRun, UsageError
-from shoal.launch import find
-from shoal.launch.past import Past
-from shoal.launch.place import Place
+from shoal.launch import run_lookup
+from shoal.launch.coordinator_target import Place
+from shoal.launch.offline_records import Past
 
-HERE = find.Coordinator("c", "", "", None, None, Past(Path("nowhere")))
+HERE = run_lookup.Coordinator("c", "", "", None, None, Past(Path("nowhere")))
 
 
-def pairs(*views: Any) -> list[tuple[find.Coordinator, Any]]:
+def pairs(*views: Any) -> list[tuple[run_lookup.Coordinator, Any]]:
     return [(HERE, view) for view in views]
 
 
 def test_an_id_wins_over_a_name_and_a_beginning(make: Any) -> None:
     runs = pairs(make.run("a", name="b"), make.run("b", name="c"), make.run("bb", name="d"))
-    assert find.choose(runs, "b")[1].run == "b"
+    assert run_lookup.choose(runs, "b")[1].run == "b"
 
 
 def test_a_beginning_is_enough_if_only_one_run_has_it(make: Any) -> None:
     runs = pairs(make.run("train-aaaa", name="x"), make.run("train-bbbb", name="y"))
-    assert find.choose(runs, "train-b")[1].run == "train-bbbb"
+    assert run_lookup.choose(runs, "train-b")[1].run == "train-bbbb"
     with pytest.raises(AmbiguousRun) as caught:
-        find.choose(runs, "train-")
+        run_lookup.choose(runs, "train-")
     assert "train-aaaa" in caught.value.why
     assert "train-bbbb" in caught.value.why
 
 
 def test_of_several_with_one_name_the_one_that_goes_on_is_meant(make: Any) -> None:
     runs = pairs(make.run("1", status="done"), make.run("2"), make.run("3", status="failed"))
-    assert find.choose(runs, "train")[1].run == "2"
+    assert run_lookup.choose(runs, "train")[1].run == "2"
 
 
 def test_two_that_go_on_under_one_name_are_ambiguous(make: Any) -> None:
     with pytest.raises(AmbiguousRun):
-        find.choose(pairs(make.run("1"), make.run("2")), "train")
+        run_lookup.choose(pairs(make.run("1"), make.run("2")), "train")
 
 
 def test_an_unknown_run_comes_with_the_nearest(make: Any) -> None:
     with pytest.raises(UnknownRun) as caught:
-        find.choose(pairs(make.run("train-7f3k")), "trian")
+        run_lookup.choose(pairs(make.run("train-7f3k")), "trian")
     assert caught.value.do == "did you mean train?"
 
 
 def test_a_directory_without_a_journal_is_no_coordinator(tmp_path: Path) -> None:
     (tmp_path / "coordinators" / "x").mkdir(parents=True)
-    assert find.coordinators(find.Place(tmp_path)) == []
+    assert run_lookup.coordinators(run_lookup.Place(tmp_path)) == []
 
 
 def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: Any) -> None:
-    from shoal.coordinator.logs import Logs
-    from shoal.store.views import Views
+    from shoal.coordinator.storage.logs import Logs
+    from shoal.store.sqlite_views import Views
 
     directory = tmp_path / "coordinators" / "x"
     directory.mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: 
     views.put_lines([make.line(1, "Say", "hello", run="r1")])
     views.close()
     Logs(directory).append("r1", "local/0", ["one", "two"])
-    ((coordinator, going), (_, over)) = find.all_runs(find.Place(tmp_path))
+    ((coordinator, going), (_, over)) = run_lookup.all_runs(run_lookup.Place(tmp_path))
     assert coordinator.client is None
     assert (going.run, going.status, going.members) == ("r1", "resumable", ())
     assert (over.run, over.status) == ("r2", "done")
@@ -93,4 +93,4 @@ def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: 
 def test_what_is_no_url_is_said_to_be_none(tmp_path: Path, url: str) -> None:
     (tmp_path / "token").write_text("secret\n")
     with pytest.raises(UsageError, match="is no URL of a coordinator"):
-        find.coordinators(Place(tmp_path, url, str(tmp_path / "token")))
+        run_lookup.coordinators(Place(tmp_path, url, str(tmp_path / "token")))

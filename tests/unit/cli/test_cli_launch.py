@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadCount, BadScript, HomeUnusable
-from shoal.launch import render as launch
-from shoal.launch import sources
-from shoal.launch.services import RESTARTS, restart_delay_s
+from shoal.launch import launch_plan as launch
+from shoal.launch import settings_layers
+from shoal.launch.child_service import RESTARTS, restart_delay_s
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("4", (4, 4)), ("1:8", (1, 8)), (" 2:2 ", (2, 2))])
@@ -50,7 +50,7 @@ def test_the_run_carries_all_settings_and_the_scripts_own_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    choices = sources.choose(tmp_path, {}, ("lease_s=2", "members=1:3"))
+    choices = settings_layers.choose(tmp_path, {}, ("lease_s=2", "members=1:3"))
     spec = launch.spec_of("train.py", ("--lr", "1"), module=False, compat="", choices=choices)
     assert (spec.name, spec.argv, spec.cwd, spec.members) == ("train", ("train.py", "--lr", "1"), str(tmp_path), (1, 3))
     assert spec.settings["lease_s"] == 2.0
@@ -62,12 +62,12 @@ def test_an_argument_that_is_not_utf_8_is_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "train.py").touch()
     with pytest.raises(BadScript, match="not UTF-8"):
         launch.spec_of(
-            "train.py", (os.fsdecode(b"\xff"),), module=False, compat="", choices=sources.choose(tmp_path, {})
+            "train.py", (os.fsdecode(b"\xff"),), module=False, compat="", choices=settings_layers.choose(tmp_path, {})
         )
 
 
 def test_the_agent_keeps_its_logs_where_the_coordinator_looks_for_them(tmp_path: Path) -> None:
-    choices = sources.choose(tmp_path, {}, ("notice.source=aws", "interface=lo", "preload=json"))
+    choices = settings_layers.choose(tmp_path, {}, ("notice.source=aws", "interface=lo", "preload=json"))
     rendered = launch.render(tmp_path / "c", choices, None)
     words = " ".join(rendered.agent)
     assert f"--dir {tmp_path / 'c'}" in words

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.cli.resume import _about_to_end
-from shoal.launch.supervise import COORDINATOR_LOG
+from shoal.cli.verbs.resume import _about_to_end
+from shoal.launch.supervisor import COORDINATOR_LOG
 
 
 def coordinator(directory: Path | None, live: bool) -> SimpleNamespace:

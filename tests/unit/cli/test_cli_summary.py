@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import status, summary
-from shoal.core import events as ev
-from shoal.core import membership
+from shoal.cli.output import summary
+from shoal.cli.verbs import status
+from shoal.core.membership import decide as membership
+from shoal.core.membership import events as ev
 from shoal.core.world import Address
 
 

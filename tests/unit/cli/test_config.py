@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from shoal import config
+from shoal import settings as shoal_settings
 from shoal.errors import BadConfigFile, BadSettings, UsageError
-from shoal.launch import sources
+from shoal.launch import settings_layers
 
 
-def chosen(cwd: Path, environ: dict[str, str] | None = None, *assignments: str) -> sources.Choices:
-    return sources.choose(cwd, environ or {}, assignments)
+def chosen(cwd: Path, environ: dict[str, str] | None = None, *assignments: str) -> settings_layers.Choices:
+    return settings_layers.choose(cwd, environ or {}, assignments)
 
 
 def test_every_setting_has_a_help_and_a_default_of_its_own_type() -> None:
-    for key in config.declared():
+    for key in shoal_settings.declared():
         assert key.help
-        assert config.parse_value(key.name, key.default) == key.default
+        assert shoal_settings.parse_value(key.name, key.default) == key.default
 
 
 def test_variables_and_names_are_unique() -> None:
-    keys = config.declared()
+    keys = shoal_settings.declared()
     assert len({key.name for key in keys}) == len({key.variable for key in keys}) == len(keys)
 
 
@@ -30,7 +30,7 @@ def test_without_a_file_all_are_defaults(tmp_path: Path) -> None:
     choices = chosen(tmp_path)
     assert choices.file is None
     assert {one.source for one in choices.found.values()} == {"default"}
-    assert choices.for_run() == {key.name: key.default for key in config.declared() if key.travels}
+    assert choices.for_run() == {key.name: key.default for key in shoal_settings.declared() if key.travels}
 
 
 def test_a_file_is_found_upwards_and_named_with_its_line(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_file_is_found_upwards_and_named_with_its_line(tmp_path: Path) -> None
 
 def test_later_sources_win(tmp_path: Path) -> None:
     (tmp_path / "shoal.toml").write_text("[run]\nlease_s = 2\nbeat_s = 0.2\ngather_s = 0.1\nstall_s = 9\n")
-    choices = sources.choose(
+    choices = settings_layers.choose(
         tmp_path,
         {"SHOAL_BEAT_S": "0.3", "SHOAL_GATHER_S": "0.3", "SHOAL_STALL_S": "8"},
         ("gather_s=0.4", "run.stall_s=7"),
@@ -92,7 +92,7 @@ def test_an_unknown_key_says_where_and_what_was_meant(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_named_with_its_reason(name: str, value: object, why: str) -> None:
     with pytest.raises(BadSettings) as caught:
-        config.parse_value(name, value, where="shoal.toml:7")
+        shoal_settings.parse_value(name, value, where="shoal.toml:7")
     assert caught.value.what == f"{name} cannot be {value!r}"
     assert why in caught.value.why
     assert caught.value.where == "shoal.toml:7"
@@ -132,5 +132,5 @@ def test_set_without_a_value_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_settings_that_travel_fill_the_members_settings(tmp_path: Path) -> None:
-    settings = config.parse_settings(chosen(tmp_path, {}, "checkpoint.keep=7").for_run())
-    assert settings == config.Settings(checkpoint_keep=7)
+    settings = shoal_settings.parse_settings(chosen(tmp_path, {}, "checkpoint.keep=7").for_run())
+    assert settings == shoal_settings.Settings(checkpoint_keep=7)

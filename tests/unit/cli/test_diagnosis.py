@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.cli import checkup
+from shoal.cli.verbs import checkup
 from shoal.core.world import Address
-from shoal.launch.diagnosis import Examined, Missing, Pair, Report, verdicts
-from shoal.wire.examination import Attempt, Facts
+from shoal.doctor.diagnosis import Examined, Missing, Pair, Report, verdicts
+from shoal.wire.machine_check import Attempt, Facts
 
 GB = 1 << 30
 

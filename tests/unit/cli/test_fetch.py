@@ -9,11 +9,11 @@ from typing import BinaryIO
 
 import pytest
 
-from shoal.cli.fetch import told
+from shoal.cli.verbs.fetch import told
 from shoal.errors import FetchFailed
-from shoal.launch import luggage
-from shoal.launch.outputs import Brought, Here, bring
-from shoal.wire.views import FileView
+from shoal.launch import project_upload
+from shoal.launch.download import Brought, Here, bring
+from shoal.wire.api import FileView
 
 
 class Told:
@@ -89,7 +89,7 @@ def test_nothing_of_shoals_own_is_sent_along(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "project" / ".shoal" / "token").write_text("secret")
     (tmp_path / "project" / "train.py").write_text("")
     monkeypatch.setenv("SHOAL_HOME", str(home))
-    assert set(luggage.gathered(tmp_path / "project", {"more": tmp_path})) == {"train.py", "more"}
+    assert set(project_upload.gathered(tmp_path / "project", {"more": tmp_path})) == {"train.py", "more"}
 
 
 def test_no_token_is_sent_along_wherever_a_coordinator_or_a_user_keeps_it(
@@ -110,4 +110,4 @@ def test_no_token_is_sent_along_wherever_a_coordinator_or_a_user_keeps_it(
         (root / name).write_text("secret")
     (root / "linked.token").symlink_to("ada.token")
     monkeypatch.chdir(root)
-    assert set(luggage.gathered(root, {}, "ada.token")) == {"lib/token", "train.py"}
+    assert set(project_upload.gathered(root, {}, "ada.token")) == {"lib/token", "train.py"}

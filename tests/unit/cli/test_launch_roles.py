@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.cli import ps, status, submit, summary
 from shoal.cli.main import run as shoal_cli
+from shoal.cli.output import summary
+from shoal.cli.verbs import ps, status, submit
 from shoal.errors import BadLabels, BadPool, BadRole
-from shoal.experiment import start
+from shoal.experiment import run as experiment_run
 from shoal.experiment.roles import TRAINER
-from shoal.launch import render, sources
-from shoal.wire.hires import Hires, write
-from shoal.wire.views import CostView, RoleSpec, RunSpec
+from shoal.launch import launch_plan as render
+from shoal.launch import settings_layers
+from shoal.wire.api import CostView, RoleSpec, RunSpec
+from shoal.wire.pool_files import Hires, write
 
 POOLS = """
 [pool.spot]
@@ -40,7 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spec_of(*settings: str) -> RunSpec:
-    choices = sources.choose(Path.cwd(), {}, settings)
+    choices = settings_layers.choose(Path.cwd(), {}, settings)
     return render.spec_of("train.py", (), module=False, compat="", choices=choices)
 
 
@@ -48,7 +50,7 @@ def test_a_role_has_pools_of_its_own_and_the_coordinator_is_told_of_all() -> Non
     spec = spec_of("on=spot", "evaluator=true", "evaluator_on=lab", "budget=12.5", "priority=3")
     assert (spec.on, spec.roles, spec.budget) == (("spot",), {"evaluator": RoleSpec(on=("lab",))}, 12.5)
     assert render.pools_of(spec) == ("spot", "lab")
-    launch = render.render(Path("/nowhere"), sources.choose(Path.cwd(), {}), spec)
+    launch = render.render(Path("/nowhere"), settings_layers.choose(Path.cwd(), {}), spec)
     assert launch.hires is not None
     assert set(launch.hires.pools) == {"spot", "lab"}
 
@@ -114,22 +116,22 @@ def test_the_pools_that_a_coordinator_had_are_those_that_it_is_resumed_with(proj
     directory = project / "home" / "before"
     directory.mkdir(parents=True)
     write(directory, Hires({"lab": {"engine": "local", "limit": 1}, "gone": {"engine": "local"}}))
-    launch = render.render(directory, sources.choose(Path.cwd(), {}), None)
+    launch = render.render(directory, settings_layers.choose(Path.cwd(), {}), None)
     assert launch.hires is not None
     assert launch.hires.pools == {"lab": {"engine": "local"}, "gone": {"engine": "local"}}, "as they are said now"
 
 
 def test_a_role_of_python_has_pools_and_labels_too() -> None:
     roles = {TRAINER: shoal.Role(on="spot", where="gpu=a100"), "evaluator": shoal.Role(on="lab")}
-    choices = sources.choose(Path.cwd(), {}, options=start._options(roles, {"budget": 2.0}, "local"))
-    spec = start._spec(Path("/nowhere"), "fn", roles, choices, {})
+    choices = settings_layers.choose(Path.cwd(), {}, options=experiment_run._options(roles, {"budget": 2.0}, "local"))
+    spec = experiment_run._spec(Path("/nowhere"), "fn", roles, choices, {})
     assert (spec.on, spec.where, spec.budget) == (("spot",), {"gpu": "a100"}, 2.0)
     assert spec.roles["evaluator"].on == ("lab",)
     roles = {TRAINER: shoal.Role(where="zone=b")}
-    choices = sources.choose(Path.cwd(), {}, options=start._options(roles, {}, "local"))
-    assert start._spec(Path("/nowhere"), "fn", roles, choices, {}).on == ("rays",)
+    choices = settings_layers.choose(Path.cwd(), {}, options=experiment_run._options(roles, {}, "local"))
+    assert experiment_run._spec(Path("/nowhere"), "fn", roles, choices, {}).on == ("rays",)
     with pytest.raises(BadRole):
-        start._options({TRAINER: shoal.Role(on="spot")}, {}, "lab")
+        experiment_run._options({TRAINER: shoal.Role(on="spot")}, {}, "lab")
 
 
 # --- what is shown

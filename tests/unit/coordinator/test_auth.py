@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.coordinator import auth
+from shoal.coordinator.http import auth
 
 
 @pytest.mark.parametrize("host", [b"127.0.0.1:80", b"localhost", b"localhost:9", b"[::1]:80", b"127.1.2.3"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.desk import Desk
-from shoal.coordinator.hiring import tag_of
-from shoal.core import supply_events as se
+from shoal.coordinator.pools.pool_worker import Desk
+from shoal.coordinator.pools.provisioner import tag_of
+from shoal.core.provisioning import events as se
 from shoal.engines.engine import Seen
 from shoal.errors import EngineUnreachable, HireRefused
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.coordinator import records
-from shoal.coordinator.runs import Run, Runs
-from shoal.core import events as ev
-from shoal.core import fleet_events as fe
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Run, Runs
 from shoal.core.world import Address
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
 
 
 class Ending:
@@ -18,7 +18,7 @@ class Ending:
     def __init__(self, slots: int = 1) -> None:
         self.runs, self.now = Runs(), 1.0
         self.incarnations: dict[str, str] = {}
-        self.tell(records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1), project="p"), {}), "r")
+        self.tell(runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1), project="p"), {}), "r")
         self.tell(fe.AgentJoined("lab", slots, "h"))
         for member in list(self.incarnations):
             self.tell(ev.Hello(member, self.incarnations[member], Address("h", 1)), "r")

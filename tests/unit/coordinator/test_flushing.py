@@ -6,12 +6,12 @@ import asyncio
 import threading
 from pathlib import Path
 
-from shoal.coordinator.records import RunCreated, StopRequested
 from shoal.coordinator.service import Service
-from shoal.store import views
+from shoal.core.runs.events import RunCreated, StopRequested
+from shoal.store import sqlite_views
 from shoal.store.journal import Journal
-from shoal.store.views import Batch, Views
-from shoal.wire.views import RunSpec
+from shoal.store.sqlite_views import Batch, Views
+from shoal.wire.api import RunSpec
 
 SPEC = RunSpec("r", ("train.py",), "/", (1, 1))
 
@@ -49,7 +49,7 @@ def test_an_older_view_of_a_run_never_hides_a_newer_one(tmp_path: Path) -> None:
     kinds = asyncio.run(happen())
     assert kinds[0] == "RunCreated"
     assert "StopRequested" in kinds
-    assert [view.status for view in views.runs(tmp_path)] == ["stopped"]
+    assert [view.status for view in sqlite_views.runs(tmp_path)] == ["stopped"]
     assert shown.seq == 2
     service.close()
 
@@ -66,5 +66,5 @@ def test_what_is_being_written_at_the_end_is_written(tmp_path: Path) -> None:
         service.close()
 
     asyncio.run(happen())
-    assert [view.run for view in views.runs(tmp_path)] == ["r-1"]
-    assert views.story(tmp_path, "r-1")[0].kind == "RunCreated"
+    assert [view.run for view in sqlite_views.runs(tmp_path)] == ["r-1"]
+    assert sqlite_views.story(tmp_path, "r-1")[0].kind == "RunCreated"

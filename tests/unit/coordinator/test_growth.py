@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator import present
-from shoal.coordinator.records import RunCreated
-from shoal.coordinator.runs import Runs
-from shoal.coordinator.story import tell
-from shoal.core import events as ev
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
-from shoal.core import membership as mb
+from shoal.coordinator import live_state as present
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.membership import decide as mb
+from shoal.core.membership import events as ev
+from shoal.core.runs.events import RunCreated
+from shoal.core.runs.state import Runs
+from shoal.core.runs.story import tell
 from shoal.core.world import Address
-from shoal.wire import messages as ms
-from shoal.wire.views import RunSpec
+from shoal.wire import member_messages as ms
+from shoal.wire.api import RunSpec
 
 FEW, MANY = 40, 160
 NOW = 1000.0

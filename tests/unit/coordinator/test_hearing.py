@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator.app import _converse
-from shoal.coordinator.deliver import PREEMPTED, to_members
-from shoal.core.events import StopMembers
-from shoal.wire.messages import Stop
+from shoal.coordinator.dispatch import PREEMPTED, to_members
+from shoal.coordinator.http.routes import _converse
+from shoal.core.membership.events import StopMembers
+from shoal.wire.member_messages import Stop
 
 
 class Line:

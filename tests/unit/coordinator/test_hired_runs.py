@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator import present, records
-from shoal.coordinator.runs import Runs
-from shoal.core import events as ev
-from shoal.core import fleet, supply
-from shoal.core import fleet_events as fe
-from shoal.core import supply_events as se
+from shoal.coordinator import live_state as present
+from shoal.core.fleet import decide as fleet
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Runs
 from shoal.core.world import Address
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
 
 SPOT = se.Pool("spot", "slurm", 4)
 SPEC = RunSpec("t", ("t.py",), "/", (1, 1), on=("spot",))
@@ -26,7 +28,7 @@ class Hired:
         self.runs, self.now = Runs(), 1.0
         self.asked: list[Any] = []
         self.tell(se.PoolsKnown((pool,)))
-        self.tell(records.RunCreated(SPEC, {}), "r")
+        self.tell(runs_events.RunCreated(SPEC, {}), "r")
 
     def tell(self, event: Any, run: str = "", after_s: float = 0.1) -> None:
         self.now += after_s
@@ -35,7 +37,7 @@ class Hired:
     def due(self, after_s: float = 0.0) -> list[se.PatienceOver]:
         """The waits for machines that are over."""
         self.now += after_s
-        return list(supply.due(self.runs.supply, self.now))
+        return list(provisioning.due(self.runs.supply, self.now))
 
     def train_on(self, hire: str) -> str:
         """A machine comes, and its member trains; the member's name."""
@@ -84,7 +86,7 @@ def test_one_that_somebody_asked_to_stop_meanwhile_does_not_wait() -> None:
     member = hired.train_on("spot-1")
     hired.tell(fe.AgentNotice("spot-1", 8.0, "preempted"))
     hired.tell(ev.TimerFired("leave"), "r", after_s=3.0)
-    hired.tell(records.StopRequested("by ada", True, 30.0), "r")
+    hired.tell(runs_events.StopRequested("by ada", True, 30.0), "r")
     hired.tell(ev.MemberLeft(member, 5), "r")
     hired.tell(fe.ProcessExited("r", member, hired.incarnation, "preempted", "left after a notice"), "r")
     assert hired.runs.runs["r"].status == "stopped"
@@ -123,7 +125,7 @@ def test_what_was_spent_while_the_coordinator_was_away_counts() -> None:
     hired = Hired(se.Pool("spot", "slurm", 4, price_per_h=3.6))
     hired.train_on("spot-1")
     hired.tell(fe.Opened("again"), after_s=1000.0)
-    account = supply.account_at(hired.runs.supply, hired.now)
+    account = provisioning.account_at(hired.runs.supply, hired.now)
     assert account.of_run("r").spent == pytest.approx(1.0, rel=0.01)
 
 

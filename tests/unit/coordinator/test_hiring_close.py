@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator import hiring
-from shoal.coordinator.desk import AT_ONCE
-from shoal.coordinator.hiring import Hiring
+from shoal.coordinator.pools import provisioner
+from shoal.coordinator.pools.pool_worker import AT_ONCE
+from shoal.coordinator.pools.provisioner import Hiring
 from shoal.coordinator.service import Service
-from shoal.core import supply_events as se
-from shoal.engines import ray_driver
+from shoal.core.provisioning import events as se
 from shoal.engines.engine import Seen
+from shoal.engines.ray import driver
 from shoal.store.journal import Journal
-from shoal.store.views import Views
-from shoal.wire.hires import LEAVING, Leaving, leaving_of
+from shoal.store.sqlite_views import Views
+from shoal.wire.pool_files import LEAVING, Leaving, leaving_of
 
 
 class Empty:
@@ -84,7 +84,7 @@ def closed(service: Service, engine: Any) -> None:
 
 
 def test_all_are_given_back_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hiring, "CLOSE_S", 0.5)
+    monkeypatch.setattr(provisioner, "CLOSE_S", 0.5)
     engine = Full(3 * AT_ONCE)
     engine.directory = tmp_path
     closed(Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here"), engine)
@@ -99,7 +99,7 @@ def test_all_are_given_back_however_many_there_are(tmp_path: Path, monkeypatch: 
 def test_an_engine_that_never_answers_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hiring, "CLOSE_S", 0.1)
+    monkeypatch.setattr(provisioner, "CLOSE_S", 0.1)
     engine, answers = Full(1), threading.Event()
     monkeypatch.setattr(engine, "leave_s", lambda _grace_s: 1.0)
     monkeypatch.setattr(engine, "cancel", lambda _handle: answers.wait())
@@ -110,4 +110,4 @@ def test_an_engine_that_never_answers_is_given_up(
 
 
 def test_ray_ends_as_many_at_a_time_as_it_is_asked_to() -> None:
-    assert ray_driver.AT_ONCE > AT_ONCE
+    assert driver.AT_ONCE > AT_ONCE

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.coordinator.desk import together
-from shoal.core.supply_events import Cancel, Submit
+from shoal.coordinator.pools.pool_worker import together
+from shoal.core.provisioning.events import Cancel, Submit
 
 
 def hire(number: int) -> Submit:

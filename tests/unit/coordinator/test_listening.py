@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from shoal.coordinator import listening
+from shoal.coordinator.server import listen as server
 from shoal.core.addresses import Interface
 from shoal.errors import PortInUse
 
@@ -18,13 +18,13 @@ def two_networks(monkeypatch):
         Interface("docker0", ("172.17.0.1",)),
         Interface("eth0", ("10.0.0.1", "fd00::1")),
     )
-    monkeypatch.setattr(listening.interfaces, "interfaces", lambda: known)
-    monkeypatch.setattr(listening.interfaces, "outward", lambda: ("10.0.0.1",))
-    monkeypatch.setattr(listening.interfaces, "good_names", lambda: ("lab",))
+    monkeypatch.setattr(server.interfaces, "interfaces", lambda: known)
+    monkeypatch.setattr(server.interfaces, "outward", lambda: ("10.0.0.1",))
+    monkeypatch.setattr(server.interfaces, "good_names", lambda: ("lab",))
 
 
 def test_who_listens_everywhere_is_local_here_and_has_all_addresses_elsewhere(two_networks):
-    found = listening.urls("::", 29300, secure=True)
+    found = server.urls("::", 29300, secure=True)
     assert found.here == "https://127.0.0.1:29300"
     assert found.elsewhere == (
         "https://10.0.0.1:29300",
@@ -35,7 +35,7 @@ def test_who_listens_everywhere_is_local_here_and_has_all_addresses_elsewhere(tw
 
 
 def test_addresses_that_are_named_come_first_with_their_own_ports(two_networks):
-    found = listening.urls("0.0.0.0", 29300, True, ("gateway.lab:443", "203.0.113.7", "[fd00::9]:1", "fd00::8"))
+    found = server.urls("0.0.0.0", 29300, True, ("gateway.lab:443", "203.0.113.7", "[fd00::9]:1", "fd00::8"))
     assert found.elsewhere[:4] == (
         "https://gateway.lab:443",
         "https://203.0.113.7:29300",
@@ -46,19 +46,19 @@ def test_addresses_that_are_named_come_first_with_their_own_ports(two_networks):
 
 
 def test_who_listens_at_one_address_has_that_one():
-    assert listening.urls("127.0.0.1", 1, False) == listening.Urls("http://127.0.0.1:1", ("http://127.0.0.1:1",))
-    assert listening.urls("fd00::1", 1, True).here == "https://[fd00::1]:1"
+    assert server.urls("127.0.0.1", 1, False) == server.Urls("http://127.0.0.1:1", ("http://127.0.0.1:1",))
+    assert server.urls("fd00::1", 1, True).here == "https://[fd00::1]:1"
 
 
 def test_both_families_get_one_port_and_a_taken_one_is_named(monkeypatch):
-    monkeypatch.setattr(listening, "PORT_WITHIN_S", 0.0)
-    sockets = listening.listen("::", 0)
+    monkeypatch.setattr(server, "PORT_WITHIN_S", 0.0)
+    sockets = server.listen("::", 0)
     port = sockets[0].getsockname()[1]
     try:
         assert {one.getsockname()[1] for one in sockets} == {port}
         assert [one.family for one in sockets] == [socket.AF_INET, socket.AF_INET6][: len(sockets)]
         with pytest.raises(PortInUse, match=str(port)):
-            listening.listen("::", port)
+            server.listen("::", port)
     finally:
         for one in sockets:
             one.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.logs import ALL, MAX_PAGE_BYTES, Logs, page
+from shoal.coordinator.storage.logs import ALL, MAX_PAGE_BYTES, Logs, page
 
 LINE = "x" * 90
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from test_present import trained_by
 
-from shoal.coordinator import metrics, present
-from shoal.wire.messages import Beat, Spent
+from shoal.coordinator import live_state as present
+from shoal.coordinator.http import prometheus
+from shoal.wire.member_messages import Beat, Spent
 
 
 def test_shares_waiting_and_noise_are_figures_too() -> None:
@@ -15,7 +16,7 @@ def test_shares_waiting_and_noise_are_figures_too() -> None:
         "m/0": Beat(1, 7, "compute", 0.0, share=51, spent=Spent(0.001, 0.05, 0.002, 0.003), **told),
         "m/1": Beat(1, 7, "compute", 0.0, share=13, **told),
     }
-    text = metrics.render([present.run_view(runs.runs["r"], runs, live, "d", 6.0)], []).decode()
+    text = prometheus.render([present.run_view(runs.runs["r"], runs, live, "d", 6.0)], []).decode()
     for line in (
         'shoal_run_batch{name="t",run="r"} 64.0',
         'shoal_run_noise_scale{name="t",run="r"} 310.0',
@@ -30,6 +31,6 @@ def test_shares_waiting_and_noise_are_figures_too() -> None:
 
 def test_what_is_not_known_is_no_figure() -> None:
     runs = trained_by(1)
-    text = metrics.render([present.run_view(runs.runs["r"], runs, present.Live(), "d", 6.0)], []).decode()
+    text = prometheus.render([present.run_view(runs.runs["r"], runs, present.Live(), "d", 6.0)], []).decode()
     assert "shoal_run_noise_scale{" not in text
     assert "shoal_run_idle_ratio{" not in text

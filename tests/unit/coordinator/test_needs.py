@@ -5,18 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.config import Settings
-from shoal.coordinator import demands, present, records, waiting
-from shoal.coordinator.runs import BUDGET_REACHED, Runs
-from shoal.core import events as ev
-from shoal.core import fleet_events as fe
-from shoal.core import spending, supply
-from shoal.core import supply_events as se
-from shoal.core.supply_events import Need, Pool
+from shoal.coordinator import live_state as present
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.provisioning import budget
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.events import Need, Pool
+from shoal.core.runs import admission, queue
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import BUDGET_REACHED, Runs
 from shoal.core.world import Address
 from shoal.errors import BadBudget, BadLabels, BadPool, BadRole, PlaceTooSmall
+from shoal.settings import Settings
 from shoal.store import journal
-from shoal.wire.views import RoleSpec, RunSpec
+from shoal.wire.api import RoleSpec, RunSpec
 
 SPOT = Pool("spot", "slurm", limit=4, price_per_h=1.0, instead_per_h=3.0, labels={"gpu": "a100"}, sized=True)
 LAB = Pool("lab", "ssh", limit=2, labels={"gpu": "none"})
@@ -37,11 +40,11 @@ class Coordinator:
         return [one for _, one in self.runs.apply(run, event, self.now)]
 
     def create(self, name: str, spec: RunSpec, **settings: object) -> None:
-        self.on(name, records.RunCreated(spec, {**msgspec.to_builtins(Settings()), **settings}))
+        self.on(name, runs_events.RunCreated(spec, {**msgspec.to_builtins(Settings()), **settings}))
 
     def deliver(self) -> None:
         """Every machine that was asked for comes, and every process on it is ready to train."""
-        for hire in [h for h in self.runs.supply.hires.values() if h.status == supply.ASKED]:
+        for hire in [h for h in self.runs.supply.hires.values() if h.status == provisioning.ASKED]:
             self.on("", se.Submitted(hire.pool, hire.name, hire.name))
             size = self.runs.size_of(hire.name)
             self.on("", fe.AgentJoined(hire.name, hire.slots, "h", pool=hire.pool, size=size))
@@ -54,9 +57,9 @@ class Coordinator:
     def pay(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
-            self.now += spending.LOOK_S
+            self.now += budget.LOOK_S
             state = self.runs.supply
-            for event in (*supply.due(state, self.now), *supply.money_due(state, self.now)):
+            for event in (*provisioning.due(state, self.now), *provisioning.money_due(state, self.now)):
                 self.on("", event, after_s=0.0)
 
     def members(self, run: str) -> list[str]:
@@ -93,7 +96,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_machines_until_its_processes_have_
     found = Coordinator()
     found.create("r", SPEC)
     found.deliver()
-    found.on("r", records.StopRequested("enough", True, 30.0))
+    found.on("r", runs_events.StopRequested("enough", True, 30.0))
     assert found.runs.supply.needs == (Need("r", (), 0, held=("spot-1", "spot-2")),)
     one, two = found.runs.fleet.of_run("r")
     found.on("r", fe.ProcessExited("r", one.member, one.incarnation, "done"))
@@ -130,9 +133,9 @@ def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_fo
     assert view.cost is not None
     assert 0.17 < view.cost.spent <= 0.2
     with pytest.raises(BadBudget, match="does not pay 1 members any longer"):
-        demands.check_left(run.spec, run.budget, view.cost.spent, found.runs.supply.pools)
-    found.on("r", records.BudgetSet(5.0))
-    found.on("r", records.RunResumed(1, 2))
+        admission.check_left(run.spec, run.budget, view.cost.spent, found.runs.supply.pools)
+    found.on("r", runs_events.BudgetSet(5.0))
+    found.on("r", runs_events.RunResumed(1, 2))
     assert found.runs.supply.needs == (Need("r", ("spot",), 2, 1, budget=5.0),)
 
 
@@ -143,7 +146,7 @@ def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
     found.deliver()
     found.pay(600.0)
     for entry in found.entries:
-        again.apply(entry.run, journal.event_of(entry, records.KINDS), entry.at)
+        again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
     assert again == found.runs
     assert again.supply.account.of_run("r").spent > 0.1
 
@@ -152,7 +155,7 @@ def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
 
 
 def test_labels_mean_pools_and_machines_that_came_by_themselves_will_not_do() -> None:
-    spec = demands.settle(msgspec.structs.replace(SPEC, on=(), where={"gpu": "a100"}), POOLS)
+    spec = admission.settle(msgspec.structs.replace(SPEC, on=(), where={"gpu": "a100"}), POOLS)
     assert spec.on == ("spot",)
     found = Coordinator()
     found.create("r", spec)
@@ -164,7 +167,7 @@ def test_labels_mean_pools_and_machines_that_came_by_themselves_will_not_do() ->
 
 def test_the_labels_of_a_role_choose_its_own_pools() -> None:
     roles = {"evaluator": RoleSpec(where={"gpu": "none"})}
-    assert demands.settle(msgspec.structs.replace(SPEC, roles=roles), POOLS).roles["evaluator"].on == ("lab",)
+    assert admission.settle(msgspec.structs.replace(SPEC, roles=roles), POOLS).roles["evaluator"].on == ("lab",)
 
 
 @pytest.mark.parametrize(
@@ -182,13 +185,13 @@ def test_the_labels_of_a_role_choose_its_own_pools() -> None:
 )
 def test_what_cannot_be_had_is_refused(changes: dict[str, object], kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        demands.settle(msgspec.structs.replace(SPEC, **changes), POOLS)
+        admission.settle(msgspec.structs.replace(SPEC, **changes), POOLS)
 
 
 def test_a_role_that_is_larger_than_the_places_of_its_pool_is_refused() -> None:
     small = {"spot": Pool("spot", "slurm", limit=4, slots=2, sized=True, cpus=4)}
     with pytest.raises(PlaceTooSmall):
-        demands.settle(msgspec.structs.replace(SPEC, roles={"trainer": RoleSpec(cpus=4)}), small)
+        admission.settle(msgspec.structs.replace(SPEC, roles={"trainer": RoleSpec(cpus=4)}), small)
 
 
 # --- the queue
@@ -200,10 +203,10 @@ def test_runs_that_wait_are_in_line_by_priority_and_say_what_they_wait_for() -> 
     found.deliver()
     found.create("second", SPEC)
     found.create("urgent", msgspec.structs.replace(SPEC, priority=5))
-    assert waiting.queue_of(found.runs) == ["urgent", "second"]
-    told = waiting.waiting_of(found.runs.runs["second"], found.runs, found.now)
-    assert told == waiting.Waiting(2, "a place; held by first (4)")
-    assert waiting.waiting_of(found.runs.runs["first"], found.runs, found.now) is None
+    assert queue.queue_of(found.runs) == ["urgent", "second"]
+    told = queue.waiting_of(found.runs.runs["second"], found.runs, found.now)
+    assert told == queue.Waiting(2, "a place; held by first (4)")
+    assert queue.waiting_of(found.runs.runs["first"], found.runs, found.now) is None
 
 
 def test_a_run_whose_machines_were_asked_for_says_since_when_and_why_they_are_not_there() -> None:
@@ -212,7 +215,7 @@ def test_a_run_whose_machines_were_asked_for_says_since_when_and_why_they_are_no
     seen = tuple(se.Sighting(name, name, False, "other jobs come before it") for name in found.runs.supply.hires)
     found.on("", se.Observed("spot", seen))
     found.now += 30.0
-    told = waiting.waiting_of(found.runs.runs["r"], found.runs, found.now)
+    told = queue.waiting_of(found.runs.runs["r"], found.runs, found.now)
     assert told is not None
     assert told.what == ("2 places; 2 of spot asked for 30 s ago (other jobs come before it); no machine is there")
     view = present.run_view(found.runs.runs["r"], found.runs, present.Live(), "d", found.now)

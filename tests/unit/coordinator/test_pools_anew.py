@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.blobs import STOWED, Blobs
-from shoal.coordinator.hiring import Hiring, open_pools
+from shoal.coordinator.pools.provisioner import Hiring, open_pools
 from shoal.coordinator.service import Service
-from shoal.core import supply_events as se
-from shoal.core.hires import HERE, LEAVING, SUBMITTED, Hire
+from shoal.coordinator.storage.blobs import STOWED, Blobs
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.state import HERE, LEAVING, SUBMITTED, Hire
 from shoal.store.journal import Journal
-from shoal.store.views import Views
-from shoal.wire import credentials, hires
+from shoal.store.sqlite_views import Views
+from shoal.wire import credentials, pool_files
 
 
 def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
-    hires.write(tmp_path, hires.Hires({"farm": {"engine": "local", "limit": 1}}))
+    pool_files.write(tmp_path, pool_files.Hires({"farm": {"engine": "local", "limit": 1}}))
     service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
     had = {name: Hire(name, "farm", 1, HERE, at, handle=str(tmp_path / name)) for name, at in (("a", 1.0), ("b", 2.0))}
     service.runs.supply = replace(service.runs.supply, hires=had)
@@ -45,7 +45,7 @@ def test_what_environments_are_made_of_stays_while_a_hire_may_fetch_it(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
-    hires.write(tmp_path, hires.Hires({"farm": {"engine": "local"}}))
+    pool_files.write(tmp_path, pool_files.Hires({"farm": {"engine": "local"}}))
     digest = Blobs(tmp_path / STOWED).add(b"a wheel")
     service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
     queued = {"a": Hire("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if hired else {}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 
-from shoal.coordinator import present, records
-from shoal.coordinator.runs import Runs
-from shoal.core import events as ev
-from shoal.core import fleet_events as fe
+from shoal.coordinator import live_state as present
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
+from shoal.core.runs.state import Runs
 from shoal.core.world import Address
-from shoal.wire.messages import Beat, Spent
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
+from shoal.wire.member_messages import Beat, Spent
 
 
 def trained_by(count: int) -> Runs:
     runs = Runs()
-    runs.apply("r", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, count)), {}), 1.0)
+    runs.apply("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, count)), {}), 1.0)
     for i in range(count):
         runs.apply("r", ev.Hello(f"m/{i}", "1", Address("h", 1)), 2.0)
     for i in range(count):
@@ -68,7 +69,7 @@ def test_a_figure_that_is_no_number_is_not_shown_and_is_no_news() -> None:
 
 def test_figures_of_a_run_outlive_it() -> None:
     runs, live = trained_by(1), present.Live()
-    live.measured = records.Measured(9, 0, 9, 0.5, 10.0, {}, batch=64, noise=310.0, idle=(None, 0.02))
+    live.measured = runs_events.Measured(9, 0, 9, 0.5, 10.0, {}, batch=64, noise=310.0, idle=(None, 0.02))
     view = present.run_view(runs.runs["r"], runs, live, "d", 4.0)
     assert (view.batch, view.noise, view.idle_before, view.idle_now) == (64, 310.0, None, 0.02)
 
@@ -84,7 +85,7 @@ def test_every_member_that_ran_out_of_memory_is_shown() -> None:
 
 def test_a_compat_run_is_shown_by_its_processes() -> None:
     runs = Runs()
-    runs.apply("c", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 2), compat="torchrun"), {}), 1.0)
+    runs.apply("c", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 2), compat="torchrun"), {}), 1.0)
     assert present.run_view(runs.runs["c"], runs, present.Live(), "d", 2.0).status == "starting"
     runs.apply("", fe.AgentJoined("a", None, "h"), 2.0)
     for process in list(runs.fleet.processes.values()):
@@ -129,11 +130,11 @@ def test_the_loss_is_that_of_the_step_which_is_shown() -> None:
 
 
 def test_a_step_is_news_and_so_is_what_the_script_says() -> None:
-    last = records.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.9})
+    last = runs_events.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.9})
     assert present.is_news(last, None)
-    assert not present.is_news(records.Measured(9, 0, 9, 0.5, 11.0, {"accuracy": 0.9}), last)
-    assert present.is_news(records.Measured(10, 0, 9, 0.5, 10.0, {"accuracy": 0.9}), last)
-    assert present.is_news(records.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.95}), last)
+    assert not present.is_news(runs_events.Measured(9, 0, 9, 0.5, 11.0, {"accuracy": 0.9}), last)
+    assert present.is_news(runs_events.Measured(10, 0, 9, 0.5, 10.0, {"accuracy": 0.9}), last)
+    assert present.is_news(runs_events.Measured(9, 0, 9, 0.5, 10.0, {"accuracy": 0.95}), last)
 
 
 def test_the_usual_step_is_that_of_the_slowest_to_tell() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.config import parse_settings
-from shoal.coordinator.requests import _with_evaluator
+from shoal.coordinator.http.commands import _with_evaluator
 from shoal.errors import BadRole
-from shoal.wire.views import RoleSpec, RunSpec
+from shoal.settings import parse_settings
+from shoal.wire.api import RoleSpec, RunSpec
 
 
 def settings_of(compat: str = "", evaluators: int = 1, **settings: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.coordinator import files as filed
-from shoal.coordinator.files import Files, Whole
+from shoal.coordinator.storage import run_files as filed
+from shoal.coordinator.storage.run_files import Files, Whole
 from shoal.errors import BadRequest, CoordinatorFull, StorageError, UnknownFile, UploadBroken
 
 ID = "0123456789abcdef"

@@ -14,7 +14,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 
-from shoal.coordinator.sockets import MAX_WAITING, SCOPE, DirectSocket
+from shoal.coordinator.server.websocket import MAX_WAITING, SCOPE, DirectSocket
 
 REQUEST = (
     b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator import records, story
-from shoal.core import events as ev
-from shoal.core import fleet_events as fe
-from shoal.core.shards import Holding, Placement
+from shoal.core.fleet import events as fe
+from shoal.core.membership import events as ev
+from shoal.core.placement import Holding, Placement
+from shoal.core.runs import events as runs_events
+from shoal.core.runs import story
 from shoal.core.world import Address, Seat, World
-from shoal.wire.messages import Machine
-from shoal.wire.views import RunSpec
+from shoal.wire.api import RunSpec
+from shoal.wire.member_messages import Machine
 
 SILENT = {
     "BecameReady": False,
@@ -58,11 +59,11 @@ VALUES: dict[str, Any] = {
     "Placement": Placement(2, 1, (Seat("x", "1", Address("h", 1)),), (Holding("x"), Holding("x", "y", "z"))),
     "RunSpec": RunSpec("t", ("t.py",), "/", (1, 2)),
     "Machine": Machine("m", 1, 1),
-    "budget.BudgetSettings": fe.DEFAULT_RESTARTS,
+    "restart_policy.BudgetSettings": fe.DEFAULT_RESTARTS,
 }
 KINDS = [
     kind
-    for union in (ev.Event, ev.Instruction, fe.Event, fe.Instruction, records.RunEvent)
+    for union in (ev.Event, ev.Instruction, fe.Event, fe.Instruction, runs_events.RunEvent)
     for kind in union.__args__  # type: ignore[attr-defined]
 ]
 
@@ -106,7 +107,7 @@ def test_a_limit_of_memory_is_told_of_its_member() -> None:
 
 
 def test_an_exception_is_told_with_its_place() -> None:
-    raised = records.MemberRaised("a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n')
+    raised = runs_events.MemberRaised("a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n')
     (line,) = story.tell(1, 1.0, "r", raised, [])
     assert (line.text, line.reason) == ("a/0 raised ValueError: bad", 'File "t.py", line 3, in f')
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.budget import BudgetSettings, GiveUp, Loss, Restart, decide
+from shoal.core.fleet.restart_policy import BudgetSettings, GiveUp, Loss, Restart, decide
 
 SETTINGS = BudgetSettings(user=2, infrastructure=3, window_s=1000.0, backoff_s=1.0, backoff_max_s=5.0, healthy_s=60.0)
 

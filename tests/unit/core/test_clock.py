@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from shoal.core import clock
-from shoal.core.clock import Granted, Ledger, Over, Ticket, Unknown, Wait
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
+from shoal.core.parameter_server import ticket_ledger
+from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Over, Ticket, Unknown, Wait
 
 ORDER = Order(samples=100, size=20, epochs=2)
 
 
 def begin(ledger: Ledger, name: str, done: Ticket | None = None, seconds: float = 1.0):
-    ledger = clock.join(ledger, name, "1")
-    return clock.turn(ledger, ORDER, name, "1", done, seconds, wants=True)
+    ledger = ticket_ledger.join(ledger, name, "1")
+    return ticket_ledger.turn(ledger, ORDER, name, "1", done, seconds, wants=True)
 
 
 def finish(ledger: Ledger, name: str) -> Ledger:
     held = ledger.trainers[name].ticket
     assert held is not None
-    ledger, _ = clock.turn(ledger, ORDER, name, "1", held, 1.0, wants=False)
+    ledger, _ = ticket_ledger.turn(ledger, ORDER, name, "1", held, 1.0, wants=False)
     return ledger
 
 
@@ -32,13 +32,13 @@ def test_a_lone_trainer_gets_whole_batches_in_order() -> None:
 
 
 def test_two_trainers_share_a_batch() -> None:
-    ledger, first = begin(clock.join(Ledger(bound=0), "b", "1"), "a")
+    ledger, first = begin(ticket_ledger.join(Ledger(bound=0), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
     assert (first.ticket, second.ticket) == (Ticket(0, 0, 10), Ticket(0, 10, 20))
 
 
 def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
-    ledger = clock.join(Ledger(bound=1), "b", "1")
+    ledger = ticket_ledger.join(Ledger(bound=1), "b", "1")
     ledger, _ = begin(ledger, "b")
     for _ in range(2):
         ledger, outcome = begin(ledger, "a")
@@ -53,7 +53,7 @@ def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
 
 
 def test_without_a_bound_nobody_waits() -> None:
-    ledger, _ = begin(clock.join(Ledger(bound=None), "b", "1"), "b")
+    ledger, _ = begin(ticket_ledger.join(Ledger(bound=None), "b", "1"), "b")
     for _ in range(8):
         ledger, outcome = begin(ledger, "a")
         assert isinstance(outcome, Granted)
@@ -61,12 +61,12 @@ def test_without_a_bound_nobody_waits() -> None:
 
 
 def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
-    ledger, lost = begin(clock.join(Ledger(bound=0), "b", "1"), "b")
+    ledger, lost = begin(ticket_ledger.join(Ledger(bound=0), "b", "1"), "b")
     ledger, _ = begin(ledger, "a")
     ledger = finish(ledger, "a")
     _, outcome = begin(ledger, "a")
     assert isinstance(outcome, Wait)
-    ledger, outcome = begin(clock.drop(ledger, "b", "1"), "a")
+    ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
     assert isinstance(outcome, Granted)
     assert outcome.ticket == lost.ticket
 
@@ -74,14 +74,14 @@ def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
 def test_a_newcomer_starts_at_the_slowest_clock() -> None:
     ledger, _ = begin(Ledger(bound=5), "a")
     ledger = finish(ledger, "a")
-    ledger = clock.join(ledger, "b", "1")
+    ledger = ticket_ledger.join(ledger, "b", "1")
     assert ledger.trainers["b"].clock == 1
 
 
 def test_a_newcomer_after_everybody_was_lost_starts_where_they_were() -> None:
     ledger, _ = begin(Ledger(bound=5), "a")
-    ledger = clock.drop(finish(ledger, "a"), "a", "1")
-    assert clock.join(ledger, "b", "1").trainers["b"].clock == 1
+    ledger = ticket_ledger.drop(finish(ledger, "a"), "a", "1")
+    assert ticket_ledger.join(ledger, "b", "1").trainers["b"].clock == 1
 
 
 def test_asking_again_gives_the_same_ticket() -> None:
@@ -94,60 +94,62 @@ def test_asking_again_gives_the_same_ticket() -> None:
 def test_saying_done_twice_counts_once() -> None:
     ledger, granted = begin(Ledger(bound=0), "a")
     ledger = finish(ledger, "a")
-    again, _ = clock.turn(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
+    again, _ = ticket_ledger.turn(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
     assert again == ledger
     assert again.finished_samples == 20
 
 
 def test_another_process_of_the_same_name_is_a_newcomer() -> None:
     ledger, granted = begin(Ledger(bound=0), "a")
-    ledger = clock.join(ledger, "a", "2")
+    ledger = ticket_ledger.join(ledger, "a", "2")
     assert ledger.again == (granted.ticket,)
-    ledger, outcome = clock.turn(ledger, ORDER, "a", "1", None, 0.0, wants=True)
+    ledger, outcome = ticket_ledger.turn(ledger, ORDER, "a", "1", None, 0.0, wants=True)
     assert outcome == Unknown()
 
 
 def test_a_ticket_that_was_finished_by_one_given_up_is_not_issued_again() -> None:
     ledger, granted = begin(Ledger(bound=0), "a")
-    ledger = clock.drop(ledger, "a", "1")
-    ledger, _ = clock.turn(clock.join(ledger, "a", "1"), ORDER, "a", "1", granted.ticket, 1.0, wants=False)
+    ledger = ticket_ledger.drop(ledger, "a", "1")
+    ledger, _ = ticket_ledger.turn(
+        ticket_ledger.join(ledger, "a", "1"), ORDER, "a", "1", granted.ticket, 1.0, wants=False
+    )
     assert ledger.again == ()
     assert ledger.finished_samples == 20
 
 
 def test_slow_trainers_get_smaller_tickets() -> None:
     ledger = Ledger(bound=None)
-    ledger, fast = begin(clock.join(ledger, "slow", "1"), "fast")
+    ledger, fast = begin(ticket_ledger.join(ledger, "slow", "1"), "fast")
     ledger, slow = begin(ledger, "slow")
-    ledger, _ = clock.turn(ledger, ORDER, "fast", "1", fast.ticket, 1.0, wants=False)
-    ledger, _ = clock.turn(ledger, ORDER, "slow", "1", slow.ticket, 4.0, wants=False)
-    assert (clock.share(ledger, "fast", 20), clock.share(ledger, "slow", 20)) == (16, 4)
+    ledger, _ = ticket_ledger.turn(ledger, ORDER, "fast", "1", fast.ticket, 1.0, wants=False)
+    ledger, _ = ticket_ledger.turn(ledger, ORDER, "slow", "1", slow.ticket, 4.0, wants=False)
+    assert (ticket_ledger.share(ledger, "fast", 20), ticket_ledger.share(ledger, "slow", 20)) == (16, 4)
 
 
 def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
-    ledger = clock.join(clock.join(Ledger(bound=None, policy="staleness"), "a", "1"), "b", "1")
+    ledger = ticket_ledger.join(ticket_ledger.join(Ledger(bound=None, policy="staleness"), "a", "1"), "b", "1")
     for _ in range(5):
         ledger, _ = begin(ledger, "a")
         ledger = finish(ledger, "a")
-    assert clock.share(ledger, "a", 20) > clock.share(ledger, "b", 20)
+    assert ticket_ledger.share(ledger, "a", 20) > ticket_ledger.share(ledger, "b", 20)
 
 
 def test_the_last_tickets_are_waited_for_because_they_may_come_again() -> None:
-    ledger, _ = begin(clock.join(Ledger(bound=None, step=9, at=10), "b", "1"), "b")
+    ledger, _ = begin(ticket_ledger.join(Ledger(bound=None, step=9, at=10), "b", "1"), "b")
     ledger, outcome = begin(ledger, "a")
     assert isinstance(outcome, Wait)
     assert outcome.whom == ("b",)
-    ledger, outcome = begin(clock.drop(ledger, "b", "1"), "a")
+    ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
     assert isinstance(outcome, Granted)
 
 
 def test_a_checkpoint_issues_again_what_was_not_finished_when_it_began() -> None:
-    ledger, first = begin(clock.join(Ledger(bound=None), "b", "1"), "a")
+    ledger, first = begin(ticket_ledger.join(Ledger(bound=None), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
-    ledger = clock.mark(finish(ledger, "b"))
+    ledger = ticket_ledger.mark(finish(ledger, "b"))
     ledger, third = begin(ledger, "b")
     ledger = finish(finish(ledger, "a"), "b")
-    saved = clock.as_marked(ledger)
+    saved = ticket_ledger.as_marked(ledger)
     assert saved.again == (first.ticket, third.ticket)
     assert saved.finished_samples == second.ticket.samples
     assert (saved.step, saved.at) == (ledger.step, ledger.at)

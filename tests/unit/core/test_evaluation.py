@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core import evaluation as el
-from shoal.core import events as ev
-from shoal.core.roster import Beat
+from shoal.core.membership import events as ev
+from shoal.core.membership.state import Beat
+from shoal.core.runs import evaluation as el
 from shoal.core.world import Address
 from shoal.errors import BadEvaluation
 

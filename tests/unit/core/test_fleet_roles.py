@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.core import fleet as fl
-from shoal.core import fleet_events as fe
-from shoal.core.terms import Size, Terms
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet import events as fe
+from shoal.core.fleet.requirements import Size, Terms
 
 SPOT, LAB = Terms(("spot",)), Terms(("lab",), own=True, apart=True)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.core import prospects, supply
-from shoal.core import supply_events as se
-from shoal.core.supply import State
-from shoal.core.supply_events import Need, Pool
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning import feasibility
+from shoal.core.provisioning.decide import State
+from shoal.core.provisioning.events import Need, Pool
 
 SPOT = Pool("spot", "slurm", limit=8)
 LAB = Pool("lab", "ssh", limit=2)
@@ -26,13 +27,13 @@ class World:
 
     def tell(self, event: se.Event, after_s: float = 0.0) -> None:
         self.now += after_s
-        self.state, _ = supply.decide(self.state, event, self.now)
+        self.state, _ = provisioning.decide(self.state, event, self.now)
 
     def given_up(self, after_s: float = 0.0) -> tuple[se.PoolTrouble, ...] | None:
         """What is wrong with the pools, if the run is given up now."""
         self.now += after_s
-        for event in supply.due(self.state, self.now):
-            self.state, asked = supply.decide(self.state, event, self.now)
+        for event in provisioning.due(self.state, self.now):
+            self.state, asked = provisioning.decide(self.state, event, self.now)
             for one in asked:
                 if isinstance(one, se.GiveUp):
                     assert one.run == "run"
@@ -143,21 +144,21 @@ def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
     world.tell(se.NeedsChanged(()))
     world.need = replace(world.need, run="later")
     world.tell(se.NeedsChanged((world.need,)))
-    assert not prospects.hopeless(world.state, world.need, world.now)
+    assert not feasibility.hopeless(world.state, world.need, world.now)
     assert list(world.state.hires) == ["spot-2"], "it is asked at once"
     world.refuse("spot-2")
-    assert prospects.hopeless(world.state, world.need, world.now)
+    assert feasibility.hopeless(world.state, world.need, world.now)
 
 
 def test_whom_a_run_waits_for_is_told_with_what_they_say() -> None:
     world = World(SPOT, LAB, most=9)
     world.tell(se.Submitted("spot", "spot-1", "job"))
     world.tell(se.Observed("spot", (se.Sighting("spot-1", "job", False, "no node is free (Resources)"),)))
-    assert prospects.awaited(world.state, ("spot", "lab")) == (
+    assert feasibility.awaited(world.state, ("spot", "lab")) == (
         "waiting for machines: 8 of pool spot (no node is free (Resources)); 1 of pool lab"
     )
     world.refuse("lab-9", final=False)
-    assert prospects.awaited(world.state, ("lab",)) == (
+    assert feasibility.awaited(world.state, ("lab",)) == (
         "waiting for machines: pool lab, which is asked again (no such partition)"
     )
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shoal.core import events as ev
-from shoal.core import membership as mb
-from shoal.core import servers as sv
-from shoal.core import sync
-from shoal.core.roster import DONE, Beat, Rules, State
-from shoal.core.shards import Placement
+from shoal.core import sync_mode
+from shoal.core.membership import decide as mb
+from shoal.core.membership import events as ev
+from shoal.core.membership.state import DONE, Beat, Rules, State
+from shoal.core.parameter_server import decide as sv
+from shoal.core.placement import Placement
 from shoal.core.world import Address
 from shoal.errors import BadSync
 
@@ -230,13 +230,13 @@ def test_a_member_that_finds_the_coordinator_again_hears_of_the_placement() -> N
 @pytest.mark.parametrize("text", ["stale", "stale:-1", "stale:x", "bulk", "", "async:3", "step:1"])
 def test_a_mode_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(BadSync):
-        sync.parse(text)
+        sync_mode.parse(text)
 
 
 def test_modes_are_read() -> None:
-    assert sync.parse("stale:0") == sync.Sync("stale:0", True, 0)
-    assert sync.parse("async").bound is None
-    assert not sync.parse("step").served
+    assert sync_mode.parse("stale:0") == sync_mode.Sync("stale:0", True, 0)
+    assert sync_mode.parse("async").bound is None
+    assert not sync_mode.parse("step").served
 
 
 def test_a_server_that_dies_while_all_stop_is_stood_in_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.shards import Holding, copied, cut, first, handed, settle, without
+from shoal.core.placement import Holding, copied, cut, first, handed, settle, without
 
 
 def names(count: int) -> list[str]:

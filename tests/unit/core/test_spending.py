@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core import spending, supply
-from shoal.core import supply_events as se
-from shoal.core.spending import Kept
-from shoal.core.supply import HERE, LEAVING, State
-from shoal.core.supply_events import Need, Pool
+from shoal.core.provisioning import budget as provisioning_budget
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.budget import Kept
+from shoal.core.provisioning.decide import HERE, LEAVING, State
+from shoal.core.provisioning.events import Need, Pool
 
 SPOT = Pool("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0)
 DEAR = Pool("dear", "slurm", limit=8, price_per_h=4.0)
@@ -26,22 +27,22 @@ class World:
         self.tell(se.NeedsChanged((self.need,)))
 
     def tell(self, event: se.Event) -> None:
-        self.state, asked = supply.decide(self.state, event, self.now)
+        self.state, asked = provisioning.decide(self.state, event, self.now)
         self.told += [one.text for one in asked if isinstance(one, se.Tell)]
         for one in asked:
             if isinstance(one, se.OutOfMoney):
                 self.over = one.reason
 
     def deliver(self) -> None:
-        for hire in [one for one in self.state.hires.values() if one.status == supply.ASKED]:
+        for hire in [one for one in self.state.hires.values() if one.status == provisioning.ASKED]:
             self.tell(se.Submitted(hire.pool, hire.name, hire.name))
             self.tell(se.AgentHere(hire.name))
 
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until and not self.over:
-            self.now += spending.LOOK_S
-            for event in (*supply.due(self.state, self.now), *supply.money_due(self.state, self.now)):
+            self.now += provisioning_budget.LOOK_S
+            for event in (*provisioning.due(self.state, self.now), *provisioning.money_due(self.state, self.now)):
                 self.tell(event)
             for hire in [one for one in self.state.hires.values() if one.status == LEAVING]:
                 self.tell(se.Ended(hire.name))
@@ -51,7 +52,7 @@ class World:
 
     @property
     def spent(self) -> float:
-        return supply.account_at(self.state, self.now).of_run("run").spent
+        return provisioning.account_at(self.state, self.now).of_run("run").spent
 
 
 def test_while_the_budget_is_far_away_nothing_is_given_back() -> None:
@@ -78,8 +79,8 @@ def test_the_least_stays_as_long_as_there_is_money_and_some_is_kept_to_stop() ->
         world.wait(5.0)
         sizes.add(len(world.here()))
     assert min(sizes) == 2
-    reserve = 2 * SPOT.price_per_h * spending.RESERVE_S / 3600.0
-    assert world.spent == pytest.approx(0.5 - reserve, abs=2 * spending.LOOK_S / 3600.0)
+    reserve = 2 * SPOT.price_per_h * provisioning_budget.RESERVE_S / 3600.0
+    assert world.spent == pytest.approx(0.5 - reserve, abs=2 * provisioning_budget.LOOK_S / 3600.0)
     assert "the budget of 0.50 is spent but for 0.03, which is needed to stop in order" in world.over
 
 
@@ -117,9 +118,9 @@ def test_a_cheaper_pool_is_asked_when_the_preferred_one_is_too_dear() -> None:
 
 def test_what_is_not_here_yet_goes_before_what_is_and_the_least_must_be_here() -> None:
     kept = [Kept("here", 3.0, 1, True), Kept("coming", 1.0, 1, False)]
-    assert spending.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["coming"]
+    assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["coming"]
     kept = [Kept("here", 3.0, 1, True), Kept("too", 1.0, 1, True)]
-    assert spending.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["here"]
+    assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["here"]
 
 
 def test_a_coordinator_that_was_away_counts_what_its_machines_cost_meanwhile() -> None:
@@ -155,4 +156,4 @@ def test_what_the_coordinator_ended_when_it_ended_for_good_costs_nothing_more() 
     world.now += 36000.0
     world.tell(se.NeedsChanged((world.need,)))
     assert world.spent == pytest.approx(0.1)
-    assert world.state.standings.get("spot", supply.Standing()).strikes == 0
+    assert world.state.standings.get("spot", provisioning.Standing()).strikes == 0

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.core import supply
-from shoal.core import supply_events as se
-from shoal.core.supply import ASKED, HERE, LEAVING, SUBMITTED, State
-from shoal.core.supply_events import Need, Pool, Sighting
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning.decide import ASKED, HERE, LEAVING, SUBMITTED, State
+from shoal.core.provisioning.events import Need, Pool, Sighting
 
 SPOT = Pool("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0, patience_s=60.0)
 LAB = Pool("lab", "ssh", limit=3, slots=2, price_per_h=2.0, patience_s=60.0)
@@ -26,14 +26,14 @@ class World:
 
     def tell(self, event: se.Event, after_s: float = 0.0) -> list[se.Instruction]:
         self.now += after_s
-        self.state, asked = supply.decide(self.state, event, self.now)
+        self.state, asked = provisioning.decide(self.state, event, self.now)
         self.asked = list(asked)
         return self.asked
 
     def wait(self, seconds: float) -> list[se.Instruction]:
         self.now += seconds
         asked: list[se.Instruction] = []
-        for event in supply.due(self.state, self.now):
+        for event in provisioning.due(self.state, self.now):
             asked += self.tell(event)
         return asked
 
@@ -108,7 +108,7 @@ def test_a_machine_with_a_notice_is_replaced_while_it_hands_over() -> None:
     assert of(se.Cancel, asked + world.wait(10)) == [], "it goes by itself"
     world.tell(se.Observed("spot", (Sighting("spot-2", "job", running=True),)))
     assert list(world.state.hires) == ["spot-2"]
-    assert world.state.standings.get("spot", supply.Standing()).strikes == 0, "that is nobody's fault"
+    assert world.state.standings.get("spot", provisioning.Standing()).strikes == 0, "that is nobody's fault"
 
 
 def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name() -> None:
@@ -117,7 +117,7 @@ def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name(
     world.deliver("spot-1")
     world.tell(se.Observed("spot", (Sighting("spot-1", "job of spot-1", running=True),)))
     waiting = se.Observed("spot", (Sighting("spot-1", "job of spot-1", running=False, why="requeued"),))
-    assert supply.is_news(world.state, waiting)
+    assert provisioning.is_news(world.state, waiting)
     asked = world.tell(waiting, after_s=100.0) + world.tell(se.AgentLost("spot-1", "silent"), after_s=5.0)
     assert of(se.Submit, asked) == of(se.Cancel, asked) == []
     assert world.status() == {"spot-1": SUBMITTED}
@@ -272,7 +272,7 @@ def test_several_runs_share_the_machines_of_a_pool_first_come_first_served() -> 
     world = World(LAB)
     world.tell(se.NeedsChanged((Need("a", ("lab",), 3), Need("b", ("lab",), 2))))
     assert len(world.state.hires) == 3
-    assert supply.users(world.state) == {"lab-1": {"a": 2}, "lab-2": {"a": 1, "b": 1}, "lab-3": {"b": 1}}
+    assert provisioning.users(world.state) == {"lab-1": {"a": 2}, "lab-2": {"a": 1, "b": 1}, "lab-3": {"b": 1}}
 
 
 def test_costs_are_counted_for_each_run_over_all_losses() -> None:
@@ -298,11 +298,11 @@ def test_news_are_what_differs_from_what_is_known() -> None:
     world.tell(se.Submitted("spot", "spot-1", "job"))
     waiting = se.Observed("spot", (Sighting("spot-1", "job", running=False),))
     running = se.Observed("spot", (Sighting("spot-1", "job", running=True),))
-    assert not supply.is_news(world.state, waiting)
-    assert supply.is_news(world.state, running)
-    assert supply.is_news(world.state, se.Observed("spot", ()))
+    assert not provisioning.is_news(world.state, waiting)
+    assert provisioning.is_news(world.state, running)
+    assert provisioning.is_news(world.state, se.Observed("spot", ()))
     world.tell(running)
-    assert not supply.is_news(world.state, running)
+    assert not provisioning.is_news(world.state, running)
 
 
 def test_a_machine_that_says_that_it_is_made_ready_is_waited_for() -> None:
@@ -354,7 +354,7 @@ def test_what_a_machine_says_of_itself_is_not_overwritten_by_its_engine() -> Non
     world.tell(se.Submitted("spot", "spot-1", "job"))
     world.tell(se.Preparing("spot-1", "builds its environment"))
     seen = se.Observed("spot", (Sighting("spot-1", "job", True, "Slurm job 5"),))
-    assert not supply.is_news(world.state, seen)
+    assert not provisioning.is_news(world.state, seen)
     world.tell(seen)
     assert world.state.hires["spot-1"].why == "builds its environment"
 

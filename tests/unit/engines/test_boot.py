@@ -8,15 +8,16 @@ import sys
 import msgspec
 import pytest
 
-from shoal.engines import boot, pools, ssh_command
+from shoal.engines import agent_script, pool_config
 from shoal.engines.engine import Ask, Options
 from shoal.engines.local import Local
-from shoal.engines.ray import Ray, RayOptions, actor_options
-from shoal.engines.slurm import Slurm, SlurmOptions
-from shoal.engines.ssh_command import SshOptions
+from shoal.engines.ray.engine import Ray, RayOptions, actor_options
+from shoal.engines.slurm.engine import Slurm, SlurmOptions
+from shoal.engines.ssh import command
+from shoal.engines.ssh.command import SshOptions
 from shoal.errors import BadPool
-from shoal.pack import first
-from shoal.pack.environment import Environment
+from shoal.pack.environments.recipe import Environment
+from shoal.pack.remote import bootstrap
 from shoal.wire.credentials import Credentials
 
 MADE = Environment("5ea1", "4ec1")
@@ -43,17 +44,17 @@ exec python3 "$home/first.py" "${home%/*/*/*}/environments" https://10.0.0.1:424
 
 def test_any_python_fetches_shoal_and_becomes_the_agent() -> None:
     options = Options(directory="~/scratch", setup=("module load python",), environment="requirements.txt")
-    assert boot.script(ASK, options, python="python3") == BEFORE + inspect.getsource(first) + AFTER
+    assert agent_script.script(ASK, options, python="python3") == BEFORE + inspect.getsource(bootstrap) + AFTER
 
 
 def test_nothing_in_what_is_sent_ends_it_before_its_end() -> None:
-    assert "SHOAL" not in inspect.getsource(first).splitlines()
+    assert "SHOAL" not in inspect.getsource(bootstrap).splitlines()
 
 
 @pytest.mark.parametrize("engine", ["local", "ssh", "slurm", "ray"])
 def test_every_engine_takes_an_environment_and_shows_no_secret(engine: str) -> None:
     table = {"engine": engine, "environment": "/home/me/requirements.txt", "directory": "/scratch"}
-    _, made = pools.parse("lab", table | ({"hosts": ["gpu1"]} if engine == "ssh" else {}))
+    _, made = pool_config.parse("lab", table | ({"hosts": ["gpu1"]} if engine == "ssh" else {}))
     shown = made.render(ASK)
     words = " ".join((*shown.argv, shown.text))
     assert "first.py" in words
@@ -69,8 +70,8 @@ def test_without_an_environment_nothing_is_made_here_or_there() -> None:
 
 def test_a_host_needs_no_shoal_if_there_is_an_environment() -> None:
     bare, made = SshOptions(hosts=("h",)), SshOptions(hosts=("h",), environment="requirements.txt")
-    assert 'find_spec("shoal")' in ssh_command.check(bare)
-    assert ssh_command.check(made) == (
+    assert 'find_spec("shoal")' in command.check(bare)
+    assert command.check(made) == (
         "set -e\nexec python3 -c 'import sys; print(sys.version.split()[0]); "
         "sys.version_info >= (3, 7) or sys.exit(0); "
         'print("fit")\'\n'
@@ -102,6 +103,8 @@ def test_what_runs_in_an_image_does_not_see_this_disk_unless_one_says_so() -> No
 @pytest.mark.parametrize("engine", ["local", "ssh"])
 def test_engines_without_containers_name_those_that_have_them(engine: str) -> None:
     with pytest.raises(BadPool) as refused:
-        pools.parse("lab", {"engine": engine, "image": "lab/torch"} | ({"hosts": ["a"]} if engine == "ssh" else {}))
+        pool_config.parse(
+            "lab", {"engine": engine, "image": "lab/torch"} | ({"hosts": ["a"]} if engine == "ssh" else {})
+        )
     assert "images are for slurm and ray" in refused.value.why
     assert "environment" in refused.value.do

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.engines import grace
+from shoal.engines import grace_period
 from shoal.engines.engine import Ask
-from shoal.engines.slurm_jobs import kill_wait_s
+from shoal.engines.slurm.jobs import kill_wait_s
 from shoal.wire.credentials import Credentials
 
 ASK = Ask("a-1", "t", "http://h:1", Credentials("x"), 1)
@@ -28,7 +28,7 @@ ASK = Ask("a-1", "t", "http://h:1", Credentials("x"), 1)
 def test_an_agent_has_less_time_than_its_engine_grants(
     given: tuple[str, ...], granted_s: float, told: tuple[str, ...]
 ) -> None:
-    assert grace.within(replace(ASK, options=given), granted_s).options == told
+    assert grace_period.within(replace(ASK, options=given), granted_s).options == told
 
 
 def test_what_slurm_grants_is_in_its_configuration() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.engines.last_words import of_log
+from shoal.engines.exit_message import of_log
 
 
 def test_an_error_is_told_with_its_cause() -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engines import leftovers, local, ray_driver, slurm, ssh_there
-from shoal.engines.boot import KEEP_S
+from shoal.engines import local, stale_dirs
+from shoal.engines.agent_script import KEEP_S
 from shoal.engines.engine import Options
-from shoal.engines.slurm import SlurmOptions
-from shoal.engines.slurm_jobs import Job
+from shoal.engines.ray import driver
+from shoal.engines.slurm import engine as slurm_engine
+from shoal.engines.slurm.engine import SlurmOptions
+from shoal.engines.slurm.jobs import Job
+from shoal.engines.ssh import remote_helper
 
 OLD_S = KEEP_S + 3600.0
 
@@ -31,12 +34,12 @@ def leave(above: Path, name: str, *, age_s: float = OLD_S, **files: str) -> Path
 
 
 def left(above: Path) -> set[str]:
-    return {f"{tag}/{hire}" for tag, hire, _ in leftovers.homes(above / "hires")}
+    return {f"{tag}/{hire}" for tag, hire, _ in stale_dirs.homes(above / "hires")}
 
 
 def by_ssh(above: Path) -> None:
     request = {"directory": str(above), "tag": "mine", "known": ["spot-9"], "keep_s": KEEP_S}
-    ssh_there.tidy(request)
+    remote_helper.tidy(request)
 
 
 def by_local(above: Path) -> None:
@@ -59,13 +62,13 @@ def test_on_a_node_of_ray_the_next_hire_removes_what_is_left(tmp_path: Path) -> 
     leave(tmp_path, "mine/rays-1")
     leave(tmp_path, "mine/rays-2", age_s=60.0)
     leave(tmp_path, "mine/rays-3", token="it lives")
-    ray_driver._tidy(tmp_path / "hires")
+    driver._tidy(tmp_path / "hires")
     assert left(tmp_path) == {"mine/rays-2", "mine/rays-3"}
-    assert ray_driver.KEEP_S == KEEP_S
+    assert driver.KEEP_S == KEEP_S
 
 
 def test_on_a_node_of_ray_the_token_of_one_whose_actor_died_without_a_word_goes(tmp_path: Path) -> None:
-    me = ray_driver._identity(os.getpid())
+    me = driver._identity(os.getpid())
     node, boot, pid, born = me
     told = {
         "lives": me,
@@ -77,7 +80,7 @@ def test_on_a_node_of_ray_the_token_of_one_whose_actor_died_without_a_word_goes(
         name: leave(tmp_path, f"mine/{name}", age_s=60.0, actor_json=json.dumps(one), token="secret")
         for name, one in told.items()
     }
-    ray_driver._tidy(tmp_path / "hires")
+    driver._tidy(tmp_path / "hires")
     assert {name for name, home in homes.items() if (home / "token").exists()} == {"lives", "elsewhere"}
     assert left(tmp_path) == {f"mine/{name}" for name in told}, "its log may still be wanted"
 
@@ -94,7 +97,7 @@ def test_an_agent_here_that_died_without_a_word_is_removed_and_one_that_lives_is
 
 
 def test_an_agent_of_a_host_that_died_without_a_word_is_removed(tmp_path: Path) -> None:
-    died = {"pid": os.getpid(), "born": 1, "boot": ssh_there._boot(), "node": socket.gethostname()}
+    died = {"pid": os.getpid(), "born": 1, "boot": remote_helper._boot(), "node": socket.gethostname()}
     leave(tmp_path, "mine/lab-1", process_json=json.dumps(died), token="secret")
     leave(tmp_path, "mine/lab-2", process_json=json.dumps({**died, "node": "elsewhere"}), token="secret")
     by_ssh(tmp_path)
@@ -103,9 +106,9 @@ def test_an_agent_of_a_host_that_died_without_a_word_is_removed(tmp_path: Path) 
 
 def test_a_job_that_slurm_still_has_keeps_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [Job("7", "PENDING", "", None, None, None, 0, 0, "", "shoal-mine-spot-1")]
-    monkeypatch.setattr(slurm.Slurm, "_jobs", lambda _self: jobs)
+    monkeypatch.setattr(slurm_engine.Slurm, "_jobs", lambda _self: jobs)
     leave(tmp_path, "mine/spot-1", job_log="", token="waits for days")
     leave(tmp_path, "mine/spot-2", job_log="", token="its job is gone")
     leave(tmp_path, "mine/rays-3", token="another engine's")
-    slurm.Slurm("spot", SlurmOptions(directory=str(tmp_path))).tidy("mine", ())
+    slurm_engine.Slurm("spot", SlurmOptions(directory=str(tmp_path))).tidy("mine", ())
     assert left(tmp_path) == {"mine/spot-1", "mine/rays-3"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from shoal.engines import pools
+from shoal.engines import pool_config
 from shoal.errors import BadPool, UnknownEngine
 
 
 def test_a_pool_is_what_its_table_says() -> None:
     table = {"engine": "slurm", "partition": "night", "limit": 4, "slots": 2, "price": 0.5, "instead": 1.5}
-    pool, engine = pools.parse("spot", table)
+    pool, engine = pool_config.parse("spot", table)
     assert (pool.limit, pool.slots, pool.price_per_h, pool.instead_per_h) == (4, 2, 0.5, 1.5)
     assert engine.pool == "spot"
     assert engine.options.partition == "night"  # type: ignore[attr-defined]
@@ -31,24 +31,24 @@ def test_a_pool_is_what_its_table_says() -> None:
 )
 def test_what_cannot_be_said_of_a_pool_is_named(table: dict[str, Any], says: str) -> None:
     with pytest.raises(BadPool) as caught:
-        pools.parse("spot", table, where="shoal.toml")
+        pool_config.parse("spot", table, where="shoal.toml")
     assert says in str(caught.value)
     assert caught.value.where == "shoal.toml"
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_others() -> None:
     with pytest.raises(UnknownEngine, match="local, ray, slurm, ssh"):
-        pools.parse("spot", {"engine": "slurn"})
+        pool_config.parse("spot", {"engine": "slurn"})
 
 
 @pytest.mark.parametrize("name", ["my pool", "a;b", "a/b", "../a", "", "a,b", "ä", "-a", ".a", "a" * 64])
 def test_a_pool_has_a_name_that_shells_paths_and_agents_take(name: str) -> None:
     with pytest.raises(BadPool) as refused:
-        pools.parse(name, {"engine": "local"}, "shoal.toml")
+        pool_config.parse(name, {"engine": "local"}, "shoal.toml")
     assert refused.value.what == f"a pool cannot be called {name!r}"
     assert refused.value.where == "shoal.toml"
 
 
 @pytest.mark.parametrize("name", ["spot", "A-1", "eu_west.2"])
 def test_usual_names_of_pools_are_taken(name: str) -> None:
-    assert pools.parse(name, {"engine": "local"})[0].name == name
+    assert pool_config.parse(name, {"engine": "local"})[0].name == name

@@ -8,9 +8,10 @@ import sys
 import msgspec
 import pytest
 
-from shoal.engines import ray, ray_nodes
 from shoal.engines.engine import Ask
-from shoal.engines.ray import Ray, RayOptions
+from shoal.engines.ray import engine as ray_engine
+from shoal.engines.ray import nodes as ray_nodes
+from shoal.engines.ray.engine import Ray, RayOptions
 from shoal.wire.credentials import Credentials
 
 ASK = Ask("spot-3", "c0ffee", "https://lab:7000", Credentials("very-secret", "PEM"), 2, ("--grace", "9"))
@@ -49,7 +50,7 @@ def test_a_hire_is_a_detached_actor_that_runs_the_agent():
         placement="spread",
     )
     rendered = Ray("spot", options).render(ASK)
-    assert rendered.argv == (sys.executable, "-P", str(ray.DRIVER), "--address", "ray://head:10001")
+    assert rendered.argv == (sys.executable, "-P", str(ray_engine.DRIVER), "--address", "ray://head:10001")
     assert json.loads(rendered.text) == {
         "do": "submit",
         "name": "shoal-c0ffee-spot-3",
@@ -72,7 +73,7 @@ def test_the_token_is_not_shown():
 
 
 def test_a_group_decides_where_its_hires_go():
-    assert "scheduling_strategy" not in ray.actor_options(RayOptions(placement="spread", group="ours"))
+    assert "scheduling_strategy" not in ray_engine.actor_options(RayOptions(placement="spread", group="ours"))
 
 
 def test_unknown_settings_are_errors():
@@ -82,9 +83,9 @@ def test_unknown_settings_are_errors():
 
 
 def test_no_name_of_one_tag_begins_like_those_of_another():
-    other = ray.actor_name("a-b", "c")
-    assert other.removeprefix(ray.actor_name("a", "")).startswith("-")
-    assert ray.actor_name("a-b", "c") != ray.actor_name("a", "b-c")
+    other = ray_engine.actor_name("a-b", "c")
+    assert other.removeprefix(ray_engine.actor_name("a", "")).startswith("-")
+    assert ray_engine.actor_name("a-b", "c") != ray_engine.actor_name("a", "b-c")
 
 
 @pytest.mark.parametrize(
@@ -140,16 +141,16 @@ def test_what_takes_nothing_fits_any_number_of_times():
     ],
 )
 def test_addresses(address: str, place: tuple[str, int] | None):
-    assert ray.split_address(address) == place
+    assert ray_engine.split_address(address) == place
 
 
 def test_a_death_is_told_in_short():
     died = (
         "The actor is dead because its worker process has died. Worker exit detail: Worker exits by an user request. "
     )
-    assert ray.brief(died + "the agent ended with exit code 4: error[S207] no") == (
+    assert ray_engine.brief(died + "the agent ended with exit code 4: error[S207] no") == (
         "the agent ended with exit code 4: error[S207] no"
     )
-    assert ray.brief("It died. Some common causes include: many") == "It died."
+    assert ray_engine.brief("It died. Some common causes include: many") == "It died."
     lost = "The actor died because its node has died. Node Id: bbe6 the node was terminated unexpectedly: no answer"
-    assert ray.brief(lost) == "its node is lost: no answer"
+    assert ray_engine.brief(lost) == "its node is lost: no answer"

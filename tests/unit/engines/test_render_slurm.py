@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.engines.engine import Ask
-from shoal.engines.slurm import Slurm, SlurmOptions, boot_words
+from shoal.engines.slurm.engine import Slurm, SlurmOptions, boot_words
 from shoal.wire.credentials import Credentials
 
 ASK = Ask("lab-1", "c0ffee", "https://head:7077", Credentials("secret-token"), 2, ("--grace", "20"))

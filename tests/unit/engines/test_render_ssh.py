@@ -10,10 +10,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.engines import grace, pools, ssh_command, ssh_there
+from shoal.engines import grace_period, pool_config
 from shoal.engines.engine import Ask
-from shoal.engines.ssh import Ssh
-from shoal.engines.ssh_command import Place, SshOptions, order, places
+from shoal.engines.ssh import command, remote_helper
+from shoal.engines.ssh.command import Place, SshOptions, order, places
+from shoal.engines.ssh.engine import Ssh
 from shoal.errors import BadPool
 from shoal.wire.credentials import Credentials
 
@@ -83,12 +84,12 @@ def test_lines_before_the_agent_are_not_run_for_each_look() -> None:
 
 
 def test_what_a_login_shell_is_given_means_the_same_to_all_of_them() -> None:
-    assert not set("$`!\\\n") & set(ssh_command.helper(SshOptions(hosts=("h",))))
+    assert not set("$`!\\\n") & set(command.helper(SshOptions(hosts=("h",))))
 
 
 def test_what_is_sent_to_hosts_is_read_by_the_oldest_python_that_is_taken() -> None:
-    source = inspect.getsource(ssh_there)
-    ast.parse(source, feature_version=ssh_command.OLDEST_HELPER)
+    source = inspect.getsource(remote_helper)
+    ast.parse(source, feature_version=command.OLDEST_HELPER)
     imported = {
         alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names
     }
@@ -114,8 +115,8 @@ def test_hosts_that_see_this_disk_use_the_interpreter_that_runs_here() -> None:
 
 def test_a_pool_has_no_more_than_its_hosts_take() -> None:
     assert engine(hosts=["a", "b*3"], per_host=2).most == 5
-    assert pools.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 16})[0].limit == 2
-    assert pools.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 1})[0].limit == 1
+    assert pool_config.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 16})[0].limit == 2
+    assert pool_config.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 1})[0].limit == 1
 
 
 def test_a_host_says_itself_how_many_it_takes() -> None:
@@ -150,9 +151,9 @@ def test_an_unknown_option_is_an_error() -> None:
 
 def test_a_handle_names_the_host_and_the_hire() -> None:
     for host in ("a", "me@a", "ssh://me@[::1]:22"):
-        assert ssh_command.of_handle(ssh_command.handle(host, "tag", "lab-1")) == (host, "tag", "lab-1")
+        assert command.of_handle(command.handle(host, "tag", "lab-1")) == (host, "tag", "lab-1")
 
 
 def test_the_grace_is_the_agents_own() -> None:
-    assert grace.of(ASK) == 20.0
-    assert grace.of(replace(ASK, options=())) == 30.0
+    assert grace_period.of(ASK) == 20.0
+    assert grace_period.of(replace(ASK, options=())) == 30.0

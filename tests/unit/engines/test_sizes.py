@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shoal.engines import pools
+from shoal.engines import pool_config
 from shoal.engines.engine import Ask, Rendered
 from shoal.errors import BadPool
 from shoal.wire.credentials import Credentials
@@ -15,7 +15,7 @@ ASK = Ask("spot-1", "c0ffee", "http://h:1", Credentials("secret"), 2, (), cpus=8
 
 
 def rendered(**table: object) -> Rendered:
-    return pools.parse("spot", table)[1].render(ASK)
+    return pool_config.parse("spot", table)[1].render(ASK)
 
 
 def test_slurm_is_asked_for_what_members_need() -> None:
@@ -28,7 +28,7 @@ def test_what_a_pool_of_slurm_says_itself_is_right() -> None:
     argv = rendered(engine="slurm", cpus_per_task=16, memory="32G").argv
     assert "--cpus-per-task=16" in argv
     assert "--mem=32G" in argv
-    pool, _ = pools.parse("spot", {"engine": "slurm", "cpus_per_task": 16, "memory": "32G"})
+    pool, _ = pool_config.parse("spot", {"engine": "slurm", "cpus_per_task": 16, "memory": "32G"})
     assert (pool.sized, pool.cpus, pool.memory_bytes) == (True, 16, 32 << 30)
 
 
@@ -42,8 +42,8 @@ def test_ray_is_asked_for_what_members_need_unless_the_pool_says_it() -> None:
 def test_labels_are_what_machines_carry_and_for_ray_also_what_nodes_are_chosen_by() -> None:
     labels = {"gpu": "a100"}
     for engine in ("local", "slurm", "ray"):
-        pool, _ = pools.parse("spot", {"engine": engine, "labels": labels})
+        pool, _ = pool_config.parse("spot", {"engine": engine, "labels": labels})
         assert pool.labels == labels
     assert json.loads(rendered(engine="ray", labels=labels).text)["options"]["label_selector"] == labels
     with pytest.raises(BadPool):
-        pools.parse("spot", {"engine": "local", "labels": "gpu"})
+        pool_config.parse("spot", {"engine": "local", "labels": "gpu"})

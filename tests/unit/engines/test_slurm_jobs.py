@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.engines.slurm_jobs import is_delayed, job_name, parse, seen
+from shoal.engines.slurm.jobs import is_delayed, job_name, parse, seen
 
 NOW = 1_794_812_500.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.engines.slurm_nodes import mib, offers, parse, wanted_gpus
+from shoal.engines.slurm.nodes import mib, offers, parse, wanted_gpus
 
 NODES = """\
 n1|low*|up|idle|0/16/0/16|64000|0|(null)|gpu:0|

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.engines.slurm_refusals import failure, in_short
+from shoal.engines.slurm.errors import failure, in_short
 from shoal.errors import EngineUnreachable, HireRefused
 
 SBATCH = ("sbatch", "--parsable")

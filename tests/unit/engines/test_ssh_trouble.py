@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.engines import ssh_contact
-from shoal.engines.ssh_command import Place, SshOptions
-from shoal.engines.ssh_contact import Contact
-from shoal.engines.ssh_trouble import Trouble, of_answer, of_ssh, silent, skew
+from shoal.engines.ssh import host_connection
+from shoal.engines.ssh.command import Place, SshOptions
+from shoal.engines.ssh.errors import Trouble, of_answer, of_ssh, silent, skew
+from shoal.engines.ssh.host_connection import Contact
 from shoal.errors import EngineUnreachable, HireRefused
 
 OPTIONS = SshOptions(hosts=("gpu1",))
@@ -137,7 +137,7 @@ def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeyp
         raise Trouble(silent("lab", "gpu1", 3.0).error)
 
     monkeypatch.setattr(Contact, "call", call)
-    monkeypatch.setattr(ssh_contact.time, "monotonic", lambda: now)
+    monkeypatch.setattr(host_connection.time, "monotonic", lambda: now)
     contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c", waiting.append)
     for _ in range(100):
         assert contact.look("tag") is None

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentNotBuilt
-from shoal.pack import there_cache
-from shoal.pack.there_cache import STALE_S, UNUSED_S, Cache
+from shoal.pack.remote import env_cache
+from shoal.pack.remote.env_cache import STALE_S, UNUSED_S, Cache
 
 DOING = "builds"
 
@@ -81,7 +81,7 @@ def test_who_waited_for_what_failed_does_not_try_it_again(
             os.utime(cache._path("a.failed"), (time.time() + 1, time.time() + 1))
         return turn
 
-    monkeypatch.setattr(there_cache, "_locked", locked)
+    monkeypatch.setattr(env_cache, "_locked", locked)
     with pytest.raises(EnvironmentNotBuilt) as shared:
         cache.get("a", DOING, lambda _: pytest.fail("it would fail again"))
     assert (shared.value.why, shared.value.do) == ("oh no", "mend it")
@@ -145,7 +145,7 @@ def test_one_that_is_taken_while_it_is_removed_is_not(
     found = cache.get("a", DOING, make)
     let_go(found)
     answers = iter([True, False])
-    monkeypatch.setattr(there_cache, "_is_unused", lambda *_: next(answers))
+    monkeypatch.setattr(env_cache, "_is_unused", lambda *_: next(answers))
     assert cache._keep("a.ready") == Path(found).name
     assert cache.get("a", DOING, lambda _: pytest.fail("it is there")) == found
 

@@ -16,10 +16,18 @@ import pytest
 import shoal
 from shoal import errors
 from shoal.errors import BadEnvironment
-from shoal.pack import environment, requirements, wheel
+from shoal.pack.environments import recipe as environments_recipe
+from shoal.pack.environments import requirements, wheel
 
-ON_MACHINES = ("__init__", "errors", "pack/__init__", "pack/first", "pack/there", "pack/there_cache")
-ON_MACHINES += ("pack/there_kinds", "pack/there_steps")
+ON_MACHINES = (
+    "__init__",
+    "errors/__init__",
+    "pack/__init__",
+    "pack/remote/__init__",
+    "pack/remote/bootstrap",
+    "pack/remote/env_main",
+)
+ON_MACHINES += ("pack/remote/env_cache", "pack/remote/env_builders", "pack/remote/env_commands")
 
 
 @pytest.mark.parametrize(
@@ -37,23 +45,26 @@ ON_MACHINES += ("pack/there_kinds", "pack/there_steps")
     ],
 )
 def test_what_an_environment_is_is_told_by_its_name(name: str, kind: str) -> None:
-    assert environment.kind_of(name) == kind
+    assert environments_recipe.kind_of(name) == kind
 
 
 @pytest.mark.parametrize("name", ["env.tar.zst", "environment.yml", "pyproject.toml", "env.zip", "env", "uv.lock"])
 def test_other_kinds_are_refused_with_those_that_there_are(name: str) -> None:
     with pytest.raises(BadEnvironment) as refused:
-        environment.kind_of(name)
+        environments_recipe.kind_of(name)
     assert ("uv export" if name == "uv.lock" else "a requirements file (.txt)") in refused.value.do
 
 
 def test_an_environment_is_looked_for_beside_shoal_toml(tmp_path: Path) -> None:
     (tmp_path / "needs.txt").write_text("numpy\n")
-    assert environment.resolved("needs.txt", tmp_path) == str(tmp_path / "needs.txt")
-    assert environment.resolved(str(tmp_path / "needs.txt"), Path("/")) == str(tmp_path / "needs.txt")
-    assert (environment.resolved("", tmp_path), environment.resolved("shoal", tmp_path)) == ("", "shoal")
+    assert environments_recipe.resolved("needs.txt", tmp_path) == str(tmp_path / "needs.txt")
+    assert environments_recipe.resolved(str(tmp_path / "needs.txt"), Path("/")) == str(tmp_path / "needs.txt")
+    assert (environments_recipe.resolved("", tmp_path), environments_recipe.resolved("shoal", tmp_path)) == (
+        "",
+        "shoal",
+    )
     with pytest.raises(BadEnvironment) as missing:
-        environment.resolved("none.txt", tmp_path, "[pool.lab]")
+        environments_recipe.resolved("none.txt", tmp_path, "[pool.lab]")
     assert (missing.value.what, missing.value.where) == ("there is no file none.txt", "[pool.lab]")
     assert str(tmp_path / "none.txt") in missing.value.why
 
@@ -72,7 +83,7 @@ class Store(dict[str, bytes]):
         return name
 
     def recipe(self, text: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self[environment.stow(text, self.put).recipe])
+        found: dict[str, Any] = json.loads(self[environments_recipe.stow(text, self.put).recipe])
         return found
 
 
@@ -195,7 +206,7 @@ def test_the_wheel_of_shoal_is_the_same_every_time_and_whole(tmp_path: Path) -> 
     (tmp_path / name).write_bytes(data)
     with zipfile.ZipFile(tmp_path / name) as made:
         names = made.namelist()
-        assert {"shoal/agent/__main__.py", "shoal/pack/there.py"} < set(names)
+        assert {"shoal/agent/__main__.py", "shoal/pack/remote/env_main.py"} < set(names)
         assert not [one for one in names if "__pycache__" in one]
         record = made.read(f"shoal-{shoal.__version__}.dist-info/RECORD").decode().splitlines()
         assert {line.split(",")[0] for line in record} == set(names)
@@ -204,7 +215,7 @@ def test_the_wheel_of_shoal_is_the_same_every_time_and_whole(tmp_path: Path) -> 
 
 def test_what_runs_on_machines_first_is_read_by_old_pythons_and_needs_nothing() -> None:
     root = Path(shoal.__file__).parent
-    known = {f"shoal.{name.replace('/', '.')}" for name in ON_MACHINES} | {"shoal", "shoal.pack"}
+    known = {f"shoal.{name.replace('/', '.')}".removesuffix(".__init__") for name in ON_MACHINES}
     for name in ON_MACHINES:
         tree = ast.parse((root / f"{name}.py").read_text(), feature_version=(3, 7))
         for node in _at_run_time(tree):
@@ -220,6 +231,9 @@ def _at_run_time(tree: ast.Module) -> list[Any]:
 
 
 def test_every_error_of_a_machine_has_its_page() -> None:
-    texts = [(Path(shoal.__file__).parent / f"{name}.py").read_text() for name in ("pack/first", "engines/boot")]
+    texts = [
+        (Path(shoal.__file__).parent / f"{name}.py").read_text()
+        for name in ("pack/remote/bootstrap", "engines/agent_script")
+    ]
     known = {one.code for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShoalError)}
     assert set(re.findall(r"error\[(S\d+)\]", "".join(texts))) == {"S442", "S444"} & known

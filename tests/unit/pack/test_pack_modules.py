@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from shoal.errors import PackDamaged
-from shoal.experiment import start
+from shoal.experiment import run as experiment_run
 from shoal.pack import files, function, manifest, modules
 from shoal.wire import credentials
 
@@ -89,10 +89,10 @@ def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
     (tmp_path / "data.csv").write_text("1,2")
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
-    made = start.pack(
+    made = experiment_run.pack(
         here, sys.modules["package_here.inner"].made, {"data.csv": tmp_path / "data.csv"}, modules.imported(ours())
     )
-    for name, path in files.shipped(here / start.PACK, made).items():
+    for name, path in files.shipped(here / experiment_run.PACK, made).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(path.read_bytes())
     token = credentials.read(here / "token").token

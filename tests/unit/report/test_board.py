@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.report.board import LINES_PER_STEP, Board, figures
-from shoal.wire.views import MemberView, RunView, StoryLine
+from shoal.report.tensorboard.rows import LINES_PER_STEP, Board, figures
+from shoal.wire.api import MemberView, RunView, StoryLine
 
 
 def member(name: str, share: int, step: int | None = 7, **more: Any) -> MemberView:

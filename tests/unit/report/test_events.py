@@ -7,7 +7,7 @@ import math
 import pytest
 from event_reader import read
 
-from shoal.report import events
+from shoal.report.tensorboard import tfevents
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ from shoal.report import events
     ],
 )
 def test_checksums_are_those_of_rfc_3720(data: bytes, crc: int) -> None:
-    assert events.crc32c(data) == crc
+    assert tfevents.crc32c(data) == crc
 
 
 def test_a_file_begins_as_those_of_tensorflow_do() -> None:
-    assert events.record(events.opening(1.0)).hex() == (
+    assert tfevents.record(tfevents.opening(1.0)).hex() == (
         "1800000000000000"
         "a37f4b22"  # how many bytes follow, and the checksum of that
         "09000000000000f03f"  # wall_time
@@ -35,7 +35,7 @@ def test_a_file_begins_as_those_of_tensorflow_do() -> None:
 
 
 def test_a_scalar_is_the_message_that_tensorboard_writes() -> None:
-    assert events.scalars(1.5, 300, {"a/b": 0.5}).hex() == (
+    assert tfevents.scalars(1.5, 300, {"a/b": 0.5}).hex() == (
         "09000000000000f83f"  # wall_time
         "10ac02"  # step
         "2a0c" + "0a0a" + "0a03" + b"a/b".hex() + "150000003f"
@@ -43,9 +43,9 @@ def test_a_scalar_is_the_message_that_tensorboard_writes() -> None:
 
 
 def test_what_is_written_is_read_again() -> None:
-    data = events.record(events.opening(1.0))
-    data += events.record(events.scalars(2.0, 2**40, {"loss": 0.25, "shares/m/0": 51.0, "ä": -1.0}))
-    data += events.record(events.texts(3.0, 0, {"worlds": "world 1 → 3 members\n\nand more"}))
+    data = tfevents.record(tfevents.opening(1.0))
+    data += tfevents.record(tfevents.scalars(2.0, 2**40, {"loss": 0.25, "shares/m/0": 51.0, "ä": -1.0}))
+    data += tfevents.record(tfevents.texts(3.0, 0, {"worlds": "world 1 → 3 members\n\nand more"}))
     first, second, third = read(data)
     assert first.version == "brain.Event:2"
     assert (second.at, second.step) == (2.0, 2**40)
@@ -54,6 +54,6 @@ def test_what_is_written_is_read_again() -> None:
 
 
 def test_numbers_that_are_none_are_written_as_such() -> None:
-    (found,) = read(events.record(events.scalars(0.0, 1, {"a": math.nan, "b": 1e300, "c": -1e300, "d": math.inf})))
+    (found,) = read(tfevents.record(tfevents.scalars(0.0, 1, {"a": math.nan, "b": 1e300, "c": -1e300, "d": math.inf})))
     assert math.isnan(found.scalars["a"])
     assert (found.scalars["b"], found.scalars["c"], found.scalars["d"]) == (math.inf, -math.inf, math.inf)

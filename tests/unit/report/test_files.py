@@ -10,9 +10,9 @@ import pytest
 from event_reader import read, read_folder, series
 from test_board import line, view
 
-from shoal.report import files
-from shoal.report.board import Row
-from shoal.report.files import EventFile, Reports
+from shoal.report.tensorboard import writer
+from shoal.report.tensorboard.rows import Row
+from shoal.report.tensorboard.writer import EventFile, Reports
 
 
 def rows(*steps: int) -> list[Row]:
@@ -77,7 +77,7 @@ def test_a_file_that_was_deleted_between_two_lives_is_made_anew(tmp_path: Path) 
 
 
 def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
-    (tmp_path / files.FOLDER).write_text("in the way")
+    (tmp_path / writer.FOLDER).write_text("in the way")
     warnings: list[str] = []
     reports = Reports(warnings.append)
     for second in range(5):
@@ -86,20 +86,20 @@ def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
     assert len(warnings) == 1
     assert "cannot be written: File exists" in warnings[0]
     assert reports.trouble("r") == "File exists"
-    (tmp_path / files.FOLDER).unlink()
+    (tmp_path / writer.FOLDER).unlink()
     reports.write()
     assert reports.trouble("r") == ""
-    assert list(series(read_folder(tmp_path / files.FOLDER), "training/loss")) == [1, 2, 3, 4, 5]
+    assert list(series(read_folder(tmp_path / writer.FOLDER), "training/loss")) == [1, 2, 3, 4, 5]
     reports.close()
 
 
 def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
-    (tmp_path / files.FOLDER).write_text("in the way")
+    (tmp_path / writer.FOLDER).write_text("in the way")
     reports = Reports(lambda _: None)
-    for second in range(files.MAX_WAITING + 5):
+    for second in range(writer.MAX_WAITING + 5):
         reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
-    assert len(reports._reports["r"].waiting) == files.MAX_WAITING
+    assert len(reports._reports["r"].waiting) == writer.MAX_WAITING
 
 
 def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(t
     reports.tell(str(tmp_path), line("run resumed"), 2)
     reports.show(view(step=3, directory=str(tmp_path)), 0.1, now=3.0)
     reports.write()
-    found = read_folder(tmp_path / files.FOLDER)
+    found = read_folder(tmp_path / writer.FOLDER)
     assert list(series(found, "training/loss")) == [1, 2, 3]
     assert [event.texts for event in found if event.texts] == [{"story": "run resumed"}]
-    assert len(list((tmp_path / files.FOLDER).iterdir())) == 1
+    assert len(list((tmp_path / writer.FOLDER).iterdir())) == 1
 
 
 def test_old_runs_of_a_coordinator_that_was_started_again_are_left_alone(tmp_path: Path) -> None:
     reports = Reports(lambda _: None)
     reports.show(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
     reports.close()
-    assert not (tmp_path / files.FOLDER).exists()
+    assert not (tmp_path / writer.FOLDER).exists()

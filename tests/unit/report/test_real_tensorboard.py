@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_board import line, member, view
 
-from shoal.report.files import Reports, folder_of
+from shoal.report.tensorboard.writer import Reports, folder_of
 
 pytest.importorskip("tensorboard")
 

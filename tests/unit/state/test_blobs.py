@@ -10,7 +10,7 @@ import pytest
 from fsspec.registry import _registry as drivers
 
 from shoal.errors import StoreUnusable
-from shoal.store.blobs import Blob, LocalStore, RemoteStore, open_store
+from shoal.store.blob_store import Blob, LocalStore, RemoteStore, open_store
 
 
 @pytest.fixture(params=["local", "memory", "file"])

@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
 from shoal.store import checkpoint
-from shoal.store.blobs import LocalStore, RemoteStore
-from shoal.store.schedule import Schedule
-from shoal.store.writer import AsyncWriter
-from shoal.worker.snapshot import PIECE_BYTES, Snapshot
+from shoal.store.blob_store import LocalStore, RemoteStore
+from shoal.store.checkpoint_schedule import Schedule
+from shoal.store.checkpoint_writer import AsyncWriter
+from shoal.worker.transport.snapshot import PIECE_BYTES, Snapshot
 
 
 def snapshot(step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> Snapshot:

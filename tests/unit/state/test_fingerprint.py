@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.torch.fingerprint import describe, describe_difference, fingerprint, fingerprint_of, what_differs
+from shoal.torch.state.fingerprint import describe, describe_difference, fingerprint, fingerprint_of, what_differs
 
 DATA = {"samples": 1000, "size": 32, "epochs": 2, "seed": 0}
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shoal.worker.snapshot import PIECE_BYTES, PieceGone, Snapshot
+from shoal.worker.transport.snapshot import PIECE_BYTES, PieceGone, Snapshot
 
 
 def memory(*sizes: int) -> list[np.ndarray]:

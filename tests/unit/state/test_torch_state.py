@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.errors import ModelDiffers, StateMalformed, StateUnsupported
-from shoal.torch import state
+from shoal.torch.state import capture as state
 
 
 class Own:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
-from shoal.torch import state
+from shoal.torch.state import capture as state
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     name: {}

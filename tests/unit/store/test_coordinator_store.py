@@ -14,20 +14,20 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from shoal.config import Settings
-from shoal.coordinator.app import _answering
-from shoal.coordinator.auth import USER
-from shoal.coordinator.files import Files
-from shoal.coordinator.filing import Filing
+from shoal.coordinator.http.auth import USER
+from shoal.coordinator.http.file_routes import Filing
+from shoal.coordinator.http.routes import _answering
+from shoal.coordinator.storage.run_files import Files
 from shoal.errors import CheckpointFailed, NotYours, StoreUnusable, UnknownRun
-from shoal.store import checkpoint, coordinator
-from shoal.store.blobs import Access, Blob, LocalStore, open_store
-from shoal.store.coordinator import CoordinatorStore
-from shoal.testing.asgi import Answer, AsgiConnection
+from shoal.settings import Settings
+from shoal.store import checkpoint, coordinator_store
+from shoal.store.blob_store import Access, Blob, LocalStore, open_store
+from shoal.store.coordinator_store import CoordinatorStore
+from shoal.testing.asgi_client import Answer, AsgiConnection
 from shoal.wire import credentials
-from shoal.worker.keeper import Codec, StateKeeper
-from shoal.worker.snapshot import Snapshot
-from shoal.worker.solo import Solo
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.training_state import Codec, StateKeeper
+from shoal.worker.transport.snapshot import Snapshot
 
 Fail = Callable[[str, str], None]
 
@@ -80,7 +80,7 @@ class Town:
 
 @pytest.fixture
 def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Town:
-    monkeypatch.setattr(coordinator, "PIECE_BYTES", 4)
+    monkeypatch.setattr(coordinator_store, "PIECE_BYTES", 4)
     return Town(tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_what_is_not_there_is_said_so(town: Town) -> None:
 
 
 def test_what_the_coordinator_cannot_keep_is_said_as_it_was(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.coordinator.files.RESERVED_BYTES", 1 << 60)
+    monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
     with pytest.raises(OSError, match="no room") as raised:
         town.store().put("a", [b"x"])
     assert raised.value.errno == errno.ENOSPC
@@ -258,7 +258,7 @@ def test_a_disk_that_is_full_there_costs_one_checkpoint_and_no_older_one(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.write(town.store(), snapshot(1), "me", run="r", world=1, meta={})
-    monkeypatch.setattr("shoal.coordinator.files.RESERVED_BYTES", 1 << 60)
+    monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
     with pytest.raises(CheckpointFailed, match="step 2 could not be written to coordinator://r/checkpoints") as raised:
         checkpoint.write(town.store(), snapshot(2), "me", run="r", world=1, meta={})
     assert "free some space" in raised.value.do

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core import events as ev
+from shoal.core.membership import events as ev
 from shoal.core.world import Address
 from shoal.errors import JournalDamaged, JournalLocked, JournalUnwritable
 from shoal.store import journal

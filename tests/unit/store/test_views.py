@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator import records
-from shoal.coordinator.rebuild import rebuild
-from shoal.core import events as ev
+from shoal.coordinator.rebuild_views import rebuild
+from shoal.core.membership import events as ev
+from shoal.core.runs import events as runs_events
 from shoal.core.world import Address
 from shoal.errors import JournalDamaged
-from shoal.launch.past import Past
-from shoal.store import views
+from shoal.launch.offline_records import Past
+from shoal.store import sqlite_views
 from shoal.store.journal import Journal
-from shoal.store.views import FILE, MetricRow, Views, WorldRow
-from shoal.wire.views import RunSpec, StoryLine
+from shoal.store.sqlite_views import FILE, MetricRow, Views, WorldRow
+from shoal.wire.api import RunSpec, StoryLine
 
 
 def line(seq: int, run: str = "r", member: str = "", at: float = 5.0) -> StoryLine:
@@ -37,9 +37,12 @@ def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
     assert [found.seq for found in opened.story("r", after=100, limit=1)] == [200]
     assert opened.seq == 7
     opened.close()
-    assert [(w.number, w.first_step, w.last_step) for w in views.worlds(tmp_path, "r")] == [(1, 0, 50), (2, 50, None)]
-    assert views.metrics(tmp_path, "r") == [MetricRow(1.0, 3, 0.5, 10.0)]
-    assert views.checkpoints(tmp_path, "r") == [(40, "there")]
+    assert [(w.number, w.first_step, w.last_step) for w in sqlite_views.worlds(tmp_path, "r")] == [
+        (1, 0, 50),
+        (2, 50, None),
+    ]
+    assert sqlite_views.metrics(tmp_path, "r") == [MetricRow(1.0, 3, 0.5, 10.0)]
+    assert sqlite_views.checkpoints(tmp_path, "r") == [(40, "there")]
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
@@ -50,8 +53,8 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_nothing_to_read(tmp_path: Path) -> None:
-    assert views.runs(tmp_path) == []
-    assert views.story(tmp_path, "r") == []
+    assert sqlite_views.runs(tmp_path) == []
+    assert sqlite_views.story(tmp_path, "r") == []
     assert not (tmp_path / FILE).exists()
 
 
@@ -62,31 +65,31 @@ def test_they_are_read_wherever_they_are(tmp_path: Path, name: str) -> None:
     opened.put_checkpoint("r", 40, "there", 2.0)
     opened.flush()
     opened.close()
-    assert views.checkpoints(tmp_path / name, "r") == [(40, "there")]
+    assert sqlite_views.checkpoints(tmp_path / name, "r") == [(40, "there")]
     assert [path.name for path in tmp_path.iterdir()] == [name], "and nothing is made elsewhere"
 
 
 def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("r", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+    journal.append("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
     journal.append("r", ev.Hello("a/0", "1", Address("h", 1)), 2.0)
     journal.append("r", ev.BecameReady("a/0", "x", None), 3.0)
-    journal.append("r", records.Measured(9, 1, 20, 0.25, 100.0, {}), 4.0)
+    journal.append("r", runs_events.Measured(9, 1, 20, 0.25, 100.0, {}), 4.0)
     journal.close()
     for _ in range(2):
         rebuild(tmp_path)
-        (view,) = views.runs(tmp_path)
+        (view,) = sqlite_views.runs(tmp_path)
         assert (view.run, view.status, view.world, view.step, view.loss) == ("r", "training", 1, 9, 0.25)
-        assert views.story(tmp_path, "r")[0].text == "run created: t.py with 1:1 members"
-        assert [w.members for w in views.worlds(tmp_path, "r")] == [("a/0",)]
-        assert len(views.metrics(tmp_path, "r")) == 1
+        assert sqlite_views.story(tmp_path, "r")[0].text == "run created: t.py with 1:1 members"
+        assert [w.members for w in sqlite_views.worlds(tmp_path, "r")] == [("a/0",)]
+        assert len(sqlite_views.metrics(tmp_path, "r")) == 1
 
 
 def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
     """Else whoever looks again finds no runs, and is not told why."""
     journal = Journal(tmp_path)
     for run in ("r", "s", "t"):
-        journal.append(run, records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+        journal.append(run, runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
     journal.close()
     lines = journal.path.read_bytes().splitlines(keepends=True)
     journal.path.write_bytes(lines[0] + b"nonsense\n" + lines[2])
@@ -100,11 +103,11 @@ def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
 
 def test_views_that_somebody_else_has_made_meanwhile_stay(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("r", records.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
+    journal.append("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
     journal.close()
     theirs = Views(tmp_path)
     theirs.put_checkpoint("r", 40, "there", 2.0)
     theirs.flush()
     rebuild(tmp_path)
     theirs.close()
-    assert views.checkpoints(tmp_path, "r") == [(40, "there")]
+    assert sqlite_views.checkpoints(tmp_path, "r") == [(40, "there")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.testing import evidence
+from shoal.testing import assertions
 from shoal.testing.scripts.task import Task
 
 TASK = Task(samples=20, batch=8, epochs=2)
@@ -36,9 +36,9 @@ def first(found: list[dict[str, Any]], event: str, step: int) -> dict[str, Any]:
 
 
 def check(found: list[dict[str, Any]]) -> None:
-    evidence.check_samples(TASK, found, STEPS)
-    evidence.check_results(TASK, found, STEPS, BOUND)
-    evidence.check_end(TASK, found)
+    assertions.check_samples(TASK, found, STEPS)
+    assertions.check_results(TASK, found, STEPS, BOUND)
+    assertions.check_end(TASK, found)
 
 
 def test_a_run_that_kept_its_promises_is_believed() -> None:
@@ -71,9 +71,9 @@ def test_a_sample_that_two_members_had_is_found() -> None:
 def test_a_step_that_nobody_did_is_found() -> None:
     found = [one for one in records() if one["step"] != 4]
     with pytest.raises(AssertionError, match="samples are missing"):
-        evidence.check_samples(TASK, found, STEPS)
+        assertions.check_samples(TASK, found, STEPS)
     with pytest.raises(AssertionError, match="nobody recorded"):
-        evidence.check_results(TASK, found, STEPS, BOUND)
+        assertions.check_results(TASK, found, STEPS, BOUND)
 
 
 def test_members_that_differ_in_the_last_bit_are_found() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.testing.stage import Stage
+from shoal.testing.run_under_test import Stage
 
 
 def test_a_line_of_the_journal_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shoal.torch as shoal
-from shoal.core.whole import whole
+from shoal.core.validation import whole
 from shoal.errors import BadSize
 
 DATA = TensorDataset(torch.zeros(16, 2))

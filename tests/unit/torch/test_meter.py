@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.core.balance import Balance, Seen, parse
-from shoal.core.noise import Noise
-from shoal.core.pulse import Pulse
-from shoal.worker.meter import LOOK_S, Meter
+from shoal.core.batch.gradient_noise import Noise
+from shoal.core.shares.balancer import Balance, Seen, parse
+from shoal.core.step_report import Pulse
+from shoal.worker.training.step_timing import LOOK_S, Meter
 
 MEMBERS = ("m/0", "m/1")
 

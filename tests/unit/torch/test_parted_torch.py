@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
 from shoal.errors import ModelDiffers
-from shoal.torch.parted import load
-from shoal.torch.vault import Vault
-from shoal.worker.parted import Parts
+from shoal.torch.modes.server_shard import Vault
+from shoal.torch.modes.sharded_checkpoint import load
+from shoal.worker.parameter_server.sharded_checkpoint import Parts
 
 ORDER = Order(samples=32, size=8, epochs=4)
 

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.config import Settings
-from shoal.core.clock import Ledger
-from shoal.core.order import Order
-from shoal.core.shards import LEDGER
+from shoal.core.data.sample_order import Order
+from shoal.core.parameter_server.ticket_ledger import Ledger
+from shoal.core.placement import LEDGER
+from shoal.settings import Settings
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
-from shoal.worker.service import END_TRIES, _Service
+from shoal.store.blob_store import open_store
+from shoal.worker.parameter_server.server_main import END_TRIES, _Service
 
 ORDER = Order(samples=32, size=8, epochs=1)
 

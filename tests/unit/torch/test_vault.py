@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.core.order import Order
+from shoal.core.data.sample_order import Order
 from shoal.errors import NotForServers
-from shoal.torch.vault import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
+from shoal.torch.modes.server_shard import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
 
 ORDER = Order(samples=32, size=8, epochs=4)
 

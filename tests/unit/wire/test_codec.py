@@ -9,7 +9,7 @@ import pytest
 from shoal.core.world import Address, Seat, World
 from shoal.errors import BadMessage
 from shoal.wire import codec
-from shoal.wire import messages as ms
+from shoal.wire import member_messages as ms
 
 
 def form(members: int) -> ms.Form:

@@ -8,7 +8,7 @@ import ssl
 
 import pytest
 
-from shoal.wire import reach
+from shoal.wire import connect_errors
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ from shoal.wire import reach
     ],
 )
 def test_a_cause_is_told_from_the_others(error, cause):
-    assert reach.cause_of(error) == cause
-    assert reach.WORDS[cause] in reach.listed({"https://lab:1": error})
-    assert reach.listed({"https://lab:1": error}).startswith("https://lab:1: ")
+    assert connect_errors.cause_of(error) == cause
+    assert connect_errors.WORDS[cause] in connect_errors.listed({"https://lab:1": error})
+    assert connect_errors.listed({"https://lab:1": error}).startswith("https://lab:1: ")

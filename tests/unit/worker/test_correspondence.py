@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.wire import messages
-from shoal.worker.correspondence import Correspondence
+from shoal.wire import member_messages as messages
+from shoal.worker.session.coordinator_client import Correspondence
 
 
 @pytest.fixture

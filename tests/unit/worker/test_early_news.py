@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.core.world import Address, Seat, World
-from shoal.wire import messages
-from shoal.worker.entrances import Entrance
-from shoal.worker.session import Session
+from shoal.wire import member_messages as messages
+from shoal.worker.session.pending_worlds import Entrance
+from shoal.worker.session.session import Session
 
 NAMES = ("local/0", "local/1", "local/2")
 

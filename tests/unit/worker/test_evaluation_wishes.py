@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.evaluation import parse
+from shoal.core.runs.evaluation import parse
 from shoal.errors import BadEvaluation, StoreUnusable
-from shoal.worker import evaluation as el
+from shoal.worker.evaluation import evaluate as el
 
 
 @pytest.mark.parametrize(

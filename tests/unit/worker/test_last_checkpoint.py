@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.config import Settings
+from shoal.settings import Settings
 from shoal.store import checkpoint
-from shoal.store.blobs import open_store
-from shoal.worker.keeper import Codec, StateKeeper
-from shoal.worker.solo import Solo
+from shoal.store.blob_store import open_store
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.training_state import Codec, StateKeeper
 
 
 class Busy:

@@ -13,8 +13,8 @@ import torch
 
 from shoal.errors import BadMetric
 from shoal.torch.run import Run
-from shoal.worker.metrics import checked, finite
-from shoal.worker.solo import Solo
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.metrics import checked, finite
 
 NUMBERS = [
     *(2, 2.0, Decimal(2), Fraction(2), np.float32(2), np.int64(2), np.array(2.0), np.array([[2]], np.uint8)),

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import OutputLost
-from shoal.worker import environment, evaluation, joining, outputs
+from shoal.worker import join as worker_join
+from shoal.worker.evaluation import evaluate
+from shoal.worker.session import environment, output_upload
 
 TOLD = environment.read(
     {
@@ -45,7 +47,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kept]:
     opened: dict[str, Kept] = {}
-    monkeypatch.setattr(outputs, "open_store", lambda where, _access: opened.setdefault(where, Kept()))
+    monkeypatch.setattr(output_upload, "open_store", lambda where, _access: opened.setdefault(where, Kept()))
     return opened
 
 
@@ -56,7 +58,7 @@ def test_what_is_saved_in_the_project_comes_back_under_its_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     (tmp_path / "model.pt").write_bytes(b"model")
-    outputs.bring_back(replace(TOLD, apart=str(tmp_path)), path.format(here=tmp_path))
+    output_upload.bring_back(replace(TOLD, apart=str(tmp_path)), path.format(here=tmp_path))
     assert kept["coordinator://r/outputs"].blobs == {"model.pt": b"model"}
 
 
@@ -66,7 +68,7 @@ def test_a_script_that_went_into_a_folder_saves_there(
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
     (tmp_path / "sub" / "model.pt").write_bytes(b"model")
-    outputs.bring_back(replace(TOLD, apart=str(tmp_path)), "model.pt")
+    output_upload.bring_back(replace(TOLD, apart=str(tmp_path)), "model.pt")
     assert kept["coordinator://r/outputs"].blobs == {"sub/model.pt": b"model"}
 
 
@@ -74,14 +76,14 @@ def test_what_is_saved_elsewhere_stays_there_and_that_is_said(
     kept: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "project").mkdir()
-    outputs.bring_back(replace(TOLD, apart=str(tmp_path / "project")), str(tmp_path / "model.pt"))
+    output_upload.bring_back(replace(TOLD, apart=str(tmp_path / "project")), str(tmp_path / "model.pt"))
     assert kept == {}
     assert "stays on this machine" in capsys.readouterr().err
 
 
 def test_with_a_shared_disk_nothing_is_sent(kept: Any, tmp_path: Path) -> None:
-    outputs.bring_back(TOLD, str(tmp_path / "model.pt"))
-    outputs.bring_back(None, str(tmp_path / "model.pt"))
+    output_upload.bring_back(TOLD, str(tmp_path / "model.pt"))
+    output_upload.bring_back(None, str(tmp_path / "model.pt"))
     assert kept == {}
 
 
@@ -89,7 +91,7 @@ def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path)
     (tmp_path / "model.pt").write_bytes(b"model")
     full = Kept(OSError(errno.ENOSPC, "no room"))
     with pytest.raises(OutputLost) as raised:
-        outputs.send(full, "model.pt", str(tmp_path / "model.pt"), "far/0")  # type: ignore[arg-type]
+        output_upload.send(full, "model.pt", str(tmp_path / "model.pt"), "far/0")  # type: ignore[arg-type]
     assert "far/0" in raised.value.where
     assert str(tmp_path / "model.pt") in raised.value.where
     assert "no room" in raised.value.why
@@ -107,7 +109,7 @@ def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path)
 )
 def test_checkpoints_go_where_all_members_find_them(to: str, store: str, found: str) -> None:
     told = replace(TOLD, store=store, values=environment.Settings(checkpoint_to=to))
-    assert joining.checkpoints_of(told) == found
+    assert worker_join.checkpoints_of(told) == found
 
 
 def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
@@ -126,11 +128,11 @@ def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
         environment=replace(TOLD, apart=str(tmp_path)),
     )
     keeper: Any = SimpleNamespace(restore=lambda: 7)
-    wish = evaluation.wish(lambda: {"loss": 0.5}, "min:loss", None, "models/best.pt")
+    wish = evaluate.wish(lambda: {"loss": 0.5}, "min:loss", None, "models/best.pt")
     write = lambda path: Path(path).write_bytes(b"best")  # noqa: E731
-    assert evaluation._evaluate(session, keeper, wish, write, 0.9) == (7, 0.5)
+    assert evaluate._evaluate(session, keeper, wish, write, 0.9) == (7, 0.5)
     assert said == [("models/best.pt", {"models/best.pt": b"best"})]
     kept.clear()
     kept["coordinator://r/outputs"] = Kept()
-    assert evaluation._evaluate(session, keeper, wish, write, 0.1) == (7, 0.1)
+    assert evaluate._evaluate(session, keeper, wish, write, 0.1) == (7, 0.1)
     assert said[1] == ("", {}), "one that is no better is not sent"

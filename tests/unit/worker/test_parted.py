@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.config import Settings
-from shoal.core.shards import LEDGER
+from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
-from shoal.worker import parted
-from shoal.worker.evaluator import EvaluatorSession
-from shoal.worker.keeper import Codec
-from shoal.worker.parts import Shard
-from shoal.worker.solo import Solo
+from shoal.settings import Settings
+from shoal.worker.evaluation.evaluator_session import EvaluatorSession
+from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
+from shoal.worker.parameter_server.parts import Shard
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.training_state import Codec
 
 USUAL = Codec(lambda _parts: (b"", []), lambda _parts, _header, _buffers: None)
 
@@ -41,7 +41,7 @@ def evaluator(sync: str) -> EvaluatorSession:
 
 
 def test_parts_come_out_of_a_whole_as_they_went_in() -> None:
-    found = parted.apart(*parted.whole(PARTS))
+    found = parameter_server_sharded_checkpoint.apart(*parameter_server_sharded_checkpoint.whole(PARTS))
     assert {n: (meta, [b.tolist() for b in owned]) for n, (meta, owned) in found.items()} == {
         n: (meta, [b.tolist() for b in owned]) for n, (meta, owned) in PARTS.items()
     }
@@ -49,8 +49,10 @@ def test_parts_come_out_of_a_whole_as_they_went_in() -> None:
 
 def test_what_the_vaults_captured_is_loaded_and_the_ledger_is_not() -> None:
     seen: list[Any] = []
-    codec = parted.reading(evaluator("stale:2"), USUAL, lambda parts, shards: seen.append((parts, shards)))
-    codec.restore({"model": "mine"}, *parted.whole(PARTS))
+    codec = parameter_server_sharded_checkpoint.reading(
+        evaluator("stale:2"), USUAL, lambda parts, shards: seen.append((parts, shards))
+    )
+    codec.restore({"model": "mine"}, *parameter_server_sharded_checkpoint.whole(PARTS))
     ((parts, shards),) = seen
     assert parts == {"model": "mine"}
     assert {n: (header, len(owned)) for n, (header, owned) in shards.items()} == {1: (b"part 1", 1), 2: (b"part 2", 2)}
@@ -58,16 +60,16 @@ def test_what_the_vaults_captured_is_loaded_and_the_ledger_is_not() -> None:
 
 @pytest.mark.parametrize("session", [Solo(), evaluator("step"), evaluator("local:4")])
 def test_all_others_read_checkpoints_as_ever(session: Any) -> None:
-    assert parted.reading(session, USUAL, lambda _parts, _shards: None) is USUAL
+    assert parameter_server_sharded_checkpoint.reading(session, USUAL, lambda _parts, _shards: None) is USUAL
 
 
 @pytest.mark.parametrize("header", [b"", b"\xff", msgspec.msgpack.encode({"format": 1})])
 def test_a_checkpoint_that_no_server_wrote_is_refused(header: bytes) -> None:
     with pytest.raises(StateMalformed, match="no checkpoint of servers"):
-        parted.apart(header, [])
+        parameter_server_sharded_checkpoint.apart(header, [])
 
 
 def test_a_buffer_that_is_missing_is_noticed() -> None:
-    header, buffers = parted.whole(PARTS)
+    header, buffers = parameter_server_sharded_checkpoint.whole(PARTS)
     with pytest.raises(StateMalformed, match="buffers"):
-        parted.apart(header, buffers[:-1])
+        parameter_server_sharded_checkpoint.apart(header, buffers[:-1])

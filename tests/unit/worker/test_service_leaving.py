@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shoal.core.shards import Holding, Placement
+from shoal.core.placement import Holding, Placement
 from shoal.core.world import Address, Seat
-from shoal.worker.service import _Service
+from shoal.worker.parameter_server.server_main import _Service
 
 
 class Leaver:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.order import Order
-from shoal.testing import pace
+from shoal.core.data.sample_order import Order
+from shoal.testing.scripts import hold
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -130,9 +130,9 @@ class Record:
         self._last = step
         self.write("commit", step=step, world=world, size=size, parameters=flat(parameters).tolist())
         # A newcomer that has no share yet is still catching up with the others.
-        if self._busy and pace.is_held(self._place):
+        if self._busy and hold.is_held(self._place):
             time.sleep(self._task.pause_s)
-            pace.tarry(self._place, step, self._task.order.total_steps)
+            hold.tarry(self._place, step, self._task.order.total_steps)
 
     def done(self, step: int, parameters: Sequence[Any], **more: Any) -> None:
         """Training is over, after so many steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.core.balance import FIRST_WINDOWS, Balance, parse
+from shoal.core.shares.balancer import FIRST_WINDOWS, Balance, parse
 
 
 def balance_of(

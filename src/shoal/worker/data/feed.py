@@ -6,15 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.core import plan
-from shoal.core.balance import Balance, Seen
-from shoal.core.order import Cursor, Order
-from shoal.core.pulse import Pulse
-from shoal.core.stream import LaneLayout, advance
-from shoal.core.tree import Held
+from shoal.core.data.lanes import LaneLayout, advance
+from shoal.core.data.sample_order import Cursor, Order
+from shoal.core.shares import split as shares_split
+from shoal.core.shares.balancer import Balance, Seen
+from shoal.core.shares.reduction_tree import Held
+from shoal.core.step_report import Pulse
 from shoal.core.world import World
-from shoal.worker.data.loader import ShareLoader
-from shoal.worker.data.stream import LaneReader
+from shoal.worker.data.share_loader import ShareLoader
+from shoal.worker.data.stream_reader import LaneReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class IndexedFeed:
         return self._loader.sizes(span)
 
     def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> tuple[int, int]:
-        return plan.span(self.balance.shares(step, self._order.size_of(step), members, ghosts), rank)
+        return shares_split.span(self.balance.shares(step, self._order.size_of(step), members, ghosts), rank)
 
 
 class StreamFeed:

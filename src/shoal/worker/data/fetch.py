@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.order import Order
-from shoal.core.plan import split
+from shoal.core.data.sample_order import Order
+from shoal.core.shares.split import split
 from shoal.errors import SampleFailed
-from shoal.worker.data.generators import Generators
+from shoal.worker.data.rng_state import Generators
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]

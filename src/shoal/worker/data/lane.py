@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from shoal.core.stream import LaneLayout, locate
+from shoal.core.data.lanes import LaneLayout, locate
 from shoal.errors import SampleFailed, ShardChanged, UnusableShard
 from shoal.worker.data.fetch import failed, sample_seed
-from shoal.worker.data.generators import Generators
+from shoal.worker.data.rng_state import Generators
 
 Open = Callable[[Any], Iterable[Any]]
 Lengths = dict[int, int]

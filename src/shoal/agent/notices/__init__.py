@@ -1,0 +1,1 @@
+"""Notices that a machine will go away."""

@@ -1,0 +1,1 @@
+"""Member processes: warm process, zygote, process trees and orphans."""

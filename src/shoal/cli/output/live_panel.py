@@ -1,0 +1,172 @@
+"""The live panel of a run on a terminal; member output scrolls above it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.panel import Panel as Box
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.output import table
+from shoal.cli.output.lines import PARTS, decisions, efficiency, evaluation, members, sentence, spent
+from shoal.wire.api import MemberView, RunView, StoryLine
+
+MARGIN = 5
+ROWS = 12
+EVENTS = 6
+WIDE = 110
+LONG_S = 5.0
+COLOURS = {
+    "training": "green",
+    "done": "green",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "spare": "cyan",
+    "evaluating": "cyan",
+    "recovering": "magenta",
+    "leaving": "magenta",
+    "stopping": "magenta",
+    "failed": "red",
+    "stopped": "yellow",
+    "resumable": "yellow",
+}
+HUES = ("cyan", "green", "yellow", "blue", "magenta", "bright_cyan", "bright_green", "bright_yellow")
+
+
+class Panel:
+    """A panel that is drawn again with each view."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
+        self._view: RunView | None = None
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def logs(self, lines: Sequence[tuple[str, str]]) -> None:
+        block = Text("\n").join(_log_line(member, text) for member, text in lines)
+        self._console.print(block, soft_wrap=True)
+
+    def story(self, lines: Sequence[StoryLine]) -> None:
+        # The last decision of each kind has a place of its own, and many of them would leave none for the rest.
+        self._events.extend((line.at, sentence(line)) for line in lines if not line.kind.endswith("Decided"))
+
+    def view(self, view: RunView) -> None:
+        self._view = view
+        self._draw()
+
+    def note(self, text: str) -> None:
+        self._events.append((self._clock(), text))
+        self._draw()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> None:
+        if self._view is not None:
+            # The terminal writes ^C after the panel; it must not wrap, or the next drawing would start a line too low.
+            width = max(MARGIN, self._console.width - MARGIN)
+            picture = render(self._view, list(self._events), self._clock(), width)
+            self._live.update(Constrain(picture, width), refresh=True)
+
+
+def render(view: RunView, events: Sequence[tuple[float, str]], now: float, width: int = WIDE) -> RenderableType:
+    """The panel as a picture of one moment; columns that do not fit into its width are left out."""
+    gap = "   " if width >= WIDE else "  "
+    parts: list[RenderableType] = [_progress(view), Text(gap.join(_facts(view, now)))]
+    if told := efficiency(view):
+        parts.append(Text(gap.join(told)))
+    if found := evaluation(view):
+        parts.append(Text.assemble(("evaluated", "dim"), " ", found))
+    parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in decisions(view))
+    if view.status != "training" and view.reason:
+        parts.append(Text(view.reason, style="yellow"))
+    parts.append(_members(view.members, wide=width >= WIDE))
+    parts.extend(_event(at, text) for at, text in events)
+    title = Text.assemble((view.name, "bold"), f" · {view.run} · ", (view.status, COLOURS.get(view.status, "")))
+    return Box(Group(*parts), title=title, title_align="left", border_style="dim")
+
+
+def _progress(view: RunView) -> RenderableType:
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    if view.total_steps:
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        share = f"{100.0 * view.step / view.total_steps:.0f} %"
+        bar = ProgressBar(total=view.total_steps, completed=view.step)
+        line.add_row(f"step {table.count(view.step)} of {table.count(view.total_steps)}", bar, share)
+    else:
+        line.add_row(f"step {table.count(view.step)}")
+    return line
+
+
+def _facts(view: RunView, now: float) -> list[str]:
+    parts = [f"epoch {view.epoch}"]
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4g}")
+    parts += [f"{table.count(view.samples_per_s)} samples/s", members(view), table.span(now - view.started)]
+    shown = [name for name in view.metrics if name != "loss"][:4]
+    return parts + [f"{name} {view.metrics[name]:.4g}" for name in shown]
+
+
+def _members(views: Sequence[MemberView], *, wide: bool) -> RenderableType:
+    """What a member is, its share, and where the time of its steps goes."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    left = ("member", "status", "rank", "phase") if wide else ("member", "status")
+    right = ("share", *PARTS, "samples/s") if wide else ("share", *PARTS)
+    for title in left:
+        grid.add_column(title, no_wrap=True)
+    for title in right:
+        grid.add_column(title, justify="right", no_wrap=True)
+    ordered = sorted(views, key=lambda one: (one.rank is None, one.rank or 0, one.member))
+    for one in ordered[:ROWS]:
+        status = Text(one.status, style=COLOURS.get(one.status, ""))
+        rank = "" if one.rank is None else str(one.rank)
+        share = str(one.share) if one.rank is not None else ""
+        rate = table.count(one.samples_per_s) if one.samples_per_s else ""
+        name, parts = Text(one.member, style=hue(one.member)), spent(one)
+        if wide:
+            grid.add_row(name, status, rank, _phase(one), share, *parts, rate)
+        else:
+            grid.add_row(name, _phase(one) if _is_odd(one) else status, share, *parts)
+    if len(ordered) > ROWS:
+        grid.add_row(Text(f"and {len(ordered) - ROWS} more", style="dim"))
+    return grid
+
+
+def _is_odd(one: MemberView) -> bool:
+    """Whether what a member is doing matters more than its status."""
+    silent = not one.connected and one.status not in ("starting", "leaving", "done")
+    return silent or (one.connected and one.phase_age_s >= LONG_S)
+
+
+def _phase(one: MemberView) -> Text:
+    if not one.connected and one.status in ("starting", "leaving", "done"):
+        return Text("")
+    if not one.connected:
+        return Text(f"silent for {table.span(one.beat_age_s)}", style="red")
+    age = f" for {table.span(one.phase_age_s)}" if one.phase_age_s >= LONG_S else ""
+    return Text(f"{one.phase}{age}", style="yellow" if age else "")
+
+
+def _event(at: float, text: str) -> Text:
+    stamp = time.strftime("%H:%M:%S", time.localtime(at))
+    return Text.assemble((stamp, "dim"), " ", text, overflow="ellipsis", no_wrap=True)
+
+
+def _log_line(member: str, text: str) -> Text:
+    return Text.assemble((member, hue(member)), (" | ", "dim"), Text.from_ansi(text))
+
+
+def hue(member: str) -> str:
+    """A colour that stays with a member."""
+    return HUES[sum(member.encode()) % len(HUES)]

@@ -1,0 +1,1 @@
+"""The HTTP API: routes, commands, authentication and metrics."""

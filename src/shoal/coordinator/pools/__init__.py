@@ -1,0 +1,1 @@
+"""Pools: the provisioner, and one worker for each pool."""

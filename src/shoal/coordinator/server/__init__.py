@@ -1,0 +1,1 @@
+"""Sockets, WebSockets and TLS of the coordinator."""

@@ -1,0 +1,1 @@
+"""The coordinator's disk: blobs, files of runs, logs and view rows."""

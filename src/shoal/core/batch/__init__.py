@@ -1,0 +1,1 @@
+"""How large the global batch is: goodput, gradient noise, the `batch` setting."""

@@ -1,0 +1,1 @@
+"""Which processes should exist: the pure state machine of agents and processes."""

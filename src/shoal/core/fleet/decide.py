@@ -1,0 +1,345 @@
+"""Which member processes should exist, and on which agents.
+
+`decide(state, event, now)` returns the next state and what to tell which agent; `due(state, now)` says which waits are
+over, as events. It knows processes only: whether their members are in a world is decided in `membership`.
+
+A process's life::
+
+    starting ──▶ running ──exit 0──▶ done
+        ▲           │ └──asked──▶ ending ──▶ forgotten
+        └─ backoff ◀┘ crash            budget spent: given up for a while, or the run fails
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shoal.core.fleet import events as fe
+from shoal.core.fleet.draft import Draft
+from shoal.core.fleet.state import (
+    BACKOFF,
+    DONE,
+    ENDING,
+    FINISHING,
+    GIVEN_UP,
+    GOING,
+    OVER,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    Agent,
+    Limits,
+    Process,
+    State,
+    Wanted,
+    role_of,
+)
+from shoal.core.membership.state import EVALUATOR, TRAINER
+
+__all__ = [
+    "BACKOFF",
+    "DONE",
+    "ENDING",
+    "FINISHING",
+    "GIVEN_UP",
+    "GOING",
+    "OVER",
+    "RUNNING",
+    "STARTING",
+    "STOPPING",
+    "Process",
+    "State",
+    "decide",
+    "due",
+    "role_of",
+]
+
+
+def decide(state: State, event: fe.Event, now: float) -> tuple[State, tuple[fe.Instruction, ...]]:
+    """The next state, and what to tell which agent."""
+    draft = Draft(state, now)
+    _HANDLERS[type(event)](draft, event)
+    if not isinstance(event, _KNOWN_PLACES):
+        draft.advance()
+    return draft.freeze(), tuple(draft.asked)
+
+
+def due(state: State, now: float) -> tuple[fe.WaitOver, ...]:
+    """The waits that are over."""
+    limits = state.limits
+    fired = [
+        fe.WaitOver("agent", agent=a.name)
+        for a in state.agents.values()
+        if a.away_since is not None and now - a.away_since > limits.agent_s
+    ]
+    fired += [fe.WaitOver("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until]
+    for run in state.runs.values():
+        if run.status == STOPPING and run.end_by is not None and now >= run.end_by:
+            fired.append(fe.WaitOver("grace", run.run))
+        if run.status == GOING and run.alone_since is not None and now - run.alone_since > limits.alone_s:
+            fired.append(fe.WaitOver("alone", run.run))
+        if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
+            fired.append(fe.WaitOver("regroup", run.run))
+    for p in state.processes.values():
+        if p.status == RUNNING and p.silent_since is None and p.missing_since is None:
+            continue
+        agent = state.agents.get(p.agent)
+        what = _process_due(p, now, limits, away=agent is None or agent.away_since is not None)
+        if what:
+            fired.append(fe.WaitOver(what, p.run, p.member))
+    return tuple(fired)
+
+
+def _process_due(p: Process, now: float, limits: Limits, *, away: bool) -> str:
+    if p.status in (BACKOFF, GIVEN_UP) and now >= p.until:
+        return "backoff"
+    # A member that is silent together with its agent is most likely only cut off, and so may be we ourselves.
+    if p.status == RUNNING and not away and p.silent_since is not None and now - p.silent_since > limits.revive_s:
+        return "revive"
+    if p.alive and p.missing_since is not None and now - p.missing_since > limits.missing_s:
+        return "missing"
+    return ""
+
+
+def _on_opened(draft: Draft, event: fe.Opened) -> None:
+    draft.base = replace(draft.base, salt=event.salt)
+    for name, agent in draft.agents.items():
+        draft.agents[name] = replace(agent, away_since=draft.now)
+    for p in list(draft.processes.values()):
+        draft.update(p, silent_since=None)
+
+
+def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
+    known = draft.agents.get(event.agent)
+    order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
+    notice = (known.notice, known.notice_until) if known else ("", 0.0)
+    draft.agents[event.agent] = Agent(
+        event.agent, event.slots, event.host, order, None, *notice, event.pool, event.size
+    )
+    living = set(event.members)
+    for p in [p for p in draft.processes.values() if p.agent == event.agent and p.alive]:
+        if (p.run, p.member, p.incarnation) not in living and event.successor:
+            detail = "its agent died, and it with it"
+            _on_exited(draft, fe.ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
+        elif (p.run, p.member, p.incarnation) not in living:
+            draft.update(p, missing_since=draft.now)
+        elif p.status == ENDING:
+            draft.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
+        else:
+            since = draft.now if p.silent_since is not None else None
+            draft.update(p, status=RUNNING, missing_since=None, silent_since=since)
+    for run, member, incarnation in event.members:
+        if not _is_known(draft, run, member, incarnation):
+            _adopt_or_end(draft, event.agent, run, member, incarnation)
+
+
+def _is_known(draft: Draft, run: str, member: str, incarnation: str) -> bool:
+    p = draft.processes.get((run, member))
+    return p is not None and p.incarnation == incarnation and p.alive
+
+
+def _adopt_or_end(draft: Draft, agent: str, run: str, member: str, incarnation: str) -> None:
+    """A process that nobody counted on any more: it may go on if there is room for it."""
+    wanted = draft.runs.get(run)
+    p = draft.processes.get((run, member))
+    free = p is None or not p.alive
+    if wanted is not None and wanted.status == GOING and not wanted.compat and free:
+        draft.processes.pop((run, member), None)
+        if draft.wants(draft.agents[agent], wanted, role_of(member)):
+            order, _ = draft.next_incarnation()
+            draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
+            draft.set_run(run, seen=True, alone_since=None)
+            return
+    draft.asked.append(fe.EndProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
+
+
+def _on_agent_away(draft: Draft, event: fe.AgentAway) -> None:
+    agent = draft.agents.get(event.agent)
+    if agent is not None and agent.away_since is None:
+        draft.agents[event.agent] = replace(agent, away_since=draft.now)
+
+
+def _on_agent_notice(draft: Draft, event: fe.AgentNotice) -> None:
+    agent = draft.agents.get(event.agent)
+    if agent is not None:
+        until = draft.now + event.within_s + 60.0
+        draft.agents[event.agent] = replace(agent, notice=event.cause or "a notice", notice_until=until)
+        for p in [p for p in draft.processes.values() if p.agent == event.agent and p.status in (BACKOFF, GIVEN_UP)]:
+            del draft.processes[p.run, p.member]
+
+
+def _on_run_wanted(draft: Draft, event: fe.RunWanted) -> None:
+    wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
+    wanted = replace(wanted, evaluators=event.evaluators, terms=event.terms, priority=event.priority)
+    draft.runs[event.run] = replace(wanted, ports=event.ports)
+
+
+def _on_started(draft: Draft, event: fe.ProcessStarted) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is not None and p.incarnation == event.incarnation:
+        draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
+
+
+def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is None or p.incarnation != event.incarnation or not p.alive:
+        return
+    run = draft.runs[event.run]
+    trained = run.status == FINISHING and p.role == TRAINER
+    # Whoever was asked to end may have come to the end of its script first.
+    came_to_the_end = event.cause == "done" or (trained and event.exit_code == 0)
+    if event.cause == "idle" or (p.status == ENDING and not p.again):
+        del draft.processes[p.run, p.member]
+    elif came_to_the_end and not p.again and (run.finished or run.status in (GOING, FINISHING)):
+        draft.update(p, status=DONE)
+        if run.compat and p.leads:
+            draft.dismiss(run)
+    elif run.compat:
+        draft.lose_of_group(run, p, event.cause, event.detail)
+    elif event.cause == "asked" and not p.again and not trained:
+        # Somebody else ended it, most likely the agent on its way out: a breath shows which.
+        draft.update(p, status=BACKOFF, until=draft.now + 1.0)
+    else:
+        draft.lose(p, "infrastructure" if p.again else event.cause, p.again or event.detail)
+
+
+def _on_silent(draft: Draft, event: fe.MemberSilent) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is None or not p.alive:
+        return
+    if event.stuck and p.status != ENDING:
+        draft.end(p, event.stuck, grace_s=1.0, again=event.stuck)
+    elif p.silent_since is None:
+        draft.update(p, silent_since=draft.now)
+
+
+def _on_back(draft: Draft, event: fe.MemberBack) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is not None:
+        draft.update(p, silent_since=None)
+
+
+def _on_guests(draft: Draft, event: fe.GuestsChanged) -> None:
+    draft.set_run(event.run, guests=event.guests)
+
+
+def _on_scaled(draft: Draft, event: fe.Scaled) -> None:
+    run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
+    if run.compat or run.status != GOING:
+        return
+    staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
+    staying = [p for p in staying if p.role == TRAINER]
+    elastic = [p for p in staying if draft.agents[p.agent].slots is None]
+    extra = max(0, len(staying) - event.max_members)
+    elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
+    for p in elastic[:extra]:
+        draft.end(p, f"scaled to at most {event.max_members} members", draft.base.limits.grace_s)
+
+
+def _on_stopping(draft: Draft, event: fe.RunStopping) -> None:
+    run = draft.runs[event.run]
+    end_by = draft.now + event.grace_s
+    if run.status == STOPPING and run.end_by is not None:
+        # Asked again by somebody in a greater hurry.
+        draft.set_run(event.run, end_by=min(run.end_by, end_by))
+    if run.status not in (GOING, FINISHING):
+        return
+    draft.set_run(event.run, status=STOPPING, exit_code=event.exit_code, reason=event.reason, end_by=end_by)
+    for p in draft.of_run(event.run):
+        if run.compat or not p.alive or p.member in event.idle:
+            draft.end(p, event.reason, event.grace_s)
+
+
+def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
+    run = draft.set_run(event.run, finished=True)
+    if run.status == GOING:
+        draft.set_run(event.run, status=FINISHING)
+        for p in draft.of_run(event.run):
+            if p.status in (BACKOFF, GIVEN_UP) and p.role != EVALUATOR:
+                del draft.processes[p.run, p.member]
+
+
+def _on_hopeless(draft: Draft, event: fe.RunHopeless) -> None:
+    if draft.runs[event.run].status == GOING:
+        draft.fail(event.run, event.reason, 4)
+
+
+def _on_wait_over(draft: Draft, event: fe.WaitOver) -> None:
+    if event.what == "agent":
+        _forget_agent(draft, event.agent)
+    elif event.what == "notice" and event.agent in draft.agents:
+        draft.agents[event.agent] = replace(draft.agents[event.agent], notice="")
+    elif event.what == "grace":
+        for p in draft.of_run(event.run):
+            draft.end(p, "it did not stop in time", grace_s=5.0)
+        draft.set_run(event.run, end_by=None)
+    elif event.what == "alone" and draft.runs[event.run].preempted:
+        draft.over(event.run)
+        draft.asked.append(fe.RunEnded(event.run, "every machine went away after a notice, and no other came", 75))
+    elif event.what == "alone":
+        draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
+    elif event.what == "regroup":
+        draft.set_run(event.run, not_before=0.0)
+    else:
+        _process_wait_over(draft, event)
+
+
+def _process_wait_over(draft: Draft, event: fe.WaitOver) -> None:
+    p = draft.processes.get((event.run, event.member))
+    if p is None:
+        return
+    if event.what == "backoff":
+        if p.agent in draft.agents and draft.agents[p.agent].usable:
+            draft.start_again(p, "its back-off is over")
+        else:
+            draft.update(p, until=draft.now + 1.0)
+    elif event.what == "revive":
+        why = f"its member was silent for {draft.base.limits.revive_s:g} s"
+        draft.end(p, why, grace_s=1.0, again=why)
+    elif event.what == "missing":
+        detail = "it was gone when its agent came back"
+        _on_exited(draft, fe.ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
+
+
+def _forget_agent(draft: Draft, name: str) -> None:
+    """The agent did not come back: its processes are not counted on any more."""
+    if draft.agents.pop(name, None) is None:
+        return
+    for p in [p for p in draft.processes.values() if p.agent == name]:
+        run = draft.runs[p.run]
+        if p.status == DONE:
+            continue
+        if run.compat and p.alive and p.status != ENDING:
+            draft.lose_of_group(run, p, "preempted", f"agent {name} is lost")
+        else:
+            if run.status == FINISHING and p.alive and p.role == TRAINER:
+                draft.set_run(p.run, fell=f"{p.member}: agent {name} is lost")
+            draft.processes.pop((p.run, p.member), None)
+    for run in draft.runs.values():
+        if run.status != OVER:
+            draft.asked.append(
+                fe.Tell(run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s")
+            )
+
+
+# What these say of a process that is counted on already changes nothing about who should exist.
+_KNOWN_PLACES = (fe.ProcessStarted, fe.MemberSilent, fe.MemberBack)
+_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
+    fe.Opened: _on_opened,
+    fe.AgentJoined: _on_agent_joined,
+    fe.AgentAway: _on_agent_away,
+    fe.AgentNotice: _on_agent_notice,
+    fe.RunWanted: _on_run_wanted,
+    fe.ProcessStarted: _on_started,
+    fe.ProcessExited: _on_exited,
+    fe.MemberSilent: _on_silent,
+    fe.MemberBack: _on_back,
+    fe.GuestsChanged: _on_guests,
+    fe.Scaled: _on_scaled,
+    fe.RunStopping: _on_stopping,
+    fe.RunFinished: _on_finished,
+    fe.RunHopeless: _on_hopeless,
+    fe.WaitOver: _on_wait_over,
+}

@@ -1,0 +1,1 @@
+"""Who is in a run: the pure state machine of its members."""

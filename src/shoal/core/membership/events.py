@@ -1,0 +1,360 @@
+"""What can happen to the membership of a run, and what can be asked in answer.
+
+Events are journaled before they are acted on; instructions are carried out by the coordinator's shell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from shoal.core.placement import Placement
+from shoal.core.world import Address, World
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A member connected, for the first time or again (same incarnation); for `done` and `early` see MemberDone."""
+
+    member: str
+    incarnation: str
+    address: Address
+    world: int | None = None
+    step: int | None = None
+    broken: bool = False
+    done: bool = False
+    role: str = "trainer"
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    """A member can be admitted. `restored`: it was asked for a checkpoint; `step` is None if there was none."""
+
+    member: str
+    fingerprint: str
+    step: int | None
+    restored: bool = False
+    speed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorldBroke:
+    """A member's exchange failed; it holds the state of `step`, None for none."""
+
+    member: str
+    world: int
+    step: int | None
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredWorld:
+    """A member crossed into a proposed world at a step boundary."""
+
+    member: str
+    world: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFailed:
+    member: str
+    world: int
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopied:
+    """A primary has given its learner all that it has; `since` says which learner."""
+
+    member: str
+    part: int
+    to: str
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartYielded:
+    """A primary has come to rest, so that its backup can take over; `number` is the placement that asked for it."""
+
+    member: str
+    part: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUnreachable:
+    """A member cannot reach a server of this placement."""
+
+    member: str
+    server: str
+    number: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member is gone: its process ended, its lease ran out, or it is `stuck`.
+
+    The process of one that is stuck answers, but what its script does will not come to an end.
+    """
+
+    member: str
+    reason: str
+    stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeGiven:
+    """A member will go away within so many seconds."""
+
+    member: str
+    within_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """A member is gone as it said; `world` is the one that the others crossed into without it."""
+
+    member: str
+    step: int | None
+    world: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDone:
+    """`early` says that its script did not wait for the last step, which others may still come to."""
+
+    member: str
+    step: int
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFulfilled:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    member: str
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The members of a world changed something by themselves, from `step` on; one of them tells.
+
+    `what` is shares, batch or memory; `values` are its figures by name.
+    """
+
+    member: str
+    step: int
+    what: str
+    values: dict[str, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The run has committed up to here; written now and then, not at every step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """`until_others` says that it is for lack of members only, and that the run goes on when others are there."""
+
+    reason: str
+    checkpoint: bool
+    exit_code: int
+    until_others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAsked:
+    min_members: int
+    max_members: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A wait is over: gathering members, a bench, or a proposal that nobody has crossed into yet."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRestarted:
+    """All connections are gone, and every lease starts anew."""
+
+
+Event = Union[
+    Hello,
+    BecameReady,
+    WorldBroke,
+    EnteredWorld,
+    PreparationFailed,
+    PartCopied,
+    PartYielded,
+    ServerUnreachable,
+    Disconnected,
+    Lost,
+    NoticeGiven,
+    MemberLeft,
+    MemberDone,
+    Claimed,
+    ClaimFulfilled,
+    CheckpointWritten,
+    Decided,
+    Progressed,
+    StopAsked,
+    ScaleAsked,
+    TimerFired,
+    CoordinatorRestarted,
+]
+
+# --- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class FormWorld:
+    """Tell these members to enter the world now."""
+
+    world: World
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeWorld:
+    """Tell these members to connect the world in the background."""
+
+    after: int
+    world: World
+    to: tuple[str, ...]
+    reason: str
+    news: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DissolveWorld:
+    number: int
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceParts:
+    """Tell these members who holds the parts of the state from now on."""
+
+    placement: Placement
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellGone:
+    """Tell these servers that a trainer is gone, so that nobody waits for it."""
+
+    to: tuple[str, ...]
+    member: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskRestore:
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End the connection of this incarnation with an error."""
+
+    member: str
+    incarnation: str
+    code: str
+    what: str
+    why: str = ""
+    do: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """Tell a member that it is no longer in the run, and may say hello anew."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopMembers:
+    to: tuple[str, ...]
+    reason: str
+    checkpoint: bool
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellFinished:
+    to: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    member: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellFulfilled:
+    to: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A sentence for the story; nothing to carry out."""
+
+    text: str
+    member: str = ""
+
+
+Instruction = Union[
+    FormWorld,
+    ProposeWorld,
+    DissolveWorld,
+    PlaceParts,
+    TellGone,
+    AskRestore,
+    Refuse,
+    Expel,
+    StopMembers,
+    TellFinished,
+    Grant,
+    TellFulfilled,
+    Say,
+]

@@ -1,0 +1,113 @@
+"""What is known of a run's members: the state that membership decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.core.membership import events as ev
+from shoal.core.placement import Placement
+from shoal.core.world import Address, World
+
+STARTING, WAITING, TRAINING, OUT, DONE = "starting", "waiting", "training", "out", "done"
+TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that membership depends on. `hires` says that others are asked for when members have to go."""
+
+    min_members: int = 1
+    max_members: int = 1
+    lease_s: float = 3.0
+    reconnect_s: float = 1.0
+    gather_s: float = 0.5
+    stall_s: float = 300.0
+    bench_s: float = 1.0
+    servers: int = 0
+    hires: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What is known of one member. `step` is the state that it holds outside a world, None for none.
+
+    One that is `leaving` trains on until `stop_by` if there is nobody yet to take over.
+    """
+
+    name: str
+    incarnation: str
+    address: Address
+    status: str
+    order: int
+    since: float
+    fingerprint: str = ""
+    speed: float = 0.0
+    step: int | None = None
+    stale: bool = False
+    connected: bool = True
+    away_since: float | None = None
+    leaving: str = ""
+    stop_by: float = 0.0
+    suspected: bool = False
+    strikes: int = 0
+    benched_until: float = 0.0
+    rank: int = 1 << 30
+    role: str = TRAINER
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Something that exactly one member does."""
+
+    holder: str
+    waiting: tuple[str, ...] = ()
+    fulfilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The membership of one run. `done_at` is the last step, once somebody has done it.
+
+    `gone` are the trainers that servers were told of lately: name, incarnation, when.
+    """
+
+    rules: Rules
+    members: Mapping[str, Member] = field(default_factory=dict)
+    world: World | None = None
+    placement: Placement | None = None
+    life: int = 0
+    gone: tuple[tuple[str, str, float], ...] = ()
+    proposal: World | None = None
+    repeat_at: float | None = None
+    number: int = 0
+    order: int = 0
+    started: bool = False
+    fingerprint: str = ""
+    restoring: str = ""
+    gather_until: float | None = None
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    stopping: ev.StopAsked | None = None
+    done_at: int | None = None
+    finished: bool = False
+    step: int = 0
+    world_began_at: int = 0
+    checkpoint_step: int | None = None
+    checkpoint_path: str = ""
+    decided: Mapping[str, ev.Decided] = field(default_factory=dict)
+    losses: int = 0
+    joins: int = 0
+    reason: str = "waiting for the first member"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a member last said of itself, and when."""
+
+    at: float
+    world: int | None = None
+    step: int | None = None
+    phase: str = ""
+    phase_age_s: float = 0.0
+    usual_step_s: float = 0.0
+    waits_for: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Who holds parameters and who gets tickets."""

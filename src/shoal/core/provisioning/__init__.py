@@ -1,0 +1,1 @@
+"""Which machines to request from pools: the pure state machine of allocations."""

@@ -1,0 +1,379 @@
+"""Which machines to hire from which pools, and which to let go.
+
+`decide(state, event, now)` returns the next state and what to tell which pool; `due(state, now)` says which waits are
+over, as events. A *hire* is one agent that a pool was asked for::
+
+    asked ──▶ submitted ──its agent joins──▶ here ──not needed──▶ leaving ──▶ forgotten
+                 │                            │
+                 └── refused, gone, or never came: another is asked for, here or of the next pool
+
+A run takes from its pools in their order. A pool that does not deliver in time is not counted on, so that the next one
+is asked; if it delivers after all, whatever is then too much is let go, the last pool's first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shoal.core.provisioning import events as se
+from shoal.core.provisioning import feasibility
+from shoal.core.provisioning.costs import Account
+from shoal.core.provisioning.draft import Draft, submission
+from shoal.core.provisioning.state import (
+    ASKED,
+    HERE,
+    LEAVING,
+    LIVE,
+    SUBMITTED,
+    Hire,
+    Limits,
+    Standing,
+    State,
+    broke,
+    rate_of,
+    users,
+)
+
+LOOK = "look into agent.log below hires/ in its directory there"
+
+__all__ = [
+    "ASKED",
+    "HERE",
+    "LEAVING",
+    "LIVE",
+    "SUBMITTED",
+    "Hire",
+    "Limits",
+    "Standing",
+    "State",
+    "account_at",
+    "broke",
+    "decide",
+    "due",
+    "is_news",
+    "money_due",
+    "rate_of",
+    "users",
+]
+
+
+def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.Instruction, ...]]:
+    """The next state, and what to ask of which pool."""
+    draft = Draft(state, now)
+    _HANDLERS[type(event)](draft, event)
+    draft.level()
+    return draft.freeze(), tuple(draft.asked)
+
+
+def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+    """The waits that are over."""
+    limits = state.limits
+    fired = [se.PatienceOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
+    fired += [se.PatienceOver("begin", run=need.run) for need in state.needs if feasibility.hopeless(state, need, now)]
+    for hire in state.hires.values():
+        waited_s = now - hire.since
+        patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
+        silent_s = now - max(hire.since, hire.heard_at or hire.since)
+        slow = hire.status == SUBMITTED and (hire.preparing or not hire.running)
+        if hire.status == SUBMITTED and hire.running and silent_s > limits.join_s:
+            fired.append(se.PatienceOver("join", hire=hire.name))
+        elif slow and not hire.overdue and waited_s > patience_s:
+            fired.append(se.PatienceOver("patience", hire=hire.name))
+        elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
+            fired.append(se.PatienceOver("cancel", hire=hire.name))
+        elif hire.spare_since is not None and now - hire.spare_since >= limits.surplus_s:
+            fired.append(se.PatienceOver("surplus", hire=hire.name))
+    return tuple(fired)
+
+
+def money_due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+    """Whether some run can no longer pay all that it has; asked every `spending.LOOK_S`."""
+    if all(need.budget is None for need in state.needs):
+        return ()
+    later = Draft(state, now).freeze()
+    short = users(later) != users(state) or any(broke(later, run) for run in {need.run for need in state.needs})
+    return (se.PatienceOver("money"),) if short else ()
+
+
+def account_at(state: State, now: float) -> Account:
+    """What everything has cost up to now."""
+    return Draft(state, now).account
+
+
+def is_news(state: State, event: se.Observed) -> bool:
+    """Whether what a pool says there is differs from what we know."""
+    mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}
+    named = {seen.hire for seen in event.seen}
+    if event.unanswered or state.standings.get(event.pool, Standing()).unreachable_since is not None:
+        return True
+    if any(hire.status != ASKED and name not in named for name, hire in mine.items()):
+        return True
+    return any(
+        seen.hire not in mine
+        or mine[seen.hire].status == ASKED
+        or mine[seen.hire].handle != seen.handle
+        or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
+        or (_why(mine[seen.hire], seen) != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
+        or (seen.why and not mine[seen.hire].why and mine[seen.hire].status == HERE)
+        for seen in event.seen
+    )
+
+
+def _why(hire: Hire, seen: se.Sighting) -> str:
+    """What is to be said of a hire: its machine knows best what it does."""
+    return hire.why if hire.preparing else seen.why or hire.why
+
+
+def _on_pools(draft: Draft, event: se.PoolsKnown) -> None:
+    draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
+    draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
+    for pool in event.pools:
+        mine = [hire for hire in draft.hires.values() if hire.pool == pool.name and hire.status in LIVE]
+        staying = sorted((hire for hire in mine if not hire.going), key=_worth)
+        for hire in staying[pool.limit :]:
+            draft.let_go(hire, f"pool {pool.name} may have {pool.limit} machines only, since its limit was lowered")
+
+
+def _worth(hire: Hire) -> tuple[int, bool, float, str]:
+    """Rather kept are those that are here, are used, and have been for long."""
+    return LIVE[::-1].index(hire.status), hire.spare_since is not None, hire.since, hire.name
+
+
+def _on_needs(draft: Draft, event: se.NeedsChanged) -> None:
+    known = {need.run for need in draft.base.needs}
+    draft.base = replace(draft.base, needs=event.needs)
+    new = {pool for need in event.needs if need.run not in known for pool in need.pools}
+    for pool in sorted(new & draft.standings.keys()):
+        _ask_anew(draft, pool)
+
+
+def _ask_anew(draft: Draft, pool: str) -> None:
+    """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
+    if draft.standings[pool].unreachable_since is None:
+        draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
+    else:
+        draft.stand(pool, failing_since=draft.now)
+
+
+def _on_submitted(draft: Draft, event: se.Submitted) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is None:
+        draft.asked.append(se.Cancel(event.pool, event.hire, event.handle, "nobody asked for it"))
+    elif hire.status == ASKED:
+        draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
+        draft.trust(hire.pool)
+    elif hire.status == LEAVING:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, event.handle, hire.why))
+        draft.update(hire, handle=event.handle)
+    elif not hire.handle:
+        draft.update(hire, handle=event.handle)
+
+
+def _on_refused(draft: Draft, event: se.Refused) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, LEAVING):
+        draft.forget(hire)
+        draft.strike(hire.pool, event.why, event.where, event.do)
+        if hire.status == ASKED:
+            draft.fail(hire.pool, final=event.final)
+
+
+def _on_observed(draft: Draft, event: se.Observed) -> None:
+    """What a pool says there is: the whole of it, so that what it does not name is not there."""
+    _reached(draft, event.pool)
+    named = {seen.hire for seen in event.seen}
+    for seen in event.seen:
+        hire = draft.hires.get(seen.hire)
+        if hire is None:
+            draft.tell(f"{seen.hire} of pool {event.pool} is ended: nobody asked for it")
+            draft.asked.append(se.Cancel(event.pool, seen.hire, seen.handle, "nobody asked for it"))
+        else:
+            _saw(draft, hire, seen)
+    for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
+        if hire.status == ASKED:
+            if hire.name in event.unanswered:
+                draft.asked.append(submission(hire, "it was asked for, but never came about"))
+        else:
+            _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
+
+
+def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
+    if hire.status == ASKED:
+        hire = draft.update(hire, status=SUBMITTED, since=draft.now)
+    if seen.running and not hire.running:
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        since = draft.now if hire.status == SUBMITTED else hire.since
+        hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
+    elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
+        # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
+        draft.lose(hire)
+        hire = draft.update(
+            hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
+        )
+    if seen.running and seen.why and not hire.why:
+        draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
+    if hire.status == LEAVING and not hire.handle:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
+    elif hire.handle and hire.handle != seen.handle:
+        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, "it was started twice"))
+        return
+    draft.update(hire, handle=hire.handle or seen.handle, why=_why(hire, seen))
+
+
+def _gone(draft: Draft, hire: Hire, why: str) -> None:
+    draft.forget(hire)
+    if hire.status == LEAVING:
+        return
+    draft.lose(hire)
+    draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
+    if hire.status == SUBMITTED:
+        draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, Standing()).fruitless + 1)
+    lived_s = draft.now - hire.since if hire.status == HERE else 0.0
+    if lived_s < draft.base.limits.young_s and not hire.going:
+        draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
+
+
+def _on_unreachable(draft: Draft, event: se.PoolUnreachable) -> None:
+    standing = draft.standings.get(event.pool, Standing())
+    if standing.unreachable_since is None:
+        draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
+        draft.fail(event.pool, final=event.final)
+        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
+
+
+def _on_away(draft: Draft, event: se.Away) -> None:
+    """Time in which nobody could come, and nobody was asked, is held against no machine and no pool."""
+
+    def later(at: float | None) -> float | None:
+        return None if at is None else min(draft.now, at + event.seconds)
+
+    for hire in [one for one in draft.hires.values() if one.status in (ASKED, SUBMITTED)]:
+        draft.update(hire, since=later(hire.since), heard_at=later(hire.heard_at))
+    for pool, standing in list(draft.standings.items()):
+        draft.stand(pool, failing_since=later(standing.failing_since))
+
+
+def _on_closed(draft: Draft, event: se.PoolClosed) -> None:
+    for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
+        draft.forget(hire)
+
+
+def _reached(draft: Draft, pool: str) -> None:
+    standing = draft.standings.get(pool, Standing())
+    if standing.unreachable_since is not None:
+        draft.stand(pool, unreachable_since=None, why="", final=False)
+        draft.tell(f"pool {pool} can be reached again")
+
+
+def _on_preparing(draft: Draft, event: se.Preparing) -> None:
+    """It is not mistaken for a machine whose agent does not come for as long as it says what it does."""
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        since = hire.since if hire.preparing else draft.now
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        if event.why != hire.why:
+            draft.tell(f"{hire.name} of pool {hire.pool} {event.why}")
+        draft.update(
+            hire,
+            status=SUBMITTED,
+            running=True,
+            overdue=hire.overdue and hire.preparing,
+            since=since,
+            paid_since=paid_since,
+            heard_at=draft.now,
+            why=event.why,
+        )
+
+
+def _on_unprepared(draft: Draft, event: se.Unprepared) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        draft.strike(hire.pool, event.why, event.where, event.do)
+        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        if event.final:
+            draft.fail(hire.pool, final=True)
+        draft.let_go(hire, event.why)
+
+
+def _on_joined(draft: Draft, event: se.AgentHere) -> None:
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status in (ASKED, SUBMITTED):
+        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        draft.update(
+            hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since, heard_at=None
+        )
+        if hire.pool in draft.standings:
+            draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
+
+
+def _on_leaving(draft: Draft, event: se.AgentLeaving) -> None:
+    """It has got a notice, and hands over; another is hired meanwhile."""
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status == HERE:
+        draft.update(hire, going=True, why=event.why)
+
+
+def _on_lost(draft: Draft, event: se.AgentLost) -> None:
+    """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
+    hire = draft.hires.get(event.agent)
+    if hire is not None and hire.status == HERE:
+        draft.lose(hire)
+        if draft.now - hire.since < draft.base.limits.young_s and not hire.going:
+            draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
+        draft.let_go(hire, event.why)
+
+
+def _on_ended(draft: Draft, event: se.Ended) -> None:
+    hire = draft.hires.get(event.hire)
+    if hire is not None and hire.status == LEAVING:
+        draft.forget(hire)
+
+
+def _on_wait_over(draft: Draft, event: se.PatienceOver) -> None:
+    hire = draft.hires.get(event.hire)
+    if event.what == "begin":
+        for need in draft.base.needs:
+            troubles = feasibility.hopeless(draft.freeze(), need, draft.now) if need.run == event.run else ()
+            draft.asked += [se.GiveUp(need.run, troubles)] if troubles else []
+    elif event.what == "pool" and event.pool in draft.standings:
+        draft.stand(event.pool, until=0.0)
+    elif hire is None:
+        return
+    elif event.what == "patience" and hire.status == SUBMITTED:
+        pool = draft.base.pools.get(hire.pool)
+        waited_s = pool.patience_s if pool is not None else 0.0
+        draft.update(hire, overdue=True)
+        draft.tell(
+            f"{hire.name} was not there after {waited_s:g} s ({hire.why or 'nobody says why'}): others are asked"
+        )
+    elif event.what == "join" and hire.status == SUBMITTED:
+        why = f"its machine runs, but no agent came within {draft.base.limits.join_s:g} s"
+        draft.strike(hire.pool, f"{hire.name}: {why}", do=f"see that its machines reach the coordinator: {LOOK}")
+        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        draft.let_go(hire, why)
+    elif event.what == "cancel" and hire.status == LEAVING:
+        draft.update(hire, since=draft.now)
+        draft.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, hire.why))
+    elif event.what == "surplus" and hire.spare_since is not None and hire.status in LIVE:
+        draft.let_go(hire, hire.spare_why or "no run needs it")
+
+
+_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
+    se.PoolsKnown: _on_pools,
+    se.NeedsChanged: _on_needs,
+    se.Submitted: _on_submitted,
+    se.Refused: _on_refused,
+    se.Observed: _on_observed,
+    se.PoolUnreachable: _on_unreachable,
+    se.Away: _on_away,
+    se.PoolClosed: _on_closed,
+    se.Preparing: _on_preparing,
+    se.Unprepared: _on_unprepared,
+    se.AgentHere: _on_joined,
+    se.AgentLeaving: _on_leaving,
+    se.AgentLost: _on_lost,
+    se.Ended: _on_ended,
+    se.PatienceOver: _on_wait_over,
+}

@@ -1,0 +1,1 @@
+"""A coordinator as a function of its journal: runs, their events, queue and story."""

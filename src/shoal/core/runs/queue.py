@@ -1,0 +1,82 @@
+"""Which runs wait for machines, in which order, and what each of them waits for; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from shoal.core.fleet import decide as fl
+from shoal.core.fleet.state import Wanted
+from shoal.core.membership.state import EVALUATOR
+from shoal.core.provisioning import decide as provisioning
+from shoal.core.runs.state import Run, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A run that has not begun: its place in the queue, and what it waits for."""
+
+    place: int
+    what: str
+
+
+def queue_of(runs: Runs) -> list[str]:
+    """The runs that have no process yet, in the order in which they get machines."""
+    begun = {p.run for p in runs.fleet.processes.values() if p.role != EVALUATOR}
+    found = [
+        run
+        for run in runs.runs.values()
+        if not run.over and run.name not in begun and not run.membership.members and _is_going(runs, run)
+    ]
+    return [run.name for run in sorted(found, key=lambda run: -run.spec.priority)]
+
+
+def waiting_of(run: Run, runs: Runs, now: float) -> Waiting | None:
+    """What a run waits for, None if it has begun."""
+    queue = queue_of(runs)
+    if run.name not in queue:
+        return None
+    wanted = runs.fleet.runs[run.name]
+    asked = [_asked(run, runs, now), *_troubles(run, runs), _holders(run, runs)]
+    what = f"{wanted.least} places" if wanted.least > 1 else "a place"
+    return Waiting(1 + queue.index(run.name), "; ".join([what, *filter(None, asked)]))
+
+
+def _is_going(runs: Runs, run: Run) -> bool:
+    wanted: Wanted | None = runs.fleet.runs.get(run.name)
+    return wanted is not None and wanted.status == fl.GOING
+
+
+def _asked(run: Run, runs: Runs, now: float) -> str:
+    """The machines that were asked for on its behalf."""
+    coming = [
+        hire
+        for hire in runs.supply.hires.values()
+        if run.name in hire.whose and hire.status in (provisioning.ASKED, provisioning.SUBMITTED)
+    ]
+    if not coming:
+        return ""
+    many = ", ".join(f"{count} of {pool}" for pool, count in sorted(Counter(hire.pool for hire in coming).items()))
+    why = next((hire.why for hire in coming if hire.why), "")
+    since_s = now - min(hire.since for hire in coming)
+    return f"{many} asked for {since_s:.0f} s ago" + (f" ({why})" if why else "")
+
+
+def _troubles(run: Run, runs: Runs) -> list[str]:
+    standings = {name: runs.supply.standings.get(name, provisioning.Standing()) for name in run.spec.on}
+    return [f"pool {name}: {one.why}" for name, one in standings.items() if one.why]
+
+
+def _holders(run: Run, runs: Runs) -> str:
+    """Who has the places that it may use."""
+    wanted = runs.fleet.runs[run.name]
+    mine = {a.name for a in runs.fleet.agents.values() if not wanted.terms or _may(wanted, a.pool)}
+    held = Counter(p.run for p in runs.fleet.processes.values() if p.agent in mine and p.alive)
+    if not held:
+        return "" if mine else "no machine is there"
+    return "held by " + ", ".join(f"{name} ({count})" for name, count in held.most_common(3))
+
+
+def _may(wanted: Wanted, pool: str) -> bool:
+    pools = wanted.terms_of("trainer").pools
+    return not pools or not pool or pool in pools

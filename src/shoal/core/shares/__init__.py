@@ -1,0 +1,1 @@
+"""Who computes how many samples: balancing, splits, speeds and costs."""

@@ -1,0 +1,1 @@
+"""`shoal doctor`: checks of this machine and of the machines of pools."""

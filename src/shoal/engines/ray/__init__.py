@@ -1,0 +1,1 @@
+"""The engine that starts agents through Ray."""

@@ -1,0 +1,1 @@
+"""Data for `model.fit`: batches, arrays and tf.data pipelines."""

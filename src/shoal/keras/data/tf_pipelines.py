@@ -1,0 +1,118 @@
+"""tf.data pipelines as data that is shared out: which of them can be indexed, and which are of no use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from shoal.errors import UnusableData
+from shoal.keras.data.arrays import Found, Items, Rows, Source
+from shoal.keras.data.tf_indexing import Node, is_fixed, kind_of, node_of, operations, samples_of
+from shoal.worker.data.fetch import Batch
+
+INFINITE, UNKNOWN = -1, -2
+
+
+class Samples(Source):
+    """A pipeline whose elements are samples."""
+
+    def __init__(self, node: Node) -> None:
+        self._length, self._spec = node.length, node.spec
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
+        def read(ids: Any) -> Any:
+            with tf.device("CPU:0"):
+                return node.many(ids)
+
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, ids: Rows, epoch: int) -> Batch:  # noqa: ARG002
+        return _arrays(self._spec, self._read(tf.constant(ids, tf.int64)))
+
+
+class Elements:
+    """A pipeline whose elements are batches, as a PyDataset is one."""
+
+    def __init__(self, node: Node) -> None:
+        self.num_batches, self._spec = node.length, node.spec
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
+        def read(number: Any) -> Any:
+            with tf.device("CPU:0"):
+                return node.one(number)
+
+        self._read = read
+
+    def __getitem__(self, number: int) -> Batch:
+        return _arrays(self._spec, self._read(tf.constant(number, tf.int64)))
+
+
+def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> Found | None:
+    """The pipeline as samples by number; None if it can only be read from its start."""
+    node = node_of(dataset)
+    if node is None or node.length < 1 or (node.shuffled and not shuffle):
+        return None
+    ahead = int(any(kind_of(one) == "PrefetchDataset" for one in operations(dataset)))
+    # Batches are put together anew, so that nothing has to be left out of them either.
+    samples = samples_of(node) if batched else node
+    if samples is None and node.uneven:
+        return None
+    return Found(
+        Items(Elements(node), seed, shuffle, "tf.data pipeline") if samples is None else Samples(samples), ahead
+    )
+
+
+def check(dataset: Any, batched: bool) -> None:
+    """Raise if nothing can be made of this pipeline."""
+    count = int(dataset.cardinality())
+    if count == INFINITE or (count == UNKNOWN and _goes_on(dataset)):
+        raise UnusableData(
+            "the tf.data pipeline has no end",
+            why="with repeat() nobody knows where an epoch ends",
+            do="leave repeat() out, and pass epochs, and steps_per_epoch if you like, to model.fit",
+        )
+    if count == 0:
+        raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
+    leaves = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
+        raise UnusableData(
+            "the tf.data pipeline gives ragged or sparse tensors",
+            why="they cannot be cut into shares",
+            do="make them dense in the pipeline: .map(lambda x: x.to_tensor(shape=…))",
+        )
+    firsts = {leaf.shape[0] if leaf.shape.rank else -1 for leaf in leaves if leaf.shape.rank is not None} - {None}
+    if batched and (-1 in firsts or len(firsts) > 1):
+        raise UnusableData(
+            "the elements of the tf.data pipeline are not batches",
+            why=f"their shapes are {', '.join(str(leaf.shape) for leaf in leaves)}",
+            do="pass batched=False if each of them is one sample, or end the pipeline with .batch(…)",
+        )
+
+
+def check_stream(dataset: Any) -> None:
+    """Raise if a pipeline that is read from its start would give other samples, or another order, in every member."""
+    if not is_fixed(dataset):
+        raise UnusableData(
+            "the tf.data pipeline gives its samples in another order whenever it is read",
+            why="members that each read a part of it would lose some and repeat others",
+            do="shuffle(…, seed=1, reshuffle_each_iteration=False), list_files(…, shuffle=False), and no "
+            "deterministic=False",
+        )
+
+
+def _goes_on(dataset: Any) -> bool:
+    """Whether there is a repeat() without an end that nothing ends."""
+    kind = kind_of(dataset)
+    if kind == "RepeatDataset" and int(dataset._count) < 0:
+        return True
+    return kind != "TakeDataset" and any(map(_goes_on, dataset._inputs()))
+
+
+def _arrays(spec: Any, flat: list[Any]) -> Any:
+    return keras.tree.map_structure(np.asarray, tf.nest.pack_sequence_as(spec, flat))

@@ -1,0 +1,1 @@
+"""What `model.fit` calls, is given and changes."""

@@ -1,0 +1,1 @@
+"""Keras training loops, one module for each way to keep members together."""

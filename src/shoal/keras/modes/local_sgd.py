@@ -1,0 +1,141 @@
+"""Local training with Keras (``--sync local:H``): each call of the model's train function does one round of the run.
+
+What a round is, is said in `shoal.torch.modes.local_sgd` and docs/synchrony-local.md: a member trains on its share of
+it with the model's own optimizer, batch by batch, and then all average what they have learned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from shoal.core import sync_mode
+from shoal.errors import NotForLocal
+from shoal.keras.backends.base import Arrays, Backend, Computed, Logs
+from shoal.keras.modes.every_step import LoopTrainer, Trainer
+from shoal.keras.modes.outer_optimizer import Outer, Start
+from shoal.keras.modes.state import Variables
+from shoal.worker.collectives.flat_buffers import FlatSums, Like
+from shoal.worker.data.round_feed import RoundFeed
+from shoal.worker.session.session import Session
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.step import Turn
+from shoal.worker.training.training_state import StateKeeper
+
+
+class LocalTrainer(Trainer):
+    """A trainer whose optimizer steps for itself, and whose steps are rounds."""
+
+    feed: RoundFeed | None
+
+    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+        super().__init__(session, keeper, backend)
+        settings = session.settings
+        self.length = sync_mode.parse(settings.sync).local
+        # Gradients are never summed over members, so there is nothing to compare.
+        self.soundings.every = 0
+        self._inner = getattr(backend.optimizer, "inner_optimizer", backend.optimizer)
+        for option in ("use_ema", "gradient_accumulation_steps"):
+            if getattr(self._inner, option):
+                self.refuse(f"an optimizer with {option}", "leave it out, or train with --sync step")
+        self._trained: list[Any] = backend.model.trainable_variables
+        self._outer = Outer(settings.outer_lr, settings.outer_momentum, self._trained)
+        if self._outer.velocities:
+            keeper.parts["outer"] = Variables(lambda: self._outer.velocities, lambda velocity: velocity.value)
+        self._start = Start(backend.read)
+        self._kept_for: Turn | None = None
+        self._iterations = 0
+        self._own: FlatSums | None = None
+
+    def refuse(self, what: str, do: str) -> None:
+        """Raise: the script asks for what local training cannot do."""
+        raise NotForLocal(f"{what} cannot be used with --sync local:{self.length}", do=do)
+
+    # --- one batch of a round
+
+    def _summed(self, turn: Turn, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
+        """Take the gradients of a piece; those of a whole batch of ours, if they are complete and count."""
+        assert self.feed is not None
+        self._count(turn, now)
+        if self._session.broken:
+            return None
+        number = bisect_left(self.feed.lots, turn.piece, key=lambda lot: lot.last)
+        lot = self.feed.lots[number]
+        if self._own is None or len(self._own.views) != len(gradients):
+            self._own = FlatSums([Like(one.shape, one.dtype) for one in gradients], tail=0)
+        self._own.load(gradients, turn.own / (lot.samples or 1), add=turn.piece > lot.first)
+        if turn.piece < lot.last:
+            return None
+        self._rest(lot.samples, turn.pieces[turn.piece].samples)
+        if self._pace is not None:
+            self._pace.begin(turn.step)
+        self._remember(turn)
+        if turn.empty:
+            return None
+        # Schedules, and whatever else counts steps, are where they would be without rounds: see docs.
+        self._inner._iterations.assign(self._iterations + self.feed.due(turn.step, number))
+        return self._own.views
+
+    def _remember(self, turn: Turn) -> None:
+        """Before the first change of a round: copy what the round began with."""
+        if self._kept_for is turn:
+            return
+        self._keeper.before_change()
+        self._session.before_change()
+        self._start.keep([*self._trained, *self._backend.optimizer.variables])
+        self._iterations = int(self._backend.read(self._inner._iterations))
+        self._kept_for = turn
+
+    def _change(self, turn: Turn, found: Arrays | None, computed: Computed) -> Logs | None:
+        if found is not None:
+            self._backend.apply(found, computed.statistics, computed.after)
+        self._end_batch(turn)
+        return self._backend.results() if turn.committed else None
+
+    # --- the end of a round
+
+    def _end_batch(self, turn: Turn) -> None:
+        """What there was to apply is applied; after the last batch, everybody's round becomes one."""
+        if not turn.last_piece or self._session.broken or not self._average(turn) or not self._may_apply():
+            return
+        assert self._sums is not None
+        assert self.feed is not None
+        self._take_over(turn)
+        start = self._start.values[: len(self._trained)]
+        for variable, value in zip(self._trained, self._outer.step(self._sums.views, start), strict=True):
+            variable.assign(value)
+        self._put_statistics()
+        self.put_meters_back()
+        self._inner._iterations.assign(self._iterations + self.feed.batches_in(turn.step))
+        self._commit(turn)
+
+    def _average(self, turn: Turn) -> bool:
+        """Sum the changes of all members by their weights; False if the world broke over it."""
+        assert self._sums is not None
+        assert self.feed is not None
+        part = turn.weight / turn.nominal
+        for view, variable, value in zip(self._sums.views, self._trained, self._start.values, strict=False):
+            np.subtract(self._backend.read(variable), value, out=view, dtype=view.dtype)
+            if part != 1.0:
+                view *= view.dtype.type(part)
+        if not self._exchange(turn):
+            return False
+        turn.data_s += self.feed.read_s
+        turn.compute_s -= self.feed.read_s
+        return True
+
+    def _undo_uncommitted(self) -> None:
+        turn = self.turn
+        if turn is not None and not turn.committed and self._kept_for is turn:
+            self._start.put_back()
+        self._kept_for = None
+        super()._undo_uncommitted()
+
+
+class LocalLoopTrainer(LocalTrainer, LoopTrainer):
+    """For a loop of the script's own: it is given one batch of a round after the other."""
+
+    def _done(self, turn: Turn) -> None:
+        self._end_batch(turn)

@@ -1,0 +1,235 @@
+"""The training loop of Keras underneath a run whose parameters are held by servers (see
+`shoal.worker.parameter_server.ticket_loop`).
+
+Each call of the model's train function does one ticket. The optimizer works on the servers, on a copy of its own for
+each shard; what callbacks make of the learning rate goes there with every gradient. Metrics are each member's own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.batch.goodput import AutoBatch, Law
+from shoal.core.data.sample_order import Order
+from shoal.errors import UnusableModel
+from shoal.keras.backends.base import Arrays, Backend, Logs
+from shoal.keras.fit.train_function import Calls
+from shoal.keras.fit.variables import kept_of, loss_in, reseed, seeds_of
+from shoal.keras.modes.every_step import Trainer
+from shoal.keras.modes.server_shard import Layout, Vault, gradients_of, take_over
+from shoal.keras.modes.shard_optimizer import averages_of, refused
+from shoal.worker.data.feed import Feed
+from shoal.worker.parameter_server.rpc import Raw
+from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketTurn
+from shoal.worker.training.noise_sampling import Soundings
+from shoal.worker.training.training_state import StateKeeper
+
+
+class TicketTrainer(TicketLoop, Calls):
+    """Computes the gradients of one model, ticket by ticket; what `shoal.keras.modes.every_step` is with `--sync
+    step`.
+    """
+
+    def __init__(self, session: PlacedSession, keeper: StateKeeper, backend: Backend) -> None:
+        super().__init__(session, keeper)
+        needs_all = refused(backend.optimizer)
+        if needs_all is not None:
+            raise self.unusable(*needs_all)
+        self.auto: AutoBatch | None = None
+        self.soundings = Soundings(0)
+        self.epoch_of: Callable[[int], int] = lambda _step: 0
+        self._backend = backend
+        self._seeds, self._kept = seeds_of(backend.model), kept_of(backend.model)
+        self._layout: Layout | None = None
+        # The gradients of the pieces of a ticket, times their samples, by the ids of variables.
+        self._sums: dict[int, NDArray[Any]] = {}
+        # What layers hold before a ticket and after it, and what metrics hold before it.
+        self._before: Arrays = []
+        self._after: Arrays = []
+        self._counted: Arrays = []
+        self._keys: dict[int, tuple[int, Any]] = {}
+        self._first_rate: tuple[float, int] | None = None
+        self._came_in = False
+
+    # --- what the train function asks
+
+    def begin(self, feed: Feed, identity: str, seed: int) -> None:
+        self._backend.statistics, self._backend.meters = self._kept, list(self._meters())
+        super().begin(feed, identity, seed)
+
+    @property
+    def _next_step(self) -> int | None:
+        return self.turn.granted.ticket.step if self.turn is not None else None
+
+    @property
+    def entered(self) -> int:
+        """The step after that which this member begins with."""
+        return self.turn.granted.ticket.step + 1 if self.turn is not None else self._session.step or 0
+
+    def missed(self, inside: bool) -> Logs | None:  # noqa: ARG002
+        """What the metrics say of an epoch if no ticket of it comes here: nothing, which is not the 0 of Keras."""
+        return dict.fromkeys(self._backend.results(), math.nan)
+
+    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+        raise self.unusable("a global batch that is chosen while training", "pass a number as batch")
+
+    # --- what the loop asks
+
+    def _vault(self, order: Order, parts: int) -> Vault:
+        return Vault(self._backend, order, parts)
+
+    def _lay_out(self, parts: int) -> None:
+        self._layout = Layout(self._backend.model, self._backend.read, parts)
+
+    def _pull(self, life: int) -> None:
+        super()._pull(life)
+        if self._versions:
+            # For schedules that are shown, and for models that look at it.
+            self._backend.optimizer._iterations.assign(min(self._versions.values()))
+
+    def _take_over(self, part: int, body: memoryview) -> None:
+        layout, optimizer = self._layout, self._backend.optimizer
+        assert layout is not None
+        rate, step = take_over(layout, part, averages_of(optimizer, layout.trained[part]), body)
+        if self._rate is not None and not self._came_in and not math.isnan(rate):
+            # Others have trained before: whatever their callbacks made of the rate stands.
+            self._first_rate = rate, step
+            optimizer.learning_rate = rate
+
+    @property
+    def _rate(self) -> float | None:
+        """The learning rate, if it is not a schedule's."""
+        optimizer = self._backend.optimizer
+        settable = hasattr(optimizer._learning_rate, "assign")
+        return float(self._backend.read(optimizer._learning_rate)) if settable else None
+
+    def _gradients(self, turn: TicketTurn) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+        layout, weight = self._layout, turn.weight
+        assert layout is not None
+        means = self._sums if len(turn.pieces) == 1 else {key: one / weight for key, one in self._sums.items()}
+        typed = {key: one.astype(self._keys[key][1], copy=False) for key, one in means.items()}
+        how = (weight, turn.granted.ticket.step, self._rate)
+        return {part: gradients_of(layout, part, typed, self._after, how) for part in layout.parts}
+
+    def _seed(self, seed: int) -> None:
+        self._backend.seed(seed)
+        reseed(self._seeds, seed)
+        self._before, self._counted = [self._backend.read(v).copy() for v in self._kept], []
+
+    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+        """The loop's body is ours."""
+
+    def _end_ticket(self, turn: TicketTurn) -> None:
+        if turn.abandoned:
+            for some, values in ((self._kept, self._before), (self._backend.meters, self._counted)):
+                for variable, value in zip(some, values, strict=False):
+                    variable.assign(value)
+
+    # --- one ticket
+
+    def _meters(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._backend.model.metrics_variables
+        return found
+
+    def _piece(self, batch: Any) -> Logs:
+        turn, backend = self.turn, self._backend
+        assert turn is not None
+        if turn.backwards == 0:
+            # What callbacks did since the ticket was granted, such as a validation, says nothing of our speed.
+            turn.given_at = time.perf_counter() - turn.data_s
+            self._open_ticket(turn)
+        try:
+            computed = backend.compute(batch)
+        except Exception as error:
+            if not backend.is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            return {}
+        self._counted = self._counted or computed.before
+        changes = [after.astype(np.float64) - one for after, one in zip(computed.after, computed.before, strict=True)]
+        turn.loss += loss_in(backend.model, backend.meters, changes)
+        self._add(turn, computed.gradients, backend.trained)
+        if turn.last_piece:
+            self._after = computed.statistics
+            self._push(turn)
+        return computed.logs
+
+    def _open_ticket(self, turn: TicketTurn) -> None:
+        self._sums, self._came_in = {}, True
+        if self._first_rate is not None:
+            rate, step = self._first_rate
+            if self.epoch_of(step) >= self.epoch_of(turn.granted.ticket.step):
+                # Callbacks have begun an epoch here that others had begun before.
+                self._backend.optimizer.learning_rate = rate
+            else:
+                self._first_rate = None
+
+    def _add(self, turn: TicketTurn, gradients: Arrays, variables: Sequence[Any]) -> None:
+        samples = turn.pieces[turn.piece].samples
+        turn.backwards += 1
+        turn.weight += samples
+        if turn.last_piece and self._slow is not None:
+            self._slow.before_exchange(turn.samples, samples)
+            self._slow.after_backward()
+        alone = len(turn.pieces) == 1
+        for variable, gradient in zip(variables, gradients, strict=True):
+            key = self._key_of(variable)
+            weighed = gradient if alone else gradient.astype(self._keys[key][1]) * samples
+            self._sums[key] = weighed if key not in self._sums else self._sums[key] + weighed
+
+    def _key_of(self, variable: Any) -> int:
+        """The id of a variable of the model, which its train step may have named by what is inside."""
+        if not self._keys:
+            for one in self._backend.model.trainable_variables:
+                told = id(one), self._backend.read(one).dtype
+                self._keys[id(one)] = self._keys[id(one.value)] = told
+        if id(variable) not in self._keys:
+            name = getattr(variable, "path", None) or getattr(variable, "name", variable)
+            raise UnusableModel(
+                f"{name} is trained, but is none of the model's trainable variables",
+                why="servers hold what the model says that it trains",
+                do="make it part of the model, or use --sync step",
+            )
+        return self._keys[id(variable)][0]
+
+
+class TicketLoopTrainer(TicketTrainer):
+    """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
+
+    def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """What the optimizer was asked to apply."""
+        whole = variables or list(self._backend.model.trainable_variables)
+        trained = [v for v, one in zip(whole, gradients, strict=True) if one is not None]
+        self._backend.take(lambda arrays: self._given(arrays, trained), gradients, variables)
+
+    def _meters(self) -> Sequence[Any]:
+        return []
+
+    def _given(self, gradients: Arrays, variables: Sequence[Any]) -> None:
+        """Nothing is applied here; it is pushed when the script asks for its next batch."""
+        turn = self.turn
+        if turn is None or turn.committed or turn.backwards > turn.piece:
+            raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
+        if turn.backwards == 0:
+            self._open_ticket(turn)
+        self._add(turn, [one.copy() for one in gradients], variables)
+
+    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+        step = turn.granted.ticket.step
+        if turn.backwards <= number:
+            raise UnusableModel(
+                f"step {step} ended without optimizer.apply", do="apply the optimizer once for each batch"
+            )
+        if turn.last_piece:
+            self._after = [self._backend.read(v) for v in self._kept]
+            self._push(turn)
+
+
+AnyTrainer: TypeAlias = Trainer | TicketTrainer

@@ -1,0 +1,56 @@
+"""What a coordinator that has ended left on disk, read without starting it."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from shoal.coordinator.rebuild_views import rebuild
+from shoal.coordinator.storage import logs
+from shoal.errors import StorageError, UnknownRun
+from shoal.store import journal, sqlite_views
+from shoal.wire.api import LogPage, RunView, StoryLine
+
+OVER = ("done", "failed", "stopped", "resumable")
+
+
+class Past:
+    """The runs of one directory, as `find.Records`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def runs(self) -> tuple[RunView, ...]:
+        if not (self._directory / sqlite_views.FILE).exists() and (self._directory / journal.FILE).exists():
+            rebuild(self._directory)
+        try:
+            return tuple(_as_ended(view) for view in sqlite_views.runs(self._directory))
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise StorageError(
+                "what a coordinator left cannot be read",
+                where=str(self._directory / sqlite_views.FILE),
+                why=str(error),
+                do="delete that file; resuming a run writes it anew from the journal",
+            ) from error
+
+    def run(self, run: str) -> RunView:
+        for view in self.runs():
+            if view.run == run:
+                return view
+        raise UnknownRun(f"there is no run {run}", where=str(self._directory))
+
+    def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
+        return tuple(sqlite_views.story(self._directory, run, member, after, limit))
+
+    def logs(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
+        return logs.page(self._directory, run, member, after, limit)
+
+
+def _as_ended(view: RunView) -> RunView:
+    """A run whose coordinator is gone does not go on, whatever was written last."""
+    if view.status in OVER:
+        return view
+    reason = f"its coordinator is gone; it was {view.status} then"
+    return msgspec.structs.replace(view, status="resumable", reason=reason, members=(), world_size=0, samples_per_s=0.0)

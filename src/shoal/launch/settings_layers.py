@@ -1,0 +1,159 @@
+"""Where the value of each setting came from: default, file, environment, `--set`, or an option."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal import settings as shoal_settings
+from shoal.errors import BadConfigFile, BadSettings, UsageError
+from shoal.settings import Key, Value
+
+Option = tuple[str, Value]
+FILES = ("shoal.toml", "pyproject.toml")
+POOL = "pool"
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced:
+    """The value of a setting and where it came from."""
+
+    key: Key
+    value: Value
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """All settings with their sources, the file that was read, if any, and the pools that it describes."""
+
+    found: Mapping[str, Sourced]
+    file: Path | None
+    pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def text(self, name: str) -> str:
+        return str(self.found[name].value)
+
+    def source(self, name: str) -> str:
+        return self.found[name].source
+
+    def for_run(self) -> dict[str, Value]:
+        """The settings that travel with a run."""
+        return {name: one.value for name, one in self.found.items() if one.key.travels}
+
+
+def choose(
+    cwd: Path,
+    environ: Mapping[str, str],
+    assignments: Iterable[str] = (),
+    options: Mapping[str, Option] = {},
+) -> Choices:
+    """Put the layers together. `options` maps a setting to the option's name and value."""
+    found = {key.name: Sourced(key, key.default, "default") for key in shoal_settings.declared()}
+
+    def put(name: str, value: object, source: str) -> None:
+        checked = shoal_settings.parse_value(name, value, where=source)
+        found[name] = Sourced(found[name].key, checked, source)
+
+    file = find_file(cwd)
+    if file is not None:
+        for name, value, source in read_file(file):
+            put(name, value, source)
+    for key in shoal_settings.declared():
+        if key.variable in environ:
+            put(key.name, environ[key.variable], f"environment {key.variable}")
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment} has no value", do="write it as --set key=value")
+        put(_without_run(name.strip()), value.strip(), f"--set {assignment}")
+    for name, (option, value) in options.items():
+        put(name, value, option)
+    return Choices(found, file, read_pools(file) if file is not None else {})
+
+
+def find_file(cwd: Path) -> Path | None:
+    """The nearest shoal.toml, or pyproject.toml with a [tool.shoal], from `cwd` upwards."""
+    for directory in (cwd, *cwd.parents):
+        for name in FILES:
+            path = directory / name
+            if path.is_file() and (name == "shoal.toml" or "shoal" in _load(path).get("tool", {})):
+                return path
+    return None
+
+
+def read_file(path: Path) -> list[tuple[str, object, str]]:
+    """Each setting in the file as (name, value, "file:line")."""
+    text, content = _text(path), _load(path)
+    prefix = ""
+    if path.name == "pyproject.toml":
+        content, prefix = content["tool"]["shoal"], "tool.shoal."
+    settings: list[tuple[str, object, str]] = []
+    for table, entries in content.items():
+        if table == POOL:
+            continue
+        if table not in ("run", *shoal_settings.TABLES) or not isinstance(entries, dict):
+            raise BadConfigFile(
+                f"there is no table [{prefix}{table}]",
+                where=f"{path}:{line_of(text, prefix + table, '')}",
+                do="the tables are "
+                + ", ".join(f"[{prefix}{name}]" for name in ("run", *shoal_settings.TABLES, "pool.NAME")),
+            )
+        for entry, value in entries.items():
+            name = entry if table == "run" else f"{table}.{entry}"
+            where = f"{path}:{line_of(text, prefix + table, entry)}"
+            if isinstance(value, dict | list):
+                raise BadSettings(f"{name} cannot be a table or a list", where=where)
+            settings.append((name, value, where))
+    return settings
+
+
+def read_pools(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The tables ``[pool.NAME]`` of the file, as they are written."""
+    content = _load(path)
+    if path.name == "pyproject.toml":
+        content = content["tool"]["shoal"]
+    found = content.get(POOL, {})
+    wrong = next((name for name, table in found.items() if not isinstance(table, dict)), None)
+    if wrong is not None:
+        raise BadConfigFile(f"pool.{wrong} is not a table", where=str(path), do=f"write [pool.{wrong}]")
+    return dict(found)
+
+
+def line_of(text: str, table: str, entry: str) -> int:
+    """The line where an entry of a table is set, or the table begins, or 1: tomllib does not say."""
+    begins, inside = 1, False
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
+        if header:
+            inside = header[1].replace('"', "").replace(" ", "") == table
+            begins = number if inside else begins
+            if inside and not entry:
+                return number
+        elif entry and inside and re.match(rf"\s*[\"']?{re.escape(entry)}[\"']?\s*=", line):
+            return number
+    return begins
+
+
+def _without_run(name: str) -> str:
+    return name.removeprefix("run.")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfigFile(f"{path} cannot be read", why=str(error)) from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{path}:{line[1]}" if line else str(path)
+        raise BadConfigFile("the file is not TOML", where=where, why=str(error)) from error

@@ -1,0 +1,1 @@
+"""Environments that travel: recipes, requirements and Shoal's own wheel."""

@@ -1,0 +1,1 @@
+"""Event files for TensorBoard: rows, format and writer."""

@@ -1,0 +1,289 @@
+"""What the journal says, in SQLite, for those who ask. It can be deleted at any time; the journal rebuilds it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import JournalUnwritable
+from shoal.wire.api import AgentView, RunView, StoryLine
+
+FILE = "views.sqlite"
+LAYOUT = "1"
+MAX_ROWS = 100_000
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, created REAL, view BLOB);
+CREATE TABLE IF NOT EXISTS agents (agent TEXT PRIMARY KEY, view BLOB);
+CREATE TABLE IF NOT EXISTS members (
+  run TEXT, member TEXT, incarnation TEXT, first_at REAL, last_at REAL, end TEXT,
+  PRIMARY KEY (run, member, incarnation));
+CREATE TABLE IF NOT EXISTS worlds (
+  run TEXT, number INTEGER, first_step INTEGER, last_step INTEGER, began_at REAL, members TEXT, reason TEXT,
+  PRIMARY KEY (run, number));
+CREATE TABLE IF NOT EXISTS checkpoints (run TEXT, step INTEGER, path TEXT, at REAL, PRIMARY KEY (run, step));
+CREATE TABLE IF NOT EXISTS metrics (run TEXT, at REAL, step INTEGER, loss REAL, samples_per_s REAL);
+CREATE INDEX IF NOT EXISTS metrics_by_run ON metrics (run, at);
+CREATE TABLE IF NOT EXISTS story (
+  seq INTEGER PRIMARY KEY, at REAL, run TEXT, kind TEXT, member TEXT, world INTEGER, step INTEGER, text TEXT,
+  reason TEXT);
+CREATE INDEX IF NOT EXISTS story_by_run ON story (run, seq);
+"""
+
+
+class WorldRow(msgspec.Struct, frozen=True):
+    """A world that was; `last_step` is None while it lives."""
+
+    number: int
+    first_step: int | None
+    last_step: int | None
+    began_at: float
+    members: tuple[str, ...]
+    reason: str
+
+
+class MetricRow(msgspec.Struct, frozen=True):
+    at: float
+    step: int
+    loss: float | None
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows to write, and the entry of the journal up to which they reach."""
+
+    rows: list[tuple[str, tuple[Any, ...]]]
+    seq: int | None
+
+
+class Views:
+    """Rows are collected as they come and written in batches, so that nobody waits for SQLite."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE
+        self._lock = threading.Lock()
+        self._rows: list[tuple[str, tuple[Any, ...]]] = []
+        self._seq: int | None = None
+        self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._prepare_anew()
+        except (sqlite3.Error, OSError) as error:
+            raise JournalUnwritable(
+                "the coordinator cannot write its views",
+                where=str(self.path),
+                why=str(error),
+                do="make room on the disk or mend its permissions",
+            ) from error
+
+    def _prepare_anew(self) -> sqlite3.Connection:
+        try:
+            return self._prepare()
+        except sqlite3.DatabaseError:
+            # Only a copy of the journal is lost, and it is written anew.
+            for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
+                (self.path.parent / name).unlink(missing_ok=True)
+            return self._prepare()
+
+    def _prepare(self) -> sqlite3.Connection:
+        # What SQLite writes beside it has the same mode.
+        self.path.touch(0o600)
+        connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=OFF")
+        connection.executescript(_TABLES)
+        found = connection.execute("SELECT value FROM meta WHERE key='layout'").fetchone()
+        if found is not None and found[0] != LAYOUT:
+            raise sqlite3.DatabaseError("another layout")
+        connection.execute("INSERT OR REPLACE INTO meta VALUES ('layout', ?)", (LAYOUT,))
+        return connection
+
+    @property
+    def seq(self) -> int:
+        """The last entry of the journal that is in here."""
+        found = self._connection.execute("SELECT value FROM meta WHERE key='seq'").fetchone()
+        return int(found[0]) if found else 0
+
+    def forget(self) -> int:
+        """Empty all tables, because they do not come from this journal; returns 0, where they now stand."""
+        for table in ("runs", "agents", "members", "worlds", "checkpoints", "metrics", "story"):
+            self._connection.execute(f"DELETE FROM {table}")
+        self._connection.execute("DELETE FROM meta WHERE key='seq'")
+        return 0
+
+    # --- writing
+
+    def reached(self, seq: int) -> None:
+        """All rows of this entry have been put."""
+        self._seq = seq
+
+    def put_lines(self, lines: Iterable[StoryLine]) -> None:
+        for line in lines:
+            self._put("INSERT OR REPLACE INTO story VALUES (?,?,?,?,?,?,?,?,?)", *msgspec.structs.astuple(line))
+
+    def put_world(self, run: str, row: WorldRow) -> None:
+        self._put(
+            "INSERT OR REPLACE INTO worlds VALUES (?,?,?,?,?,?,?)",
+            *(run, row.number, row.first_step, row.last_step, row.began_at, "\n".join(row.members), row.reason),
+        )
+
+    def begin_world(self, run: str, number: int, step: int) -> None:
+        """The members of a prepared world crossed over to it, so the one before is over."""
+        ended = (
+            "UPDATE worlds SET last_step=? WHERE run=? AND number<? AND last_step IS NULL AND first_step IS NOT NULL"
+        )
+        self._put(ended, step, run, number)
+        self._put("UPDATE worlds SET first_step=? WHERE run=? AND number=? AND first_step IS NULL", step, run, number)
+
+    def end_world(self, run: str, number: int, last_step: int) -> None:
+        self._put(
+            "UPDATE worlds SET last_step=? WHERE run=? AND number<=? AND last_step IS NULL", last_step, run, number
+        )
+
+    def put_checkpoint(self, run: str, step: int, path: str, at: float) -> None:
+        self._put("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?)", run, step, path, at)
+
+    def put_metric(self, run: str, row: MetricRow) -> None:
+        self._put("INSERT INTO metrics VALUES (?,?,?,?,?)", run, row.at, row.step, row.loss, row.samples_per_s)
+
+    def put_member(self, run: str, member: str, incarnation: str, at: float) -> None:
+        self._put("INSERT OR IGNORE INTO members VALUES (?,?,?,?,NULL,'')", run, member, incarnation, at)
+
+    def end_member(self, run: str, member: str, at: float, how: str) -> None:
+        self._put(
+            "UPDATE members SET last_at=?, end=? WHERE run=? AND member=? AND last_at IS NULL", at, how, run, member
+        )
+
+    def put_run(self, view: RunView) -> None:
+        body = msgspec.json.encode(view)
+        self._put("INSERT OR REPLACE INTO runs VALUES (?,?,?)", view.run, view.started, body)
+
+    def put_agent(self, view: AgentView) -> None:
+        self._put("INSERT OR REPLACE INTO agents VALUES (?,?)", view.agent, msgspec.json.encode(view))
+
+    def _put(self, statement: str, *values: Any) -> None:
+        self._rows.append((statement, values))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._rows)
+
+    def take(self) -> Batch:
+        """What was put since the last time, to be written, perhaps by another thread."""
+        batch = Batch(self._rows, self._seq)
+        self._rows = []
+        return batch
+
+    def give_back(self, batch: Batch) -> None:
+        """It could not be written; it will be with the next, unless that takes for ever."""
+        self._rows = (batch.rows + self._rows)[-MAX_ROWS:]
+
+    def write(self, batch: Batch) -> None:
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN")
+                for statement, values in batch.rows:
+                    self._connection.execute(statement, values)
+                if batch.seq is not None:
+                    self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seq', ?)", (str(batch.seq),))
+                self._connection.execute("COMMIT")
+            except sqlite3.Error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def flush(self) -> None:
+        """Write now what was put; if the disk refuses, it stays for the next time."""
+        batch = self.take()
+        try:
+            self.write(batch)
+        except sqlite3.Error:
+            self.give_back(batch)
+            raise
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        except sqlite3.Error:
+            return
+        finally:
+            self._connection.close()
+
+    # --- reading
+
+    def story(
+        self, run: str, since: float = 0.0, member: str = "", after: int = 0, limit: int = 1000
+    ) -> list[StoryLine]:
+        with self._lock:
+            return _story(self._connection, run, since, member, after, limit)
+
+
+def runs(directory: Path) -> list[RunView]:
+    """The runs of a coordinator that may be gone, oldest first."""
+    rows = _ask(directory, "SELECT view FROM runs ORDER BY created")
+    return [msgspec.json.decode(row[0], type=RunView) for row in rows]
+
+
+def agents(directory: Path) -> list[AgentView]:
+    rows = _ask(directory, "SELECT view FROM agents ORDER BY agent")
+    return [msgspec.json.decode(row[0], type=AgentView) for row in rows]
+
+
+def story(directory: Path, run: str, member: str = "", after: int = 0, limit: int = 1000) -> list[StoryLine]:
+    """The story of a run, from the files alone."""
+    if not (directory / FILE).exists():
+        return []
+    connection = _readonly(directory)
+    try:
+        found = connection.execute("SELECT created FROM runs WHERE run=?", (run,)).fetchone()
+        return _story(connection, run, found[0] if found else 0.0, member, after, limit)
+    finally:
+        connection.close()
+
+
+def worlds(directory: Path, run: str) -> list[WorldRow]:
+    columns = "number, first_step, last_step, began_at, members, reason"
+    rows = _ask(directory, f"SELECT {columns} FROM worlds WHERE run=? ORDER BY number", run)
+    return [WorldRow(n, first, last, at, tuple(names.split("\n")), why) for n, first, last, at, names, why in rows]
+
+
+def metrics(directory: Path, run: str) -> list[MetricRow]:
+    rows = _ask(directory, "SELECT at, step, loss, samples_per_s FROM metrics WHERE run=? ORDER BY at", run)
+    return [MetricRow(*row) for row in rows]
+
+
+def checkpoints(directory: Path, run: str) -> list[tuple[int, str]]:
+    """Steps and paths, oldest first."""
+    rows = _ask(directory, "SELECT step, path FROM checkpoints WHERE run=? ORDER BY step", run)
+    return [(row[0], row[1]) for row in rows]
+
+
+def _story(
+    connection: sqlite3.Connection, run: str, since: float, member: str, after: int, limit: int
+) -> list[StoryLine]:
+    where = "seq>? AND (run=? OR (run='' AND at>=?))" + (" AND member=?" if member else "")
+    values = (after, run, since, *((member,) if member else ()), limit)
+    rows = connection.execute(f"SELECT * FROM story WHERE {where} ORDER BY seq LIMIT ?", values).fetchall()
+    return [StoryLine(*row) for row in rows]
+
+
+def _readonly(directory: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{(directory / FILE).absolute().as_uri()}?mode=ro", uri=True)
+
+
+def _ask(directory: Path, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    if not (directory / FILE).exists():
+        return []
+    connection = _readonly(directory)
+    try:
+        return connection.execute(statement, values).fetchall()
+    finally:
+        connection.close()

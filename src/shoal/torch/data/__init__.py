@@ -1,0 +1,1 @@
+"""How PyTorch data is read."""

@@ -1,0 +1,119 @@
+"""Reads torch's map-style datasets and streams: collation, random numbers and worker processes are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from shoal.core.data.lanes import LaneLayout
+from shoal.core.data.sample_order import Order
+from shoal.core.validation import whole
+from shoal.errors import BadSize
+from shoal.torch.data.worker_processes import Prefetch
+from shoal.worker.data.fetch import Batch, Collate, Fetcher, Watch
+from shoal.worker.data.lane import Open, Shards
+from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.share_loader import ShareLoader
+from shoal.worker.data.stream_reader import LaneReader, LaneSource
+
+
+class TorchGenerators(Generators):
+    """Also that of torch's CPU; that of a device is the model's business."""
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.default_generator.manual_seed(seed)
+
+    def state(self) -> tuple[Any, ...]:
+        return *super().state(), torch.default_generator.get_state()
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        super().restore(state)
+        torch.default_generator.set_state(state[2])
+
+    def same(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+        return super().same(one, other) and torch.equal(one[2], other[2])
+
+
+class TorchFetcher(Fetcher):
+    """A fetcher that takes rows of a TensorDataset all at once."""
+
+    def __init__(self, dataset: Any, order: Order, collate: Collate | None = None) -> None:
+        source, indices = _unwrap(dataset)
+        super().__init__(source, order, collate or default_collate, TorchGenerators(), indices)
+        plain = type(source) is TensorDataset and collate is None
+        self._tensors: tuple[torch.Tensor, ...] | None = source.tensors if plain else None
+
+    @property
+    def quiet(self) -> bool:
+        return self._tensors is not None
+
+    def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
+        if self._tensors is None:
+            return super()._batch(ids, epoch, watch)
+        rows = torch.from_numpy(self._inner(ids))
+        return [tensor[rows] for tensor in self._tensors]
+
+
+class Reading(NamedTuple):
+    """What a loader is made of."""
+
+    order: Order
+    fetcher: Fetcher
+    ahead: Prefetch | None
+    micro: int | None
+
+
+def reading(
+    dataset: Any,
+    order: Order,
+    workers: int = 0,
+    prefetch: int = 2,
+    collate: Collate | None = None,
+    micro: int | None = None,
+    pin_memory: bool = False,
+) -> Reading:
+    """How to read a map-style dataset in `workers` processes or, with none, in this one."""
+    workers, prefetch = whole("workers", workers, 0), whole("prefetch", prefetch)
+    micro = None if micro is None else whole("micro", micro)
+    fetcher = TorchFetcher(dataset, order, collate)
+    pin = pin_memory and torch.cuda.is_available()
+    return Reading(order, fetcher, Prefetch(fetcher, workers, prefetch, pin) if workers else None, micro)
+
+
+def share_loader(dataset: Any, order: Order, *how: Any, **more: Any) -> ShareLoader:
+    """A loader of any slices of global batches; see `reading` for how it may read."""
+    return ShareLoader(*reading(dataset, order, *how, **more))
+
+
+def lane_reader(
+    shards: Sequence[Any],
+    layout: LaneLayout,
+    collate: Collate | None = None,
+    open: Open | None = None,
+    workers: int = 0,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+) -> LaneReader:
+    """A reader of a stream; with `workers=1` it is read ahead in a process of its own."""
+    if workers not in (0, 1):
+        raise BadSize(f"workers={workers}", why="a stream is read by one process", do="pass workers=0 or workers=1")
+    kept_steps = prefetch * workers + 1
+    source = LaneSource(Shards(shards, open), layout, collate or default_collate, TorchGenerators(), kept_steps)
+    pin = pin_memory and torch.cuda.is_available()
+    return LaneReader(source, Prefetch(source, 1, prefetch, pin) if workers else None)
+
+
+def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
+    """See through torch's own Subset, whose __getitems__ would hide the samples from seeding."""
+    indices: NDArray[np.int64] | None = None
+    while type(dataset) is Subset:
+        inner = np.asarray(dataset.indices, dtype=np.int64)
+        indices = inner if indices is None else inner[indices]
+        dataset = dataset.dataset
+    return dataset, indices

@@ -1,0 +1,1 @@
+"""PyTorch gradients: guards, buckets, norms, process groups and synchronised BatchNorm."""

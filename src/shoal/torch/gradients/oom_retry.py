@@ -1,0 +1,100 @@
+"""A member that runs out of memory computes its share in smaller pieces, and repeats the step.
+
+The error comes up in the middle of the script's own loop, which must not notice: a forward pass that does not fit gives
+back something of the right shape, nothing of which counts, and the same samples come again in pieces of half the size.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+
+from shoal.worker.training.loop import tells_of_memory
+
+# BatchNorm refuses to train on a single sample.
+PROBE_SAMPLES = 2
+
+
+class Watch(Protocol):
+    """Who is told that a piece did not fit; the trainer."""
+
+    @property
+    def piece_samples(self) -> int:
+        """The samples of the piece that is being computed; 0 outside a step."""
+        ...
+
+    def too_large(self, error: BaseException) -> None:
+        """The piece that was given out last does not fit; raises the error if it cannot be made smaller."""
+        ...
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether smaller pieces may help."""
+    return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)
+
+
+def guard_model(watch: Watch, model: torch.nn.Module) -> None:
+    """Let a forward pass of a training step that does not fit return a stand-in instead of raising."""
+    # A compiled module has its forward on the instance; others on the class, where copies and pickles find it.
+    compiled = model.__dict__.get("forward")
+    plain = type(model).forward
+
+    @functools.wraps(plain)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        real = compiled or functools.partial(plain, self)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not watch.piece_samples:
+            return real(*args, **kwargs)
+        try:
+            return real(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            samples = watch.piece_samples
+            watch.too_large(error)
+            error.__traceback__ = None  # its frames hold what was already computed
+            return _stand_in(real, samples, min(PROBE_SAMPLES, samples), args, kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _stand_in(real: Callable[..., Any], samples: int, few: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the model makes of the first few samples, repeated for all of them."""
+
+    def first(value: Any) -> Any:
+        return value[:few] if _is_batch(value, samples) else value
+
+    def repeated(value: Any) -> Any:
+        return value[:1].expand(samples, *value.shape[1:]) if _is_batch(value, few) else value
+
+    try:
+        with torch.no_grad():
+            found = real(*_mapped(args, first), **_mapped(kwargs, first))
+    except (MemoryError, RuntimeError) as error:
+        if few == 1 or not is_out_of_memory(error):
+            raise
+        return _stand_in(real, samples, 1, args, kwargs)
+    return _mapped(_mapped(found, repeated), _differentiable)
+
+
+def _is_batch(value: Any, samples: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == samples
+
+
+def _differentiable(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if floating else value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        mapped = {key: _mapped(one, function) for key, one in value.items()}
+        return mapped if type(value) is dict else cast(Any, type(value))(**mapped)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(one, function) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(one, function) for one in value)
+    return function(value)

@@ -1,0 +1,345 @@
+"""The training loop underneath a run: it gives out batches, exchanges gradients and commits steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from shoal.errors import UnusableBackward
+from shoal.torch.data.fetch import TorchGenerators
+from shoal.torch.gradients.buckets import Buckets, StepAborted
+from shoal.torch.gradients.gradient_norms import Squares
+from shoal.torch.gradients.guards import forget_gradients, outside
+from shoal.torch.gradients.micro_batch_sums import Gathered
+from shoal.torch.gradients.oom_retry import is_out_of_memory
+from shoal.torch.gradients.running_stats import Statistics
+from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
+from shoal.torch.modes.lr_scaling import Gained
+from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.data.feed import Feed, IndexedFeed
+from shoal.worker.session.session import Session
+from shoal.worker.session.standalone import Solo
+from shoal.worker.training.loop import Loop
+from shoal.worker.training.noise_sampling import is_halfway
+from shoal.worker.training.step import Turn
+from shoal.worker.training.training_state import StateKeeper
+
+
+class Trainer(Loop):
+    """The loop for PyTorch. Optimizers, schedulers, scalers and BatchNorm layers ask it what may happen now."""
+
+    def __init__(self, session: Session | Solo, keeper: StateKeeper) -> None:
+        super().__init__(session, keeper)
+        self.model: torch.nn.Module | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.synchronised = False
+        self._buckets: Buckets | None = None
+        self._statistics: Statistics | None = None
+        self._gathered = Gathered()
+        self._nested = False
+
+    def _progress(self, calls: int) -> int:
+        """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
+
+        Only state that all members share may decide it: they must agree.
+        """
+        turn, feed = self.turn, self.feed
+        if self.auto is None or turn is None or feed is None:
+            return 1
+        ended = feed.over(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
+        at_every_step = not ended or calls > turn.epoch
+        return turn.progress if at_every_step else 1
+
+    # --- the loop
+
+    def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
+        assert self.model is not None
+        self._statistics = Statistics(self.model)
+        self._keeper.loaded.append(self._statistics.keep)
+        self._choose_exchange()
+        return all(p.device.type == "cpu" for p in self.model.parameters())
+
+    def _choose_exchange(self) -> None:
+        """Our own ring for CPUs; NCCL, which it cannot replace, for GPUs."""
+        assert self.model is not None
+        session, wanted = self._session, self._session.settings.exchange
+        on_gpu = any(p.is_cuda for p in self.model.parameters())
+        backend = ("nccl" if on_gpu else "ring") if wanted == "auto" else wanted
+        if backend != "ring" and isinstance(session, Session):
+            from shoal.torch.gradients import process_group
+
+            session.exchange_over(partial(process_group.connect, session.port, backend=backend))
+
+    def _seed(self, seed: int) -> None:
+        seed_everything(seed)
+
+    def _rate(self) -> float:
+        return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _check_piece(self, turn: Turn, number: int) -> None:
+        if turn.backwards <= number:
+            raise UnusableBackward(
+                f"step {turn.step} ended without run.backward", do="call run.backward(loss) for every batch"
+            )
+        if turn.last_piece and not turn.committed and self._lacks_step(turn):
+            left = f" of all {len(self.optimizers)} optimizers" if turn.stepped else ""
+            raise UnusableBackward(
+                f"step {turn.step} ended without optimizer.step{left}", do="call optimizer.step() of each every time"
+            )
+
+    def _lacks_step(self, turn: Turn) -> bool:
+        """Whether a turn that came to its end uncommitted did so because of the script."""
+        return turn.reduced
+
+    def _blanks(self) -> list[Blank] | None:
+        """What a shadow exchanges in our stead; unknown if layers exchange too, or if lanes are dealt out."""
+        if self.synchronised or not isinstance(self.feed, IndexedFeed):
+            return None
+        self._bucket_up()
+        return self._buckets.blanks() if self._buckets is not None else None
+
+    def _undo_uncommitted(self) -> None:
+        turn = self.turn
+        if turn is not None and not turn.committed and self._statistics is not None:
+            self._statistics.put_back()
+            self._gathered.begin()
+            for parameter in self._buckets.parameters if self._buckets is not None else ():
+                parameter.grad = None
+            scaler = self._keeper.parts.get("scaler")
+            if scaler is not None:
+                forget_gradients(scaler)
+
+    def _bucket_up(self) -> None:
+        assert self.model is not None
+        assert self._statistics is not None
+        parameters = list(self.model.parameters())
+        if self._buckets is None or not self._buckets.fits(parameters):
+            if self._buckets is not None:
+                self._buckets.close()
+                self._gathered.lend(self._buckets.parameters)
+            exact = self.feed is not None and self.feed.held is not None
+            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
+
+    # --- one step
+
+    def backward(self, loss: torch.Tensor, weight: float | None) -> None:
+        """See `Run.backward`."""
+        turn = self.turn
+        if turn is None:
+            raise UnusableBackward("run.backward was called outside the training loop", do="call it in run.batches")
+        if turn.backwards > turn.piece:
+            raise UnusableBackward(
+                "run.backward was called twice for one batch", do="add the losses, then call it once"
+            )
+        turn.backwards += 1
+        if turn.spoiled:
+            return
+        samples = turn.pieces[turn.piece].samples
+        own = float(samples if weight is None else weight) if samples else 0.0
+        turn.own = own if turn.held is None else exact_weight(own)
+        turn.weight += turn.own
+        if turn.own:
+            turn.loss = turn.loss + loss.detach() * turn.own
+        scaled = loss * (turn.own / turn.nominal)
+        if self._session.broken:
+            return
+        if turn.backwards == 1:
+            self._bucket_up()
+            assert self._buckets is not None
+            self._buckets.refuse_others()
+            self._gathered.begin()
+            turn.squares = self._buckets.squares = self._squares(turn)
+            if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
+                self._buckets.begin(turn.held)
+        try:
+            self._go_back(turn, scaled)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.too_large(error)
+            if turn.sending and turn.world.size > 1:
+                # Some of our gradients may be on their way: all of them repeat the step, in another world.
+                self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
+
+    def _go_back(self, turn: Turn, scaled: torch.Tensor) -> None:
+        if turn.last_piece:
+            self._exchange(turn, scaled)
+        elif isinstance(self._buckets, TreeBuckets):
+            self._sum_shard(self._buckets, turn, scaled)
+        elif turn.own and self._buckets is not None:
+            self._gathered.lend(self._buckets.parameters)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._halve(turn)
+            self._gathered.take_back(self._buckets.parameters)
+
+    def _squares(self, turn: Turn) -> Squares | None:
+        """What takes the norms of this step's gradients, if it is time for that."""
+        squares = Squares(self.optimizers) if self.soundings.due(turn) else None
+        return squares if squares is not None and squares.ready else None
+
+    def _halve(self, turn: Turn) -> None:
+        buckets = self._buckets
+        if buckets is not None and buckets.squares is not None and is_halfway(turn):
+            buckets.squares.halve(buckets.parameters, turn.weight)
+
+    def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
+        assert self._statistics is not None
+        buckets.open()
+        if turn.counts:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        self._statistics.send(buckets, turn.own / turn.nominal)
+        buckets.shut()
+        # Each shard begins with what the buffers were at the last commit, wherever it is computed.
+        self._statistics.put_back()
+
+    def _exchange(self, turn: Turn, scaled: torch.Tensor) -> None:
+        assert self._buckets is not None
+        assert self._statistics is not None
+        session, exchange = self._session, turn.exchange
+        turn.sending = True
+        if self._pace is not None:
+            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
+        try:
+            pulses = self._send_pulse(turn)
+            self._gathered.lend(self._buckets.parameters)
+            self._buckets.arm(exchange)
+            if turn.counts or self.synchronised:
+                scaled.backward()  # type: ignore[no-untyped-call]
+            if self._pace is not None:
+                self._pace.after_backward()
+            turn.compute_s = time.perf_counter() - turn.given_at
+            session.phase("exchange")
+            total = self._receive_pulses(turn, pulses)
+            mine = turn.weight / total if total else 0.0
+            self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)
+            self._buckets.finish(total / turn.nominal if total else 1.0, turn.empty)
+            turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
+            turn.reduced = True
+        except ExchangeBroken as broken:
+            session.fail(broken)
+        except StepAborted as aborted:
+            cause = aborted.__cause__
+            session.fail(cause if isinstance(cause, ExchangeBroken) else ExchangeBroken("the world broke"))
+        finally:
+            self._buckets.disarm()
+
+    # --- what guards ask (see shoal.torch.gradients.guards)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizers' last step was a real one."""
+        return self.committed
+
+    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
+        """How many steps a scheduler is to make for the one that it was asked for."""
+        if self.turn is None:
+            return 1
+        return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.turn is not None and self.turn.reduced and not self._session.broken
+
+    @property
+    def accumulating(self) -> bool:
+        turn = self.turn
+        return turn is not None and turn.backwards > 0 and not turn.committed and not self._session.broken
+
+    def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """One optimizer's step; the run's step is committed with the last one's."""
+        if self._nested:
+            return self._step(optimizer, real)
+        turn = self.turn
+        if turn is None:
+            return outside(optimizer)
+        if self._outside(turn):
+            return None
+        if not turn.stepped and not self._may_apply():
+            return None
+        result = self._step(optimizer, real)
+        self._stepped(turn, optimizer)
+        return result
+
+    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
+        turn.stepped.add(id(optimizer))
+        if len(turn.stepped) == len(self.optimizers):
+            self._commit(turn)
+
+    def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        if self.auto is None or self.turn is None:
+            return real()
+        with Gained(optimizer, self.auto.gain_at(self.turn.step)):
+            return real()
+
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """A scaler's step; whether it lets the optimizer step or not, it counts as that."""
+        turn = self.turn
+        if turn is None or self._outside(turn):
+            return None
+        if not turn.stepped and not self._may_apply():
+            return None
+        self._nested = True
+        try:
+            result = real()
+        finally:
+            self._nested = False
+        self._stepped(turn, optimizer)
+        return result
+
+    def _outside(self, turn: Turn) -> bool:
+        if self._session.broken or not turn.last_piece or turn.spoiled:
+            return True
+        if turn.committed:
+            raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
+        if not turn.reduced:
+            raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
+        return False
+
+    def _commit(self, turn: Turn) -> None:
+        assert self._statistics is not None
+        assert self._buckets is not None
+        if any(p.weight for p in turn.everybody):
+            self._statistics.receive(self._buckets)
+        else:
+            self._statistics.put_back()
+        self._statistics.keep()
+        super()._commit(turn)
+
+    def too_large(self, error: BaseException) -> None:
+        super().too_large(error)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def refuse_scaler(self) -> None:
+        """A scaler is welcome here."""
+
+    # --- what synchronised BatchNorm asks (see shoal.torch.gradients.sync_batchnorm)
+
+    def exchange_now(self) -> tuple[Exchange | None, float]:
+        """The exchange of this step, and whether this member's samples count (1) or not (0)."""
+        turn = self.turn
+        if turn is None or self._session.broken:
+            return None, 1.0
+        return turn.exchange, 0.0 if turn.empty else 1.0
+
+    def lost(self, broken: ExchangeBroken) -> None:
+        self._session.fail(broken)
+
+
+def seed_everything(seed: int) -> None:
+    """Let all random numbers start anew: Python's, NumPy's and torch's."""
+    TorchGenerators().seed(seed)
+    # The general way takes a stack trace for each kind of device that is not there.
+    if _has_devices():
+        torch.manual_seed(seed)
+
+
+@cache
+def _has_devices() -> bool:
+    return torch.cuda.device_count() > 0 or torch.backends.mps.is_available() or torch.xpu.is_available()

@@ -1,0 +1,1 @@
+"""PyTorch state: capture, encoding, layout and fingerprint."""

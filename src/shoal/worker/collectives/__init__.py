@@ -1,0 +1,1 @@
+"""All-reduce and all-gather between members."""

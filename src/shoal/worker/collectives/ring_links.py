@@ -1,0 +1,273 @@
+"""The two connections of a rank in a ring: served by one thread, never blocked by one side, watched even at rest.
+
+Bytes that nobody reads must not fill a peer's window for long, or TCP_USER_TIMEOUT would take a busy peer for a dead
+one. Hence a rank that begins a large operation sends one byte of credit backwards, and nobody sends more than
+EAGER_BYTES without it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+
+from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.sockets import disown
+
+HEADER = struct.Struct("<HBx4sIQ")
+HEADER_BYTES = HEADER.size
+MAGIC = 0x5A0A
+GATHER, REDUCE, MERGE, BYE = 1, 2, 3, 255
+EAGER_BYTES = 64 << 10
+_CREDIT, _FAREWELL = b"\x01", b"\xff"
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_KINDS = {GATHER: "a gather", REDUCE: "a sum", MERGE: "a sum over shards", BYE: "a farewell"}
+
+
+def header_of(kind: int, sequence: int, dtype: str, count_bytes: int) -> bytes:
+    """What every rank says before an operation; equal on all ranks that agree."""
+    return HEADER.pack(MAGIC, kind, dtype.encode()[:4], sequence & 0xFFFFFFFF, count_bytes)
+
+
+def _describe(header: bytes) -> str:
+    magic, kind, dtype, sequence, count_bytes = HEADER.unpack(header)
+    if magic != MAGIC:
+        return "bytes that are no operation"
+    name = dtype.rstrip(b"\0").decode("ascii", "replace")
+    return f"operation {sequence}, {_KINDS.get(kind, 'unknown')} of {count_bytes} bytes of {name}"
+
+
+class Neighbours:
+    """The next and the previous rank of a ring of `size`, and the wake-up of the thread that serves them."""
+
+    def __init__(self, size: int, following: socket.socket, preceding: socket.socket, names: tuple[str, str]) -> None:
+        self.size = size
+        self._next, self._prev = following, preceding
+        self._next_name, self._prev_name = names
+        following.setblocking(False)
+        preceding.setblocking(False)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._open = True
+        self._stopped: str | None = None
+        self._credits = 0
+        self._next_left = self._next_gone = False
+        self._between = True
+        self._idle_poll, self._busy_poll = select.poll(), select.poll()
+        self._next_fd, self._prev_fd = following.fileno(), preceding.fileno()
+        for poll in (self._idle_poll, self._busy_poll):
+            poll.register(self._wakeup, select.POLLIN)
+            poll.register(self._next_fd, select.POLLRDHUP)
+        self._idle_poll.register(self._prev_fd, select.POLLRDHUP)
+        self._busy_poll.register(self._prev_fd, select.POLLIN)
+        self._masks = {self._next_fd: int(select.POLLRDHUP), self._prev_fd: int(select.POLLIN)}
+
+    # --- from any thread
+
+    def wake(self) -> None:
+        """Make the serving thread look up from its poll."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self._wakeup, 1)
+
+    def stop(self, cause: str) -> None:
+        """End the operation under way, and let both neighbours see it at once."""
+        with self._lock:
+            if not self._open:
+                return
+            self._stopped = self._stopped or cause
+            os.eventfd_write(self._wakeup, 1)
+            self._shut()
+
+    def stirs(self, timeout_s: float) -> bool:
+        """Whether the previous rank sends anything, or goes, within so many seconds; for use between operations."""
+        poll = select.poll()
+        poll.register(self._prev_fd, select.POLLIN | select.POLLRDHUP)
+        return bool(poll.poll(timeout_s * 1000.0))
+
+    def close(self) -> None:
+        """Let go of both connections; only when the serving thread has ended."""
+        with self._lock:
+            if self._open:
+                self._shut()
+                self._open = False
+                disown(self._next)
+                disown(self._prev)
+                os.close(self._wakeup)
+
+    def _shut(self) -> None:
+        # a farewell tells the neighbours not to suspect us; it is only possible backwards in the midst of an operation
+        for sock, farewell in (
+            (self._prev, _FAREWELL),
+            (self._next, header_of(BYE, 0, "", 0) if self._between else b""),
+        ):
+            try:
+                if farewell:
+                    sock.send(farewell)
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    # --- from the serving thread only
+
+    def rest(self) -> None:
+        """Wait until woken; raise as soon as a neighbour is gone."""
+        if self._stopped is not None:
+            raise ExchangeBroken(self._stopped)
+        for fd, events in self._idle_poll.poll():
+            if fd == self._wakeup:
+                self._drain()
+            elif fd == self._next_fd:
+                self._read_credits(strict=True)
+            elif events & _GONE:
+                raise self._lost_previous()
+
+    def begin(self, count_bytes: int) -> bool:
+        """Begin an operation in which so many bytes can leave unasked; whether the next rank's credit is needed."""
+        self.check()
+        self._between = False
+        if count_bytes <= EAGER_BYTES:
+            return False
+        try:
+            self._prev.send(_CREDIT)
+        except OSError as error:
+            raise self._lost_previous(error) from error
+        return True
+
+    def end(self) -> None:
+        """End an operation: all that belongs to it has been sent and received."""
+        self._between = True
+
+    def lacks_credit(self, sent: int) -> bool:
+        """Whether the credit of the next rank has still to come, after so many bytes."""
+        # look only when it holds us up: then it has mostly come already, and cost no waking
+        if not self._credits and sent >= EAGER_BYTES:
+            self._read_credits(strict=True)
+        if not self._credits:
+            return True
+        self._credits -= 1
+        return False
+
+    def check(self) -> None:
+        """Raise if somebody stopped the ring."""
+        if self._stopped is not None:
+            raise ExchangeBroken(self._stopped)
+
+    def send(self, view: memoryview, more: bool = False) -> int:
+        """Send to the next rank what fits, and return how many bytes that was."""
+        try:
+            return self._next.send(view, socket.MSG_MORE if more else 0)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost_next(error) from error
+
+    def receive(self, view: memoryview) -> int:
+        """Receive from the previous rank what is there, and return how many bytes that was."""
+        try:
+            count = self._prev.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost_previous(error) from error
+        if count == 0:
+            raise self._lost_previous()
+        return count
+
+    def wait(self, reading: bool, writing: bool, needs_next: bool, starved: bool) -> None:
+        """Sleep until something can be received, sent, or credited, or until somebody stops the ring."""
+        self._mask(self._prev_fd, select.POLLIN if reading else 0)
+        # a credit that we can do without for now must not wake us
+        watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if starved else 0)
+        self._mask(self._next_fd, watch if not self._next_gone or needs_next else 0)
+        for fd, events in self._busy_poll.poll():
+            if fd == self._wakeup:
+                self._drain()
+            elif fd == self._next_fd and events & (select.POLLIN | _GONE):
+                self._read_credits(strict=needs_next)
+
+    def _mask(self, fd: int, mask: int) -> None:
+        if self._masks.get(fd) == mask:
+            return
+        if mask == 0:
+            self._busy_poll.unregister(fd)
+        elif self._masks.get(fd, 0) == 0:
+            self._busy_poll.register(fd, mask)
+        else:
+            self._busy_poll.modify(fd, mask)
+        self._masks[fd] = mask
+
+    def _drain(self) -> None:
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            return
+
+    def _read_credits(self, strict: bool) -> None:
+        # the next rank may end orderly while we still receive; that matters only to what it has not got yet
+        try:
+            marks = self._next.recv(64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if strict:
+                raise self._lost_next(error) from error
+            marks = b""
+        self._credits += marks.count(_CREDIT)
+        self._next_left = self._next_left or _FAREWELL in marks
+        if marks and not self._next_left:
+            return
+        if strict:
+            raise self._lost_next()
+        self._next_gone = True
+
+    def compare(self, ours: bytes, theirs: memoryview) -> None:
+        """Raise if the previous rank is about to do something else than this rank."""
+        if theirs == ours:
+            return
+        if _is_farewell(bytes(theirs)):
+            raise ExchangeBroken(f"{self._prev_name} left the ring")
+        raise ExchangeBroken(
+            f"{self._prev_name} and this member disagree: {_describe(bytes(theirs))} there, {_describe(ours)} here"
+        )
+
+    def _lost_next(self, error: OSError | None = None) -> ExchangeBroken:
+        if error is not None:
+            self._look_for_farewell()
+        if self._next_left:
+            return ExchangeBroken(f"{self._next_name} left the ring")
+        return ExchangeBroken(f"lost {self._next_name}: {_reason(error)}", (self._next_name,))
+
+    def _lost_previous(self, error: OSError | None = None) -> ExchangeBroken:
+        if self._between and error is None and self._said_farewell():
+            return ExchangeBroken(f"{self._prev_name} left the ring")
+        first = (self._next_name,) if self._next_gone and not self._next_left else ()
+        suspects = tuple(dict.fromkeys((*first, self._prev_name)))
+        return ExchangeBroken(f"lost {self._prev_name}: {_reason(error)}", suspects)
+
+    def _look_for_farewell(self) -> None:
+        try:
+            self._next_left = self._next_left or _FAREWELL in self._next.recv(64)
+        except OSError:
+            return
+
+    def _said_farewell(self) -> bool:
+        try:
+            return _is_farewell(self._prev.recv(HEADER_BYTES, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+
+def _is_farewell(header: bytes) -> bool:
+    return len(header) == HEADER_BYTES and HEADER.unpack(header)[:2] == (MAGIC, BYE)
+
+
+def _reason(error: OSError | None) -> str:
+    if error is None:
+        return "it closed the connection"
+    if error.errno == errno.ETIMEDOUT:
+        return "it did not answer in time"
+    return os.strerror(error.errno) if error.errno else str(error)

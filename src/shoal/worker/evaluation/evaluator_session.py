@@ -1,0 +1,121 @@
+"""A process that evaluates the checkpoints of a run: in no world, alone with its model."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from shoal.core.world import Address
+from shoal.wire import credentials
+from shoal.wire import member_messages as messages
+from shoal.worker.session.coordinator_client import Correspondence
+from shoal.worker.session.environment import Environment
+from shoal.worker.session.session import PREEMPTED, RunOver
+from shoal.worker.session.standalone import Solo
+
+
+class EvaluatorSession(Solo):
+    """What a Session is to a member, to an evaluator: to its model it is alone, and it trains and writes nothing."""
+
+    is_writer = False
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__()
+        self.environment = environment
+        self.settings = environment.values
+        self.me = environment.member
+        self.line = Line(environment)
+
+    def phase(self, name: str) -> None:
+        self.line.phase(name)
+
+    def claim(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def leave(self, within_s: float, cause: str) -> None:
+        """We were told to go away; nobody needs anything of us."""
+        self.line.leave(within_s, cause)
+
+    def raised(self, error: BaseException, text: str) -> None:
+        self.line.raised(error, text)
+
+    def at(self, step: int) -> None:
+        """The model is that of this step now."""
+        self.step = self.line.step = step
+
+    def close(self) -> None:
+        self.line.close()
+
+
+class Line(Correspondence):
+    """What an evaluator says to the coordinator and hears from it."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment, credentials.read(environment.token_file))
+        self.address = Address(environment.host, 0)
+        self.checkpoint: tuple[int, float] | None = None
+        self._standing: messages.Standing | None = None
+        self._unheard: messages.Evaluated | None = None
+        self._link.open()
+
+    @property
+    def trained(self) -> bool:
+        """Whether nobody trains any more, so that no other checkpoint will come."""
+        return self._finished
+
+    def standing(self) -> messages.Standing:
+        """How the evaluation stood when the coordinator last said so; it is waited for."""
+        with self._changed:
+            self._wait_until(
+                lambda: self._standing is not None or self._leaving is not None, "the coordinator to answer"
+            )
+            self.raise_if_told_to_go()
+            assert self._standing is not None
+            return self._standing
+
+    def evaluated(self, found: messages.Evaluated) -> None:
+        """Report an evaluation; it is said again until it was heard."""
+        with self._changed:
+            self._unheard = found
+            self._say(found)
+
+    def wait_until_heard(self) -> None:
+        with self._changed:
+            self._wait_until(lambda: self._unheard is None or self._leaving is not None, "the coordinator to answer")
+
+    def pause(self, seconds: float) -> None:
+        """Wait until something is heard, or for so long."""
+        with self._changed:
+            self.raise_if_told_to_go()
+            self._changed.wait(seconds)
+            self.raise_if_told_to_go()
+
+    def raise_if_told_to_go(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._leaving is not None:
+            self._say(messages.Left(self.step))
+            raise self.goodbye(PREEMPTED, f"left the run: {self._leaving[1]}")
+
+    def goodbye(self, exit_code: int, reason: str) -> RunOver:
+        sys.stderr.write(f"shoal: {self.me}: {reason}\n")
+        return RunOver(exit_code, reason)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _hello(self) -> list[messages.Message]:
+        return super()._hello() + ([self._unheard] if self._unheard is not None else [])
+
+    # --- hearing, in the link's thread
+
+    def _on_standing(self, message: messages.Standing) -> None:
+        self._standing = message
+        if self._unheard is not None and message.step == self._unheard.step:
+            self._unheard = None
+
+    def _on_checkpointed(self, message: messages.Checkpointed) -> None:
+        self.checkpoint = (message.step, time.monotonic())
+
+    def _on_expelled(self, _message: messages.Expelled) -> None:
+        self._say_hello_again()

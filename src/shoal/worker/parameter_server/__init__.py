@@ -1,0 +1,1 @@
+"""Parameter servers and the sessions that are served by them."""

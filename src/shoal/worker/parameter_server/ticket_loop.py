@@ -1,0 +1,307 @@
+"""The training loop underneath a run whose parameters are held by servers, in any framework.
+
+A trainer gets a ticket from the ledger, pulls the parameters, computes, and pushes its gradient. The optimizer works on
+the servers. A server runs the same script up to its loop, and then serves. A framework's trainer adds how gradients
+are computed, and what a server does with them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core import sync_mode
+from shoal.core.data.sample_order import Order
+from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Ticket
+from shoal.errors import NotForServers
+from shoal.wire.member_messages import Spent
+from shoal.worker.data.feed import Feed, IndexedFeed, Piece
+from shoal.worker.parameter_server.client import Abandoned, Pusher
+from shoal.worker.parameter_server.parts import Vault
+from shoal.worker.parameter_server.rpc import Raw
+from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.server_main import serve
+from shoal.worker.training.loop import seed_of
+from shoal.worker.training.metrics import finite
+from shoal.worker.training.slowdown import pace_of
+from shoal.worker.training.training_state import StateKeeper
+
+
+@dataclass(slots=True)
+class TicketTurn:
+    """What this member does with one ticket, and how far it has come."""
+
+    granted: Granted
+    life: int
+    epoch: int
+    pieces: list[Piece]
+    last_of_epoch: bool
+    piece: int = 0
+    backwards: int = 0
+    weight: float = 0.0
+    loss: Any = 0.0
+    committed: bool = False
+    abandoned: bool = False
+    scheduled: bool = False
+    stepped: set[int] = field(default_factory=set)
+    logged: dict[str, Any] = field(default_factory=dict)
+    given_at: float = 0.0
+    seconds: float = 0.0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    exchange_s: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        return sum(piece.samples for piece in self.pieces)
+
+    @property
+    def last_piece(self) -> bool:
+        return self.piece == len(self.pieces) - 1
+
+
+class TicketLoop(ABC):
+    """Does the tickets of one loop."""
+
+    def __init__(self, session: PlacedSession, keeper: StateKeeper) -> None:
+        self.feed: Feed | None = None
+        self.turn: TicketTurn | None = None
+        self.metrics: dict[str, Any] = {}
+        self.looping = False
+        self._session, self._keeper = session, keeper
+        self._sync = sync_mode.parse(session.settings.sync)
+        self._pusher = Pusher(session) if not session.serves else None
+        self._laid_out = False
+        self._versions: dict[int, int] = {}
+        self._life = 0
+        self._slow = pace_of(session.me, session.settings.emulate)
+        self._serving = False
+        self._finished = 0
+        self._loss: float | None = None
+        self._usual_s = 0.0
+        self._spent = dict.fromkeys(("data_s", "compute_s", "wait_s", "exchange_s"), 0.0)
+        self._samples_per_s = 0.0
+        session.status = self._status
+
+    @property
+    def committed(self) -> bool:
+        return self.turn is not None and self.turn.committed
+
+    def unusable(self, what: str, do: str) -> NotForServers:
+        return NotForServers(
+            f"{what} cannot be used with --sync {self._sync.text}",
+            why="servers apply gradients part by part as they arrive, and no process has all of a step's",
+            do=f"{do}, or use --sync step",
+        )
+
+    # --- what a framework adds
+
+    @abstractmethod
+    def _vault(self, order: Order, parts: int) -> Vault:
+        """What a server keeps, if the state is cut into so many parts."""
+
+    @abstractmethod
+    def _lay_out(self, parts: int) -> None:
+        """Find out what of the model is in which part."""
+
+    @abstractmethod
+    def _take_over(self, part: int, body: memoryview) -> None:
+        """Put pulled parameters into the model."""
+
+    @abstractmethod
+    def _gradients(self, turn: TicketTurn) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+        """What to push to every part."""
+
+    @abstractmethod
+    def _seed(self, seed: int) -> None:
+        """Let all random numbers start anew."""
+
+    @abstractmethod
+    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+        """The loop's body is done with a piece: raise if it did not do what it should."""
+
+    @abstractmethod
+    def _end_ticket(self, turn: TicketTurn) -> None:
+        """The loop's body is done with a ticket, which is pushed, or to be forgotten."""
+
+    # --- the loop
+
+    def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
+        """Yield this member's batches until every ticket is finished; a server never gets beyond this."""
+        if feed.held is not None:
+            raise self.unusable("exact mode", "leave exact out")
+        if not isinstance(feed, IndexedFeed):
+            raise self.unusable("a stream of samples", "train on samples that can be read in any order")
+        session, order = self._session, feed.order
+        identity = f"{identity};sync={self._sync.text};servers={session.settings.servers}"
+        if session.serves:
+            self._serving = True
+            vault = self._vault(order, 1 + session.settings.servers)
+            ledger = Ledger(self._sync.bound, session.settings.tickets)
+            raise serve(session, self._keeper, vault, order, ledger, identity)
+        feed.start()
+        session.begin(identity)
+        over = False
+        self.looping = True
+        try:
+            yield from self._tickets(feed, seed)
+            over = True
+        finally:
+            self.looping = False
+            assert self._pusher is not None
+            if not over and sys.exc_info()[0] is GeneratorExit:
+                self._pusher.bye()
+                session.quit()
+            feed.close()
+            self._pusher.close()
+
+    def _tickets(self, feed: IndexedFeed, seed: int) -> Iterator[Any]:
+        assert self._pusher is not None
+        pusher, session, order = self._pusher, self._session, feed.order
+        done: Ticket | None = None
+        seconds = 0.0
+        while True:
+            if session.stop is not None or session.leaving:
+                self._go(done, seconds)
+            try:
+                session.phase("ticket")
+                life = pusher.wait_for_servers().life
+                asked_at = time.perf_counter()
+                answer = pusher.turn(done, seconds)
+                done = None
+                wait_s = time.perf_counter() - asked_at
+                self._pull(life)
+                exchange_s = time.perf_counter() - asked_at - wait_s
+            except Abandoned:
+                done = None
+                continue
+            self._finished = answer.finished_samples if answer.granted is None else answer.granted.finished_samples
+            session.step = order.steps_within(self._finished)
+            if answer.granted is None:
+                session.done(session.step)
+                return
+            self._open(feed, answer.granted, life, wait_s, exchange_s)
+            yield from self._give_out(seed)
+            turn = self.turn
+            if turn is not None and turn.committed:
+                done, seconds = turn.granted.ticket, turn.seconds
+
+    def _go(self, done: Ticket | None, seconds: float) -> None:
+        """We were told to go: what is finished is said, and then we go."""
+        assert self._pusher is not None
+        try:
+            if done is not None:
+                self._pusher.turn(done, seconds, wants=False)
+        except Abandoned:
+            pass
+        self._pusher.bye()
+        self._session.raise_if_over()
+
+    def _pull(self, life: int) -> None:
+        assert self._pusher is not None
+        placement = self._pusher.wait_for_servers()
+        if placement.life != life:
+            raise Abandoned("the state went back to a checkpoint")
+        if not self._laid_out:
+            self._lay_out(len(placement.holdings))
+            self._laid_out = True
+        if life != self._life:
+            self._life, self._versions = life, {}
+        self._session.phase("pull")
+        for part, (version, body) in self._pusher.pull(self._versions).items():
+            if body is not None:
+                self._take_over(part, body)
+            self._versions[part] = version
+
+    def _open(self, feed: IndexedFeed, granted: Granted, life: int, wait_s: float, exchange_s: float) -> None:
+        """Read the data of a ticket."""
+        ticket, order = granted.ticket, feed.order
+        self._session.phase("data")
+        began = time.perf_counter()
+        if self._slow is not None:
+            self._slow.begin(ticket.step)
+        pieces = feed.cut(ticket.step, ticket.start, ticket.stop)
+        cursor = order.cursor(ticket.step)
+        last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
+        turn = self.turn = TicketTurn(granted, life, cursor.epoch, pieces, last, given_at=began)
+        turn.wait_s, turn.exchange_s, turn.data_s = wait_s, exchange_s, time.perf_counter() - began
+
+    def _give_out(self, seed: int) -> Iterator[Any]:
+        """Give the loop's body the pieces of a ticket."""
+        turn = self.turn
+        assert turn is not None
+        ticket = turn.granted.ticket
+        self._seed(seed_of(seed, ticket.step, ticket.start))
+        self._session.phase("compute")
+        for number, piece in enumerate(turn.pieces):
+            turn.piece = number
+            yield piece.batch
+            if turn.abandoned:
+                break
+            self._check_piece(turn, number)
+        self._end_ticket(turn)
+
+    def _push(self, turn: TicketTurn) -> None:
+        """All pieces are computed: give the servers the gradient."""
+        assert self._pusher is not None
+        turn.seconds = time.perf_counter() - turn.given_at
+        turn.compute_s = turn.seconds - turn.data_s
+        self._session.phase("push")
+        try:
+            self._pusher.push(turn.granted, turn.life, self._gradients(turn))
+        except Abandoned:
+            turn.abandoned = True
+            return
+        turn.committed = True
+        self.metrics.update(turn.logged)
+        self._measure(turn)
+
+    # --- what does not fit into memory
+
+    @property
+    def piece_samples(self) -> int:
+        """The samples of the piece that is being computed; 0 outside a ticket."""
+        turn = self.turn
+        return turn.pieces[turn.piece].samples if turn is not None and not turn.committed else 0
+
+    def too_large(self, error: BaseException) -> None:
+        """The ledger gives the same ticket again to whoever holds it; it then comes in smaller pieces."""
+        turn = self.turn
+        if turn is None or self.feed is None or not self.feed.shrink(turn.pieces[turn.piece].samples):
+            raise error
+        turn.abandoned = True
+
+    # --- what beats tell
+
+    def _measure(self, turn: TicketTurn) -> None:
+        pushed_s = time.perf_counter() - turn.given_at - turn.seconds
+        turn.exchange_s += pushed_s
+        took_s = max(turn.wait_s + turn.exchange_s + turn.seconds, 1e-9)
+        smooth = 0.9 if self._usual_s else 0.0
+        self._usual_s = smooth * self._usual_s + (1 - smooth) * took_s
+        for name in self._spent:
+            self._spent[name] = smooth * self._spent[name] + (1 - smooth) * getattr(turn, name)
+        self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * turn.samples / took_s
+        self._loss = float(turn.loss) / turn.weight if turn.weight else self._loss
+
+    def _status(self) -> dict[str, Any]:
+        turn, feed = self.turn, self.feed
+        pusher = self._pusher
+        return {
+            "usual_step_s": self._usual_s,
+            "epoch": turn.epoch if turn is not None else 0,
+            "total_steps": feed.total if feed is not None else None,
+            "share": turn.samples if turn is not None else 0,
+            "loss": self._loss,
+            "samples_per_s": self._samples_per_s,
+            "metrics": finite(self.metrics),
+            "spent": Spent(**self._spent),
+            "clock": turn.granted.clock if turn is not None else 0,
+            "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,
+            "waits_for": pusher.waits_for if pusher is not None else (),
+        }

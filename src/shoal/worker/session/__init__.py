@@ -1,0 +1,1 @@
+"""A member's session with the coordinator."""

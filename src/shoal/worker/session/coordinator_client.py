@@ -1,0 +1,211 @@
+"""What a member says to its coordinator and hears from it, apart from worlds: hello, beats, claims, notices, the end.
+
+Everything is said under one lock, so that nothing is said between a hello and the state that it described. What was
+said while the line was down is said again with the next hello.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import shoal
+from shoal import errors
+from shoal.core.world import Address, World
+from shoal.settings import Settings
+from shoal.wire import credentials
+from shoal.wire import member_messages as messages
+from shoal.worker.session.environment import Environment
+from shoal.worker.session.uplink import Link
+
+TELL_AFTER_S = (5.0, 30.0)
+
+
+class Correspondence:
+    """One member's exchange of messages with the coordinator; a session adds the worlds."""
+
+    address: Address
+
+    def __init__(self, environment: Environment, access: credentials.Credentials) -> None:
+        self.environment = environment
+        self.settings: Settings = environment.values
+        self.me = environment.member
+        self.step: int | None = None
+        self.world: World | None = None
+        self.status: Callable[[], dict[str, Any]] = dict
+        self._changed = threading.Condition(threading.RLock())
+        self._fingerprint = ""
+        self._speed = 0.0
+        self._ready = False
+        self._broken = False
+        self._applying = self._expelled = False
+        self._done = self._quit = False
+        self._finished = False
+        self._stop: messages.Stop | None = None
+        self._leaving: tuple[float, str] | None = None
+        self._claims: dict[str, str] = {}
+        self._decided: dict[str, messages.Decided] = {}
+        self._error: errors.ShoalError | None = None
+        self._phase, self._phase_since = "starting", time.monotonic()
+        beat_s, lease_s = self.settings.beat_s, self.settings.lease_s
+        self._link = Link(environment.url, access, self._greet, self._heard, self._beat, beat_s, lease_s)
+
+    def phase(self, name: str, since: float | None = None) -> None:
+        """Say what the main thread is doing from now on, or since then."""
+        self._phase, self._phase_since = name, time.monotonic() if since is None else since
+
+    def leave(self, within_s: float, cause: str) -> None:
+        """We were told to go away: hand over and go, at the next step boundary that all agree on.
+
+        Of several notices the one that leaves the least time counts.
+        """
+        by = time.monotonic() + within_s
+        with self._changed:
+            if self._leaving is None or by < self._leaving[0]:
+                self._leaving = (by, cause)
+                self._say(messages.Leaving(within_s, cause))
+                self._changed.notify_all()
+
+    def claim(self, name: str) -> bool:
+        """Wait until it is our turn to do something once (True), or until somebody has done it (False)."""
+        with self._changed:
+            if name not in self._claims:
+                self._claims[name] = "asked"
+                self._say(messages.Claim(name))
+            self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
+            return self._claims[name] == "granted"
+
+    def offer(self, name: str) -> bool:
+        """Whether it is our turn to do something that is never done; asks for it, and does not wait."""
+        with self._changed:
+            if name not in self._claims:
+                self._claims[name] = "asked"
+                self._say(messages.Claim(name))
+            return self._claims[name] == "granted"
+
+    def fulfil(self, name: str) -> None:
+        with self._changed:
+            self._claims[name] = "fulfilled"
+            self._say(messages.ClaimDone(name))
+
+    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+        self._say(messages.Checkpointed(step, path, size_bytes, seconds))
+
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+        """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
+        with self._changed:
+            self._decided[what] = messages.Decided(step, what, values, reason)
+            if tell:
+                self._say(self._decided[what])
+
+    def raised(self, error: BaseException, text: str) -> None:
+        """The user's code raised: say so before its effects are felt."""
+        code = error.code if isinstance(error, errors.ShoalError) else ""
+        self._say(messages.Raised(type(error).__name__, str(error)[:2000], text[-20_000:], code))
+
+    # --- saying
+
+    def _say(self, message: messages.Message) -> None:
+        with self._changed:
+            self._link.send(message)
+
+    def _greet(self, say: Callable[[messages.Message], None], attach: Callable[[], None]) -> None:
+        with self._changed:
+            for message in self._hello():
+                say(message)
+            attach()
+
+    def _say_hello_again(self) -> None:
+        with self._changed:
+            for message in self._hello():
+                self._say(message)
+
+    def _hello(self) -> list[messages.Message]:
+        world = self.world.number if self.world is not None else None
+        hello = messages.MemberHello(
+            protocol=messages.PROTOCOL,
+            version=shoal.__version__,
+            run=self.environment.run,
+            member=self.me,
+            incarnation=self.environment.incarnation,
+            address=self.address,
+            pid=os.getpid(),
+            world=world,
+            step=self.step,
+            broken=self._broken and not self._applying,
+            done=self._done,
+            role=self.environment.role,
+            early=self._quit,
+        )
+        said: list[messages.Message] = [hello]
+        if self._ready and world is None:
+            said.append(self._readiness())
+        if self._leaving is not None:
+            said.append(messages.Leaving(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
+        said += [messages.Claim(name) for name, state in self._claims.items() if state == "asked"]
+        said += [messages.ClaimDone(name) for name, state in self._claims.items() if state == "fulfilled"]
+        said += self._decided.values()
+        return said
+
+    def _readiness(self, *, restored: bool = False) -> messages.Ready:
+        return messages.Ready(self._fingerprint, self.step, restored, self._speed)
+
+    def _beat(self) -> messages.Beat:
+        world = self.world
+        return messages.Beat(
+            world=world.number if world is not None else None,
+            step=self.step,
+            phase=self._phase,
+            phase_age_s=time.monotonic() - self._phase_since,
+            **self.status(),
+        )
+
+    # --- hearing, in the link's thread
+
+    def _heard(self, message: Any) -> None:
+        with self._changed:
+            handler = getattr(self, f"_on_{type(message).__name__.lower()}")
+            handler(message)
+            self._changed.notify_all()
+
+    def _on_welcome(self, message: messages.Welcome) -> None:
+        self._link.beat_s = message.beat_s
+
+    def _on_refused(self, message: messages.Refused) -> None:
+        self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
+
+    def _on_stop(self, message: messages.Stop) -> None:
+        self._stop = message
+
+    def _on_finished(self, _message: messages.Finished) -> None:
+        self._finished = True
+
+    def _on_leaving(self, message: messages.Leaving) -> None:
+        self.leave(message.within_s, message.cause)
+
+    def _on_granted(self, message: messages.Granted) -> None:
+        if self._claims.get(message.name) == "asked":
+            self._claims[message.name] = "granted"
+
+    def _on_alreadydone(self, message: messages.AlreadyDone) -> None:
+        self._claims[message.name] = "elsewhere"
+
+    # --- waiting
+
+    def _wait_until(self, ready: Callable[[], bool], whom: str) -> None:
+        """Wait on the lock that the caller holds; say whom we wait for when it takes long."""
+        since = time.monotonic()
+        tell_at = since + TELL_AFTER_S[0]
+        while not ready() and self._error is None:
+            self._changed.wait(0.2)
+            now = time.monotonic()
+            if now >= tell_at:
+                tell_at = now + TELL_AFTER_S[1]
+                where = f"; not reached for {self._link.down_for_s:.0f} s" if self._link.down_for_s else ""
+                sys.stderr.write(f"shoal: {self.me}: waiting for {whom} since {now - since:.0f} s{where}\n")
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,84 @@
+"""A run of one, without coordinator or network: the same script, started by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.core.step_report import Pulse
+from shoal.core.world import Address, Seat, World
+from shoal.settings import Settings
+from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.ring import Ring
+from shoal.worker.session.environment import Environment
+from shoal.worker.session.worlds import Keeper
+
+ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
+
+
+class Solo:
+    """What a Session is to a member of a run, to a process that is alone."""
+
+    me = "alone"
+    rank = 0
+    size = 1
+    broken = False
+    is_writer = True
+    wishes = 0
+    reason = ""
+    environment: Environment | None = None
+
+    def __init__(self) -> None:
+        self.settings = Settings(checkpoint_every_s=0)
+        self.world: World | None = ALONE
+        self.exchange: Exchange | None = Ring(0, ["alone"])
+        self.step: int | None = 0
+        self.status: Callable[[], dict[str, Any]] = dict
+
+    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:
+        """Nobody has to agree."""
+
+    def phase(self, name: str) -> None:
+        """Nobody asks."""
+
+    def turn(self) -> int:
+        return self.step or 0
+
+    def announce(self) -> int:
+        return 0
+
+    def agree(self, everybody: tuple[Pulse, ...]) -> None:
+        """There is nothing to agree on."""
+
+    def before_change(self) -> None:
+        """Nobody reads the state."""
+
+    def may_apply(self) -> bool:
+        return True
+
+    def commit(self) -> None:
+        self.step = (self.step or 0) + 1
+
+    def fail(self, broken: ExchangeBroken) -> None:
+        raise broken
+
+    def finish(self) -> bool:
+        return True
+
+    def quit(self) -> None:
+        """Nobody goes on."""
+
+    def claim(self, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def fulfil(self, name: str) -> None:
+        """Nobody waits for it."""
+
+    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+        """Nobody keeps count."""
+
+    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+        """Nobody asks why."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,1 @@
+"""One step on one member, whatever the framework."""

@@ -1,0 +1,1 @@
+"""Bytes between members: listening, connecting, handshakes and state transfer."""

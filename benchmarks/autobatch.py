@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from shoal.core.batch.goodput import AutoBatch, Decision, StepSeconds, law_for
-from shoal.core.batch.gradient_noise import Noise
-from shoal.core.data.sample_order import Order
+from shoal.core.batch.goodput import AutoBatch, BatchChange, StepSeconds, law_for
+from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares import split as shares_split
 
 BASE, BOUNDS = 32, (8, 2048)
@@ -101,15 +101,15 @@ class Side:
     taken_s: float = 0.0
     steps: int = 0
     arrived: bool = False
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[BatchChange] = field(default_factory=list)
 
     def train(self, data: tuple[torch.Tensor, ...], check: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """One step after the other, until the target is reached."""
         bounds = BOUNDS if self.size is None else (self.size, self.size)
         optimizer = self.task.make(self.model.parameters())
         rate: float = optimizer.param_groups[0]["lr"]
-        auto, noise, costs = AutoBatch(BASE, bounds, law_for(type(optimizer).__name__)), Noise(), Costs()
-        order = Order(SAMPLES, auto.size_at(0), epochs=1000, seed=self.seed)
+        auto, noise, costs = AutoBatch(BASE, bounds, law_for(type(optimizer).__name__)), GradientNoise(), Costs()
+        order = SampleOrder(SAMPLES, auto.size_at(0), epochs=1000, seed=self.seed)
         smooth, checked_at = None, 0
         while not self.arrived:
             size, ids = order.size_of(self.steps), torch.from_numpy(order.ids(self.steps, 0, order.size_of(self.steps)))

@@ -30,7 +30,7 @@ from websockets.exceptions import WebSocketException
 import shoal
 from shoal.agent import machine_info
 from shoal.agent.outbox import Outbox
-from shoal.agent.uplink import CoordinatorLink
+from shoal.agent.uplink import AgentUplink
 from shoal.core.world import Address, World
 from shoal.wire import codec, credentials
 from shoal.wire import member_messages as ms
@@ -120,7 +120,7 @@ def _framed(opcode: int, data: bytes) -> bytes:
 class Member:
     """What a member says: hello, ready, a beat and a ping now and then, and an answer to every change of the world."""
 
-    def __init__(self, crowd: Crowd, order: ms.StartMember) -> None:
+    def __init__(self, crowd: Crowd, order: ms.StartMemberMsg) -> None:
         self.crowd, self.order = crowd, order
         self.world: World | None = None
         self.ended = False
@@ -130,7 +130,7 @@ class Member:
         number = len(crowd.members)
         self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
         self._settings = json.loads(order.env["SHOAL_SETTINGS"])
-        self.beat_s = float(self._settings["beat_s"])
+        self.heartbeat_s = float(self._settings["heartbeat_s"])
 
     async def connect(self) -> None:
         """Find the coordinator, as `worker.link` does: again and again, and a little later each time."""
@@ -151,36 +151,38 @@ class Member:
         order, world = self.order, self.world
         address = (order.run, order.member, order.incarnation, self._address, os.getpid())
         where = (world.number, self.crowd.step) if world is not None else (None, None)
-        self.say(ms.MemberHello(ms.PROTOCOL, shoal.__version__, *address, *where))
+        self.say(ms.MemberHelloMsg(ms.PROTOCOL, shoal.__version__, *address, *where))
         if world is None:
-            self.say(ms.Ready("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4)))
+            self.say(
+                ms.ReadyMsg("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4))
+            )
         if self._beating:
             return
         self._beating = True
         # As many processes that were started by themselves would.
-        asyncio.get_running_loop().call_later(self.beat_s * (hash(order.member) % 997) / 997, self._beat)
+        asyncio.get_running_loop().call_later(self.heartbeat_s * (hash(order.member) % 997) / 997, self._beat)
 
     def _beat(self) -> None:
         if self.ended:
             return
-        asyncio.get_running_loop().call_later(self.beat_s, self._beat)
+        asyncio.get_running_loop().call_later(self.heartbeat_s, self._beat)
         world, step = self.world, self.crowd.step
         if self.socket is None:
             return
-        beat = ms.Beat(
+        beat = ms.HeartbeatMsg(
             *(world.number if world else None, step if world else None, "compute", 0.1, STEP_S),
             total_steps=100_000,
             share=8,
             loss=2.5,
             samples_per_s=16_000.0,
             metrics={"accuracy": 0.5},
-            spent=ms.Spent(0.01, 0.4, 0.05, 0.04),
+            spent=ms.StepTimes(0.01, 0.4, 0.05, 0.04),
             batch=8192,
         )
         asks = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / ASKS_PER_SILENCE
         ping = [(9, step.to_bytes(4, "big"))] if asks else []
         self.socket.send((2, codec.from_member.encode(beat)), *ping)
-        self.crowd.counts["Beat"] += 1
+        self.crowd.counts["HeartbeatMsg"] += 1
         self.crowd.counts["pings"] += asks
 
     def say(self, message: ms.Message) -> None:
@@ -201,16 +203,16 @@ class Member:
 
     def _answer(self, message: Any) -> None:
         me = self.order.member
-        if isinstance(message, ms.Welcome):
-            self.beat_s = message.beat_s
-        elif isinstance(message, ms.Form):
+        if isinstance(message, ms.WelcomeMsg):
+            self.heartbeat_s = message.heartbeat_s
+        elif isinstance(message, ms.EnterWorldMsg):
             self.world = message.world
-        elif isinstance(message, ms.Prepare) and message.world.rank_of(me) is not None:
+        elif isinstance(message, ms.PrepareWorldMsg) and message.world.rank_of(me) is not None:
             if self.world is None or self.world.number < message.world.number:
                 self.world = message.world
-                self.say(ms.Switched(message.world.number, self.crowd.step))
-        elif isinstance(message, ms.Dissolve) and self.world is not None:
-            self.say(ms.Broken(self.world.number, self.crowd.step))
+                self.say(ms.WorldEnteredMsg(message.world.number, self.crowd.step))
+        elif isinstance(message, ms.DissolveWorldMsg) and self.world is not None:
+            self.say(ms.WorldBrokenMsg(self.world.number, self.crowd.step))
             self.world = None
 
     def hung_up(self) -> None:
@@ -244,7 +246,7 @@ class Crowd:
         self.sizes: Counter[str] = Counter()
         self._outboxes: dict[str, Outbox] = {}
         self._linked = 0
-        self._held: deque[ms.StartMember] = deque()
+        self._held: deque[ms.StartMemberMsg] = deque()
         self._hold = 0
         self._doors = asyncio.Semaphore(CONNECTING_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,11 +261,11 @@ class Crowd:
 
     async def _agent(self, name: str) -> None:
         outbox = self._outboxes[name] = Outbox()
-        link = CoordinatorLink([self._url], self._token_file, AGENT_CONNECT_S, outbox)
+        link = AgentUplink([self._url], self._token_file, AGENT_CONNECT_S, outbox)
         machine = structs.replace(self._machine, name=name)
         pause_s = 0.0
         while True:
-            hello = ms.AgentHello(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name))
+            hello = ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name))
             with contextlib.suppress(OSError, TimeoutError, WebSocketException):
                 await link.converse(hello, self._welcomed, lambda order: self._obey(name, order))
             pause_s = min(1.6 * pause_s, 2.0) if pause_s else 0.1
@@ -274,15 +276,17 @@ class Crowd:
         living = member is not None and not member.ended
         return ((member.order.run, member.order.member, member.order.incarnation),) if member and living else ()
 
-    def _welcomed(self, _welcome: ms.AgentWelcome) -> None:
+    def _welcomed(self, _welcome: ms.AgentWelcomeMsg) -> None:
         self._linked += 1
 
     def _obey(self, agent: str, order: ms.ToAgent) -> None:
         self.heard(order, 0)
-        if not isinstance(order, ms.StartMember):
+        if not isinstance(order, ms.StartMemberMsg):
             return
         known = order.member in self.members
-        self._outboxes[agent].put(ms.MemberStarted(order.run, order.member, order.incarnation, os.getpid(), warm=True))
+        self._outboxes[agent].put(
+            ms.MemberStartedMsg(order.run, order.member, order.incarnation, os.getpid(), warm=True)
+        )
         if known:
             asyncio.get_running_loop().call_later(BACK_AFTER_S, self._start, order)
         elif self._hold:
@@ -291,7 +295,7 @@ class Crowd:
         else:
             self._start(order)
 
-    def _start(self, order: ms.StartMember) -> None:
+    def _start(self, order: ms.StartMemberMsg) -> None:
         member = self.members[order.member] = Member(self, order)
         self.in_background(self._connect(member))
 
@@ -349,9 +353,9 @@ class Crowd:
                 order = self.members[name].order
                 self.members[name].crash()
                 fate = (order.run, order.member, order.incarnation, None, 9, "infrastructure", "killed by SIGKILL")
-                self._outboxes[name.partition("/")[0]].put(ms.MemberExited(*fate))
+                self._outboxes[name.partition("/")[0]].put(ms.MemberExitedMsg(*fate))
             case {"do": "hello", "count": count, "agents": agents}:
-                await self._until(lambda: self.counts["Welcome"] >= count and self._linked >= agents)
+                await self._until(lambda: self.counts["WelcomeMsg"] >= count and self._linked >= agents)
             case {"do": "told", "kind": kind, "count": count}:
                 await self._until(lambda: self.counts[kind] >= count)
             case {"do": "world", "size": size}:

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import job
 from shoal.core.world import Address, Seat, World
-from shoal.testing.threaded_world import Seated
+from shoal.testing.threaded_world import FixedWorldSession
 from shoal.torch.run import Run
 from shoal.worker.collectives.ring import Ring
 
@@ -76,7 +76,7 @@ def _steps(loop: Iterator[None], count: int) -> list[float]:
     return took
 
 
-def _loop(mode: str, session: Seated, model: str, batch: int, shards: int, shares: str) -> Iterator[None]:
+def _loop(mode: str, session: FixedWorldSession, model: str, batch: int, shards: int, shares: str) -> Iterator[None]:
     """Train for ever; one value a committed step."""
     run, network, data = Run(session, mode, "unused"), job.build_model(model), job.build_dataset()
     optimizer = job.build_optimizer(network)
@@ -90,11 +90,11 @@ def _loop(mode: str, session: Seated, model: str, batch: int, shards: int, share
             yield
 
 
-def _seated(rank: int, pairs: list[Any]) -> Seated:
+def _seated(rank: int, pairs: list[Any]) -> FixedWorldSession:
     names = [f"bench/{number}" for number in range(len(pairs))]
     world = World(1, tuple(Seat(name, "", Address("127.0.0.1", 0)) for name in names), 0, fresh=True)
     ends = (pairs[rank][0], pairs[rank - 1][1]) if len(pairs) > 1 else (None, None)
-    return Seated(rank, world, Ring(rank, names, *ends))
+    return FixedWorldSession(rank, world, Ring(rank, names, *ends))
 
 
 def _loopback_pair() -> tuple[socket.socket, socket.socket]:

@@ -24,9 +24,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from shoal.testing.emulated_speeds import emulated, machines
-from shoal.testing.threaded_world import Seated, together
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
-from shoal.worker.collectives.exchange import Exchange, Ticket
+from shoal.worker.collectives.exchange import Exchange, Work
 
 BATCH, WIDTH = 64, 64
 RATES, SEEDS = (0.05, 0.1, 0.2, 0.4), (0, 1, 2)
@@ -90,7 +90,7 @@ class Linked:
         self.sent_bytes += record.nbytes * (self.size - 1)
         return self._real.gather(record)
 
-    def reduce(self, buffer: Any, *how: Any) -> Ticket:
+    def reduce(self, buffer: Any, *how: Any) -> Work:
         # What a ring sends: all but one part, once to sum it up and once to spread the sum.
         sent = 2 * buffer.nbytes * (self.size - 1) / self.size
         self.sent_bytes += sent
@@ -108,7 +108,7 @@ class Linked:
 
 
 class _Slow:
-    def __init__(self, real: Ticket, until_s: float) -> None:
+    def __init__(self, real: Work, until_s: float) -> None:
         self._real, self._until_s = real, until_s
 
     def wait(self) -> None:
@@ -133,8 +133,8 @@ def measure(side: Side, link: Link, rate: float, seed: int, epochs: int = 60) ->
     torch.manual_seed(seed)
     start = _model().state_dict()
 
-    def body(session: Seated) -> Result:
-        settings = {"sync": side.sync, "outer_lr": side.lr, "outer_momentum": side.momentum, "noise_every": 0}
+    def body(session: FixedWorldSession) -> Result:
+        settings = {"sync": side.sync, "outer_lr": side.lr, "outer_momentum": side.momentum, "noise_every_steps": 0}
         session.settings = msgspec.structs.replace(session.settings, **settings)
         assert session.exchange is not None
         linked = Linked(session.exchange, link)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.shares.balancer import Balance, Seen, parse
+from shoal.core.shares.balancer import ShareBalancer, StepMeasurement, parse
 
 POLICIES = ("model", "ratio", "equal")
 AFTER = (1, 2, 3, 12)
@@ -117,7 +117,7 @@ def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
     """True step seconds at the start and after each change."""
     chance = random.Random(seed)
     names = [f"m{rank}" for rank in range(len(mix.devices))]
-    balance = Balance(parse(policy))
+    balance = ShareBalancer(parse(policy))
     for name, device in zip(names, mix.devices, strict=True):
         balance.limit(name, device.most)
     found = [_step_s(mix, balance.shares(0, mix.size, names))]
@@ -125,7 +125,7 @@ def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
     while len(found) <= max(AFTER) and step - last < PATIENCE_STEPS:
         shares = balance.shares(step, mix.size, names)
         seen = [
-            Seen(share, float(device.seconds[share]) * math.exp(chance.gauss(0.0, noise)))
+            StepMeasurement(share, float(device.seconds[share]) * math.exp(chance.gauss(0.0, noise)))
             for share, device in zip(shares, mix.devices, strict=True)
         ]
         change = balance.observe(step, names, seen)

@@ -66,11 +66,11 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
     import torch.distributed as dist
 
     from shoal.core.world import Address, Seat, World
-    from shoal.worker.transport.peers import Port
+    from shoal.worker.transport.peers import Peers
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=size)
-    port = Port(b"a token", "bench", f"m{rank}", "1", "127.0.0.1")
+    port = Peers(b"a token", "bench", f"m{rank}", "1", "127.0.0.1")
     addresses: list[tuple[str, int]] = [("", 0)] * size
     dist.all_gather_object(addresses, (port.address.host, port.address.port))
     seats = tuple(Seat(f"m{i}", "1", Address(*address)) for i, address in enumerate(addresses))

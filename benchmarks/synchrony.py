@@ -21,9 +21,9 @@ MACHINES = "sample_s=0.002,1,1,0.25"
 MODES: dict[str, tuple[str, ...]] = {
     "step, equal shares": ("--set", "shares.policy=equal"),
     "step, learned shares": (),
-    "stale:4, equal tickets": ("--sync", "stale:4", "--set", "tickets=equal"),
+    "stale:4, equal tickets": ("--sync", "stale:4", "--set", "ticket_sizing=equal"),
     "stale:4, balanced by time": ("--sync", "stale:4"),
-    "stale:4, balanced by staleness": ("--sync", "stale:4", "--set", "tickets=staleness"),
+    "stale:4, balanced by staleness": ("--sync", "stale:4", "--set", "ticket_sizing=staleness"),
     "async": ("--sync", "async"),
     "local:4": ("--sync", "local:4"),
 }

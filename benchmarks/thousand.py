@@ -27,8 +27,8 @@ import psutil
 
 from benchmarks import machine
 from shoal.core.membership import leases
-from shoal.launch.api_client import Client, open_client
-from shoal.wire.api import RunSpec, ScaleAsk
+from shoal.launch.api_client import ApiClient, open_client
+from shoal.wire.api import RunSpec, ScaleRequest
 
 RESULTS = Path(__file__).parent / "results"
 READY_S = 60.0
@@ -85,7 +85,7 @@ class Coordinator:
     def journal_bytes(self) -> int:
         return (self.directory / "journal.jsonl").stat().st_size
 
-    def client(self) -> Client:
+    def client(self) -> ApiClient:
         return open_client(self.url, self.token_file, WITHIN_S)
 
     def end(self) -> None:
@@ -193,7 +193,7 @@ def _form(coordinator: Coordinator, crowds: Crowds, agents: int) -> Found:
         "last_cpu_s": told - last,
         "rss_bytes": rss,
         "journal_bytes": coordinator.journal_bytes(),
-        "told_bytes": crowds.bytes_told("Form"),
+        "told_bytes": crowds.bytes_told("EnterWorldMsg"),
     }
 
 
@@ -211,15 +211,19 @@ def _watched(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: flo
     time.sleep(seconds)
     cpu_s, took_s = coordinator.cpu_s() - cpu_s, time.monotonic() - at
     after = crowds.counted()
-    said = {kind: after[kind] - before[kind] for kind in ("Beat", "pings", "pongs")}
-    changed = [kind for kind in ("Dissolve", "Expelled", "Refused", "hung up") if after.get(kind) != before.get(kind)]
+    said = {kind: after[kind] - before[kind] for kind in ("HeartbeatMsg", "pings", "pongs")}
+    changed = [
+        kind
+        for kind in ("DissolveWorldMsg", "EvictedMsg", "RejectedMsg", "hung up")
+        if after.get(kind) != before.get(kind)
+    ]
     if changed:
         raise RuntimeError(f"the world did not hold: {', '.join(changed)}")
-    beats = agents * took_s / leases.beat_s(BEAT_S, agents, LEASE_S)
-    expected = {"Beat": beats, "pings": beats / 2, "pongs": beats / 2}
+    beats = agents * took_s / leases.heartbeat_s(BEAT_S, agents, LEASE_S)
+    expected = {"HeartbeatMsg": beats, "pings": beats / 2, "pongs": beats / 2}
     return {
         "cores": cpu_s / took_s,
-        "beats_per_s": said["Beat"] / took_s,
+        "beats_per_s": said["HeartbeatMsg"] / took_s,
         "kept": min(said[kind] / expected[kind] for kind in said),
         "rss_bytes": coordinator.rss_bytes(),
     }
@@ -250,15 +254,22 @@ def _ask(coordinator: Coordinator) -> Found:
 
 def _lose(coordinator: Coordinator, crowds: Crowds, agents: int) -> Found:
     """One member dies: all others are told, answer, and form a world without it; later another takes its place."""
-    journal, before, heard = coordinator.journal_bytes(), coordinator.cpu_s(), crowds.bytes_told("Form", "Dissolve")
+    journal, before, heard = (
+        coordinator.journal_bytes(),
+        coordinator.cpu_s(),
+        crowds.bytes_told("EnterWorldMsg", "DissolveWorldMsg"),
+    )
     counts = [one["counts"] for one in crowds.all(do="count")]
     members = [one["members"] - int(not at) for at, one in enumerate(crowds.all(do="count"))]
     crowds.each({"do": "crash", "member": "node-0000/0"}, *[{"do": "count"}] * (CROWDS - 1))
-    crowds.each(*(_told("Dissolve", one, many) for one, many in zip(counts, members, strict=True)))
+    crowds.each(*(_told("DissolveWorldMsg", one, many) for one, many in zip(counts, members, strict=True)))
     told = coordinator.cpu_s()
-    crowds.each(*(_told("Form", one, many) for one, many in zip(counts, members, strict=True)))
+    crowds.each(*(_told("EnterWorldMsg", one, many) for one, many in zip(counts, members, strict=True)))
     formed = coordinator.cpu_s()
-    sent, written = crowds.bytes_told("Form", "Dissolve") - heard, coordinator.journal_bytes() - journal
+    sent, written = (
+        crowds.bytes_told("EnterWorldMsg", "DissolveWorldMsg") - heard,
+        coordinator.journal_bytes() - journal,
+    )
     crowds.all(do="world", size=agents)
     return {
         "told_cpu_s": told - before,
@@ -276,8 +287,8 @@ def _told(kind: str, counts: Found, more: int) -> Found:
 def _join(coordinator: Coordinator, crowds: Crowds, agents: int, joins: int) -> Found:
     """More machines come, one after the other, and each is in the world before the next."""
     run = coordinator.client().runs()[0].run
-    coordinator.client().scale(run, ScaleAsk(agents, agents + joins))
-    journal, before, heard = coordinator.journal_bytes(), coordinator.cpu_s(), crowds.bytes_told("Prepare")
+    coordinator.client().scale(run, ScaleRequest(agents, agents + joins))
+    journal, before, heard = coordinator.journal_bytes(), coordinator.cpu_s(), crowds.bytes_told("PrepareWorldMsg")
     began = time.monotonic()
     for number in range(agents, agents + joins):
         newcomer = {"do": "agents", "names": [f"node-{number:04}"], "hold": 0}
@@ -287,7 +298,7 @@ def _join(coordinator: Coordinator, crowds: Crowds, agents: int, joins: int) -> 
         "joins": joins,
         "cpu_s": (coordinator.cpu_s() - before) / joins,
         "s": (time.monotonic() - began) / joins,
-        "told_bytes": (crowds.bytes_told("Prepare") - heard) / joins,
+        "told_bytes": (crowds.bytes_told("PrepareWorldMsg") - heard) / joins,
         "journal_bytes": (coordinator.journal_bytes() - journal) / joins,
     }
 
@@ -300,7 +311,7 @@ def _restart(coordinator: Coordinator, crowds: Crowds, watch_s: float) -> Found:
     time.sleep(1.0)
     coordinator.start()
     replayed, began = coordinator.cpu_s(), time.monotonic()
-    crowds.each(*(_hello(one["counts"]["Welcome"] + one["members"], 2 * one["agents"]) for one in before))
+    crowds.each(*(_hello(one["counts"]["WelcomeMsg"] + one["members"], 2 * one["agents"]) for one in before))
     found = {"replayed_cpu_s": replayed, "back_cpu_s": coordinator.cpu_s() - replayed, "s": time.monotonic() - began}
     time.sleep(watch_s)
     now = coordinator.client().runs()[0].world

@@ -52,7 +52,7 @@ class Case:
 
     @property
     def settings(self) -> dict[str, str]:
-        bounds = {"shares.cap": self.cap, "shares.floor": self.floor}
+        bounds = {"shares.max": self.cap, "shares.min": self.floor}
         return {key: str(value) for key, value in bounds.items() if value is not None}
 
     def best(self, step: int = 0) -> tuple[int, ...]:

@@ -42,11 +42,11 @@ SHOWN = {
     "ProcessStarted",
     "FormWorld",
     "ProposeWorld",
-    "Say",
-    "TellFinished",
-    "ClaimFulfilled",
-    "RunFailed",
-    "RunEnded",
+    "MembershipNote",
+    "AnnounceFinished",
+    "ClaimCompleted",
+    "MarkRunFailed",
+    "MarkRunEnded",
 }
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)

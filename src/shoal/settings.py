@@ -23,7 +23,7 @@ from shoal.core.shares import settings as shares_settings
 from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
-TABLES = ("checkpoint", "budget", "notice", "shares", "noise", "outer", "evaluate")
+TABLES = ("checkpoint", "restarts", "notice", "shares", "noise", "outer", "evaluate")
 PORTS = r"^(\d+-\d+)?$"
 
 
@@ -32,38 +32,42 @@ def _dotted(field: str) -> str:
     return f"{table}.{rest}" if table in TABLES and rest else field
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
+class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
     """The settings of a run, as shoal.toml and `--set` give them, with their defaults."""
 
     lease_s: Annotated[float, Meta(gt=0, description="silence after which the others go on without a member")] = 3.0
-    beat_s: Annotated[float, Meta(gt=0, description="how often a member renews its lease")] = 0.5
-    gather_s: Annotated[float, Meta(ge=0, description="how long a broken world waits for its members to answer")] = 0.5
+    heartbeat_s: Annotated[float, Meta(gt=0, description="how often a member renews its lease")] = 0.5
+    regroup_s: Annotated[float, Meta(ge=0, description="how long a broken world waits for its members to answer")] = 0.5
     reconnect_s: Annotated[float, Meta(gt=0, description="how often a lost coordinator is tried again")] = 1.0
-    stall_s: Annotated[float, Meta(gt=0, description="one step longer than this is reported as a hang")] = 300.0
-    connect_s: Annotated[float, Meta(gt=0, description="time that members of a world have to reach each other")] = 5.0
+    hang_timeout_s: Annotated[float, Meta(gt=0, description="one step longer than this is reported as a hang")] = 300.0
+    connect_timeout_s: Annotated[
+        float, Meta(gt=0, description="time that members of a world have to reach each other")
+    ] = 5.0
     checkpoint_every_s: Annotated[float, Meta(ge=0, description="seconds between checkpoints, 0 for never")] = 300.0
     checkpoint_every_steps: Annotated[int, Meta(ge=0, description="steps between checkpoints, 0 for never")] = 0
     checkpoint_keep: Annotated[int, Meta(ge=1, description="how many checkpoints are kept")] = 2
     checkpoint_to: Annotated[str, Meta(description="path or fsspec URL of checkpoints, empty for the run's own")] = ""
-    budget_user: Annotated[int, Meta(ge=0, description="restarts of a member after errors of the user's code")] = 2
-    budget_infrastructure: Annotated[int, Meta(ge=0, description="restarts of a member after any other crash")] = 10
+    restarts_user: Annotated[int, Meta(ge=0, description="restarts of a member after errors of the user's code")] = 2
+    restarts_infrastructure: Annotated[int, Meta(ge=0, description="restarts of a member after any other crash")] = 10
     backoff_s: Annotated[float, Meta(ge=0, description="wait before the first restart of a member; it doubles")] = 0.2
     backoff_max_s: Annotated[float, Meta(ge=0, description="longest wait before a restart")] = 30.0
     interface: Annotated[str, Meta(description="network interface that members listen on, empty to choose")] = ""
     ports: Annotated[str, Meta(pattern=PORTS, description="port range of members, such as 29400-29499")] = ""
     batch: Annotated[str, Meta(description="global batch: a number, auto or auto:32:1024; empty for the script's")] = ""
-    batch_law: Annotated[
+    lr_scaling: Annotated[
         Literal["auto", "adascale", "sqrt", "off"], Meta(description="how the learning rate follows the batch")
     ] = "auto"
     shares_policy: Annotated[str, Meta(description="who gets how much: model, ratio, equal or fixed:3,1")] = "model"
     shares_threshold: Annotated[float, Meta(ge=0, lt=1, description="part of a step that new shares must save")] = 0.02
     shares_window: Annotated[int, Meta(ge=1, description="steps that are measured between changes of shares")] = 10
-    shares_floor: Annotated[float, Meta(ge=0, description="least share, in samples, or below 1 a part of all")] = 0.0
-    shares_cap: Annotated[float, Meta(gt=0, description="largest share, in samples, or up to 1 a part of all")] = 1.0
+    shares_min: Annotated[float, Meta(ge=0, description="least share, in samples, or below 1 a part of all")] = 0.0
+    shares_max: Annotated[float, Meta(gt=0, description="largest share, in samples, or up to 1 a part of all")] = 1.0
     shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
         "continuous"
     )
-    noise_every: Annotated[int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")] = 10
+    noise_every_steps: Annotated[
+        int, Meta(ge=0, description="steps between looks at the gradient noise, 0 for never")
+    ] = 10
     threads: Annotated[int, Meta(ge=0, description="CPU threads of a member, 0 to divide the machine's cores")] = 0
     exact: Annotated[int, Meta(ge=0, description="shards of a batch, if no bit may depend on members, 0 for off")] = 0
     exchange: Annotated[Literal["auto", "ring", "gloo", "nccl"], Meta(description="how gradients travel")] = "auto"
@@ -73,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     servers: Annotated[
         int, Meta(ge=1, description="how many hold the parameters, with stale:K, async or --compat ps")
     ] = 2
-    tickets: Annotated[
+    ticket_sizing: Annotated[
         Literal["time", "staleness", "equal"], Meta(description="what balances the batches of stale:K and async")
     ] = "time"
     evaluator: Annotated[bool, Meta(description="whether a process beside the training scores its checkpoints")] = False
@@ -82,12 +86,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_
     ] = 30.0
     tensorboard: Annotated[bool, Meta(description="write event files for TensorBoard into the run's directory")] = True
     emulate: Annotated[str, Meta(description="speeds of the machines that members behave like, such as 1,0.5")] = ""
-    begin_s: Annotated[float, Meta(gt=0, description="how long a run that has not begun asks pools that only fail")] = (
-        600.0
-    )
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="how long a run that has not begun asks pools that only fail")
+    ] = 600.0
 
 
-class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
+class LaunchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_dotted):
     """The settings of the command that starts a run; they do not travel with it."""
 
     members: Annotated[int | str, Meta(description="how many members: N, or MIN:MAX")] = 1
@@ -105,7 +109,9 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
         str, Meta(description="what machines of pools install or unpack, as requirements.txt, empty for nothing")
     ] = ""
     ship_limit_mb: Annotated[float, Meta(gt=0, description="the largest project that is sent")] = 256.0
-    orphan_s: Annotated[float, Meta(gt=0, description="how long hired machines look for a lost coordinator")] = 1800.0
+    orphan_timeout_s: Annotated[
+        float, Meta(gt=0, description="how long hired machines look for a lost coordinator")
+    ] = 1800.0
     host: Annotated[str, Meta(description="address the coordinator listens on, empty to choose, :: for all")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port the coordinator listens on, 0 for any")] = 0
     address: Annotated[
@@ -118,7 +124,7 @@ class Launching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingInfo:
     """One setting as `shoal config` and the documentation show it."""
 
     name: str
@@ -136,24 +142,26 @@ class Key:
         return "SHOAL_" + self.name.replace(".", "_").upper()
 
 
-def declared() -> tuple[Key, ...]:
+def declared() -> tuple[SettingInfo, ...]:
     """All settings, those of the command first."""
-    return (*_keys_of(Launching, travels=False), *_keys_of(Settings, travels=True))
+    return (*_keys_of(LaunchSettings, travels=False), *_keys_of(RunSettings, travels=True))
 
 
-def parse_settings(settings: Mapping[str, Value]) -> Settings:
+def parse_settings(settings: Mapping[str, Value]) -> RunSettings:
     """Check settings with dotted keys and fill in the defaults; text such as "5" is taken for a number."""
-    known = [key.name for key in _keys_of(Settings, travels=True)]
+    known = [key.name for key in _keys_of(RunSettings, travels=True)]
     for name in settings:
         if name not in known:
             raise unknown(name, known)
-    checked: Settings = _convert(settings, Settings)
+    checked: RunSettings = _convert(settings, RunSettings)
     return checked
 
 
 def parse_value(name: str, value: object, where: str = "") -> Value:
     """Check one setting by itself; `where` is named in the error."""
-    fields = {field.encode_name: kind for kind in (Launching, Settings) for field in msgspec.structs.fields(kind)}
+    fields = {
+        field.encode_name: kind for kind in (LaunchSettings, RunSettings) for field in msgspec.structs.fields(kind)
+    }
     if name not in fields:
         raise unknown(name, list(fields), where)
     checked = _convert({name: value}, fields[name], where)
@@ -193,7 +201,9 @@ def _check_meaning(converted: Any, where: str) -> None:
     emulation.parse(getattr(converted, "emulate", ""), where)
     sync_mode.parse(getattr(converted, "sync", "step"))
     bounds = {
-        name: getattr(converted, f"shares_{name}") for name in ("floor", "cap") if hasattr(converted, "shares_cap")
+        bound: getattr(converted, f"shares_{name}")
+        for bound, name in (("floor", "min"), ("cap", "max"))
+        if hasattr(converted, "shares_max")
     }
     try:
         setting.wanted(getattr(converted, "batch", ""), 1, sys.maxsize)
@@ -202,10 +212,10 @@ def _check_meaning(converted: Any, where: str) -> None:
         raise BadSettings(error.what, where=where, why=error.why, do=error.do) from error
 
 
-def _keys_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[Key, ...]:
+def _keys_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[SettingInfo, ...]:
     hints = get_type_hints(kind, include_extras=True)
     return tuple(
-        Key(
+        SettingInfo(
             name=field.encode_name,
             kind=_name_of(get_args(hints[field.name])[0]),
             default=field.default,

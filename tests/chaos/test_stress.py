@@ -70,7 +70,7 @@ def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> No
     seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
     print("seed", seed)
     dice = random.Random(seed)
-    settings = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
+    settings = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
     with staged(tmp_path, "1:4", settings, pause_s=0.01, epochs=100_000, samples=500) as run:
         run.until_size(4)
         done, doomed, stopped = 0, set(), []

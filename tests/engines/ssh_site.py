@@ -17,12 +17,12 @@ from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network
 import shoal
 from shoal.engines.ssh.command import SshOptions
 from shoal.engines.ssh.engine import Ssh
-from shoal.testing.engine_conformance import Site
+from shoal.testing.engine_conformance import EngineSite
 
 SOURCES = Path(shoal.__file__).parents[1]
 
 
-class SshSite(Site):
+class SshSite(EngineSite):
     host = HUB
 
     def __init__(self, path: Path, network: SshNetwork, *hosts: str, **options: Any) -> None:
@@ -32,7 +32,7 @@ class SshSite(Site):
             "hosts": hosts,
             "config": str(network.config),
             "python": sys.executable,
-            "connect_s": 10.0,
+            "connect_timeout_s": 10.0,
         }
         self.options |= {"setup": (f"export PYTHONPATH={SOURCES} OMP_NUM_THREADS=1",), **options}
 

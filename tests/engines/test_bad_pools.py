@@ -62,7 +62,7 @@ class Site:
         self.said = ""
 
     def ssh(self, name: str, *hosts: str, **more: Any) -> None:
-        given = {"hosts": list(hosts or ("h1",)), "config": str(self.network.config), "connect_s": 10}
+        given = {"hosts": list(hosts or ("h1",)), "config": str(self.network.config), "connect_timeout_s": 10}
         setup = [f"export PYTHONPATH={SOURCES} RECORDS={self.path}/records STEPS=20 OMP_NUM_THREADS=1"]
         self.pool(name, "ssh", **{**given, "python": sys.executable, "setup": setup, **more})
 
@@ -77,7 +77,7 @@ class Site:
         """What `shoal run` says on stderr; it has to end in time, with this exit code, and to leave nothing behind."""
         (self.project / "shoal.toml").write_text("\n".join(self.tables))
         environ = {**self.slurm.env, "SHOAL_HOME": str(self.home), "RECORDS": f"{self.path}/records", "STEPS": "20"}
-        settings = [f"host={HUB}", "begin_s=3", "preload=torch,shoal.torch", "notice.grace_s=3"]
+        settings = [f"host={HUB}", "start_timeout_s=3", "preload=torch,shoal.torch", "notice.grace_s=3"]
         given = [part for one in settings for part in ("--set", one)]
         argv = [sys.executable, "-m", "shoal.cli.main", "run", "--on", on, *given, *options, script]
         done = subprocess.run(
@@ -163,7 +163,7 @@ def test_a_python_that_is_too_old_for_an_agent(site: Site, tmp_path: Path) -> No
 
 
 def test_an_unreachable_host(site: Site) -> None:
-    site.ssh("lab", "10.91.0.200", connect_s=2)
+    site.ssh("lab", "10.91.0.200", connect_timeout_s=2)
     error = parts(site.run("lab"))
     assert "it was asked again and again for 3 s: " in error["why"]
     assert "10.91.0.200 does not answer" in error["why"]

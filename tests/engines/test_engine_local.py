@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from shoal.engines import local
-from shoal.engines.engine import Engine, Options
+from shoal.engines.engine import Engine, EngineOptions
 from shoal.engines.local import Local
 from shoal.errors import EngineUnreachable
-from shoal.testing.engine_conformance import SCENARIOS, Site
+from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
 
 
-class LocalSite(Site):
+class LocalSite(EngineSite):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._away = False
@@ -34,7 +34,7 @@ class LocalSite(Site):
                     raise EngineUnreachable("the test has cut it off")
                 return super().watch(tag)
 
-        return Here("here", Options(directory=str(self.path / "home")))
+        return Here("here", EngineOptions(directory=str(self.path / "home")))
 
     def kill(self, hire: str) -> None:
         known = json.loads((self.path / "home" / "hires" / self.tag / hire / "process.json").read_text())
@@ -48,7 +48,7 @@ class LocalSite(Site):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_this_machine_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path) -> None:
+def test_this_machine_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
     with LocalSite(tmp_path) as site:
         scenario(site)
 
@@ -82,7 +82,7 @@ def test_what_an_agent_here_leaves_behind_is_ended_with_it(tmp_path: Path, besid
         script = tmp_path / "agent"
         script.write_text(f"#!/bin/bash\ntrap 'exit 0' TERM; {beside} while :; do wait; done\n")
         script.chmod(0o755)
-        engine = Local("here", Options(directory=str(tmp_path / "home"), python=str(script)))
+        engine = Local("here", EngineOptions(directory=str(tmp_path / "home"), python=str(script)))
         handle = engine.submit(site.ask("here-1"))
         site.until(lambda: _sleepers(handle), "it to start another")
         if killed:

@@ -18,11 +18,11 @@ import pytest
 from tests.engines.ray_cluster import RayCluster, why_not
 from tests.engines.test_hiring import hired
 
-from shoal.engines.engine import Ask, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus
 from shoal.engines.ray.engine import DRIVER, Ray, RayOptions
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.errors import AllocationRefused, EngineUnreachable
 from shoal.testing import engine_conformance as suite
-from shoal.testing.engine_conformance import SCENARIOS, Site
+from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 from shoal.wire.credentials import Credentials
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
@@ -47,7 +47,7 @@ def cluster() -> Iterator[RayCluster]:
         made.close()
 
 
-class RaySite(Site):
+class RaySite(EngineSite):
     """Each hire has the only seat of its node, so that the loss of a node is that of one hire."""
 
     def __init__(self, path: Path, cluster: RayCluster, **given: Any) -> None:
@@ -94,7 +94,7 @@ def raylet(pid: int) -> psutil.Process:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_ray_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path, cluster: RayCluster) -> None:
+def test_ray_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path, cluster: RayCluster) -> None:
     seated = {"resources": {"seat": 1.0}} if scenario is suite.sees_what_was_killed_from_outside else {}
     with RaySite(tmp_path, cluster, **seated) as site:
         scenario(site)
@@ -115,10 +115,12 @@ class Lone:
         self.opened.append(Ray("rays", RayOptions(grace_s=5.0, **given)))
         return self.opened[-1]
 
-    def ask(self, hire: str) -> Ask:
-        return Ask(hire, self.tag, "http://127.0.0.1:9", Credentials("not-shown"), 1, ("--preload", "msgspec"))
+    def ask(self, hire: str) -> AllocationRequest:
+        return AllocationRequest(
+            hire, self.tag, "http://127.0.0.1:9", Credentials("not-shown"), 1, ("--preload", "msgspec")
+        )
 
-    def until(self, engine: Ray, hire: str, state: str, within_s: float = 60.0) -> Seen:
+    def until(self, engine: Ray, hire: str, state: str, within_s: float = 60.0) -> AllocationStatus:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             for one in engine.watch(self.tag):
@@ -303,7 +305,7 @@ def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None
     lone.until(here, "a-1", "running")
     assert sum(offer.count or 0 for offer in nowhere.offers()) == 0
     grouped = lone.engine(group="ours", resources={"seat": 0.5})
-    with pytest.raises(HireRefused, match="Ray refuses this") as refused:
+    with pytest.raises(AllocationRefused, match="Ray refuses this") as refused:
         grouped.submit(lone.ask("a-2"))
     assert "0 placement groups are named 'ours'" in refused.value.why
     with make_group(cluster, "ours", {"CPU": 1, "seat": 1}):
@@ -357,18 +359,18 @@ def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:
 
 
 def test_errors_tell_the_cause(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(HireRefused, match="is no address of a Ray cluster"):
+    with pytest.raises(AllocationRefused, match="is no address of a Ray cluster"):
         lone.engine(address="http://127.0.0.1:8265").watch(lone.tag)
-    with pytest.raises(HireRefused, match="interpreter for Ray cannot be started"):
+    with pytest.raises(AllocationRefused, match="interpreter for Ray cannot be started"):
         lone.engine(client="/nowhere/python").watch(lone.tag)
     without = script(tmp_path / "without", f'exec {sys.executable} -S "$@"')
-    with pytest.raises(HireRefused, match="Ray is not installed here"):
+    with pytest.raises(AllocationRefused, match="Ray is not installed here"):
         lone.engine(client=without).watch(lone.tag)
     text = "import ray, runpy; ray.__version__ = '1.0.0'; runpy.run_path('{DRIVER}', run_name='__main__')"
     other = script(tmp_path / "other", f'exec {sys.executable} -c "{text.format(DRIVER=DRIVER)}" "$@"')
-    with pytest.raises(HireRefused, match="another version of Ray or Python"):
+    with pytest.raises(AllocationRefused, match="another version of Ray or Python"):
         lone.engine(client=other).watch(lone.tag)
-    with pytest.raises(HireRefused, match="Ray refuses this"):
+    with pytest.raises(AllocationRefused, match="Ray refuses this"):
         lone.engine(labels={"a b": "?"}).submit(lone.ask("a-1"))
 
 

@@ -22,10 +22,10 @@ import psutil
 import pytest
 from tests.engines.slurm_cluster import PATH, Cluster, missing
 
-from shoal.engines.engine import Ask, Engine
+from shoal.engines.engine import AllocationRequest, Engine
 from shoal.engines.slurm.engine import Slurm, SlurmOptions
-from shoal.errors import EngineUnreachable, HireRefused
-from shoal.testing.engine_conformance import SCENARIOS, Site
+from shoal.errors import AllocationRefused, EngineUnreachable
+from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 from shoal.wire.api import RunSpec
 from shoal.wire.credentials import Credentials
 
@@ -59,7 +59,7 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     cluster.clear()
 
 
-class SlurmSite(Site):
+class SlurmSite(EngineSite):
     def __init__(self, path: Path, cluster: Cluster) -> None:
         super().__init__(path)
         self.cluster = cluster
@@ -108,7 +108,7 @@ def site(slurm: Cluster, tmp_path: Path) -> Iterator[SlurmSite]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_slurm_does_what_engines_do(scenario: Callable[[Site], None], site: SlurmSite) -> None:
+def test_slurm_does_what_engines_do(scenario: Callable[[EngineSite], None], site: SlurmSite) -> None:
     scenario(site)
 
 
@@ -226,7 +226,7 @@ def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: 
     left = [entry["fields"]["member"] for entry in _journal(site, "MemberLeft")]
     assert [name.partition("/")[0] for name in left] == ["pool-1"]
     # Slurm has signalled the member, and its agent has too: that was one notice, and nothing broke.
-    assert not _journal(site, "WorldBroke")
+    assert not _journal(site, "WorldBroken")
 
 
 def test_an_agent_is_done_with_handing_over_before_slurm_kills_it(site: SlurmSite) -> None:
@@ -301,7 +301,7 @@ def test_what_a_coordinator_submitted_before_it_died_is_found_by_the_next(site: 
 _SUBMITS_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.slurm.engine import Slurm, SlurmOptions
 from shoal.wire import credentials
 
@@ -315,7 +315,7 @@ class Dies(Slurm):
 
 found = credentials.read(Path(path, "coordinator", "token"))
 engine = Dies("pool", SlurmOptions(directory=f"{path}/home"))
-engine.submit(Ask("pool-1", tag, url, found, 1, ("--preload", "msgspec", "--grace", "2")))
+engine.submit(AllocationRequest("pool-1", tag, url, found, 1, ("--preload", "msgspec", "--grace", "2")))
 """
 
 
@@ -363,7 +363,7 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
 ) -> None:
     site = SlurmSite(tmp_path, slurm)
     ask = _ask(site.tag)
-    with pytest.raises(HireRefused, match=what) as refused:
+    with pytest.raises(AllocationRefused, match=what) as refused:
         site.engine(**options).submit(ask)
     assert refused.value.why
     assert refused.value.do
@@ -373,7 +373,7 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
 
 def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(site: SlurmSite) -> None:
     engine = site.engine()
-    with pytest.raises(HireRefused, match="no node of the partition has as much"):
+    with pytest.raises(AllocationRefused, match="no node of the partition has as much"):
         engine.submit(replace(site.ask("pool-1"), cpus=99))
     handle = engine.submit(replace(site.ask("pool-2"), cpus=2, memory_bytes=100 << 20))
     said = subprocess.run(["squeue", "-h", f"--name={handle}", "-o", "%C %m"], capture_output=True, text=True).stdout
@@ -396,7 +396,7 @@ def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(si
 def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     engine = SlurmSite(tmp_path, slurm).engine(directory=str(tmp_path / "file"))
-    with pytest.raises(HireRefused, match="the token cannot be put") as refused:
+    with pytest.raises(AllocationRefused, match="the token cannot be put") as refused:
         engine.submit(_ask("t1"))
     assert refused.value.why == "Not a directory"
 
@@ -409,7 +409,7 @@ def test_a_partition_that_is_not_there_offers_nothing(slurm: Cluster, tmp_path: 
 def test_where_slurm_is_not_installed_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     engine = Slurm("pool", SlurmOptions(directory=str(tmp_path)))
-    with pytest.raises(HireRefused, match="squeue is not on this machine") as refused:
+    with pytest.raises(AllocationRefused, match="squeue is not on this machine") as refused:
         engine.submit(_ask("t1"))
     assert "login node" in refused.value.do
 
@@ -417,7 +417,7 @@ def test_where_slurm_is_not_installed_that_is_what_is_said(tmp_path: Path, monke
 def test_where_slurm_has_no_cluster_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
-    with pytest.raises(HireRefused, match="find no cluster"):
+    with pytest.raises(AllocationRefused, match="find no cluster"):
         Slurm("pool", SlurmOptions(directory=str(tmp_path))).submit(_ask("t1"))
 
 
@@ -469,8 +469,8 @@ def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
     assert offers["low"].count == 2
 
 
-def _ask(tag: str) -> Ask:
-    return Ask("pool-1", tag, "http://127.0.0.1:1", Credentials("secret-token"))
+def _ask(tag: str) -> AllocationRequest:
+    return AllocationRequest("pool-1", tag, "http://127.0.0.1:1", Credentials("secret-token"))
 
 
 def _preempt(site: SlurmSite, node: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 from tests.engines.ssh_hosts import ssh_network, why_not
 from tests.engines.ssh_site import SshSite, ssh_site
 
-from shoal.engines.engine import Seen
-from shoal.errors import EngineUnreachable, HireRefused, PoolFull
-from shoal.testing.engine_conformance import SCENARIOS, Site
+from shoal.engines.engine import AllocationStatus
+from shoal.errors import AllocationRefused, EngineUnreachable, PoolFull
+from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -22,13 +22,13 @@ if why := why_not():
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_ssh_does_what_engines_do(scenario: Callable[[Site], None], tmp_path: Path) -> None:
+def test_ssh_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1*2", "h2*2") as site:
         scenario(site)
 
 
 def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on(tmp_path: Path) -> None:
-    with ssh_site(tmp_path, "h1", "h2", connect_s=5.0, lost_after_s=600.0) as site:
+    with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0, lost_after_s=600.0) as site:
         engine = site.engine()
         assert [engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")] == [
             f"h1/{site.tag}/pool-1",
@@ -58,7 +58,7 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
 
 
 def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tmp_path: Path) -> None:
-    with ssh_site(tmp_path, "h1", "h2", connect_s=5.0) as site:
+    with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
         handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
@@ -74,7 +74,7 @@ def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tm
 
 
 def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
-    with ssh_site(tmp_path, "h1", "h2", connect_s=5.0) as site:
+    with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
         handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
@@ -94,7 +94,7 @@ def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
     with ssh_network(tmp_path / "net", "h1") as network:
         network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")
         with SshSite(tmp_path, network, "h2", jump="h1") as site:
-            with pytest.raises(HireRefused, match="h2 does not let us in"):
+            with pytest.raises(AllocationRefused, match="h2 does not let us in"):
                 site.engine(jump="").submit(site.ask("pool-1"))
             engine = site.engine()
             engine.submit(site.ask("pool-1"))
@@ -169,7 +169,7 @@ def test_one_that_ends_says_why(tmp_path: Path) -> None:
         site.until(lambda: not site.seen(engine), "it to be gone")
         wrong = replace(ask, hire="pool-2", credentials=replace(ask.credentials, token="wrong"))
         engine.submit(wrong)
-        found: list[Seen] = []
+        found: list[AllocationStatus] = []
 
         def ended() -> bool:
             found[:] = [one for one in engine.watch(site.tag) if one.hire == "pool-2" and one.state == "gone"]

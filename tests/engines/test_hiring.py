@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.testing.run_under_test import Stage
+from shoal.testing.run_under_test import RunUnderTest
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-class Hired(Stage):
+class Hired(RunUnderTest):
     """A run that takes its machines from pools."""
 
     def __init__(
@@ -221,7 +221,7 @@ def test_when_the_command_is_gone_so_are_its_machines(tmp_path: Path, number: in
 
 
 def test_machines_whose_command_and_coordinator_are_gone_give_themselves_up(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_s=3", steps=5000) as run:
+    with hired(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_timeout_s=3", steps=5000) as run:
         run.until_size(2)
         coordinator = run.helper("coordinator")
         run.process.kill()

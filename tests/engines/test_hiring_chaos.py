@@ -107,7 +107,7 @@ def test_random_crashes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest
     seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
     print("seed", seed)
     dice, died, left = random.Random(seed), Counter[str](), []
-    settings = ("orphan_s=10", "budget.infrastructure=100000", "host=127.0.0.1")
+    settings = ("orphan_timeout_s=10", "restarts.infrastructure=100000", "host=127.0.0.1")
     with machines(tmp_path, monkeypatch) as (pools, jobs):
         while died.total() < FAULTS:
             home = tmp_path / f"after-{died.total()}"

@@ -107,7 +107,7 @@ def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(cluster
         run.until_on("lab", "lab")
         with clusters.slow("h1", "3mbit"):
             run.until_step(run.step() + 15)
-        assert not run.journal("WorldBroke"), "nobody was given up for being slow"
+        assert not run.journal("WorldBroken"), "nobody was given up for being slow"
         clusters.hosts.cut("h2")
         run.until_size(1)
         run.until_step(run.step() + 5)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.ray import engine as ray_engine
 from shoal.engines.ray.engine import Ray, RayOptions
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.errors import AllocationRefused, EngineUnreachable
 from shoal.wire.credentials import Credentials
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -121,7 +121,7 @@ def test_a_driver_that_dies_takes_its_question_with_it_and_no_other(tmp_path: Pa
 
 def test_what_is_no_driver_is_refused_with_what_it_said(tmp_path: Path) -> None:
     made = engine(tmp_path, talk="import sys; sys.exit('unknown option -P')\nif True:\n    pass\n")
-    with pytest.raises(HireRefused, match="cannot be used") as error:
+    with pytest.raises(AllocationRefused, match="cannot be used") as error:
         made.watch("a")
     assert error.value.why == "unknown option -P"
 
@@ -129,9 +129,9 @@ def test_what_is_no_driver_is_refused_with_what_it_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("no ray", HireRefused),
-        ("version", HireRefused),
-        ("not a node", HireRefused),
+        ("no ray", AllocationRefused),
+        ("version", AllocationRefused),
+        ("not a node", AllocationRefused),
         ("lost", EngineUnreachable),
     ],
 )
@@ -148,7 +148,7 @@ def test_why_there_is_no_connection_decides_whether_it_is_tried_again(
 def test_what_is_submitted_is_what_was_shown_and_the_token(tmp_path: Path) -> None:
     kept = tmp_path / "asked"
     made = engine(tmp_path, f'open({str(kept)!r}, "w").write(line); say(id=asked["id"], ok=asked["name"])')
-    ask = Ask("a-1", "tag", "http://127.0.0.1:9", Credentials("secret", "PEM"), 1)
+    ask = AllocationRequest("a-1", "tag", "http://127.0.0.1:9", Credentials("secret", "PEM"), 1)
     assert made.submit(ask) == "shoal-tag-a-1"
     asked = json.loads(kept.read_text())
     assert asked.pop("id") == 2

@@ -13,7 +13,7 @@ import pytest
 from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network, why_not
 
 from shoal.testing import wheelhouse
-from shoal.testing.run_under_test import Stage
+from shoal.testing.run_under_test import RunUnderTest
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -28,7 +28,7 @@ POOL = """
 engine = "ssh"
 hosts = ["h1*2"]
 config = "{config}"
-connect_s = 2
+connect_timeout_s = 2
 python = "{python}"
 setup = ["export RECORDS={records} STEPS={steps} OMP_NUM_THREADS=1 PIP_NO_COMPILE=0"]
 environment = "requirements.txt"
@@ -36,7 +36,7 @@ environment = "requirements.txt"
 """
 
 
-class Bare(Stage):
+class Bare(RunUnderTest):
     """A run on a host without Shoal."""
 
     def __init__(self, path: Path, network: SshNetwork, requirements: str, steps: int = 40, more: str = "") -> None:

@@ -14,10 +14,10 @@ import pytest
 from tests.engines.ssh_hosts import SshNetwork, ssh_network, why_not
 from tests.engines.ssh_site import SOURCES
 
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.ssh.command import SshOptions
 from shoal.engines.ssh.engine import Ssh
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 from shoal.wire.credentials import Credentials
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(120)
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
 
-ASK = Ask("pool-1", "tag", "http://127.0.0.1:1", Credentials("s3cret"), 1, ("--idle", "1"))
+ASK = AllocationRequest("pool-1", "tag", "http://127.0.0.1:1", Credentials("s3cret"), 1, ("--idle", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,16 @@ def _nothing_is_left(network: SshNetwork) -> Iterator[None]:
 
 
 def engine(network: SshNetwork, *hosts: str, **options: Any) -> Ssh:
-    given = {"hosts": hosts or ("h1",), "config": str(network.config), "connect_s": 10.0, "python": sys.executable}
+    given = {
+        "hosts": hosts or ("h1",),
+        "config": str(network.config),
+        "connect_timeout_s": 10.0,
+        "python": sys.executable,
+    }
     return Ssh("lab", SshOptions(**{**given, **options}))
 
 
-def refusal(engine: Ssh, kind: type[LaunchError] = HireRefused) -> LaunchError:
+def refusal(engine: Ssh, kind: type[LaunchError] = AllocationRefused) -> LaunchError:
     with pytest.raises(kind) as caught:
         engine.submit(ASK)
     engine.close()
@@ -76,7 +81,7 @@ def test_a_host_where_no_sshd_listens(network: SshNetwork) -> None:
 
 
 def test_a_host_that_is_not_there(network: SshNetwork) -> None:
-    error = refusal(engine(network, "10.91.0.200", connect_s=2.0), EngineUnreachable)
+    error = refusal(engine(network, "10.91.0.200", connect_timeout_s=2.0), EngineUnreachable)
     assert error.what == "10.91.0.200 does not answer"
 
 
@@ -95,11 +100,11 @@ def test_a_pool_whose_hosts_all_turn_us_away_is_not_asked_again(network: SshNetw
     config.write_text(network.config.read_text().replace("IdentityFile", "#"))
     for hosts, what in ((("h1",), "h1 does not let us in"), (("h1", "h2"), "no host of pool lab answers")):
         away = engine(network, *hosts, config=str(config))
-        with pytest.raises(HireRefused, match=what) as caught:
+        with pytest.raises(AllocationRefused, match=what) as caught:
             away.watch("tag")
         assert "Permission denied (publickey)" in caught.value.why
         away.close()
-    partly = engine(network, "h1", "10.91.0.200", config=str(config), connect_s=2.0)
+    partly = engine(network, "h1", "10.91.0.200", config=str(config), connect_timeout_s=2.0)
     with pytest.raises(EngineUnreachable, match="no host of pool lab answers"):
         partly.watch("tag")
     partly.close()
@@ -211,7 +216,9 @@ def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> N
 
 
 def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) -> None:
-    some = engine(network, 70 * "n", "10.91.0.200", "h2", connect_s=5.0, setup=(f"export PYTHONPATH={SOURCES}",))
+    some = engine(
+        network, 70 * "n", "10.91.0.200", "h2", connect_timeout_s=5.0, setup=(f"export PYTHONPATH={SOURCES}",)
+    )
     handle = some.submit(ASK)
     assert handle == "h2/tag/pool-1"
     assert [one.handle for one in some.watch("tag")] == [handle]

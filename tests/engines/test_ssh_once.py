@@ -14,7 +14,7 @@ from tests.engines.ssh_hosts import why_not
 from tests.engines.ssh_site import SshSite, ssh_site
 
 from shoal.engines.ssh import engine as ssh_engine
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.errors import AllocationRefused, EngineUnreachable
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -167,7 +167,7 @@ def _waiting_for(path: Path) -> int:
 def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
     try:
         do()
-    except (EngineUnreachable, HireRefused) as error:
+    except (EngineUnreachable, AllocationRefused) as error:
         into.append(error)
 
 

@@ -14,7 +14,7 @@ from tests.engines.ssh_site import SOURCES
 
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
-from shoal.testing.run_under_test import Stage
+from shoal.testing.run_under_test import RunUnderTest
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ if why := why_not():
 SETTINGS = (f"host={HUB}", "lease_s=2", "notice.grace_s=3", "preload=torch,shoal.torch", "checkpoint.every_steps=100")
 
 
-class OnHosts(Stage):
+class OnHosts(RunUnderTest):
     """A run that takes its machines from a pool of hosts; the project is sent to them."""
 
     def __init__(self, path: Path, network: SshNetwork, members: str, steps: int) -> None:

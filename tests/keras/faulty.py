@@ -22,11 +22,11 @@ import keras
 import tensorflow as tf
 
 import shoal.keras as shoal
-from shoal.testing.scripts.task import RECORDS, Record, Task
+from shoal.testing.scripts.task import RECORDS, RunRecord, TrainingTask
 from shoal.testing.scripts.train_keras import Commits, build, parameters
-from shoal.worker.collectives.flat_buffers import FlatSums
+from shoal.worker.collectives.flat_buffers import FlatBuffers
 
-task = Task.read()
+task = TrainingTask.read()
 run = shoal.join()
 PLACE = Path(os.environ[RECORDS])
 POINTS = json.loads(os.environ.get("POINTS", "[]"))
@@ -107,9 +107,9 @@ def fatal(real: Callable[..., None], point: str, wait_s: float) -> Callable[...,
 
 def main() -> None:
     keras.config.set_floatx("float64")
-    record = Record(task, run.member)
-    FlatSums.send = fatal(FlatSums.send, "in the exchange", 0.0)  # type: ignore[method-assign]
-    FlatSums.finish = fatal(FlatSums.finish, TORN, 0.002)  # type: ignore[method-assign]
+    record = RunRecord(task, run.member)
+    FlatBuffers.send = fatal(FlatBuffers.send, "in the exchange", 0.0)  # type: ignore[method-assign]
+    FlatBuffers.finish = fatal(FlatBuffers.finish, TORN, 0.002)  # type: ignore[method-assign]
 
     def tell(numbers: Any) -> None:
         record.given(run.step, run.world, numbers.tolist() if run.share else [])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing.conformance import KERAS_TENSORFLOW, KERAS_TORCH, SCENARIOS, Backend, Scenario
+from shoal.testing.conformance import KERAS_TENSORFLOW, KERAS_TORCH, SCENARIOS, FrameworkScript, Scenario
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("backend", [KERAS_TENSORFLOW, KERAS_TORCH], ids=lambda one: one.name.replace(" ", "-"))
-def test_keras_keeps_the_promises(backend: Backend, scenario: Scenario, tmp_path: Path) -> None:
+def test_keras_keeps_the_promises(backend: FrameworkScript, scenario: Scenario, tmp_path: Path) -> None:
     if backend.missing:
         pytest.skip(f"{backend.name} needs {', '.join(backend.missing)}")
     scenario(backend, tmp_path)

@@ -24,9 +24,9 @@ from shoal.keras.data import arrays  # noqa: E402
 from shoal.keras.data.batches import IndexedBatches  # noqa: E402
 from shoal.keras.data.tf_stream import StreamedBatches  # noqa: E402
 from shoal.keras.evaluation import wish  # noqa: E402
-from shoal.testing.threaded_world import Seated, together  # noqa: E402
-from shoal.worker.data.rng_state import Generators  # noqa: E402
-from shoal.worker.session.standalone import Solo  # noqa: E402
+from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
+from shoal.worker.data.rng_state import RngState  # noqa: E402
+from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
 pytestmark = pytest.mark.keras
 
@@ -73,7 +73,7 @@ def steps_of(members: int, make: Callable[[], Any], epochs: int = 2, **how: Any)
     """By step, the samples that each of several members was given, in the order of their ranks."""
     how = {"shares": "fixed:" + ",".join(map(str, range(1, members + 1)))} | how
 
-    def body(session: Seated) -> list[tuple[int, list[int]]]:
+    def body(session: FixedWorldSession) -> list[tuple[int, list[int]]]:
         run = shoal.Run(session, "test", "unused")
         seen = Seen(run)
         batches = shoal.batches(make(), size=SIZE, **how)
@@ -356,7 +356,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return called
 
-    for kind, name in ((arrays.Items, "_item"), (Generators, "seed"), (Generators, "restore")):
+    for kind, name in ((arrays.PyDatasetSource, "_item"), (RngState, "seed"), (RngState, "restore")):
         monkeypatch.setattr(kind, name, taking_turns(getattr(kind, name)))
 
 
@@ -367,7 +367,7 @@ def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it(monkeypatch
             return x + np.random.normal(size=x.shape).astype("float32"), y
 
     def losses(members: int, make: Callable[[], Any]) -> Any:
-        def body(session: Seated) -> Any:
+        def body(session: FixedWorldSession) -> Any:
             found = shoal.batches(make(), size=SIZE, shares="equal")
             run = shoal.Run(session, "test", "unused")
             return models[session.rank].fit(found, epochs=2, verbose=0, callbacks=[shoal.Elastic(run=run)]).history
@@ -385,7 +385,7 @@ def test_random_numbers_of_a_pydataset_are_the_same_whoever_reads_it(monkeypatch
 
 
 def alone() -> shoal.Run:
-    return shoal.Run(Solo(), "test", "unused")
+    return shoal.Run(StandaloneSession(), "test", "unused")
 
 
 def fit(*given: Any, **how: Any) -> Any:
@@ -523,7 +523,7 @@ def test_the_first_step_is_got_over_with_before_joining_and_changes_nothing() ->
         held = (*model.variables, *model.metrics_variables, *model.optimizer.variables)
         return [keras.ops.convert_to_numpy(one).tolist() for one in held]
 
-    class Joining(Solo):
+    class Joining(StandaloneSession):
         def begin(self, *_: Any, **__: Any) -> None:
             found["traces"], found["now"] = run._trainer._backend.traces, numbers()  # type: ignore[union-attr]
             found["drawn"] = np.random.random()
@@ -567,7 +567,7 @@ class Told(keras.callbacks.Callback):  # type: ignore[misc]
         self.own.append(("validate", len(self.ended)))
 
 
-class Boundary(Solo):
+class Boundary(StandaloneSession):
     """Keeps the state of the run at one step."""
 
     def __init__(self, at: int) -> None:
@@ -595,7 +595,7 @@ class Hung(Boundary):
         if self.step == self.at and self.later is not None:
             self.keeper.load(*self.later.state)
             self.step, self.later = self.later.at, None
-        return Solo.turn(self)
+        return StandaloneSession.turn(self)
 
 
 @pytest.mark.parametrize("later", [4 * LENGTH, 4 * LENGTH + 2], ids=["between epochs", "amid an epoch"])

@@ -36,7 +36,7 @@ def run(path: Path, *settings: str, **plan: Any) -> tuple[str, list[dict[str, An
     assert done.returncode == 0, done.stdout + done.stderr
     journal = next((path / "home").glob("coordinators/*/journal.jsonl")).read_text().splitlines()
     entries = [json.loads(line) for line in journal]
-    return done.stdout, [entry["fields"] for entry in entries if entry["kind"] == "Evaluated"]
+    return done.stdout, [entry["fields"] for entry in entries if entry["kind"] == "EvaluationReported"]
 
 
 def test_the_best_keras_model_is_kept(tmp_path: Path) -> None:

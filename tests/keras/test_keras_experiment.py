@@ -134,10 +134,10 @@ def test_figures_of_an_epoch_are_told_once(function: bool, monkeypatch: pytest.M
     from shoal.keras import Run, elastic
     from shoal.keras import experiment as training
     from shoal.worker.experiment import Experiment
-    from shoal.worker.session.standalone import Solo
+    from shoal.worker.session.standalone import StandaloneSession
 
     told: list[str] = []
-    run = Run(Solo(), "alone", "unused")
+    run = Run(StandaloneSession(), "alone", "unused")
     monkeypatch.setattr(run, "log", lambda **figures: told.extend(figures))
     monkeypatch.setattr(training, "join", lambda: run)
     monkeypatch.setattr(elastic, "join", lambda: run)

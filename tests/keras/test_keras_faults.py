@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing.conformance import KERAS_TENSORFLOW, Backend, TaskRun
+from shoal.testing.conformance import KERAS_TENSORFLOW, FrameworkScript, TaskRun
 from shoal.testing.run_under_test import closing
-from shoal.testing.scripts.task import Task
+from shoal.testing.scripts.task import TrainingTask
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 if KERAS_TENSORFLOW.missing:
     pytest.skip("Keras on TensorFlow is not installed", allow_module_level=True)
 
-FAULTY = Backend("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
-CALM = ("budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+FAULTY = FrameworkScript("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
+CALM = ("restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
 POINTS = ["forward", "backward", "in the exchange", "in the optimizer", "after", *["amid the sums"] * 3]
 # Metrics are kept in single precision by some layers of Keras.
 LOSS_BOUND = 1e-6
@@ -35,7 +35,7 @@ def check_losses(run: TaskRun, steps: int) -> None:
 
 
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
-    task = Task(epochs=50, decay=0.96875)
+    task = TrainingTask(epochs=50, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
         run.until_size(3)
@@ -48,7 +48,7 @@ def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_the_checkpoint(tmp_path: Path) -> None:
-    task = Task(epochs=20, decay=0.96875)
+    task = TrainingTask(epochs=20, decay=0.96875)
     settings = (*CALM, "checkpoint.every_steps=3")
     with closing(TaskRun(tmp_path, FAULTY, "1:2", settings, task=task)) as run:
         run.until_size(2)
@@ -56,7 +56,7 @@ def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_t
         first = run.pids()["local/1"]
         run.kill("local/1", signal.SIGTERM)
         run.until_share("local/1", "the one that left to be back", but=first)
-        assert not run.journal("WorldBroke"), "a notice broke a world"
+        assert not run.journal("WorldBroken"), "a notice broke a world"
         assert any(e["fields"]["member"] == "local/1" for e in run.journal("MemberLeft")), "it went without a word"
         run.helper("agent").kill()
         run.until(lambda: "restored the checkpoint" in run.output, "a checkpoint to be restored")
@@ -67,7 +67,7 @@ def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_t
 
 
 def test_what_was_read_ahead_for_a_member_that_dies_is_read_by_another(tmp_path: Path) -> None:
-    task = Task(epochs=12)
+    task = TrainingTask(epochs=12)
     environ = {"PIPELINE": "1", "POINTS": json.dumps(["forward", "in the exchange"])}
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ=environ)) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == 2, "all deaths")
@@ -77,7 +77,7 @@ def test_what_was_read_ahead_for_a_member_that_dies_is_read_by_another(tmp_path:
 
 
 def test_a_tf_data_pipeline_is_read_exactly_once_whoever_dies(tmp_path: Path) -> None:
-    task = Task(samples=210, batch=16, epochs=6)
+    task = TrainingTask(samples=210, batch=16, epochs=6)
     environ = {"STREAM": "1", "POINTS": json.dumps(["forward", "in the exchange", "after"])}
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ=environ)) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == 3, "all deaths")

@@ -16,13 +16,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.core.data.rounds import Rounds, local_batches  # noqa: E402
+from shoal.core.data.rounds import RoundOrder, local_batches  # noqa: E402
 from shoal.core.shares.split import split  # noqa: E402
-from shoal.errors import NotForLocal  # noqa: E402
+from shoal.errors import UnsupportedWithLocalSgd  # noqa: E402
 from shoal.testing.emulated_speeds import machines  # noqa: E402
-from shoal.testing.threaded_world import Seated, together  # noqa: E402
+from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
 from shoal.worker.collectives.exchange import ExchangeBroken  # noqa: E402
-from shoal.worker.session.standalone import Solo  # noqa: E402
+from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
 pytestmark = pytest.mark.keras
 
@@ -91,7 +91,7 @@ def held(variables: Sequence[Any]) -> Weights:
     return [keras.ops.convert_to_numpy(v).copy() for v in variables if "seed" not in v.path]
 
 
-def as_told(session: Solo, sync: str, outer: tuple[float, float] = (1.0, 0.0), **more: Any) -> None:
+def as_told(session: StandaloneSession, sync: str, outer: tuple[float, float] = (1.0, 0.0), **more: Any) -> None:
     settings = {"sync": sync, "outer_lr": outer[0], "outer_momentum": outer[1]} | more
     session.settings = msgspec.structs.replace(session.settings, **settings)
 
@@ -107,13 +107,13 @@ def trained(
     ghosts: tuple[int, ...] = (),
     micro: int | None = None,
     emulate: str = "",
-    seat: Callable[[Seated, Any, Any], None] = lambda _session, _model, _run: None,
+    seat: Callable[[FixedWorldSession, Any, Any], None] = lambda _session, _model, _run: None,
     **fit: Any,
 ) -> list[dict[str, Any]]:
     """What each member saw of a run of `model.fit`."""
     models = precise(lambda: [make() for _ in range(members)])
 
-    def body(session: Seated) -> dict[str, Any]:
+    def body(session: FixedWorldSession) -> dict[str, Any]:
         as_told(session, sync, outer, emulate=emulate)
         model, seen = models[session.rank], Seen()
         run = shoal.Run(session, "test", "unused")
@@ -157,7 +157,7 @@ def close(one: Weights, other: Weights, within: float = BOUND) -> None:
 
 
 def simulated(
-    order: Rounds,
+    order: RoundOrder,
     speeds: Sequence[int],
     rate: Callable[[float], float],
     decay: float,
@@ -219,7 +219,7 @@ def _go_down(weights: Weights, speeds: Weights, x: Any, y: Any, rate: float, dec
 def test_rounds_are_what_they_are_in_numpy(
     sync: str, speeds: tuple[int, ...], outer: tuple[float, float], micro: int | None
 ) -> None:
-    order = Rounds.of(SAMPLES, SIZE, int(sync[-1]), epochs=2)
+    order = RoundOrder.of(SAMPLES, SIZE, int(sync[-1]), epochs=2)
     expected, losses = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
     shares = f"fixed:{','.join(map(str, speeds))}" if len(speeds) > 1 else "equal"
     members = trained(len(speeds), sync, shares=shares, outer=outer, micro=micro)
@@ -303,7 +303,7 @@ def test_a_ghost_learns_nothing_of_its_own() -> None:
 
 @pytest.mark.parametrize("speeds", [(5, 1), (1, 2, 6)])
 def test_iterations_and_schedules_are_where_they_are_without_rounds(speeds: tuple[int, ...]) -> None:
-    order = Rounds.of(SAMPLES, SIZE, 3, epochs=2)
+    order = RoundOrder.of(SAMPLES, SIZE, 3, epochs=2)
     expected, _ = precise(lambda: simulated(order, speeds, lambda at: 0.05 * 0.5 ** (at / 3), 0.0))
     members = trained(len(speeds), "local:3", lambda: made(decaying), shares=f"fixed:{','.join(map(str, speeds))}")
     alike(members)
@@ -320,7 +320,7 @@ def test_a_schedule_of_epochs_is_one_of_epochs() -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             rates.append(float(self.model.optimizer.learning_rate))
 
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         as_told(session, "local:2")
         run = shoal.Run(session, "test", "unused")
         halving = keras.callbacks.LearningRateScheduler(lambda epoch, _rate: 0.5**epoch)
@@ -332,7 +332,7 @@ def test_a_schedule_of_epochs_is_one_of_epochs() -> None:
 
 
 def test_steps_per_epoch_counts_global_batches() -> None:
-    order = Rounds.of(SAMPLES, SIZE, 2, epochs=3, every=3)
+    order = RoundOrder.of(SAMPLES, SIZE, 2, epochs=3, every=3)
     expected, losses = precise(lambda: simulated(order, (2, 1), lambda _: 0.05, 0.875))
     members = trained(2, "local:2", shares="fixed:2,1", epochs=3, steps_per_epoch=3)
     alike(members)
@@ -354,11 +354,11 @@ def test_steps_per_epoch_counts_global_batches() -> None:
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_loop_with_a_gradient_tape_does_the_same_rounds(traced: bool) -> None:
     speeds, outer = (1, 3), (0.5, 0.5)
-    order = Rounds.of(SAMPLES, SIZE, 3, epochs=2)
+    order = RoundOrder.of(SAMPLES, SIZE, 3, epochs=2)
     expected, _ = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
     models = precise(lambda: [mlp() for _ in speeds])
 
-    def body(session: Seated) -> tuple[int, int, Weights]:
+    def body(session: FixedWorldSession) -> tuple[int, int, Weights]:
         as_told(session, "local:3", outer)
         model, run = models[session.rank], shoal.Run(session, "test", "unused")
         optimizer = shoal.elastic(momentum(), model, run)
@@ -382,7 +382,7 @@ def test_a_loop_with_a_gradient_tape_does_the_same_rounds(traced: bool) -> None:
 # --- rounds that do not commit
 
 
-class Breaking(Seated):
+class Breaking(FixedWorldSession):
     """A session whose world breaks when it is told to, and is there again at the next turn."""
 
     broken = False
@@ -424,7 +424,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)
         return made(adam, *layers, kind=Counting, run_eagerly=True)
 
-    def seat(session: Seated, model: Any, _run: Any) -> None:
+    def seat(session: FixedWorldSession, model: Any, _run: Any) -> None:
         session.__class__ = Breaking
 
         def told(_samples: int) -> None:
@@ -448,7 +448,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step() -> None:
-    def seat(session: Seated, model: Any, _run: Any) -> None:
+    def seat(session: FixedWorldSession, model: Any, _run: Any) -> None:
         def told(samples: int) -> None:
             last[session.rank] = samples
             # In the second batch of a round: the first one has been applied.
@@ -476,7 +476,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same
 def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> None:
     seen: dict[str, list[Weights]] = {"session": [], "keeper": []}
 
-    def seat(session: Seated, model: Any, run: Any) -> None:
+    def seat(session: FixedWorldSession, model: Any, run: Any) -> None:
         def note(who: str) -> Callable[[], None]:
             return lambda: seen[who].append(held(model.variables))
 
@@ -507,10 +507,10 @@ def test_moments_and_the_outer_momentum_are_handed_over() -> None:
 
 
 def refused(match: str, optimizer: Optimizer = adam, given: Any = None, **settings: Any) -> None:
-    session = Solo()
+    session = StandaloneSession()
     as_told(session, "local:2", **settings)
     found = shoal.batches(*(given or data()), size=8)
-    with pytest.raises(NotForLocal, match=match):
+    with pytest.raises(UnsupportedWithLocalSgd, match=match):
         made(optimizer).fit(found, verbose=0, callbacks=[shoal.Elastic(run=shoal.Run(session, "test", "unused"))])
 
 

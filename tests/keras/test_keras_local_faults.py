@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.data.rounds import Rounds
-from shoal.testing.conformance import BOUND, KERAS_TENSORFLOW, Backend, TaskRun
+from shoal.core.data.rounds import RoundOrder
+from shoal.testing.conformance import BOUND, KERAS_TENSORFLOW, FrameworkScript, TaskRun
 from shoal.testing.run_under_test import closing
-from shoal.testing.scripts.task import Floats, Task, flat, gradients_of, outputs_of
+from shoal.testing.scripts.task import Floats, TrainingTask, flat, gradients_of, outputs_of
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 if KERAS_TENSORFLOW.missing:
     pytest.skip("Keras on TensorFlow is not installed", allow_module_level=True)
 
-FAULTY = Backend("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
+FAULTY = FrameworkScript("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
 LENGTH, OUTER = 3, (0.75, 0.5)
 SETTINGS = (
     f"sync=local:{LENGTH}",
     f"outer.lr={OUTER[0]}",
     f"outer.momentum={OUTER[1]}",
-    *("budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2"),
+    *("restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2"),
 )
 # With equal shares of a world of three, everybody has three batches in a round.
 POINTS = ["forward", "forward@2", "backward@1", "in the optimizer@1", "in the exchange", "amid the sums", "after"]
@@ -34,8 +34,8 @@ POINTS = ["forward", "forward@2", "backward@1", "in the optimizer@1", "in the ex
 LOSS_BOUND = 1e-6
 
 
-def order_of(task: Task) -> Rounds:
-    return Rounds.of(task.samples, task.batch, LENGTH, task.epochs, task.seed)
+def order_of(task: TrainingTask) -> RoundOrder:
+    return RoundOrder.of(task.samples, task.batch, LENGTH, task.epochs, task.seed)
 
 
 def batches_of(events: Iterable[Any]) -> dict[int, tuple[int, dict[str, list[list[int]]]]]:
@@ -52,7 +52,7 @@ def batches_of(events: Iterable[Any]) -> dict[int, tuple[int, dict[str, list[lis
     return found
 
 
-def replayed(task: Task, events: Iterable[Any]) -> tuple[list[Floats], list[float]]:
+def replayed(task: TrainingTask, events: Iterable[Any]) -> tuple[list[Floats], list[float]]:
     """The parameters after every round, and the loss of every epoch, if members trained on what they recorded."""
     (x, y), order = task.data(), order_of(task)
     start = task.start()
@@ -104,7 +104,7 @@ def check(run: TaskRun) -> None:
 
 
 def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
-    task = Task(epochs=100, momentum=0.0, decay=0.96875)
+    task = TrainingTask(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", SETTINGS, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
         run.until_size(3)
@@ -116,13 +116,13 @@ def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_rounds_survive_a_notice_a_loss_of_all_and_a_resume_with_fewer(tmp_path: Path) -> None:
-    task = Task(epochs=100, momentum=0.0, decay=0.96875)
+    task = TrainingTask(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "1:3", (*SETTINGS, "checkpoint.every_steps=3"), task=task)) as run:
         run.until_size(3)
         first = run.pids()["local/1"]
         run.kill("local/1", signal.SIGTERM)
         run.until_share("local/1", "the one that left to be back", but=first)
-        assert not run.journal("WorldBroke"), "a notice broke a round"
+        assert not run.journal("WorldBroken"), "a notice broke a round"
         run.helper("agent").kill()
         run.until(lambda: "restored the checkpoint" in run.output, "a checkpoint to be restored")
         restored = run.step()

@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 from shoal.errors import BadMetric  # noqa: E402
 from shoal.keras.run import Run  # noqa: E402
-from shoal.worker.session.standalone import Solo  # noqa: E402
+from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 
@@ -26,7 +26,7 @@ class Trained:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    run = Run(Solo(), "alone", str(tmp_path))
+    run = Run(StandaloneSession(), "alone", str(tmp_path))
     run._trainer = Trained()  # type: ignore[assignment]
     return run
 

@@ -9,11 +9,11 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from shoal.core.data.sample_order import Order  # noqa: E402
-from shoal.errors import ModelDiffers  # noqa: E402
+from shoal.core.data.sample_order import SampleOrder  # noqa: E402
+from shoal.errors import ModelMismatch  # noqa: E402
 from shoal.keras.backends.base import backend_of  # noqa: E402
-from shoal.keras.backends.optimizer_guard import Guard  # noqa: E402
-from shoal.keras.modes.server_shard import Vault  # noqa: E402
+from shoal.keras.backends.optimizer_guard import OptimizerGuard  # noqa: E402
+from shoal.keras.modes.server_shard import KerasShardStore  # noqa: E402
 from shoal.keras.modes.sharded_checkpoint import load  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
@@ -27,11 +27,11 @@ def built(width: int = 4, seed: int = 0) -> Any:
     model.optimizer.build(model.trainable_variables)
     for variable in model.non_trainable_variables[:2]:
         variable.assign(np.full(variable.shape, 0.25 + seed, variable.dtype))
-    return backend_of(model, Guard(model.optimizer))
+    return backend_of(model, OptimizerGuard(model.optimizer))
 
 
 def written(backend: Any, servers: int = 2) -> Any:
-    vault = Vault(backend, Order(samples=32, size=8), 1 + servers)
+    vault = KerasShardStore(backend, SampleOrder(samples=32, size=8), 1 + servers)
     return {part: vault.capture(part) for part in range(1, 1 + servers)}
 
 
@@ -46,6 +46,6 @@ def test_a_model_becomes_that_of_the_servers(servers: int) -> None:
 def test_a_model_that_differs_is_refused_and_left_as_it_is() -> None:
     mine = built(width=6)
     before = mine.model.get_weights()
-    with pytest.raises(ModelDiffers, match="does not fit"):
+    with pytest.raises(ModelMismatch, match="does not fit"):
         load(mine, written(built(seed=1)))
     assert all(map(np.array_equal, before, mine.model.get_weights()))

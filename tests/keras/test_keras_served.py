@@ -22,15 +22,15 @@ from served import Served  # noqa: E402
 from town import Placed, town  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.core.data.sample_order import Order  # noqa: E402
-from shoal.errors import NotForServers  # noqa: E402
+from shoal.core.data.sample_order import SampleOrder  # noqa: E402
+from shoal.errors import UnsupportedWithServers  # noqa: E402
 from shoal.keras.backends.base import backend_of  # noqa: E402
-from shoal.keras.backends.optimizer_guard import Guard  # noqa: E402
-from shoal.keras.modes.server_shard import Vault, gradients_of  # noqa: E402
-from shoal.settings import Settings  # noqa: E402
+from shoal.keras.backends.optimizer_guard import OptimizerGuard  # noqa: E402
+from shoal.keras.modes.server_shard import KerasShardStore, gradients_of  # noqa: E402
+from shoal.settings import RunSettings  # noqa: E402
 from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
 from shoal.testing.run_under_test import closing  # noqa: E402
-from shoal.worker.parameter_server.client import Abandoned, Pusher  # noqa: E402
+from shoal.worker.parameter_server.client import ServerClient, TicketAbandoned  # noqa: E402
 
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
 
@@ -180,14 +180,14 @@ def test_a_schedule_and_averages_are_those_of_one_process_and_a_ticket_done_agai
         rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
         return model_with(keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.8), normal)
 
-    real, tries = Pusher.push, iter([False, False, True])
+    real, tries = ServerClient.push, iter([False, False, True])
 
     def push(*given: Any) -> None:
         if next(tries, False):
-            raise Abandoned("it does not count")
+            raise TicketAbandoned("it does not count")
         real(*given)
 
-    monkeypatch.setattr(Pusher, "push", push)
+    monkeypatch.setattr(ServerClient, "push", push)
     (found,) = fitted(prepare, servers=1)
     check_same(found, alone(prepare("")))
     assert int(found["model"].optimizer.iterations) == STEPS
@@ -208,9 +208,11 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_every_shard_steps_for_itself_and_can_be_handed_over_at_any_time(which: str) -> None:
     """Two tickets make a batch; one shard has taken in all of them before the other has the first."""
-    steps, order = 5, Order(SAMPLES, SIZE, 2)
+    steps, order = 5, SampleOrder(SAMPLES, SIZE, 2)
     first, second, plain = (model_with(OPTIMIZERS[which]()) for _ in range(3))
-    vaults = [Vault(backend_of(model, Guard(model.optimizer)), order, parts=3) for model in (first, second)]
+    vaults = [
+        KerasShardStore(backend_of(model, OptimizerGuard(model.optimizer)), order, parts=3) for model in (first, second)
+    ]
     layouts = [vault.layout for vault in vaults]
     dice = np.random.default_rng(7)
     gradients = [[dice.normal(size=v.shape) for v in plain.trainable_variables] for _ in range(2 * steps)]
@@ -317,7 +319,7 @@ def test_an_epoch_ends_for_each_member_with_its_last_ticket_of_it_however_many_i
         return model_with(keras.optimizers.Adam(0.01))
 
     Gate.opened.clear()
-    how: dict[str, Any] = {"fit": {"steps_per_epoch": 3}, "sync": "async", "tickets": "equal"}
+    how: dict[str, Any] = {"fit": {"steps_per_epoch": 3}, "sync": "async", "ticket_sizing": "equal"}
     fast, held = fitted(prepare, trainers=2, callbacks=lambda name: [Gate(name == "trainer-1")], **how)
     assert fast["step"] == held["step"] == 3 * EPOCHS
     for mine, its in zip(fast["weights"], held["weights"], strict=True):
@@ -351,12 +353,12 @@ def test_a_trainer_that_stops_early_gives_its_ticket_back() -> None:
 
 def refused(optimizer: Any, given: Any = None, **settings: Any) -> str:
     model = model_with(optimizer)
-    found = Settings(sync="stale:1", servers=1, checkpoint_every_s=0, **settings)
+    found = RunSettings(sync="stale:1", servers=1, checkpoint_every_s=0, **settings)
     session = Placed("trainer-0", "trainer", found, "")
     try:
         run = shoal.Run(session, "town", "unused")
         batches = shoal.batches(*(given or data()), size=SIZE)
-        with pytest.raises(NotForServers) as raised:
+        with pytest.raises(UnsupportedWithServers) as raised:
             model.fit(batches, verbose=0, callbacks=[shoal.Elastic(run=run)])
         return raised.value.what
     finally:
@@ -384,7 +386,7 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused_by_the_servers() -> No
     def prepare(_name: str) -> Any:
         return model_with(Forgetful(3, learning_rate=0.1))
 
-    with pytest.raises(NotForServers, match="Forgetful cannot be made anew"):
+    with pytest.raises(UnsupportedWithServers, match="Forgetful cannot be made anew"):
         fitted(prepare, servers=1)
 
 
@@ -399,7 +401,7 @@ def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_
     """Every shard counts every sample exactly once an epoch, and nobody is ever further ahead than the bound."""
     for name, value in KERAS_TENSORFLOW.environ.items():
         monkeypatch.setenv(name, value)
-    calm = ("lease_s=4", "budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+    calm = ("lease_s=4", "restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
     settings = ("sync=stale:1", "servers=2", *calm)
     with closing(KerasServed(tmp_path, "2:2", settings, samples=256, batch=32, epochs=10, pause_s=0.03)) as run:
         run.until(run.replicated, "every part to have a backup")

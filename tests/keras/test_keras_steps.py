@@ -17,9 +17,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import NotAttached, SecondLoop, UnusableData, UnusableModel  # noqa: E402
-from shoal.testing.threaded_world import Seated, together  # noqa: E402
-from shoal.worker.session.standalone import Solo  # noqa: E402
+from shoal.errors import NotAttached, SecondTrainingLoop, UnusableData, UnusableModel  # noqa: E402
+from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
+from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
 pytestmark = pytest.mark.keras
 
@@ -60,7 +60,7 @@ def fitted(members: int, prepare: Prepare, shares: str, epochs: int = 3, **fit: 
     try:
         prepared = [prepare() for _ in range(members)]
 
-        def body(session: Seated) -> dict[str, Any]:
+        def body(session: FixedWorldSession) -> dict[str, Any]:
             model, given, options = prepared[session.rank]
             run = shoal.Run(session, "test", "unused")
             jit = options.pop("jit", False)
@@ -106,7 +106,7 @@ def test_a_single_process_trains_as_keras_itself_does_and_measures_the_same() ->
         model, (x, y), _ = usual()
         theirs = model.fit(x, y, batch_size=10, shuffle=False, epochs=2, verbose=0).history
         other, _, _ = usual()
-        run = shoal.Run(Solo(), "test", "unused")
+        run = shoal.Run(StandaloneSession(), "test", "unused")
         found = shoal.batches(x, y, size=10, shuffle=False)
         ours = other.fit(found, epochs=2, verbose=0, callbacks=[shoal.Elastic(run=run)]).history
     finally:
@@ -332,7 +332,7 @@ def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) ->
         _float("float64")
         models = [mlp() for _ in range(members)]
 
-        def body(session: Seated) -> list[Any]:
+        def body(session: FixedWorldSession) -> list[Any]:
             model, run = models[session.rank], shoal.Run(session, "test", "unused")
             optimizer = shoal.elastic(keras.optimizers.Adam(0.01), model, run)
 
@@ -363,7 +363,7 @@ def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) ->
 
 
 def test_a_global_batch_that_is_chosen_is_chosen_alike() -> None:
-    def body(session: Seated) -> list[Any]:
+    def body(session: FixedWorldSession) -> list[Any]:
         session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
         model, _, _ = prepared[session.rank]
         run = shoal.Run(session, "test", "unused")
@@ -378,7 +378,7 @@ def test_a_global_batch_that_is_chosen_is_chosen_alike() -> None:
 
 
 def test_a_schedule_cannot_follow_a_batch_that_is_chosen() -> None:
-    session = Solo()
+    session = StandaloneSession()
     session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
     model, given, _ = scheduled()
     run = shoal.Run(session, "test", "unused")
@@ -458,7 +458,7 @@ def test_a_second_backup_is_refused(tmp_path: Any) -> None:
 def test_a_second_fit_of_a_run_is_refused_rather_than_over_at_once() -> None:
     model, run = compiled(mlp()), _alone()
     model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
-    with pytest.raises(SecondLoop, match="once, with all its epochs"):
+    with pytest.raises(SecondTrainingLoop, match="once, with all its epochs"):
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
 
 
@@ -510,12 +510,12 @@ def test_a_second_loop_of_a_run_is_refused_rather_than_over_at_once() -> None:
             loss = keras.ops.mean(keras.ops.square(model(x) - y))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    with pytest.raises(SecondLoop, match="one loop over all epochs"):
+    with pytest.raises(SecondTrainingLoop, match="one loop over all epochs"):
         next(iter(found))
 
 
 def _alone() -> Any:
-    return shoal.Run(Solo(), "test", "unused")
+    return shoal.Run(StandaloneSession(), "test", "unused")
 
 
 # --- callbacks
@@ -532,7 +532,7 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
             written.append(epoch)
             super().on_epoch_end(epoch, logs)
 
-    def body(session: Seated) -> tuple[int, int, float]:
+    def body(session: FixedWorldSession) -> tuple[int, int, float]:
         model, given, _ = prepared[session.rank]
         run = shoal.Run(session, "test", "unused")
         stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
@@ -554,7 +554,7 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
 def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
     prepared, kept = [usual() for _ in range(2)], str(tmp_path / "best.weights.h5")
 
-    def body(session: Seated) -> Any:
+    def body(session: FixedWorldSession) -> Any:
         class Judge(keras.callbacks.Callback):  # type: ignore[misc]
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 logs["quality"] = [2.0, 3.0, 1.0, 2.5][epoch]
@@ -587,7 +587,7 @@ def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
 def test_changing_shares_never_trace_anew() -> None:
     traces: list[int] = []
 
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         model, given, _ = prepared[session.rank]
         run = shoal.Run(session, "test", "unused")
         model.fit(

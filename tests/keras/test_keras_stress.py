@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing.conformance import KERAS_TENSORFLOW, Backend, TaskRun
+from shoal.testing.conformance import KERAS_TENSORFLOW, FrameworkScript, TaskRun
 from shoal.testing.run_under_test import closing
-from shoal.testing.scripts.task import Task
+from shoal.testing.scripts.task import TrainingTask
 
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
 if KERAS_TENSORFLOW.missing:
@@ -22,8 +22,8 @@ FAULTS = int(os.environ.get("SHOAL_KERAS_FAULTS", "30"))
 # On a busy machine there are fewer faults, a third at the least, not a longer test.
 LIMIT_S, LEAST = 2.3 * FAULTS, FAULTS // 3
 MOST = 3
-FAULTY = Backend("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
-CALM = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
+FAULTY = FrameworkScript("faulty keras", Path(__file__).with_name("faulty.py"), KERAS_TENSORFLOW.environ)
+CALM = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
 # Metrics are sums of single steps, in another order.
 LOSS_BOUND = 1e-6
 
@@ -73,7 +73,7 @@ class Storm:
 def test_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
     seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
     dice = random.Random(seed)
-    task = Task(epochs=100_000, pause_s=0.02)
+    task = TrainingTask(epochs=100_000, pause_s=0.02)
     with closing(TaskRun(tmp_path, FAULTY, f"1:{MOST}", CALM, task=task)) as run:
         run.until_size(MOST)
         storm = Storm(run, dice)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.core.placement import LEDGER, Holding, Placement
+from shoal.core.placement import LEDGER, PartAssignment, Placement
 from shoal.core.world import Seat
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.wire.credentials import Credentials
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.session.coordinator_client import Correspondence
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.session import RunOver
-from shoal.worker.transport.peers import Port
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.session.coordinator_client import CoordinatorClient
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.session import MemberExit
+from shoal.worker.transport.peers import Peers
 
 PATIENCE_S = 120.0
 
@@ -32,19 +32,19 @@ class Silent:
         """Nothing is open."""
 
 
-class Placed(PlacedSession):
+class Placed(ServedSession):
     """A session whose placement is given to it by hand."""
 
-    def __init__(self, name: str, role: str, settings: Settings, where: str) -> None:
-        told = Environment("http://127.0.0.1:9", "", "town", name, "1", "127.0.0.1", {}, settings, where, role)
-        Correspondence.__init__(self, told, Credentials("token"))
+    def __init__(self, name: str, role: str, settings: RunSettings, where: str) -> None:
+        told = MemberEnvironment("http://127.0.0.1:9", "", "town", name, "1", "127.0.0.1", {}, settings, where, role)
+        CoordinatorClient.__init__(self, told, Credentials("token"))
         self._link = Silent()
         self.serves = role == "server"
         self.placement = None
         self.adopted = self.gone = self.heard_of = lambda *_told: None
         self.outstanding = list
         self._restore_asked, self._failure = False, None
-        self.port = Port(b"token", "town", name, "1", "127.0.0.1")
+        self.port = Peers(b"token", "town", name, "1", "127.0.0.1")
         self.address = self.port.address
         self.writes = name == "trainer-0"
 
@@ -75,7 +75,7 @@ def town(
     trainers: int, servers: int, body: Callable[[Placed], Any], where: str = "", sync: str = "stale:1", **settings: Any
 ) -> list[Any]:
     """Let every member do `body`, which ends for servers when all trainers are done; what trainers return."""
-    values = Settings(sync=sync, servers=servers, checkpoint_every_s=0, **settings)
+    values = RunSettings(sync=sync, servers=servers, checkpoint_every_s=0, **settings)
     served = [Placed(f"server-{number}", "server", values, where) for number in range(servers)]
     trained = [Placed(f"trainer-{number}", "trainer", values, where) for number in range(trainers)]
     results: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def town(
     def work(session: Placed) -> None:
         try:
             results[session.me] = body(session)
-        except RunOver as over:
+        except MemberExit as over:
             if not session.serves:
                 failures.append(over)
         except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that asked
@@ -118,6 +118,6 @@ def town(
 
 def _placement(servers: list[Placed]) -> Placement:
     seats = tuple(Seat(one.me, "1", one.address) for one in servers)
-    shards = tuple(Holding(one.me) for one in servers)
+    shards = tuple(PartAssignment(one.me) for one in servers)
     assert LEDGER == 0
-    return Placement(1, 1, seats, (Holding(servers[0].me), *shards), fresh=True)
+    return Placement(1, 1, seats, (PartAssignment(servers[0].me), *shards), fresh=True)

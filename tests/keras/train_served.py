@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 import shoal.keras as shoal
-from shoal.keras.modes.served import TicketTrainer
+from shoal.keras.modes.served import KerasServedTrainer
 from shoal.testing.scripts.hold import tarry
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
@@ -82,7 +82,7 @@ def main() -> None:
                 record("dropped", whom=told.args[0])
 
     logging.getLogger("shoal.serving").addHandler(Drops())
-    TicketTrainer._piece = recording(TicketTrainer._piece, record)  # type: ignore[method-assign]
+    KerasServedTrainer._piece = recording(KerasServedTrainer._piece, record)  # type: ignore[method-assign]
     keras.utils.set_random_seed(abs(hash(run.member)) % 1000)
     x = np.random.default_rng(1).normal(size=(SAMPLES, 16))
     layers = [Counter(), keras.layers.Dense(24, activation="tanh"), keras.layers.BatchNormalization()]

@@ -77,11 +77,11 @@ def test_a_coordinator_that_was_cut_off_for_longer_than_a_lease_disturbs_nobody(
         run.until_step(run.step() + 5)
         network.cut(COORDINATOR)
         time.sleep(3 * LEASE_S)
-        hellos = len(run.journal("Hello"))
+        hellos = len(run.journal("MemberConnected"))
         network.heal(COORDINATOR)
-        run.until(lambda: len(run.journal("Hello")) >= hellos + 3, "all to find the coordinator again")
+        run.until(lambda: len(run.journal("MemberConnected")) >= hellos + 3, "all to find the coordinator again")
         run.until_step(run.step() + 40)
-        assert not run.journal("Lost")
+        assert not run.journal("MemberLost")
         assert len({c["world"] for c in run.commits() if c["size"] == 3}) == 1, "the world was formed again"
         run.stop()
 

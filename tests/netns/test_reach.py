@@ -72,7 +72,7 @@ def test_members_find_the_one_way_to_each_other_among_those_that_lead_nowhere(ne
         )
         via = {one["agent"]["agent"]: one["agent"]["via"] for one in nodes}
         assert via == {"h1": f"https://{network.address(COORDINATOR)}:{port}", "h2": f"https://[fd91::1]:{port}"}
-        told = {e["fields"]["member"]: e["fields"]["address"] for e in run.journal("Hello")}
+        told = {e["fields"]["member"]: e["fields"]["address"] for e in run.journal("MemberConnected")}
         assert told["h1/0"]["host"] == network.address("h1")
         assert {"fd91::2", "10.92.0.2", "172.17.0.1"} <= set(told["h1/0"]["others"])
         assert told["h2/0"]["host"] == "fd91::3"

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import NotExact
-from shoal.settings import Settings
-from shoal.testing.threaded_world import Seated, together
+from shoal.errors import UnsupportedInExactMode
+from shoal.settings import RunSettings
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.gradients.tree_buckets import exact_weight
 from shoal.torch.run import Run
 
@@ -89,8 +89,8 @@ def train(
     each: Callable[[Run], object] = lambda _: None,
     epochs: int = EPOCHS,
     workers: int = 0,
-) -> Callable[[Seated], dict[str, torch.Tensor]]:
-    def body(session: Seated) -> dict[str, torch.Tensor]:
+) -> Callable[[FixedWorldSession], dict[str, torch.Tensor]]:
+    def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         with BUILDING:
             torch.manual_seed(2)
@@ -227,14 +227,14 @@ def test_a_newcomer_behind_its_shadow_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("how", [{"exact": -1}, {"exact": SIZE + 1}])
 def test_a_number_of_shards_that_cannot_be_is_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(NotExact):
+    with pytest.raises(UnsupportedInExactMode):
         together(1, train(**how))
 
 
 def test_the_setting_asks_for_exact_mode_and_the_script_may_decline() -> None:
-    def set_to(value: int, how: dict[str, Any]) -> Callable[[Seated], dict[str, torch.Tensor]]:
-        def body(session: Seated) -> dict[str, torch.Tensor]:
-            session.settings = Settings(exact=value)
+    def set_to(value: int, how: dict[str, Any]) -> Callable[[FixedWorldSession], dict[str, torch.Tensor]]:
+        def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
+            session.settings = RunSettings(exact=value)
             return train(**how)(session)
 
         return body
@@ -245,8 +245,8 @@ def test_the_setting_asks_for_exact_mode_and_the_script_may_decline() -> None:
 
 
 def test_what_cannot_be_exact_is_refused() -> None:
-    def batches(prepare: Callable[[Run, torch.nn.Module], object], **how: Any) -> Callable[[Seated], None]:
-        def body(session: Seated) -> None:
+    def batches(prepare: Callable[[Run, torch.nn.Module], object], **how: Any) -> Callable[[FixedWorldSession], None]:
+        def body(session: FixedWorldSession) -> None:
             run, model = Run(session, "test", "unused"), normed()
             prepare(run, model)
             run.attach(model, sgd(model.parameters()))
@@ -254,9 +254,9 @@ def test_what_cannot_be_exact_is_refused() -> None:
 
         return body
 
-    with pytest.raises(NotExact, match="sync_batchnorm"):
+    with pytest.raises(UnsupportedInExactMode, match="sync_batchnorm"):
         together(1, batches(lambda run, model: run.sync_batchnorm(model)))
-    with pytest.raises(NotExact, match="micro"):
+    with pytest.raises(UnsupportedInExactMode, match="micro"):
         together(1, batches(lambda *_: None, micro=2))
     together(1, batches(lambda *_: None))
 

@@ -99,7 +99,7 @@ def test_kills_at_any_point_of_a_step_change_no_bit(tmp_path: Path) -> None:
     points = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
     deaths = [{"member": f"local/{i % 4}", "step": 4 + 5 * i, "point": p} for i, p in enumerate(points[:4])]
     # Who comes late to the first world is not there in the step that it is to die in.
-    with stage_of(tmp_path, "2:4", ("gather_s=60",), die=deaths, pause_s=0.03, epochs=5) as run:
+    with stage_of(tmp_path, "2:4", ("regroup_s=60",), die=deaths, pause_s=0.03, epochs=5) as run:
         run.finish()
         check(run)
         assert len([e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]) == 4

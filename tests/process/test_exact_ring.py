@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, Held, deal, merges
-from shoal.worker.collectives.exchange import ExchangeBroken, Part
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange, deal, merges
+from shoal.worker.collectives.exchange import ExchangeBroken, TreePartials
 from shoal.worker.collectives.ring import Ring
 
 pytestmark = pytest.mark.process
@@ -39,14 +39,14 @@ def leaves(count: int, dtype: type) -> list[NDArray[Any]]:
     return [(random.standard_normal(count) * 10.0 ** random.integers(-3, 3)).astype(dtype) for _ in range(SHARDS)]
 
 
-def part_of(found: list[NDArray[Any]], held: Held) -> Part:
+def part_of(found: list[NDArray[Any]], held: ShardRange) -> TreePartials:
     stack: list[NDArray[Any]] = []
     for shard in range(held.start, held.stop):
         total = found[shard].copy()
         for _ in range(merges(held.shards, held.start, shard)):
             total = stack.pop() + total
         stack.append(total)
-    return Part(held, stack)
+    return TreePartials(held, stack)
 
 
 def summed(shares: tuple[int, ...], found: list[NDArray[Any]]) -> set[bytes]:
@@ -80,16 +80,16 @@ def test_other_types_are_summed_as_well(dtype: type) -> None:
 def test_without_any_shard_the_sum_is_zero() -> None:
     with rings_of(3) as rings:
         flats = [np.full(10, 7.0, np.float32) for _ in rings]
-        for ticket in [ring.reduce(flat, part=Part()) for ring, flat in zip(rings, flats, strict=True)]:
+        for ticket in [ring.reduce(flat, part=TreePartials()) for ring, flat in zip(rings, flats, strict=True)]:
             ticket.wait()
     assert not any(flat.any() for flat in flats)
 
 
 def test_shards_that_nobody_holds_break_the_exchange_instead_of_being_left_out() -> None:
     with rings_of(2) as rings:
-        held = [Held(4, 0, 2), Held(4, 2, 3)]
+        held = [ShardRange(4, 0, 2), ShardRange(4, 2, 3)]
         buffers = [np.ones(8, np.float32) for _ in rings]
-        tickets = [r.reduce(b, part=Part(h, [b])) for r, b, h in zip(rings, buffers, held, strict=True)]
+        tickets = [r.reduce(b, part=TreePartials(h, [b])) for r, b, h in zip(rings, buffers, held, strict=True)]
         causes = []
         for ticket in tickets:
             with pytest.raises(ExchangeBroken) as caught:
@@ -100,13 +100,13 @@ def test_shards_that_nobody_holds_break_the_exchange_instead_of_being_left_out()
 
 def test_nodes_that_are_not_those_of_the_shards_are_refused() -> None:
     with rings_of(1) as rings, pytest.raises(ValueError, match="nodes"):
-        rings[0].reduce(np.zeros(4, np.float32), part=Part(Held(4, 0, 3), [np.zeros(4, np.float32)]))
+        rings[0].reduce(np.zeros(4, np.float32), part=TreePartials(ShardRange(4, 0, 3), [np.zeros(4, np.float32)]))
 
 
 def test_a_sum_over_shards_can_be_aborted_while_somebody_is_missing() -> None:
     with rings_of(3) as rings:
         buffer = np.ones(900_000, np.float32)
-        ticket = rings[0].reduce(buffer, part=Part(Held(1, 0, 1), [buffer]))
+        ticket = rings[0].reduce(buffer, part=TreePartials(ShardRange(1, 0, 1), [buffer]))
         threading.Timer(0.05, rings[0].abort, ("enough",)).start()
         with pytest.raises(ExchangeBroken, match="enough"):
             ticket.wait()
@@ -118,8 +118,8 @@ def test_many_sums_of_all_kinds_follow_each_other() -> None:
         for rank, ring in enumerate(rings):
             for number in range(12):
                 big, small = np.full(120_000, 1.0, np.float32), np.full(5, float(rank), np.float32)
-                held = Held(3, rank, rank + 1) if number % 3 else (Held(2, 0, 2) if rank == 1 else NOTHING)
-                tickets.append((ring.reduce(big, part=Part(held, [big] if not held.empty else [])), big))
+                held = ShardRange(3, rank, rank + 1) if number % 3 else (ShardRange(2, 0, 2) if rank == 1 else NOTHING)
+                tickets.append((ring.reduce(big, part=TreePartials(held, [big] if not held.empty else [])), big))
                 tickets.append((ring.reduce(small), small))
         for ticket, _ in tickets:
             assert ticket.done(20.0)

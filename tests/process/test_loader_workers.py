@@ -19,13 +19,13 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.core.data.lanes import LaneLayout
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import LoaderDied, SampleFailed
 from shoal.torch.data.fetch import lane_reader, share_loader
 
 pytestmark = pytest.mark.process
 
-ORDER = Order(200, 16, epochs=3, seed=7)
+ORDER = SampleOrder(200, 16, epochs=3, seed=7)
 
 
 class Counted(Dataset[Any]):
@@ -123,7 +123,7 @@ def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable
 
 def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], Any]) -> None:
     data = Gated()
-    loader = closing(share_loader(data, Order(200, 16, shuffle=False), workers=1, prefetch=3))
+    loader = closing(share_loader(data, SampleOrder(200, 16, shuffle=False), workers=1, prefetch=3))
     loader.take(0, (0, 16), always_ahead((0, 16)))
 
     def ahead(step: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], An
 
 
 def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:
-    loader = closing(share_loader(Hostile(), Order(20, 4, shuffle=False), workers=1))
+    loader = closing(share_loader(Hostile(), SampleOrder(20, 4, shuffle=False), workers=1))
     assert loader.take(0, (0, 4), lambda step: (0, 4) if step < 2 else None)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
         loader.take(1, (0, 4), lambda _: None)
@@ -180,7 +180,7 @@ def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) ->
 
 
 def test_a_worker_that_dies_names_the_sample_that_it_read(closing: Callable[[Any], Any]) -> None:
-    loader = closing(share_loader(Hostile(), Order(20, 4, shuffle=False), workers=2))
+    loader = closing(share_loader(Hostile(), SampleOrder(20, 4, shuffle=False), workers=2))
     with pytest.raises(LoaderDied, match="while it read sample 9") as caught:
         loader.take(2, (0, 4), lambda _: None)
     assert caught.value.why == "killed by SIGKILL"
@@ -217,7 +217,7 @@ def test_closing_ends_the_workers() -> None:
 SCRIPT = """
 import sys, time, torch
 from torch.utils.data import Dataset
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.torch.data.fetch import share_loader
 
 class Slow(Dataset):
@@ -226,7 +226,7 @@ class Slow(Dataset):
             time.sleep(600)
         return index
 
-loader = share_loader(Slow(), Order(100, 4, shuffle=False), workers=2)
+loader = share_loader(Slow(), SampleOrder(100, 4, shuffle=False), workers=2)
 loader.take(0, (0, 4), lambda step: (0, 4))
 print(*loader.pids, flush=True)
 if sys.argv[1] == "stay":

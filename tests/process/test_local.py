@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from shoal.errors import NotForLocal, UnusableBackward
+from shoal.errors import UnsupportedWithLocalSgd, UnusableBackward
 from shoal.testing.emulated_speeds import emulated, machines
-from shoal.testing.threaded_world import Seated, together
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
 from shoal.torch.state.capture import checksum
 from shoal.worker.collectives.exchange import ExchangeBroken
@@ -77,8 +77,8 @@ def train(
     scaler: bool = False,
     prepare: Callable[[torch.nn.Module], None] = lambda _model: None,
     **how: Any,
-) -> Callable[[Seated], Seen]:
-    def body(session: Seated) -> Seen:
+) -> Callable[[FixedWorldSession], Seen]:
+    def body(session: FixedWorldSession) -> Seen:
         settings = {"sync": sync, "outer_lr": outer[0], "outer_momentum": outer[1]}
         session.settings = msgspec.structs.replace(session.settings, **settings)
         run, seen, model = Run(session, "test", "unused"), Seen(), mlp(batchnorm)
@@ -250,7 +250,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same
         if where == "backward" and found.requires_grad:
             found.register_hook(lambda gradient: check(len(gradient)))
 
-    def small(session: Seated) -> Seen:
+    def small(session: FixedWorldSession) -> Seen:
         def hook(model: torch.nn.Module) -> None:
             if session.rank == 1:
                 layer: Any = model[0]  # type: ignore[index]
@@ -286,7 +286,7 @@ def test_a_schedule_of_epochs_or_rounds_is_not_hurried(when: Callable[[Run], boo
 
 def test_a_schedule_that_is_stepped_now_and_then_is_refused() -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731
-    with pytest.raises((NotForLocal, ExchangeBroken), match=r"stepped after some|NotForLocal"):
+    with pytest.raises((UnsupportedWithLocalSgd, ExchangeBroken), match=r"stepped after some|UnsupportedWithLocalSgd"):
         together(2, train("local:4", schedule=decay, when=lambda run: run._trainer.turn.piece == 1))
 
 
@@ -299,21 +299,21 @@ def test_a_scaler_scales_every_members_own_gradients() -> None:
 # --- what cannot be done
 
 
-def a_run(session: Seated) -> tuple[Run, torch.nn.Module, torch.optim.Optimizer]:
+def a_run(session: FixedWorldSession) -> tuple[Run, torch.nn.Module, torch.optim.Optimizer]:
     session.settings = msgspec.structs.replace(session.settings, sync="local:2")
     run, model = Run(session, "test", "unused"), mlp()
     return (run, *run.attach(model, plain(model.parameters())))
 
 
 def test_streams_shards_and_synchronised_batchnorm_are_refused() -> None:
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         run, model, _ = a_run(session)
         for use in (
             lambda: run.stream([range(4)], 2),
             lambda: run.sync_batchnorm(model),
             lambda: run.batches(Numbered(), SIZE, exact=4),
         ):
-            with pytest.raises(NotForLocal, match="local:2"):
+            with pytest.raises(UnsupportedWithLocalSgd, match="local:2"):
                 use()
 
     together(1, body)
@@ -321,7 +321,7 @@ def test_streams_shards_and_synchronised_batchnorm_are_refused() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_batch_needs_one_optimizer_step(step: int) -> None:
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         run, model, optimizer = a_run(session)
         for number, (_, x, y) in enumerate(run.batches(Numbered(), SIZE)):
             run.backward(torch.nn.functional.mse_loss(model(x), y))
@@ -338,7 +338,7 @@ def test_a_batch_needs_one_optimizer_step(step: int) -> None:
 # --- rounds that do not commit
 
 
-class Breaking(Seated):
+class Breaking(FixedWorldSession):
     """A session whose world breaks when it is told to, and is there again at the next turn."""
 
     broken = False
@@ -356,7 +356,7 @@ class Breaking(Seated):
 @pytest.mark.parametrize("sync", ["step", "local:2"])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_round_that_did_not_commit_leaves_no_trace(at: int, sync: str) -> None:
-    def body(session: Seated, breaks: bool) -> str:
+    def body(session: FixedWorldSession, breaks: bool) -> str:
         run, model = Run(session, "test", "unused"), mlp(batchnorm=True)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
@@ -377,7 +377,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int, sync: str) -> None
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "model": model}
         return checksum(parts)
 
-    def member(session: Seated, breaks: bool) -> str:
+    def member(session: FixedWorldSession, breaks: bool) -> str:
         session.settings = msgspec.structs.replace(session.settings, sync=sync, outer_momentum=0.9)
         session.__class__ = Breaking
         found = body(session, breaks)

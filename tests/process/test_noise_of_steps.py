@@ -13,7 +13,7 @@ STEPS, BATCH, WIDTH = 240, 24, 40
 
 def train(session, shares="equal", micro=None, optimizer=torch.optim.SGD):
     """Linear regression with a known truth, at a learning rate of 0: the gradient noise never changes."""
-    session.settings = session.settings.__class__(**{**_fields(session.settings), "noise_every": 1})
+    session.settings = session.settings.__class__(**{**_fields(session.settings), "noise_every_steps": 1})
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS * BATCH, WIDTH, generator=generator)
     y = x @ torch.full((WIDTH,), 0.5) + 2.0 * torch.randn(len(x), generator=generator)

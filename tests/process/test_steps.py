@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import OutOfStep, UnusableBackward
-from shoal.testing.threaded_world import Seated, together
+from shoal.errors import MembersDiverged, UnusableBackward
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
@@ -58,8 +58,8 @@ def train(
     loss: Callable[[Any, Any, Any], torch.Tensor] = lambda m, x, y: torch.nn.functional.mse_loss(m(x), y),
     tokens: bool = False,
     prepare: Callable[[Run, torch.nn.Module], torch.nn.Module] = lambda _run, model: model,
-) -> Callable[[Seated], dict[str, torch.Tensor]]:
-    def body(session: Seated) -> dict[str, torch.Tensor]:
+) -> Callable[[FixedWorldSession], dict[str, torch.Tensor]]:
+    def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         with BUILDING:
             model = prepare(run, build())
@@ -195,7 +195,7 @@ def test_shared_weights_are_counted_once() -> None:
 
 
 def test_clipping_sees_the_gradient_of_the_whole_batch() -> None:
-    def body(session: Seated) -> dict[str, torch.Tensor]:
+    def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         model = mlp()
         session.exchange.barrier()
@@ -212,7 +212,7 @@ def test_clipping_sees_the_gradient_of_the_whole_batch() -> None:
 
 
 def test_a_scheduler_steps_once_a_commit() -> None:
-    def body(session: Seated) -> list[float]:
+    def body(session: FixedWorldSession) -> list[float]:
         run = Run(session, "test", "unused")
         model = mlp()
         session.exchange.barrier()
@@ -230,7 +230,7 @@ def test_a_scheduler_steps_once_a_commit() -> None:
 
 
 def test_a_scaler_skips_an_overflow_everywhere_and_the_step_still_counts() -> None:
-    def body(session: Seated) -> tuple[float, int, dict[str, torch.Tensor]]:
+    def body(session: FixedWorldSession) -> tuple[float, int, dict[str, torch.Tensor]]:
         run = Run(session, "test", "unused")
         model = mlp().float()
         session.exchange.barrier()
@@ -292,7 +292,7 @@ def test_synchronised_batchnorm_trains_as_one_member_does() -> None:
 def test_a_newcomer_catches_up_behind_its_shadow_while_the_others_go_on(late_s: float) -> None:
     shares: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
-    def body(session: Seated) -> dict[str, torch.Tensor]:
+    def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         model = mlp()
         if session.exchange.size > 1:
@@ -332,7 +332,7 @@ def test_sparse_embedding_gradients_are_summed() -> None:
 
 @pytest.mark.parametrize("wrong", ["no backward", "two backwards", "no step", "two steps", "closure"])
 def test_a_loop_that_is_not_one_step_a_batch_is_told_so(wrong: str) -> None:
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = mlp()
         session.exchange.barrier()
@@ -350,7 +350,7 @@ def test_a_loop_that_is_not_one_step_a_batch_is_told_so(wrong: str) -> None:
 
 
 def test_unfreezing_in_the_middle_trains_as_one_member_does() -> None:
-    def body(session: Seated) -> dict[str, torch.Tensor]:
+    def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         model = mlp()
         session.exchange.barrier()
@@ -369,7 +369,7 @@ def test_unfreezing_in_the_middle_trains_as_one_member_does() -> None:
 
 
 def test_members_that_disagree_on_their_shares_are_told_before_anything_is_applied() -> None:
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = mlp()
         session.exchange.barrier()
@@ -380,12 +380,12 @@ def test_members_that_disagree_on_their_shares_are_told_before_anything_is_appli
             run.backward(torch.nn.functional.mse_loss(model(x), y))
             optimizer.step()
 
-    with pytest.raises(OutOfStep, match="do not agree on their shares"):
+    with pytest.raises(MembersDiverged, match="do not agree on their shares"):
         together(2, body)
 
 
 def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
-    def body(session: Seated) -> torch.Tensor:
+    def body(session: FixedWorldSession) -> torch.Tensor:
         run = Run(session, "test", "unused")
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         if session.exchange.size > 1:
@@ -405,7 +405,7 @@ def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
 def test_with_batchnorm_nobody_has_a_single_sample() -> None:
     shares: dict[int, list[int]] = {0: [], 1: []}
 
-    def body(session: Seated) -> None:
+    def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         session.exchange.barrier()

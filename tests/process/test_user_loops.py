@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import NotAttached, OutOfStep, UnusableBackward, UnusableData, UnusableShard
-from shoal.testing.threaded_world import Seated, together
+from shoal.errors import MembersDiverged, NotAttached, UnusableBackward, UnusableData, UnusableShard
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
@@ -39,7 +39,7 @@ def mlp() -> Any:
 def members(count: int, loop: Body, build: Callable[[], Any] = mlp, sync: str = "step") -> list[tuple[State, Any]]:
     """What each of so many members has in the end: the state of its model, and what the loop returned."""
 
-    def body(session: Seated) -> tuple[State, Any]:
+    def body(session: FixedWorldSession) -> tuple[State, Any]:
         session.settings = msgspec.structs.replace(session.settings, sync=sync)
         run = Run(session, "test", "unused")
         with BUILDING:
@@ -364,7 +364,7 @@ def on_a_plateau(of_the_share: bool) -> Body:
 
 
 def test_members_whose_schedules_part_are_stopped_before_they_train_apart() -> None:
-    with pytest.raises(OutOfStep, match="different learning rates"):
+    with pytest.raises(MembersDiverged, match="different learning rates"):
         members(2, on_a_plateau(of_the_share=True))
 
 

@@ -7,13 +7,13 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.shares.balancer import Balance, Rules, Seen
-from shoal.core.shares.cost_curve import Curve, line
+from shoal.core.shares.balancer import ShareBalancer, ShareSettings, StepMeasurement
+from shoal.core.shares.cost_curve import CostCurve, line
 from shoal.core.shares.split import by_cost, capped, paired
 
 COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
 BENT = st.builds(
-    lambda first, steps, slope: Curve(
+    lambda first, steps, slope: CostCurve(
         tuple(float(10 * k) for k in range(len(steps) + 1)),
         tuple(first + math.fsum(steps[:k]) for k in range(len(steps) + 1)),
         slope,
@@ -25,7 +25,7 @@ BENT = st.builds(
 
 
 @given(st.lists(COSTS | BENT, min_size=1, max_size=8), st.integers(0, 3000), st.data())
-def test_the_sum_is_exact_and_floors_and_caps_hold(costs: list[Curve], size: int, data: st.DataObject) -> None:
+def test_the_sum_is_exact_and_floors_and_caps_hold(costs: list[CostCurve], size: int, data: st.DataObject) -> None:
     highs = data.draw(st.lists(st.integers(0, 2000), min_size=len(costs), max_size=len(costs)))
     lows = [data.draw(st.integers(0, high)) for high in highs]
     highs[0] += max(0, size - sum(highs))
@@ -37,7 +37,7 @@ def test_the_sum_is_exact_and_floors_and_caps_hold(costs: list[Curve], size: int
 
 
 @given(st.lists(COSTS | BENT, min_size=2, max_size=3), st.integers(1, 12))
-def test_no_other_split_finishes_sooner(costs: list[Curve], size: int) -> None:
+def test_no_other_split_finishes_sooner(costs: list[CostCurve], size: int) -> None:
     found = by_cost(size, costs, [0] * len(costs), [size] * len(costs))
 
     def seconds(shares: tuple[int, ...]) -> float:
@@ -49,7 +49,7 @@ def test_no_other_split_finishes_sooner(costs: list[Curve], size: int) -> None:
 
 ODD = st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-300, 1e300, 1e6])
 RULES = st.builds(
-    Rules,
+    ShareSettings,
     policy=st.sampled_from(["model", "ratio", "equal"]),
     window=st.integers(1, 12),
     threshold=st.floats(0, 0.5),
@@ -62,9 +62,9 @@ RULES = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(RULES, st.integers(0, 3), st.data())
 def test_whatever_is_measured_all_members_find_the_same_whole_batch(
-    rules: Rules, ahead: int, data: st.DataObject
+    rules: ShareSettings, ahead: int, data: st.DataObject
 ) -> None:
-    one, other = Balance(rules, ahead), Balance(rules, ahead)
+    one, other = ShareBalancer(rules, ahead), ShareBalancer(rules, ahead)
     names = [f"m{rank}" for rank in range(data.draw(st.integers(2, 5)))]
     for step in range(data.draw(st.integers(1, 60))):
         if data.draw(st.integers(0, 9)) == 0:
@@ -80,14 +80,14 @@ def test_whatever_is_measured_all_members_find_the_same_whole_batch(
         assert sum(shares) == size
         assert all(shares[ghost] == 0 for ghost in ghosts)
         seen = [
-            Seen(
+            StepMeasurement(
                 share, data.draw(st.floats(0.5, 2)) * share * (rank + 1) if data.draw(st.booleans()) else data.draw(ODD)
             )
             for rank, share in enumerate(shares)
         ]
         assert one.observe(step, names, seen, epoch=step // 10) == other.observe(step, names, seen, epoch=step // 10)
         if data.draw(st.integers(0, 4)) == 0:
-            other = Balance(rules, ahead)
+            other = ShareBalancer(rules, ahead)
             other.load_state_dict(json.loads(json.dumps(one.state_dict())))
         assert one.state_dict() == other.state_dict()
 
@@ -97,7 +97,7 @@ def test_whatever_is_measured_all_members_find_the_same_whole_batch(
 def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None:
     size = min(64, sum(limits))
     names = [f"m{rank}" for rank in range(len(limits))]
-    balance = Balance()
+    balance = ShareBalancer()
     for step in range(40):
         if step == 5:
             for name, limit in zip(names, limits, strict=True):
@@ -106,7 +106,7 @@ def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None
         assert sum(shares) == size
         if step >= 5:
             assert all(share <= limit for share, limit in zip(shares, limits, strict=True))
-        balance.observe(step, names, [Seen(b, b / speed) for b, speed in zip(shares, speeds, strict=False)])
+        balance.observe(step, names, [StepMeasurement(b, b / speed) for b, speed in zip(shares, speeds, strict=False)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))

@@ -6,9 +6,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.parameter_server import ticket_ledger
-from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Over, Ticket, Wait
+from shoal.core.parameter_server.ticket_ledger import (
+    Ticket,
+    TicketDelayed,
+    TicketGranted,
+    TicketLedger,
+    TicketsExhausted,
+)
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SHARDS = 2
@@ -25,14 +31,14 @@ class Trainers(RuleBasedStateMachine):
         last=st.sampled_from(["keep", "drop"]),
     )
     def start(self, bound: int | None, policy: ticket_ledger.Policy, samples: int, size: int, last: str) -> None:
-        self.order = Order(samples, size, epochs=2, last=last)  # type: ignore[arg-type]
-        self.ledger = Ledger(bound, policy)
+        self.order = SampleOrder(samples, size, epochs=2, last=last)  # type: ignore[arg-type]
+        self.ledger = TicketLedger(bound, policy)
         self.events: list[tuple] = []
         self.sessions: dict[str, int] = {}
-        self.begun: dict[tuple[str, int], Granted] = {}
+        self.begun: dict[tuple[str, int], TicketGranted] = {}
         self.pushed: dict[tuple[str, int], set[int]] = {}
         self.shards: list[dict[tuple[int, int], Ticket]] = [{} for _ in range(SHARDS)]
-        self.saved: tuple[Ledger, list[dict[tuple[int, int], Ticket]]] | None = None
+        self.saved: tuple[TicketLedger, list[dict[tuple[int, int], Ticket]]] | None = None
 
     def call(self, name: str, done: Ticket | None, seconds: float, wants: bool) -> ticket_ledger.Outcome:
         session = str(self.sessions[name])
@@ -40,7 +46,11 @@ class Trainers(RuleBasedStateMachine):
         self.ledger = ticket_ledger.join(self.ledger, name, session)
         before = self.ledger
         self.ledger, outcome = ticket_ledger.turn(self.ledger, self.order, name, session, done, seconds, wants)
-        if isinstance(outcome, Granted) and before.trainers[name].ticket is None and self.ledger.bound is not None:
+        if (
+            isinstance(outcome, TicketGranted)
+            and before.trainers[name].ticket is None
+            and self.ledger.bound is not None
+        ):
             others = [t.clock for t in self.ledger.trainers.values()]
             assert outcome.clock - min(others) <= self.ledger.bound
         return outcome
@@ -50,9 +60,9 @@ class Trainers(RuleBasedStateMachine):
         key = (name, self.sessions.setdefault(name, 1))
         if key not in self.begun:
             outcome = self.call(name, None, 0.0, True)
-            if isinstance(outcome, Granted):
+            if isinstance(outcome, TicketGranted):
                 self.begun[key], self.pushed[key] = outcome, set()
-            elif isinstance(outcome, Wait):
+            elif isinstance(outcome, TicketDelayed):
                 assert outcome.whom, "whoever waits knows for whom"
                 assert name not in outcome.whom
 
@@ -127,8 +137,8 @@ class Trainers(RuleBasedStateMachine):
             self.ledger = ticket_ledger.drop(self.ledger, name, self.ledger.trainers[name].session)
         self.sessions["z"] = 1
         done: Ticket | None = None
-        while not isinstance(outcome := self.call("z", done, 1.0, True), Over):
-            assert isinstance(outcome, Granted), f"a trainer that is alone waits: {outcome}"
+        while not isinstance(outcome := self.call("z", done, 1.0, True), TicketsExhausted):
+            assert isinstance(outcome, TicketGranted), f"a trainer that is alone waits: {outcome}"
             done = outcome.ticket
             for shard in self.shards:
                 shard.setdefault(done.key, done)

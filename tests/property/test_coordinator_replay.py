@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
-from shoal.core.fleet.draft import Draft
+from shoal.core.fleet.draft import FleetDraft
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Runs
+from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.store import journal
 from shoal.wire.api import RunSpec
@@ -29,8 +29,8 @@ RUNS = st.sampled_from(["r", "c"])
 class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.runs = Runs()
-        self.entries: list[journal.Entry] = []
+        self.runs = CoordinatorState()
+        self.entries: list[journal.JournalEntry] = []
         self.now = 1000.0
         self.slots: dict[str, int | None] = {"a": None, "b": 2}
         self.linked: set[str] = set()
@@ -46,13 +46,13 @@ class Fleet(RuleBasedStateMachine):
     def obey(self, run: str, asked: Any) -> None:
         if isinstance(asked, fe.StartProcess) and asked.agent in self.linked:
             self.alive[asked.agent].add((asked.run, asked.member, asked.incarnation))
-        elif isinstance(asked, (fe.RunEnded, fe.RunFailed)):
+        elif isinstance(asked, (fe.MarkRunEnded, fe.MarkRunFailed)):
             self.ends.append((run, type(asked).__name__))
 
     @initialize(low=st.integers(1, 2), more=st.integers(0, 2))
     def begin(self, low: int, more: int) -> None:
-        self.on("", fe.Opened("s0"))
-        settings = {"budget.user": 1, "budget.infrastructure": 3, "lease_s": 3.0}
+        self.on("", fe.CoordinatorStarted("s0"))
+        settings = {"restarts.user": 1, "restarts.infrastructure": 3, "lease_s": 3.0}
         for run, compat in (("r", ""), ("c", "torchrun")):
             spec = RunSpec(run, ("t.py",), "/", (low, low + more), compat=compat)
             self.on(run, runs_events.RunCreated(spec, settings))
@@ -61,7 +61,7 @@ class Fleet(RuleBasedStateMachine):
     def connect(self, agent: str) -> None:
         if agent not in self.linked:
             self.linked.add(agent)
-            self.on("", fe.AgentJoined(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
+            self.on("", fe.AgentConnected(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
 
     @rule(agent=AGENTS, dies=st.booleans())
     def cut(self, agent: str, dies: bool) -> None:
@@ -69,7 +69,7 @@ class Fleet(RuleBasedStateMachine):
             self.linked.discard(agent)
             if dies:
                 self.alive[agent].clear()
-            self.on("", fe.AgentAway(agent))
+            self.on("", fe.AgentDisconnected(agent))
 
     @rule(agent=AGENTS)
     def notice(self, agent: str) -> None:
@@ -92,21 +92,21 @@ class Fleet(RuleBasedStateMachine):
     def hello(self, data: st.DataObject) -> None:
         _, (run, member, incarnation) = data.draw(st.sampled_from(self._processes()))
         if run == "r" and not self.runs.runs[run].over:
-            self.on(run, ev.Hello(member, incarnation, Address("h", 1)))
-            self.on(run, ev.BecameReady(member, "model", None))
+            self.on(run, ev.MemberConnected(member, incarnation, Address("h", 1)))
+            self.on(run, ev.MemberReady(member, "model", None))
 
     @rule()
     def guest(self) -> None:
         if not self.runs.runs["r"].over:
-            self.on("r", ev.Hello("guest/0", "g", Address("h", 1)))
+            self.on("r", ev.MemberConnected("guest/0", "g", Address("h", 1)))
 
     @rule(run=RUNS, low=st.integers(1, 2), more=st.integers(0, 3))
     def scale(self, run: str, low: int, more: int) -> None:
-        self.on(run, ev.ScaleAsked(low, low + more))
+        self.on(run, ev.ScaleRequested(low, low + more))
 
     @rule(run=RUNS)
     def stop(self, run: str) -> None:
-        self.on(run, runs_events.StopRequested("enough", True, 5.0))
+        self.on(run, runs_events.UserStopRequested("enough", True, 5.0))
 
     @rule(run=RUNS)
     def resume(self, run: str) -> None:
@@ -115,13 +115,13 @@ class Fleet(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """The coordinator is killed and reads its journal."""
-        again = Runs()
+        again = CoordinatorState()
         for entry in self.entries:
             again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
         assert again == self.runs
         self.runs = again
         self.linked.clear()
-        self.on("", fe.Opened(f"s{len(self.entries)}"))
+        self.on("", fe.CoordinatorStarted(f"s{len(self.entries)}"))
         for run in [run for run in self.runs.runs.values() if not run.over]:
             self.on(run.name, ev.CoordinatorRestarted())
 
@@ -161,7 +161,7 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def nothing_was_left_undone(self) -> None:
         """So that what changes nothing about who should exist need not be thought about."""
-        draft = Draft(self.runs.fleet, self.now)
+        draft = FleetDraft(self.runs.fleet, self.now)
         draft.advance()
         assert (draft.asked, draft.freeze()) == ([], self.runs.fleet)
 

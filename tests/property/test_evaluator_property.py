@@ -23,15 +23,15 @@ def told(instruction: fe.Instruction) -> str:
 def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
     deaths: list[tuple[str, float]], silent: bool
 ) -> None:
-    state, now = fl.State(salt="s"), 1000.0
-    for event in (fe.AgentJoined("lab", None, "h"), fe.RunWanted("r", 1, 2, evaluators=1)):
+    state, now = fl.FleetState(salt="s"), 1000.0
+    for event in (fe.AgentConnected("lab", None, "h"), fe.RunRequested("r", 1, 2, evaluators=1)):
         state, _ = fl.decide(state, event, now)
     trainers = {key: p for key, p in state.processes.items() if p.role == "trainer"}
     assert len(trainers) == 2
     for cause, wait_s in deaths:
         p = state.processes["r", ME]
         happened: list[fe.Event] = [fe.ProcessExited("r", ME, p.incarnation, cause, "why")]
-        happened = [fe.MemberSilent("r", ME), *happened] if silent else happened
+        happened = [fe.MemberUnresponsive("r", ME), *happened] if silent else happened
         now += wait_s
         for event in (*happened, *fl.due(state, now)):
             state, asked = fl.decide(state, event, now)
@@ -42,15 +42,15 @@ def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
     for p in trainers.values():
         state, asked = fl.decide(state, fe.ProcessExited("r", p.member, p.incarnation, "done"), now)
     if not state.processes.get(("r", ME)):
-        assert asked == (fe.RunEnded("r", "all members are done", 0),)
+        assert asked == (fe.MarkRunEnded("r", "all members are done", 0),)
 
 
 NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
 OTHERS = st.sampled_from(
     (
-        ev.Hello(ME, "2", Address("h", 0), None, None, False, False, "evaluator"),
-        ev.Disconnected(ME),
-        ev.Lost(ME, "silent"),
+        ev.MemberConnected(ME, "2", Address("h", 0), None, None, False, False, "evaluator"),
+        ev.MemberDisconnected(ME),
+        ev.MemberLost(ME, "silent"),
         ev.MemberLeft(ME, 3),
         ev.CoordinatorRestarted(),
     )
@@ -61,13 +61,13 @@ OTHERS = st.sampled_from(
 def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
     happened: list[float | object | None], largest: bool, patience: int
 ) -> None:
-    state, values, stopped = el.State(), list[float | None](), False
+    state, values, stopped = el.EvaluationState(), list[float | None](), False
     best = "max:score" if largest else "min:score"
     for one in happened:
         event = one
         if one is None or isinstance(one, float):
             values.append(one)
-            event = el.Evaluated(ME, 10 * len(values), {} if one is None else {"score": one}, best, patience)
+            event = el.EvaluationReported(ME, 10 * len(values), {} if one is None else {"score": one}, best, patience)
         state, asked = el.decide(state, event, 0.0)
         stopped = stopped or any(isinstance(i, el.StopEarly) for i in asked)
     numbers = [value for value in values if value is not None]

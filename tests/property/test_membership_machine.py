@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.decide import Beat, Rules, State, decide, due
+from shoal.core.membership.decide import LastHeartbeat, MembershipSettings, MembershipState, decide, due
 from shoal.core.world import Address, World
 
-RULES = Rules(min_members=1, max_members=3, gather_s=0.5)
+RULES = MembershipSettings(min_members=1, max_members=3, regroup_s=0.5)
 FOR_EVER = 10_000
 
 
@@ -55,7 +55,7 @@ class Model:
 
     def hello(self) -> None:
         self.say(
-            ev.Hello(
+            ev.MemberConnected(
                 self.name,
                 self.incarnation,
                 Address("h", 1),
@@ -67,16 +67,16 @@ class Model:
             )
         )
         if self.world is None:
-            self.say(ev.BecameReady(self.name, "f", self.step))
+            self.say(ev.MemberReady(self.name, "f", self.step))
         if self.leaving:
-            self.say(ev.NoticeGiven(self.name, 30.0, "notice"))
+            self.say(ev.NoticeReceived(self.name, 30.0, "notice"))
 
     def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True, told: bool = False) -> None:
         """Who is done does not mind that the others are gone, unless it is told that the world is over."""
         if self.world is not None and not self.broken and (told or not self.done):
             self.broken, self.prepared = True, None
             if answer:
-                self.say(ev.WorldBroke(self.name, self.world.number, self.step, suspects))
+                self.say(ev.WorldBroken(self.name, self.world.number, self.step, suspects))
 
 
 class Membership(RuleBasedStateMachine):
@@ -92,7 +92,7 @@ class Membership(RuleBasedStateMachine):
         self.now = 1000.0
         self.total = left
         self.ended = False
-        self.state = self.first = State(dataclasses.replace(RULES, hires=hires))
+        self.state = self.first = MembershipState(dataclasses.replace(RULES, hires=hires))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
         self.names = 0
@@ -143,7 +143,7 @@ class Membership(RuleBasedStateMachine):
         victim = self._pick(data, self._is_whole)
         if victim is not None and victim.world is not None:
             victim.alive = victim.connected = False
-            self._feed(ev.Lost(victim.name, "its process ended"), victim)
+            self._feed(ev.MemberLost(victim.name, "its process ended"), victim)
             for seat in victim.world.seats:
                 self.models[seat.member].break_world((victim.name,))
             self._deliver_all()
@@ -154,16 +154,16 @@ class Membership(RuleBasedStateMachine):
         victim = self._pick(data, lambda m: m.alive)
         if victim is not None:
             victim.alive, victim.connected = False, False
-            self._feed(ev.Disconnected(victim.name), victim)
+            self._feed(ev.MemberDisconnected(victim.name), victim)
             if data.draw(st.booleans()):
-                self._feed(ev.Lost(victim.name, "its process ended"), victim)
+                self._feed(ev.MemberLost(victim.name, "its process ended"), victim)
 
     @rule(data=st.data())
     def exit_when_done(self, data: st.DataObject) -> None:
         model = self._pick(data, lambda m: m.alive and m.done and not m.outbox)
         if model is not None:
             model.alive = model.connected = False
-            self._feed(ev.Disconnected(model.name), model)
+            self._feed(ev.MemberDisconnected(model.name), model)
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
@@ -195,14 +195,14 @@ class Membership(RuleBasedStateMachine):
         victim = self._pick(data, lambda m: m.works and m.connected)
         if victim is not None:
             self._cut(victim)
-            self._feed(ev.Disconnected(victim.name), victim)
+            self._feed(ev.MemberDisconnected(victim.name), victim)
 
     @rule(data=st.data())
     def give_notice(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and not m.leaving and not m.done)
         if victim is not None and (self.state.rules.hires or self._others_can_go_on(victim)):
             victim.leaving = True
-            victim.say(ev.NoticeGiven(victim.name, 30.0, "notice"))
+            victim.say(ev.NoticeReceived(victim.name, 30.0, "notice"))
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.5, 4.0]))
     def time_passes(self, seconds: float) -> None:
@@ -222,7 +222,7 @@ class Membership(RuleBasedStateMachine):
             others = [m for m in seats if m is not victim]
             committing = [m for m in others if data.draw(st.booleans())]
             victim.alive = victim.connected = False
-            self._feed(ev.Disconnected(victim.name), victim)
+            self._feed(ev.MemberDisconnected(victim.name), victim)
             self._step(world, committing)
             for model in others:
                 if model not in committing:
@@ -350,7 +350,7 @@ class Membership(RuleBasedStateMachine):
             self.now += min(seconds, 0.5)
             if self.down:
                 continue
-            beats = {m.name: Beat(self.now) for m in self.models.values() if m.works and m.connected}
+            beats = {m.name: LastHeartbeat(self.now) for m in self.models.values() if m.works and m.connected}
             self._beats = getattr(self, "_beats", {}) | beats
             for event in due(self.state, self._beats, self.now):
                 self._decide(event)
@@ -376,16 +376,16 @@ class Membership(RuleBasedStateMachine):
             return
         event = model.outbox.popleft()
         known = self.state.members.get(model.name)
-        if not isinstance(event, ev.Hello) and (known is None or known.incarnation != model.incarnation):
+        if not isinstance(event, ev.MemberConnected) and (known is None or known.incarnation != model.incarnation):
             if not isinstance(event, ev.MemberLeft):
-                model.inbox.append(ev.Expel(model.name, "unknown"))
+                model.inbox.append(ev.EvictMember(model.name, "unknown"))
             return
         self._decide(event)
 
     def _decide(self, event: Any) -> None:
         self.journal.append((event, self.now))
-        if isinstance(event, ev.Hello):
-            self._beats = getattr(self, "_beats", {}) | {event.member: Beat(self.now)}
+        if isinstance(event, ev.MemberConnected):
+            self._beats = getattr(self, "_beats", {}) | {event.member: LastHeartbeat(self.now)}
         before = self.state
         offered = before.proposal
         known_world = offered is not None and offered.number == getattr(event, "world", None)
@@ -398,13 +398,18 @@ class Membership(RuleBasedStateMachine):
             names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
             for name in names:
                 model = self.models.get(name)
-                if model is not None and model.alive and model.connected and not isinstance(instruction, ev.Say):
+                if (
+                    model is not None
+                    and model.alive
+                    and model.connected
+                    and not isinstance(instruction, ev.MembershipNote)
+                ):
                     model.inbox.append(instruction)
 
     def _note_the_end(self, event: Any) -> None:
         """Once it is heard that somebody has done the last step, all that is left is to end."""
         known = self.state.members.get(getattr(event, "member", ""))
-        if isinstance(event, ev.Hello) and known is not None and known.incarnation == event.incarnation:
+        if isinstance(event, ev.MemberConnected) and known is not None and known.incarnation == event.incarnation:
             self.ended |= event.done and not event.early
         elif isinstance(event, ev.MemberDone):
             self.ended |= not event.early
@@ -412,7 +417,7 @@ class Membership(RuleBasedStateMachine):
     def _check_sources(self, asked: tuple[Any, ...]) -> None:
         """Whoever needs the state gets it from somebody who has it."""
         for instruction in asked:
-            if isinstance(instruction, ev.AskRestore):
+            if isinstance(instruction, ev.RestoreCheckpoint):
                 assert not self.ended, "the end is trained again"
             if isinstance(instruction, ev.FormWorld) and not instruction.world.fresh:
                 seats = [s for rank, s in enumerate(instruction.world.seats) if rank not in instruction.world.sources]
@@ -436,22 +441,22 @@ class Membership(RuleBasedStateMachine):
                 model.prepared = None
             if model.world is not None and model.world.number <= told.number:
                 if model.broken:
-                    model.say(ev.WorldBroke(model.name, model.world.number, model.step))
+                    model.say(ev.WorldBroken(model.name, model.world.number, model.step))
                 else:
                     model.break_world(told=True)
             elif model.world is None:
-                model.say(ev.BecameReady(model.name, "f", model.step))
-        elif isinstance(told, ev.Expel):
+                model.say(ev.MemberReady(model.name, "f", model.step))
+        elif isinstance(told, ev.EvictMember):
             model.break_world(answer=False, told=True)
             # What it was about to enter is given up, too: see Worlds._on_expelled.
             model.world, model.formed, model.broken = None, None, False
             model.hello()
-        elif isinstance(told, ev.AskRestore):
+        elif isinstance(told, ev.RestoreCheckpoint):
             model.step = self.checkpoint
-            model.say(ev.BecameReady(model.name, "f", model.step, restored=True))
+            model.say(ev.MemberReady(model.name, "f", model.step, restored=True))
             if self.checkpoint is None:
                 self.committed = 0
-        elif isinstance(told, ev.TellFinished):
+        elif isinstance(told, ev.AnnounceFinished):
             assert told.step == self.total or any(m.early for m in self.models.values())
             if not model.done:
                 model.alive = model.connected = False
@@ -552,14 +557,14 @@ class Membership(RuleBasedStateMachine):
             model.prepared = None
             if target.rank_of(model.name) is not None:
                 model.world = target
-                model.say(ev.EnteredWorld(model.name, target.number, model.step or 0))
+                model.say(ev.WorldEntered(model.name, target.number, model.step or 0))
             else:
                 self._depart(model, target.number)
         for rank in target.sources:
             joiner = self.models[target.seats[rank].member]
             if joiner.formed == target and joiner.works and step is not None:
                 joiner.world, joiner.formed, joiner.broken, joiner.step = target, None, False, step
-                joiner.say(ev.EnteredWorld(joiner.name, target.number, step))
+                joiner.say(ev.WorldEntered(joiner.name, target.number, step))
         self._be_done([self.models[s.member] for s in target.seats] + committing)
 
     def _connected(self, target: World, seats: list[Model]) -> bool:

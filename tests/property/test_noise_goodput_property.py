@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.batch.goodput import AutoBatch, Decision, candidates, gain, progress
-from shoal.core.batch.gradient_noise import Noise
-from shoal.core.data.sample_order import Order
+from shoal.core.batch.goodput import AutoBatch, BatchChange, candidates, gain, progress
+from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.data.sample_order import SampleOrder
 
 SQUARES = st.floats(0, 1e6) | st.sampled_from([float("nan"), float("inf")])
 STEPS = st.lists(
@@ -32,9 +32,9 @@ def test_members_that_see_the_same_decide_the_same_and_stay_within_the_bounds(
 ) -> None:
     base, bounds, multiple = given_settings
     autos = [AutoBatch(base, bounds, multiple=multiple, every=2, ahead=1) for _ in range(2)]
-    noises = [Noise(), Noise()]
-    order = Order(100_000, autos[0].size_at(0))
-    made: list[Decision] = []
+    noises = [GradientNoise(), GradientNoise()]
+    order = SampleOrder(100_000, autos[0].size_at(0))
+    made: list[BatchChange] = []
     for step, (first, second, total_sq, sure, cap) in enumerate(steps):
         decisions = []
         for auto, noise in zip(autos, noises, strict=True):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.batch.gradient_noise import Noise, estimate
+from shoal.core.batch.gradient_noise import GradientNoise, estimate
 
 SHARES = st.lists(st.integers(0, 5000), min_size=2, max_size=12).filter(lambda s: sum(b > 0 for b in s) >= 2)
 VALUES = st.floats(1e-3, 1e6)
@@ -33,7 +33,7 @@ def test_scaled_gradients_have_the_same_noise_scale(
 ) -> None:
     scales = []
     for by in (1.0, factor):
-        noise = Noise()
+        noise = GradientNoise()
         for _ in range(12):
             squares = [(signal + variance / b) * by if b else 0.0 for b in shares]
             noise.observe(shares, squares, (signal + variance / sum(shares)) * by)
@@ -44,7 +44,7 @@ def test_scaled_gradients_have_the_same_noise_scale(
 
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.floats()), max_size=40))
 def test_no_input_breaks_the_estimate(steps: list[tuple[float, float, float]]) -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for first, second, total_sq in steps:
         noise.observe((3, 5), (first, second), total_sq)
         for value in (noise.variance, noise.signal, noise.scale, noise.floor):

@@ -6,14 +6,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 
 
 @st.composite
-def changed_orders(draw: st.DrawFn) -> Order:
+def changed_orders(draw: st.DrawFn) -> SampleOrder:
     samples = draw(st.integers(1, 200))
     sizes = st.integers(1, samples)
-    order = Order(
+    order = SampleOrder(
         samples,
         draw(sizes),
         epochs=draw(st.integers(1, 4)),
@@ -28,12 +28,12 @@ def changed_orders(draw: st.DrawFn) -> Order:
     return order
 
 
-def batches(order: Order) -> list[list[int]]:
+def batches(order: SampleOrder) -> list[list[int]]:
     return [order.ids(step, 0, order.size_of(step)).tolist() for step in range(order.total_steps)]
 
 
 @given(changed_orders())
-def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order: Order) -> None:
+def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order: SampleOrder) -> None:
     seen: dict[int, list[int]] = {}
     for step, batch in enumerate(batches(order)):
         seen.setdefault(order.cursor(step).epoch, []).extend(batch)
@@ -47,7 +47,7 @@ def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order:
 
 
 @given(changed_orders())
-def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: Order) -> None:
+def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: SampleOrder) -> None:
     decided = dict(order.decisions)
     size = order.size
     for step in range(order.total_steps):
@@ -61,7 +61,7 @@ def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: 
 
 
 @given(changed_orders())
-def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: Order) -> None:
+def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: SampleOrder) -> None:
     cursors = [order.cursor(step) for step in range(order.total_steps + 1)]
     assert (cursors[0].epoch, cursors[0].index) == (0, 0) or order.total_steps == 0 or order.last == "drop"
     assert (cursors[-1].epoch, cursors[-1].index) == (order.epochs, 0)
@@ -71,15 +71,15 @@ def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: Orde
 
 
 @given(changed_orders(), st.integers(0, 40), st.data())
-def test_a_decision_leaves_what_came_before_as_it_was(order: Order, further: int, data: st.DataObject) -> None:
+def test_a_decision_leaves_what_came_before_as_it_was(order: SampleOrder, further: int, data: st.DataObject) -> None:
     step = max([0, *(step for step, _ in order.decisions)]) + further
     after = order.change(step, data.draw(st.integers(1, order.samples)))
     assert batches(after)[:step] == batches(order)[:step]
 
 
 @given(changed_orders())
-def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: Order) -> None:
-    fixed = Order(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle)
+def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: SampleOrder) -> None:
+    fixed = SampleOrder(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle)
     for step in range(fixed.total_steps):
         epoch, index = divmod(step, fixed.steps_per_epoch)
         whole = fixed.ids_at(epoch, 0, fixed.samples).tolist()
@@ -89,8 +89,8 @@ def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: Order) 
 
 
 @given(changed_orders())
-def test_decisions_survive_json(order: Order) -> None:
+def test_decisions_survive_json(order: SampleOrder) -> None:
     loaded = json.loads(json.dumps(order.decisions))
-    again = Order(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle, loaded)
+    again = SampleOrder(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle, loaded)
     assert again == order
     assert batches(again) == batches(order)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import Rules, State
+from shoal.core.membership.state import MembershipSettings, MembershipState
 from shoal.core.parameter_server import decide as sv
-from shoal.core.placement import Holding, Placement
+from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Address
 
 HERE = Address("h", 1)
@@ -38,7 +38,7 @@ class Server:
     inbox: deque[Any] = field(default_factory=deque)
     expelled: bool = False
 
-    def holding(self, part: int) -> Holding | None:
+    def holding(self, part: int) -> PartAssignment | None:
         return self.known.holdings[part] if self.known is not None and part < len(self.known.holdings) else None
 
     def leads(self, part: int) -> bool:
@@ -49,14 +49,14 @@ class Server:
 class Placements(RuleBasedStateMachine):
     @initialize(servers=st.integers(1, 3))
     def start(self, servers: int) -> None:
-        self.state = State(Rules(servers=servers, gather_s=0.0))
+        self.state = MembershipState(MembershipSettings(servers=servers, regroup_s=0.0))
         self.live: dict[str, Server] = {}
         self.now = 1000.0
         self.count = 0
         self.acked: dict[tuple[int, int], set[int]] = {}
         self.outbox: list[ev.Event] = []
-        self.tell(ev.Hello("t", "t", HERE))
-        self.tell(ev.BecameReady("t", "m", None))
+        self.tell(ev.MemberConnected("t", "t", HERE))
+        self.tell(ev.MemberReady("t", "m", None))
 
     # --- the coordinator
 
@@ -66,13 +66,13 @@ class Placements(RuleBasedStateMachine):
 
     def carry_out(self, asked: tuple[ev.Instruction, ...]) -> None:
         for one in asked:
-            if isinstance(one, ev.PlaceParts):
+            if isinstance(one, ev.PublishPlacement):
                 for name in one.to:
                     if name in self.live and not self.live[name].expelled:
                         self.live[name].inbox.append(one.placement)
-            elif isinstance(one, ev.AskRestore):
+            elif isinstance(one, ev.RestoreCheckpoint):
                 # There is no checkpoint here: training starts over.
-                self.outbox.append(ev.BecameReady(one.member, "m", None, restored=True))
+                self.outbox.append(ev.MemberReady(one.member, "m", None, restored=True))
 
     @rule()
     def hear(self) -> None:
@@ -86,13 +86,13 @@ class Placements(RuleBasedStateMachine):
         if name not in self.live:
             self.count += 1
             self.live[name] = Server(name, str(self.count))
-            self.tell(ev.Hello(name, str(self.count), HERE, role="server"))
-            self.tell(ev.BecameReady(name, "m", None))
+            self.tell(ev.MemberConnected(name, str(self.count), HERE, role="server"))
+            self.tell(ev.MemberReady(name, "m", None))
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
         if self.live.pop(name, None) is not None:
-            self.tell(ev.Lost(name, "killed"))
+            self.tell(ev.MemberLost(name, "killed"))
 
     @rule(name=NAMES)
     def hang(self, name: str) -> None:
@@ -101,20 +101,20 @@ class Placements(RuleBasedStateMachine):
         if server is not None and not server.expelled:
             server.expelled = True
             server.inbox.clear()
-            self.tell(ev.Lost(name, "silent"))
+            self.tell(ev.MemberLost(name, "silent"))
 
     @rule(name=NAMES)
     def wake(self, name: str) -> None:
         server = self.live.get(name)
         if server is not None and server.expelled:
             self.live[name] = Server(name, server.incarnation)
-            self.tell(ev.Hello(name, server.incarnation, HERE, role="server"))
-            self.tell(ev.BecameReady(name, "m", None))
+            self.tell(ev.MemberConnected(name, server.incarnation, HERE, role="server"))
+            self.tell(ev.MemberReady(name, "m", None))
 
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
         if name in self.live and name in self.state.members:
-            self.tell(ev.NoticeGiven(name, 30.0, "spot"))
+            self.tell(ev.NoticeReceived(name, 30.0, "spot"))
 
     @rule()
     def later(self) -> None:
@@ -238,7 +238,7 @@ class Placements(RuleBasedStateMachine):
             return
         if server.known.holdings[part].handing and not server.expelled:
             server.resting.add(part)
-            self.outbox.append(ev.PartYielded(name, part, server.known.number))
+            self.outbox.append(ev.PartReleased(name, part, server.known.number))
 
     @rule()
     def all_hear_and_copy(self) -> None:

@@ -3,17 +3,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.data.sample_order import Order
-from shoal.core.shares.split import Equal, Fixed, Policy, span
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.shares.split import EqualShares, FixedShares, SharePolicy, span
 
-POLICIES = st.just(Equal()) | st.lists(st.floats(0, 1e9), min_size=1, max_size=6).filter(any).map(
-    lambda weights: Fixed(tuple(weights))
+POLICIES = st.just(EqualShares()) | st.lists(st.floats(0, 1e9), min_size=1, max_size=6).filter(any).map(
+    lambda weights: FixedShares(tuple(weights))
 )
 
 
 @given(POLICIES, st.integers(0, 10_000), st.integers(1, 12), st.data())
 def test_shares_always_sum_to_the_batch_and_ghosts_get_none(
-    policy: Policy, size: int, ranks: int, data: st.DataObject
+    policy: SharePolicy, size: int, ranks: int, data: st.DataObject
 ) -> None:
     ghosts = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
     shares = policy.shares(size, ranks, ghosts)
@@ -26,7 +26,7 @@ def test_shares_always_sum_to_the_batch_and_ghosts_get_none(
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_a_fixed_share_is_never_a_sample_off(weights: list[int], size: int) -> None:
-    shares = Fixed(tuple(weights)).shares(size, len(weights))
+    shares = FixedShares(tuple(weights)).shares(size, len(weights))
     assert all(abs(share - size * weight / sum(weights)) < 1 for share, weight in zip(shares, weights, strict=True))
 
 
@@ -35,7 +35,7 @@ def test_an_epoch_is_complete_whatever_the_shares(
     samples: int, size: int, seed: int, drop: bool, data: st.DataObject
 ) -> None:
     size = min(size, samples)
-    order = Order(samples, size, epochs=2, seed=seed, last="drop" if drop else "keep")
+    order = SampleOrder(samples, size, epochs=2, seed=seed, last="drop" if drop else "keep")
     seen: list[int] = []
     for step in range(order.steps_per_epoch, order.total_steps):
         ranks = data.draw(st.integers(1, 5))

@@ -12,7 +12,7 @@ from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Runs
+from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.store import journal
 from shoal.wire.api import RunSpec
@@ -25,16 +25,16 @@ class Served(RuleBasedStateMachine):
 
     @initialize(servers=st.integers(1, 3), trainers=st.integers(1, 3))
     def begin(self, servers: int, trainers: int) -> None:
-        self.runs = Runs()
-        self.entries: list[journal.Entry] = []
+        self.runs = CoordinatorState()
+        self.entries: list[journal.JournalEntry] = []
         self.now = 1000.0
         self.alive: dict[str, str] = {}
         self.wanted = servers
-        self.on("", fe.Opened("s0"))
+        self.on("", fe.CoordinatorStarted("s0"))
         spec = RunSpec("r", ("t.py",), "/", (1, trainers))
-        told = {"sync": "stale:2", "servers": servers, "budget.user": 1, "budget.infrastructure": 5, "lease_s": 3.0}
+        told = {"sync": "stale:2", "servers": servers, "restarts.user": 1, "restarts.infrastructure": 5, "lease_s": 3.0}
         self.on("r", runs_events.RunCreated(spec, told))
-        self.on("", fe.AgentJoined("a", None, "h"))
+        self.on("", fe.AgentConnected("a", None, "h"))
 
     def on(self, run: str, event: Any) -> None:
         self.entries.append(journal.entry_of(len(self.entries) + 1, self.now, run, event))
@@ -42,7 +42,7 @@ class Served(RuleBasedStateMachine):
             if isinstance(asked, fe.StartProcess):
                 self.alive[asked.member] = asked.incarnation
                 assert (dict(asked.env).get("SHOAL_ROLE") == "server") == ("server" in asked.member)
-            elif isinstance(asked, fe.EndProcess):
+            elif isinstance(asked, fe.StopProcess):
                 self.alive.pop(asked.member, None)
 
     @property
@@ -54,9 +54,9 @@ class Served(RuleBasedStateMachine):
     def come(self, data: st.DataObject, ready: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         role = "server" if "server" in name else "trainer"
-        self.on("r", ev.Hello(name, self.alive[name], HERE, role=role))
+        self.on("r", ev.MemberConnected(name, self.alive[name], HERE, role=role))
         if ready:
-            self.on("r", ev.BecameReady(name, "model", None))
+            self.on("r", ev.MemberReady(name, "model", None))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), cause=st.sampled_from(["infrastructure", "preempted", "user"]))
@@ -72,19 +72,19 @@ class Served(RuleBasedStateMachine):
         if holdings[part].learner:
             self.on("r", ev.PartCopied(holdings[part].primary, part, holdings[part].learner, holdings[part].since))
         elif holdings[part].handing:
-            self.on("r", ev.PartYielded(holdings[part].primary, part, self.run.membership.placement.number))
+            self.on("r", ev.PartReleased(holdings[part].primary, part, self.run.membership.placement.number))
 
     @precondition(lambda self: self.run.membership.members)
     @rule(data=st.data(), what=st.sampled_from(["notice", "silent", "cut", "done", "unreachable", "restored"]))
     def happen(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.run.membership.members)))
         kinds = {
-            "notice": ev.NoticeGiven(name, 30.0, "spot"),
-            "silent": ev.Lost(name, "silent"),
-            "cut": ev.Disconnected(name),
+            "notice": ev.NoticeReceived(name, 30.0, "spot"),
+            "silent": ev.MemberLost(name, "silent"),
+            "cut": ev.MemberDisconnected(name),
             "done": ev.MemberDone(name, 5),
             "unreachable": ev.ServerUnreachable("a/0", name, self.run.membership.number, "reset"),
-            "restored": ev.BecameReady(name, "model", 3, restored=True),
+            "restored": ev.MemberReady(name, "model", 3, restored=True),
         }
         if what != "done" or "server" not in name:
             self.on("r", kinds[what])
@@ -99,18 +99,18 @@ class Served(RuleBasedStateMachine):
         if self.run.over:
             self.on("r", runs_events.RunResumed(1, 2))
         else:
-            self.on("r", runs_events.StopRequested("enough", True, 5.0))
+            self.on("r", runs_events.UserStopRequested("enough", True, 5.0))
 
     @rule()
     def restart(self) -> None:
-        again = Runs()
+        again = CoordinatorState()
         for entry in self.entries:
             again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
         assert again == self.runs
 
     @invariant()
     def as_many_servers_as_asked_for(self) -> None:
-        known = getattr(self, "runs", Runs()).fleet.processes.values()
+        known = getattr(self, "runs", CoordinatorState()).fleet.processes.values()
         # One that is being ended, such as by a stop just before the run is resumed, does not serve any more.
         serving = [p for p in known if p.role == "server" and p.status != fl.ENDING]
         assert len(serving) <= getattr(self, "wanted", 0)

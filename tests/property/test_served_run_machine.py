@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.core import placement as core_placement
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import TRAINING, Rules, State
+from shoal.core.membership.state import TRAINING, MembershipSettings, MembershipState
 from shoal.core.parameter_server import decide as sv
 from shoal.core.placement import LEDGER, Placement
 from shoal.core.world import Address
@@ -52,7 +52,7 @@ class ServedRun(RuleBasedStateMachine):
     def begin(self, servers: int, begun: bool, calm: bool) -> None:
         self.calm = calm
         self.now, self.count = 1000.0, 0
-        self.state = self.first = State(Rules(1, 2, servers=servers, gather_s=0.0))
+        self.state = self.first = MembershipState(MembershipSettings(1, 2, servers=servers, regroup_s=0.0))
         self.journal: list[tuple[ev.Event, float]] = []
         self.live: dict[str, Model] = {}
         self.checkpoint: int | None = None
@@ -73,7 +73,7 @@ class ServedRun(RuleBasedStateMachine):
     @rule(name=NAMES)
     def die(self, name: str) -> None:
         if self.live.pop(name, None) is not None and name in self.state.members:
-            self._tell(ev.Lost(name, "killed"))
+            self._tell(ev.MemberLost(name, "killed"))
 
     @precondition(lambda self: not self.calm)
     @rule(name=NAMES)
@@ -81,12 +81,12 @@ class ServedRun(RuleBasedStateMachine):
         model = self.live.get(name)
         if model is not None and model.connected:
             self._disconnect(model)
-            self._tell(ev.Disconnected(name))
+            self._tell(ev.MemberDisconnected(name))
 
     @rule(name=NAMES)
     def lease_runs_out(self, name: str) -> None:
         if name in self.state.members:
-            self._tell(ev.Lost(name, "silent"))
+            self._tell(ev.MemberLost(name, "silent"))
 
     @precondition(lambda self: not self.calm)
     @rule(name=NAMES)
@@ -100,7 +100,7 @@ class ServedRun(RuleBasedStateMachine):
         model = self.live.get(name)
         if model is not None and not model.leaving:
             model.leaving = True
-            self._say(model, ev.NoticeGiven(name, 30.0, "spot"))
+            self._say(model, ev.NoticeReceived(name, 30.0, "spot"))
 
     @rule(name=NAMES)
     def time_is_up(self, name: str) -> None:
@@ -119,10 +119,10 @@ class ServedRun(RuleBasedStateMachine):
         model = self.live.get(name)
         if model is not None and model.connected and name in self.state.members:
             self._disconnect(model)
-            self._tell(ev.Disconnected(name))
+            self._tell(ev.MemberDisconnected(name))
             self._finish(model)
             if not known:
-                self._tell(ev.Lost(name, "silent"))
+                self._tell(ev.MemberLost(name, "silent"))
             self._hello(model)
 
     @rule(name=st.sampled_from(TRAINERS))
@@ -166,7 +166,7 @@ class ServedRun(RuleBasedStateMachine):
     @rule(checkpoint=st.booleans())
     def stop(self, checkpoint: bool) -> None:
         if self.state.stopping is None and not self.state.finished:
-            self._tell(ev.StopAsked("enough", checkpoint, 75))
+            self._tell(ev.StopRequested("enough", checkpoint, 75))
 
     # --- promises
 
@@ -240,12 +240,12 @@ class ServedRun(RuleBasedStateMachine):
             to = getattr(one, "to", None) or (getattr(one, "member", ""),)
             for name in to:
                 model = self.live.get(name)
-                if model is not None and model.connected and not isinstance(one, ev.Say | ev.Grant):
+                if model is not None and model.connected and not isinstance(one, ev.MembershipNote | ev.GrantClaim):
                     model.inbox.append(one)
 
     def _check_end(self, event: ev.Event) -> None:
         """A run is finished if somebody has seen its end, or if the last who trained has left its loop."""
-        left = isinstance(event, ev.MemberDone | ev.Hello) and event.early
+        left = isinstance(event, ev.MemberDone | ev.MemberConnected) and event.early
         assert self.over_in is not None or left, f"finished by {event}"
 
     def _check_loss(self, before: Placement) -> None:
@@ -271,35 +271,37 @@ class ServedRun(RuleBasedStateMachine):
         model.connected = True
         role = "server" if model.serves else "trainer"
         step = 5 if model.done else None
-        hello = ev.Hello(model.name, model.incarnation, HERE, None, step, done=model.done, role=role, early=model.early)
+        hello = ev.MemberConnected(
+            model.name, model.incarnation, HERE, None, step, done=model.done, role=role, early=model.early
+        )
         self._tell(hello)
-        self._say(model, ev.BecameReady(model.name, "m", step))
+        self._say(model, ev.MemberReady(model.name, "m", step))
         if model.leaving:
-            self._say(model, ev.NoticeGiven(model.name, 30.0, "spot"))
+            self._say(model, ev.NoticeReceived(model.name, 30.0, "spot"))
 
     def _say(self, model: Model, event: ev.Event) -> None:
         if model.connected and model.name in self.live:
             if self._has(model.name, model.incarnation):
                 self._tell(event)
             elif not self.state.finished:
-                model.inbox.append(ev.Expel(model.name, "its lease ran out"))
+                model.inbox.append(ev.EvictMember(model.name, "its lease ran out"))
 
     def _disconnect(self, model: Model) -> None:
         model.connected = False
         model.inbox.clear()
 
     def _hear(self, model: Model, told: Any) -> None:
-        if isinstance(told, ev.PlaceParts):
+        if isinstance(told, ev.PublishPlacement):
             if model.placement is None or told.placement.number > model.placement.number:
                 model.placement = told.placement
-        elif isinstance(told, ev.Expel):
+        elif isinstance(told, ev.EvictMember):
             model.placement = None
             self._hello(model)
-        elif isinstance(told, ev.AskRestore):
-            self._say(model, ev.BecameReady(model.name, "m", self.checkpoint, restored=True))
+        elif isinstance(told, ev.RestoreCheckpoint):
+            self._say(model, ev.MemberReady(model.name, "m", self.checkpoint, restored=True))
         elif isinstance(told, ev.StopMembers):
             model.stop = told
-        elif isinstance(told, ev.TellFinished | ev.Refuse) and not model.done:
+        elif isinstance(told, ev.AnnounceFinished | ev.RejectMember) and not model.done:
             del self.live[model.name]
 
     def _work(self, model: Model) -> None:
@@ -325,7 +327,7 @@ class ServedRun(RuleBasedStateMachine):
             if holding.primary == model.name and holding.learner in self.live:
                 self._say(model, ev.PartCopied(model.name, part, holding.learner, holding.since))
             if holding.primary == model.name and holding.handing:
-                self._say(model, ev.PartYielded(model.name, part, placement.number))
+                self._say(model, ev.PartReleased(model.name, part, placement.number))
 
     def _whole(self, placement: Placement) -> bool:
         """Whether all who answer for a part are there."""
@@ -351,7 +353,7 @@ class ServedRun(RuleBasedStateMachine):
         self._say(model, ev.MemberLeft(model.name, None))
         self.live.pop(model.name, None)
         if not model.connected and model.name in self.state.members:
-            self._tell(ev.Lost(model.name, "its process ended"))
+            self._tell(ev.MemberLost(model.name, "its process ended"))
 
     def _settle(self) -> None:
         """All that was said is heard, and everybody does what it can."""

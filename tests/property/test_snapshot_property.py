@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.worker.transport.snapshot import PieceGone, Snapshot
+from shoal.worker.transport.snapshot import ChunkReleased, Snapshot
 
 
 @given(
@@ -55,6 +55,6 @@ def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piec
             if size:
                 try:
                     stray = snapshot.piece("stray", index, 0, size)
-                except PieceGone:
+                except ChunkReleased:
                     continue
                 assert stray == truth[index].tobytes()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.decide import ASKED, HERE, State
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.decide import ASKED, HERE, ProvisioningState
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 
 GONE_S = 6.0
 STOP_S = provisioning_budget.RESERVE_S - 15.0
@@ -28,22 +28,22 @@ class Site:
 
     def __init__(self, described: list[tuple[float, int, int]], budget: float, slots: int, least: int) -> None:
         self.pools = tuple(
-            Pool(f"p{at}", "e", limit, each, price, patience_s=30.0)
+            PoolInfo(f"p{at}", "e", limit, each, price, patience_s=30.0)
             for at, (price, limit, each) in enumerate(described)
         )
-        self.state, self.now, self.over = State(), 0.0, False
+        self.state, self.now, self.over = ProvisioningState(), 0.0, False
         self.budget, self.least = budget, least
         self.leaving: dict[str, float] = {}
-        self.tell(se.PoolsKnown(self.pools))
+        self.tell(se.PoolsConfigured(self.pools))
         names = tuple(pool.name for pool in self.pools)
-        self.need = Need("run", names, slots, least, budget=budget)
-        self.tell(se.NeedsChanged((self.need,)))
+        self.need = MachineDemand("run", names, slots, least, budget=budget)
+        self.tell(se.DemandChanged((self.need,)))
 
     def tell(self, event: se.Event) -> None:
         before = {name for name, hire in self.state.hires.items() if hire.status == HERE}
         self.state, asked = provisioning.decide(self.state, event, self.now)
-        self.over = self.over or any(isinstance(one, se.OutOfMoney) for one in asked)
-        given_back = [one.hire for one in asked if isinstance(one, se.Cancel)]
+        self.over = self.over or any(isinstance(one, se.StopRunOverBudget) for one in asked)
+        given_back = [one.hire for one in asked if isinstance(one, se.CancelAllocation)]
         self.leaving |= dict.fromkeys(given_back, self.now + GONE_S)
         if before & set(given_back) and not self.over and not isinstance(event, se.AgentLost):
             places = sum(hire.slots for hire in self.state.hires.values() if hire.status == HERE)
@@ -55,17 +55,17 @@ class Site:
             self.tell(event)
         for name in [name for name, at in self.leaving.items() if at <= self.now]:
             del self.leaving[name]
-            self.tell(se.Ended(name))
+            self.tell(se.AllocationEnded(name))
 
     def happen(self, what: str) -> None:
         waiting = [hire for hire in self.state.hires.values() if hire.status == ASKED]
         here = [hire for hire in self.state.hires.values() if hire.status == HERE]
         if what == "deliver":
             for hire in waiting:
-                self.tell(se.Submitted(hire.pool, hire.name, hire.name))
-                self.tell(se.AgentHere(hire.name))
+                self.tell(se.AllocationSubmitted(hire.pool, hire.name, hire.name))
+                self.tell(se.AgentArrived(hire.name))
         elif what == "refuse" and waiting:
-            self.tell(se.Refused(waiting[0].pool, waiting[0].name, "no quota"))
+            self.tell(se.AllocationRejected(waiting[0].pool, waiting[0].name, "no quota"))
         elif what == "lose" and here:
             self.tell(se.AgentLost(here[0].name, "preempted"))
         for _ in range({"wait": 40, "long": 250}.get(what, 3)):
@@ -76,10 +76,10 @@ class Site:
         """What its processes need to end, then all is given back."""
         self.over = True
         held = tuple(name for name, hire in self.state.hires.items() if hire.status == HERE)
-        self.tell(se.NeedsChanged((Need("run", (), 0, held=held),)))
+        self.tell(se.DemandChanged((MachineDemand("run", (), 0, held=held),)))
         for _ in range(int(STOP_S)):
             self.tick()
-        self.tell(se.NeedsChanged(()))
+        self.tell(se.DemandChanged(()))
         for _ in range(40):
             self.tick()
 

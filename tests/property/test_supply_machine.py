@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.decide import ASKED, LEAVING, State
-from shoal.core.provisioning.events import Need, Pool, Sighting
+from shoal.core.provisioning.decide import ASKED, LEAVING, ProvisioningState
+from shoal.core.provisioning.events import ListedAllocation, MachineDemand, PoolInfo
 
-POOLS = (Pool("spot", "a", limit=3, patience_s=20.0), Pool("lab", "b", limit=2, slots=2, patience_s=20.0))
+POOLS = (PoolInfo("spot", "a", limit=3, patience_s=20.0), PoolInfo("lab", "b", limit=2, slots=2, patience_s=20.0))
 NAMES = tuple(pool.name for pool in POOLS)
 WAITING, RUNNING = "waiting", "running"
 
@@ -27,20 +27,20 @@ class SupplyMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.state = State()
+        self.state = ProvisioningState()
         self.jobs: dict[str, dict[str, str]] = {name: {} for name in NAMES}
         self.agents: set[str] = set()
         self.leaving: set[str] = set()
         self.line: deque[se.Instruction] = deque()
         self.reachable = dict.fromkeys(NAMES, True)
         self.submits: dict[str, int] = {}
-        self.tell(se.PoolsKnown(POOLS))
+        self.tell(se.PoolsConfigured(POOLS))
 
     # --- the shell
 
     def tell(self, event: se.Event) -> None:
         self.state, asked = provisioning.decide(self.state, event, self.now)
-        self.line.extend(one for one in asked if not isinstance(one, se.Tell))
+        self.line.extend(one for one in asked if not isinstance(one, se.ProvisioningNote))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -52,25 +52,25 @@ class SupplyMachine(RuleBasedStateMachine):
         one = self.line.popleft()
         jobs = self.jobs[one.pool]
         if not self.reachable[one.pool]:
-            if isinstance(one, se.Submit):
-                self.tell(se.Refused(one.pool, one.hire, "cannot be reached"))
+            if isinstance(one, se.SubmitAllocation):
+                self.tell(se.AllocationRejected(one.pool, one.hire, "cannot be reached"))
             return
-        if isinstance(one, se.Submit):
+        if isinstance(one, se.SubmitAllocation):
             jobs.setdefault(one.hire, WAITING)
-            self.tell(se.Submitted(one.pool, one.hire, one.hire))
+            self.tell(se.AllocationSubmitted(one.pool, one.hire, one.hire))
         elif one.handle:
             jobs.pop(one.handle, None)
             self.agents.discard(one.handle)
-            self.tell(se.Ended(one.hire))
+            self.tell(se.AllocationEnded(one.hire))
 
     def observe(self, pool: str) -> None:
         if not self.reachable[pool]:
             self.tell(se.PoolUnreachable(pool, "cannot be reached"))
             return
-        seen = tuple(Sighting(name, name, state == RUNNING) for name, state in sorted(self.jobs[pool].items()))
-        asking = {one.hire for one in self.line if isinstance(one, se.Submit)}
+        seen = tuple(ListedAllocation(name, name, state == RUNNING) for name, state in sorted(self.jobs[pool].items()))
+        asking = {one.hire for one in self.line if isinstance(one, se.SubmitAllocation)}
         mine = [hire for hire in self.state.hires.values() if hire.pool == pool]
-        event = se.Observed(pool, seen, (), tuple(h.name for h in mine if h.status == ASKED and h.name not in asking))
+        event = se.PoolListed(pool, seen, (), tuple(h.name for h in mine if h.status == ASKED and h.name not in asking))
         if provisioning.is_news(self.state, event):
             self.tell(event)
 
@@ -79,8 +79,8 @@ class SupplyMachine(RuleBasedStateMachine):
     @rule(slots=st.lists(st.integers(0, 6), min_size=1, max_size=2), turned=st.booleans())
     def runs_need(self, slots: list[int], turned: bool) -> None:
         pools = tuple(reversed(NAMES)) if turned else NAMES
-        needs = tuple(Need(f"run{number}", pools, many) for number, many in enumerate(slots) if many)
-        self.tell(se.NeedsChanged(needs))
+        needs = tuple(MachineDemand(f"run{number}", pools, many) for number, many in enumerate(slots) if many)
+        self.tell(se.DemandChanged(needs))
 
     @precondition(lambda self: self.line)
     @rule()
@@ -92,7 +92,7 @@ class SupplyMachine(RuleBasedStateMachine):
     def the_coordinator_crashes(self, reached: bool) -> None:
         """What was decided is in the journal; whether the engine got it, nobody knows."""
         one = self.line[0]
-        if reached and isinstance(one, se.Submit) and self.reachable[one.pool]:
+        if reached and isinstance(one, se.SubmitAllocation) and self.reachable[one.pool]:
             self.jobs[one.pool].setdefault(one.hire, WAITING)
         self.line.clear()
 
@@ -111,7 +111,7 @@ class SupplyMachine(RuleBasedStateMachine):
             name = jobs[pick % len(jobs)]
             self.jobs[pool][name] = RUNNING
             self.agents.add(name)
-            self.tell(se.AgentHere(name))
+            self.tell(se.AgentArrived(name))
 
     @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9), works=st.booleans())
     def a_machine_is_made_ready(self, pool: str, pick: int, works: bool) -> None:
@@ -119,7 +119,7 @@ class SupplyMachine(RuleBasedStateMachine):
         if jobs:
             name = jobs[pick % len(jobs)]
             self.jobs[pool][name] = RUNNING
-            self.tell(se.Preparing(name, "builds") if works else se.Unprepared(name, "it cannot be built"))
+            self.tell(se.SetupProgressed(name, "builds") if works else se.SetupFailed(name, "it cannot be built"))
 
     @rule(pool=st.sampled_from(NAMES), pick=st.integers(0, 9))
     def a_machine_gets_a_notice(self, pool: str, pick: int) -> None:
@@ -174,7 +174,7 @@ class SupplyMachine(RuleBasedStateMachine):
         assert room < 0 or not any(lacks.values()), f"{lacks} places are lacking"
         known = {hire.name for hire in self.state.hires.values() if hire.status != LEAVING}
         assert {name for jobs in self.jobs.values() for name in jobs} == known
-        self.tell(se.NeedsChanged(()))
+        self.tell(se.DemandChanged(()))
         for _ in range(6):
             self._go_on()
         assert not self.state.hires
@@ -194,7 +194,7 @@ class SupplyMachine(RuleBasedStateMachine):
                 self.jobs[pool][name] = RUNNING
                 if name in self.state.hires and name not in self.agents:
                     self.agents.add(name)
-                    self.tell(se.AgentHere(name))
+                    self.tell(se.AgentArrived(name))
         while self.line:
             self.carry_out()
 

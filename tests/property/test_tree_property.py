@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange, cut, deal, merge, merges, nodes, union
 
 Row = list[NDArray[np.float32]]
 
@@ -26,7 +26,7 @@ def by_definition(found: Row) -> NDArray[np.float32]:
     return by_definition(found[:half]) + by_definition(found[half:])
 
 
-def own_nodes(found: Row, held: Held) -> Row:
+def own_nodes(found: Row, held: ShardRange) -> Row:
     """What a member has after its last shard, adding as it goes along."""
     stack: Row = []
     for shard in range(held.start, held.stop):
@@ -37,7 +37,7 @@ def own_nodes(found: Row, held: Held) -> Row:
     return stack
 
 
-def applied(arrived: Held, rows: Row, own: Held, mine: Row) -> Row:
+def applied(arrived: ShardRange, rows: Row, own: ShardRange, mine: Row) -> Row:
     operands = [row.copy() for row in rows + mine]
     how = merge(arrived, own)
     for target, source in how.additions:
@@ -68,7 +68,7 @@ def test_every_split_sums_to_the_same_bits(shares: list[int], shards: int, first
 def test_nodes_cover_each_shard_once(shards: int, start: int, count: int) -> None:
     start, count = start % shards, min(count, shards)
     stop = (start + count) % shards or shards
-    held = Held(shards, 0, shards) if count == shards else Held(shards, start, stop)
+    held = ShardRange(shards, 0, shards) if count == shards else ShardRange(shards, start, stop)
     covered = sorted(shard for a, b in nodes(held) for shard in range(a, b))
     assert covered == sorted((start + i) % shards for i in range(count))
 

@@ -46,7 +46,7 @@ def test_an_error_is_explained_and_belongs_to_its_family(kind: type[ShoalError])
 
 
 def test_an_error_prints_what_where_why_do_and_its_code() -> None:
-    shown = str(errors.Unreachable("a cannot reach b", where="world 2", why="a firewall", do="open the port"))
+    shown = str(errors.PeerUnreachable("a cannot reach b", where="world 2", why="a firewall", do="open the port"))
     assert shown.splitlines() == [
         "error[S204] a cannot reach b",
         "  where  world 2",

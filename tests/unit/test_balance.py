@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.core.shares.balancer import Balance, Change, Rules, Seen, parse
+from shoal.core.shares.balancer import ShareBalancer, ShareChange, ShareSettings, StepMeasurement, parse
 from shoal.errors import BadPlan
 
 AHEAD = 2
@@ -21,18 +21,18 @@ class Simulation:
 
     speeds: list[float]
     size: int = 256
-    rules: Rules = field(default_factory=Rules)
+    rules: ShareSettings = field(default_factory=ShareSettings)
     fixed_s: float = 0.0
     noise: float = 0.0
     spikes: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.balance = Balance(self.rules, AHEAD)
+        self.balance = ShareBalancer(self.rules, AHEAD)
         self.chance = random.Random(self.seed)
         self.step = 0
         self.step_s: list[float] = []
-        self.changes: list[Change] = []
+        self.changes: list[ShareChange] = []
         self.changed_at: list[int] = []
         self.shares: tuple[int, ...] = ()
 
@@ -46,7 +46,7 @@ class Simulation:
             self.shares = self.balance.shares(self.step, self.size, self.names)
             times = [self.fixed_s + b / v if b else 0.0 for b, v in zip(self.shares, self.speeds, strict=True)]
             self.step_s.append(max(times))
-            seen = [Seen(b, t * self._chance()) for b, t in zip(self.shares, times, strict=True)]
+            seen = [StepMeasurement(b, t * self._chance()) for b, t in zip(self.shares, times, strict=True)]
             change = self.balance.observe(self.step, self.names, seen)
             if change is not None:
                 self.changes.append(change)
@@ -76,7 +76,7 @@ class Simulation:
 
 
 def test_rules_are_read_from_settings() -> None:
-    assert parse("model") == Rules()
+    assert parse("model") == ShareSettings()
     assert parse("ratio", threshold=0.05, window=20).policy == "ratio"
     assert parse("fixed:3,1").weights == (3.0, 1.0)
 
@@ -123,39 +123,39 @@ def test_equal_and_fixed_shares_never_change() -> None:
 
 
 def test_fixed_shares_respect_a_cap_and_a_floor() -> None:
-    assert Balance(parse("fixed:3,1", cap=160)).shares(0, 256, ["a", "b"]) == (160, 96)
-    assert Balance(parse("fixed:9,1", floor=0.25)).shares(0, 256, ["a", "b"]) == (192, 64)
+    assert ShareBalancer(parse("fixed:3,1", cap=160)).shares(0, 256, ["a", "b"]) == (160, 96)
+    assert ShareBalancer(parse("fixed:9,1", floor=0.25)).shares(0, 256, ["a", "b"]) == (192, 64)
 
 
 def test_a_cap_in_samples_is_never_broken_and_one_in_parts_gives_way() -> None:
-    assert Balance(parse("equal", cap=0.5)).shares(0, 256, ["a"]) == (256,)
+    assert ShareBalancer(parse("equal", cap=0.5)).shares(0, 256, ["a"]) == (256,)
     with pytest.raises(BadPlan, match="256 does not fit"):
-        Balance(parse("equal", cap=100)).shares(0, 256, ["a", "b"])
+        ShareBalancer(parse("equal", cap=100)).shares(0, 256, ["a", "b"])
 
 
 # --- before anything is measured
 
 
 def test_without_a_hint_the_first_shares_are_equal() -> None:
-    assert Balance().shares(0, 10, ["a", "b", "c"]) == (4, 3, 3)
+    assert ShareBalancer().shares(0, 10, ["a", "b", "c"]) == (4, 3, 3)
 
 
 def test_the_first_shares_follow_the_probes() -> None:
-    balance = Balance()
+    balance = ShareBalancer()
     balance.hint("a", 3.0)
     balance.hint("b", 1.0)
     assert balance.shares(0, 64, ["a", "b"]) == (48, 16)
 
 
 def test_a_member_without_a_probe_counts_as_the_usual_one() -> None:
-    balance = Balance()
+    balance = ShareBalancer()
     balance.hint("a", 2.0)
     assert balance.shares(0, 64, ["a", "b"]) == (32, 32)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
 def test_a_probe_that_makes_no_sense_is_ignored(speed: float) -> None:
-    balance = Balance()
+    balance = ShareBalancer()
     balance.hint("a", speed)
     assert balance.shares(0, 64, ["a", "b"]) == (32, 32)
 
@@ -182,14 +182,14 @@ def test_of_many_members_the_reason_names_those_whose_shares_change_the_most() -
 
 
 def test_shares_that_were_read_ahead_stay_as_they_are() -> None:
-    balance, names = Balance(ahead=AHEAD), ["a", "b"]
+    balance, names = ShareBalancer(ahead=AHEAD), ["a", "b"]
     promised: dict[int, tuple[int, ...]] = {}
     for step in range(60):
         for later in range(step, step + AHEAD + 1):
             shares = balance.shares(later, 64, names)
             assert promised.setdefault(later, shares) == shares
         speeds = (4, 1) if step < 30 else (1, 4)
-        balance.observe(step, names, [Seen(b, b / v) for b, v in zip(promised[step], speeds, strict=True)])
+        balance.observe(step, names, [StepMeasurement(b, b / v) for b, v in zip(promised[step], speeds, strict=True)])
     assert promised[59] in ((12, 52), (13, 51))
 
 
@@ -250,7 +250,7 @@ def test_a_slow_drift_is_followed_too() -> None:
 
 
 def test_a_change_that_makes_steps_slower_is_taken_back() -> None:
-    balance, names = Balance(), ["a", "b"]
+    balance, names = ShareBalancer(), ["a", "b"]
 
     def seconds(rank: int, share: int) -> float:
         cliff = 3.0 if rank == 0 and share > 40 else 1.0  # As if caches overflowed.
@@ -259,7 +259,7 @@ def test_a_change_that_makes_steps_slower_is_taken_back() -> None:
     reasons = []
     for step in range(60):
         shares = balance.shares(step, 64, names)
-        seen = [Seen(b, seconds(rank, b)) for rank, b in enumerate(shares)]
+        seen = [StepMeasurement(b, seconds(rank, b)) for rank, b in enumerate(shares)]
         change = balance.observe(step, names, seen)
         reasons += [change.reason] if change is not None else []
     assert seconds(0, shares[0]) <= 64
@@ -267,31 +267,31 @@ def test_a_change_that_makes_steps_slower_is_taken_back() -> None:
 
 
 def test_where_nothing_better_is_foreseen_the_best_shares_so_far_come_back() -> None:
-    balance, names = Balance(), ["a", "b"]
+    balance, names = ShareBalancer(), ["a", "b"]
     reasons = []
     for step in range(80):
         shares = balance.shares(step, 64, names)
         seconds = (3.0 if shares[0] > 32 else 1.0) * shares[0], 3.0 * shares[1]
-        change = balance.observe(step, names, [Seen(b, s) for b, s in zip(shares, seconds, strict=True)])
+        change = balance.observe(step, names, [StepMeasurement(b, s) for b, s in zip(shares, seconds, strict=True)])
         reasons += [change.reason] if change is not None else []
     assert "the last change made steps slower" in reasons[-1]
     assert shares == (32, 32)
 
 
 def test_nothing_changes_for_the_last_steps() -> None:
-    balance, names = Balance(), ["a", "b"]
+    balance, names = ShareBalancer(), ["a", "b"]
     for step in range(20):
         shares = balance.shares(step, 64, names)
-        seen = [Seen(b, b / v) for b, v in zip(shares, (4, 1), strict=True)]
+        seen = [StepMeasurement(b, b / v) for b, v in zip(shares, (4, 1), strict=True)]
         assert balance.observe(step, names, seen, left=1) is None
 
 
 def test_after_the_first_corrections_nobody_loses_more_than_half_of_its_share_at_once() -> None:
-    balance, names = Balance(parse("model", mode="epoch")), ["a", "b", "c", "d"]
+    balance, names = ShareBalancer(parse("model", mode="epoch")), ["a", "b", "c", "d"]
     for step in range(101):
         speeds = (1, 1, 1, 1) if step < 70 else (1, 1, 1, 100)
         shares = balance.shares(step, 256, names)
-        seen = [Seen(b, b / v) for b, v in zip(shares, speeds, strict=True)]
+        seen = [StepMeasurement(b, b / v) for b, v in zip(shares, speeds, strict=True)]
         balance.observe(step, names, seen, epoch=step // 50)
     assert balance.shares(101, 256, names) == (32, 32, 32, 160)
 
@@ -308,11 +308,11 @@ def test_once_settles_and_then_leaves_it() -> None:
 
 
 def test_by_epoch_shares_change_at_the_start_of_an_epoch_only() -> None:
-    balance, names, changed_at = Balance(parse("model", mode="epoch")), ["a", "b"], []
+    balance, names, changed_at = ShareBalancer(parse("model", mode="epoch")), ["a", "b"], []
     for step in range(200):
         shares = balance.shares(step, 64, names)
         speeds = (4, 1) if step < 70 else (1, 4)
-        seen = [Seen(b, b / v) for b, v in zip(shares, speeds, strict=True)]
+        seen = [StepMeasurement(b, b / v) for b, v in zip(shares, speeds, strict=True)]
         if balance.observe(step, names, seen, epoch=step // 50) is not None:
             changed_at.append(step)
     assert changed_at[0] < 20
@@ -341,7 +341,7 @@ def test_a_limit_holds_from_the_next_step_on() -> None:
 
 
 def test_limits_below_the_batch_are_refused() -> None:
-    balance = Balance()
+    balance = ShareBalancer()
     balance.limit("a", 100)
     balance.limit("b", 100)
     with pytest.raises(BadPlan, match="256 does not fit"):
@@ -349,12 +349,12 @@ def test_limits_below_the_batch_are_refused() -> None:
 
 
 def test_micro_batches_are_part_of_the_cost() -> None:
-    balance, names = Balance(), ["a", "b"]
+    balance, names = ShareBalancer(), ["a", "b"]
     balance.micro("a", 16)
     for step in range(80):
         shares = balance.shares(step, 64, names)
         a_s, b_s = math.ceil(shares[0] / 16) * 1.0 + shares[0] * 0.01, 1.0 + shares[1] * 0.05
-        balance.observe(step, names, [Seen(shares[0], a_s), Seen(shares[1], b_s)])
+        balance.observe(step, names, [StepMeasurement(shares[0], a_s), StepMeasurement(shares[1], b_s)])
     assert shares[0] == 32
 
 
@@ -412,7 +412,7 @@ def test_where_shares_hardly_matter_noise_does_not_make_them_uneven_when_members
             left = [name for rank, name in enumerate(everybody) if rank != lost % 3]
             for step in range(run.step, run.step + 4):
                 shares = run.balance.shares(step, 48, left)
-                seen = [Seen(b, (0.35 + b / 500) * math.exp(run.chance.gauss(0, 0.05))) for b in shares]
+                seen = [StepMeasurement(b, (0.35 + b / 500) * math.exp(run.chance.gauss(0, 0.05))) for b in shares]
                 run.balance.observe(step, left, seen)
             run.step += 4
             assert min(run.run(20).shares) >= 8
@@ -444,7 +444,7 @@ def test_a_newcomer_with_a_probe_is_compared_with_the_others() -> None:
 
 def test_a_member_that_comes_back_is_remembered() -> None:
     run = Simulation([4, 1], size=50).run(40)
-    run.balance.observe(40, ["lab/0"], [Seen(50, 12.5)])
+    run.balance.observe(40, ["lab/0"], [StepMeasurement(50, 12.5)])
     assert run.balance.shares(41, 50, ["lab/0", "lab/1"]) == pytest.approx((40, 10), abs=1)
 
 
@@ -484,20 +484,23 @@ def test_state_is_small_and_plain_and_goes_on_where_it_was() -> None:
     run = Simulation([8, 4, 4, 2, 2, 1, 1, 1], noise=0.1, spikes=0.01).run(75)
     text = json.dumps(run.balance.state_dict())
     assert len(text) < 12_000
-    twin = Balance(run.rules, AHEAD)
+    twin = ShareBalancer(run.rules, AHEAD)
     twin.load_state_dict(json.loads(text))
     for step in range(75, 200):
         shares = run.balance.shares(step, 256, run.names)
         assert twin.shares(step, 256, run.names) == shares
-        seen = [Seen(b, b / v * run.chance.lognormvariate(0, 0.1)) for b, v in zip(shares, run.speeds, strict=True)]
+        seen = [
+            StepMeasurement(b, b / v * run.chance.lognormvariate(0, 0.1))
+            for b, v in zip(shares, run.speeds, strict=True)
+        ]
         assert run.balance.observe(step, run.names, seen) == twin.observe(step, run.names, seen)
 
 
 def test_the_memory_of_members_that_left_is_bounded() -> None:
-    balance = Balance()
+    balance = ShareBalancer()
     for number in range(200):
         names = ["stays", f"guest/{number}"]
-        balance.observe(number, names, [Seen(b, 0.1 * b) for b in balance.shares(number, 8, names)])
+        balance.observe(number, names, [StepMeasurement(b, 0.1 * b) for b in balance.shares(number, 8, names)])
     assert len(balance.state_dict()["speeds"]["members"]) <= 20
 
 
@@ -510,24 +513,24 @@ def test_figures_tell_what_balancing_saves() -> None:
 
 
 def test_before_anything_is_known_there_are_no_figures() -> None:
-    assert Balance().figures().sample_s == {}
+    assert ShareBalancer().figures().sample_s == {}
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.02])
 def test_a_member_that_was_slow_for_a_while_gets_all_of_its_share_back(noise: float) -> None:
-    balance, chance, names, size = Balance(), random.Random(5), ("a", "b"), 64
+    balance, chance, names, size = ShareBalancer(), random.Random(5), ("a", "b"), 64
     for step in range(600):
         speeds = (1.0, 0.25 if 100 <= step < 300 else 1.0)
         shares = balance.shares(step, size, names)
         took = [(0.005 + 0.001 * n / s) * (1 + chance.gauss(0, noise)) for n, s in zip(shares, speeds, strict=True)]
-        balance.observe(step, names, [Seen(n, t) for n, t in zip(shares, took, strict=True)])
+        balance.observe(step, names, [StepMeasurement(n, t) for n, t in zip(shares, took, strict=True)])
     best_s = 0.005 + 0.001 * 32
     assert 0.005 + 0.001 * max(balance.shares(600, size, names)) <= 1.03 * best_s
 
 
 def test_a_member_that_comes_back_to_a_run_of_fixed_costs_is_not_left_out_for_a_small_gain() -> None:
     for seed in range(10):
-        balance, chance = Balance(), random.Random(seed)
+        balance, chance = ShareBalancer(), random.Random(seed)
         for step in range(200):
             names = ("a", "b") if 100 <= step < 150 else ("a", "b", "c")
             shares = balance.shares(step, 24, names, (2,) if step == 150 else ())
@@ -535,5 +538,5 @@ def test_a_member_that_comes_back_to_a_run_of_fixed_costs_is_not_left_out_for_a_
             took = [
                 (fixed_s[m] + 0.002 * n) * (1 + abs(chance.gauss(0, 0.05))) for m, n in zip(names, shares, strict=True)
             ]
-            balance.observe(step, names, [Seen(n, t) for n, t in zip(shares, took, strict=True)])
+            balance.observe(step, names, [StepMeasurement(n, t) for n, t in zip(shares, took, strict=True)])
             assert step == 150 or 0 not in shares, (seed, step, shares)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import settings
-from shoal.core.emulation import Emulation, Machine, number_of, parse
+from shoal.core.emulation import EmulatedMachine, Emulation, number_of, parse
 from shoal.errors import BadEmulation
 from shoal.testing.emulated_speeds import best_shares, machines, step_s
-from shoal.worker.training.slowdown import Clocks, Cost, Pace, Stretch, pace_of
+from shoal.worker.training.slowdown import Clocks, FixedStepCost, Slowdown, StretchedCompute, pace_of
 
 SPEEDS = st.floats(0.001, 1)
 
@@ -21,7 +21,7 @@ SPEEDS = st.floats(0.001, 1)
 
 
 def test_a_list_of_speeds_is_one_machine_for_each_member() -> None:
-    assert parse("1,0.5, 0.25") == Emulation((Machine(1.0), Machine(0.5), Machine(0.25)))
+    assert parse("1,0.5, 0.25") == Emulation((EmulatedMachine(1.0), EmulatedMachine(0.5), EmulatedMachine(0.25)))
 
 
 def test_no_text_is_no_emulation() -> None:
@@ -51,12 +51,12 @@ def test_a_cost_counts_samples_by_speed_and_the_rest_by_none() -> None:
 
 
 def test_a_cost_alone_makes_all_members_equal() -> None:
-    assert parse("sample_s=0.002") == Emulation((Machine(1.0),), 0.002)
+    assert parse("sample_s=0.002") == Emulation((EmulatedMachine(1.0),), 0.002)
 
 
 @given(st.lists(st.tuples(SPEEDS, st.dictionaries(st.integers(1, 10**6), SPEEDS, max_size=3)), min_size=1, max_size=5))
 def test_every_machine_can_be_written_down(wanted: list[tuple[float, dict[int, float]]]) -> None:
-    made = tuple(Machine(speed, tuple(sorted(changes.items()))) for speed, changes in wanted)
+    made = tuple(EmulatedMachine(speed, tuple(sorted(changes.items()))) for speed, changes in wanted)
     texts = [":".join([str(m.speed), *(f"{speed}@{step}" for step, speed in m.changes)]) for m in made]
     assert parse(machines(*texts)) == Emulation(made)
     assert parse(machines(*texts, sample_s=0.002, fixed_s=0.01)) == Emulation(made, 0.002, 0.01)
@@ -126,7 +126,9 @@ class Hands:
         self.spent_s += cpu_s
         self.now_s += cpu_s * self.contention
 
-    def step(self, pace: Pace, number: int, samples: int, sample_s: float, fixed_s: float = 0.0) -> tuple[float, float]:
+    def step(
+        self, pace: Slowdown, number: int, samples: int, sample_s: float, fixed_s: float = 0.0
+    ) -> tuple[float, float]:
         """One step, two thirds of it in the backward pass: when the gradients begin to leave, and when it ends."""
         cpu_s, began_s = fixed_s + sample_s * samples, self.now_s
         pace.begin(number)
@@ -140,13 +142,13 @@ class Hands:
 
 def test_a_quarter_of_the_speed_takes_four_times_as_long_from_the_first_step_on() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.25), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.25), hands.clocks)
     assert [hands.step(pace, k, 10, 0.3)[1] for k in range(3)] == [pytest.approx(12.0)] * 3
 
 
 def test_time_grows_with_samples() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.5), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.5), hands.clocks)
     assert [hands.step(pace, k, n, 0.3)[1] for k, n in enumerate((10, 5, 40, 1, 0, 8))] == [
         pytest.approx(2 * 0.3 * n) for n in (10, 5, 40, 1, 0, 8)
     ]
@@ -154,14 +156,14 @@ def test_time_grows_with_samples() -> None:
 
 def test_a_step_that_is_mostly_fixed_cost_is_never_stretched_too_far() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.25), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.25), hands.clocks)
     took_s = [hands.step(pace, k, n, 0.001, fixed_s=1.0)[1] for k, n in enumerate((1, 100, 1, 50))]
     assert took_s == [pytest.approx(4 * (1 + 0.001 * n)) for n in (1, 100, 1, 50)]
 
 
 def test_gradients_leave_late() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.25), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.25), hands.clocks)
     hands.step(pace, 0, 10, 0.3)
     sent_s, took_s = hands.step(pace, 1, 10, 0.3)
     assert sent_s >= took_s - 2.0 - 0.1 * 3 * 2.0 - 1e-9, "all but the backward pass and a tenth of its stretch is past"
@@ -170,13 +172,13 @@ def test_gradients_leave_late() -> None:
 def test_a_busy_machine_does_not_lengthen_the_sleep() -> None:
     idle, busy = Hands(), Hands(contention=3.0)
     for hands in (idle, busy):
-        hands.step(Stretch(Machine(0.25), hands.clocks), 0, 10, 0.3)
+        hands.step(StretchedCompute(EmulatedMachine(0.25), hands.clocks), 0, 10, 0.3)
     assert busy.now_s - idle.now_s == pytest.approx(2 * 3.0)
 
 
 def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.25), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.25), hands.clocks)
     pace.begin(0)
     hands.work(1.0)
     pace.before_exchange(10, 10)
@@ -186,7 +188,7 @@ def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
 
 def test_the_stretch_follows_the_schedule() -> None:
     hands = Hands()
-    pace = Stretch(Machine(1.0, ((2, 0.25),)), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(1.0, ((2, 0.25),)), hands.clocks)
     took_s = [hands.step(pace, k, 10, 0.3)[1] for k in range(4)]
     assert took_s == [pytest.approx(s) for s in (3.0, 3.0, 12.0, 12.0)]
 
@@ -195,7 +197,7 @@ def test_a_cost_is_kept_to_the_tick_whatever_the_real_work_is() -> None:
     told = parse("sample_s=1,fixed_s=2,1,0.5:0.25@2")
     assert told is not None
     hands = Hands(contention=2.0)
-    pace = Cost(told, 1, hands.clocks)
+    pace = FixedStepCost(told, 1, hands.clocks)
     took_s = [hands.step(pace, k, n, 0.1 + 0.01 * k)[1] for k, n in enumerate((5, 10, 10, 0, 1))]
     assert took_s == [pytest.approx(s) for s in (12.0, 22.0, 42.0, 2.0, 6.0)]
     assert hands.step(pace, 5, 5, 0.1)[0] > 20.0, "most of it is before the gradients leave"
@@ -205,7 +207,7 @@ def test_a_cost_is_kept_by_a_machine_that_is_busy_now_and_then() -> None:
     told = parse("sample_s=1")
     assert told is not None
     hands = Hands()
-    pace = Cost(told, 0, hands.clocks)
+    pace = FixedStepCost(told, 0, hands.clocks)
     took_s = [hands.step(pace, k, 10, sample_s)[1] for k, sample_s in enumerate((0.3, 0.6, 0.3, 0.6, 0.3))]
     assert took_s[0] == pytest.approx(10.0)
     assert took_s[2:] == [pytest.approx(10.0)] * 3, "after the first surprise there is none"
@@ -213,7 +215,7 @@ def test_a_cost_is_kept_by_a_machine_that_is_busy_now_and_then() -> None:
 
 def test_pieces_of_a_share_are_stretched_together() -> None:
     hands = Hands()
-    pace = Stretch(Machine(0.25), hands.clocks)
+    pace = StretchedCompute(EmulatedMachine(0.25), hands.clocks)
     for step in range(2):
         began_s = hands.now_s
         pace.begin(step)
@@ -229,15 +231,15 @@ def test_work_that_takes_longer_than_its_cost_is_not_delayed() -> None:
     told = parse("sample_s=0.001")
     assert told is not None
     hands = Hands()
-    assert hands.step(Cost(told, 0, hands.clocks), 0, 10, 0.3) == (pytest.approx(1.0), pytest.approx(3.0))
+    assert hands.step(FixedStepCost(told, 0, hands.clocks), 0, 10, 0.3) == (pytest.approx(1.0), pytest.approx(3.0))
 
 
 def test_a_member_as_fast_as_it_is_has_no_pace() -> None:
     assert pace_of("local/0", "") is None
     assert pace_of("local/0", "1,0.5") is None
-    assert isinstance(pace_of("local/1", "1,0.5"), Stretch)
-    assert isinstance(pace_of("local/0", "1:0.5@9"), Stretch)
-    assert isinstance(pace_of("local/0", "sample_s=0.1,1,0.5"), Cost)
+    assert isinstance(pace_of("local/1", "1,0.5"), StretchedCompute)
+    assert isinstance(pace_of("local/0", "1:0.5@9"), StretchedCompute)
+    assert isinstance(pace_of("local/0", "sample_s=0.1,1,0.5"), FixedStepCost)
 
 
 # --- what tests compare with

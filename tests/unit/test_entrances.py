@@ -6,7 +6,7 @@ import threading
 
 from shoal.core.world import World
 from shoal.worker.collectives.exchange import ExchangeBroken
-from shoal.worker.session.pending_worlds import Entrances
+from shoal.worker.session.pending_worlds import PendingWorlds
 
 WAIT_S = 10.0
 
@@ -19,7 +19,7 @@ class Stage:
         self.told: list[tuple[str, int]] = []
         self.heard = threading.Semaphore(0)
         self.fails: set[int] = set()
-        self.entrances = Entrances(self._build, 1.0, self._opened, self._failed, lambda *_: None)
+        self.entrances = PendingWorlds(self._build, 1.0, self._opened, self._failed, lambda *_: None)
 
     def _build(self, world, _timeout_s, cancelled, _on_break):
         self.may_connect[world.number].wait(WAIT_S)

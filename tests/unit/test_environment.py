@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadSettings, IncompleteEnvironment
-from shoal.worker.session.environment import Settings, parse_settings, read
+from shoal.worker.session.environment import RunSettings, parse_settings, read
 
 STARTED = {
     "SHOAL_URL": "http://127.0.0.1:1",
@@ -35,8 +35,13 @@ def test_a_missing_variable_is_named(name: str) -> None:
 
 
 def test_settings_have_the_documented_defaults() -> None:
-    assert parse_settings({}) == Settings()
-    assert (Settings().beat_s, Settings().stall_s, Settings().checkpoint_keep, Settings().budget_infrastructure) == (
+    assert parse_settings({}) == RunSettings()
+    assert (
+        RunSettings().heartbeat_s,
+        RunSettings().hang_timeout_s,
+        RunSettings().checkpoint_keep,
+        RunSettings().restarts_infrastructure,
+    ) == (
         0.5,
         300,
         2,
@@ -54,7 +59,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("lease_s", 0), ("threads", -1), ("exchange", "mpi"), ("ports", "x"), ("beat_s", "soon")]
+    ("key", "value"), [("lease_s", 0), ("threads", -1), ("exchange", "mpi"), ("ports", "x"), ("heartbeat_s", "soon")]
 )
 def test_an_impossible_value_is_refused(key: str, value: str | int) -> None:
     with pytest.raises(BadSettings):

@@ -8,17 +8,17 @@ from typing import TypeVar
 
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
-from shoal.core.fleet.restart_policy import BudgetSettings
+from shoal.core.fleet.restart_policy import RestartLimits
 
 I = TypeVar("I")  # noqa: E741
-STRICT = BudgetSettings(user=1, infrastructure=1, backoff_s=2.0)
+STRICT = RestartLimits(user=1, infrastructure=1, backoff_s=2.0)
 
 
 class Fleet:
     """A state that remembers all that was asked."""
 
     def __init__(self) -> None:
-        self.state = fl.State(salt="s")
+        self.state = fl.FleetState(salt="s")
         self.asked: list[fe.Instruction] = []
         self.now = 1000.0
 
@@ -40,7 +40,7 @@ class Fleet:
     def started(self) -> list[str]:
         return [i.member for i in self.of(fe.StartProcess)]
 
-    def process(self, member: str, run: str = "r") -> fl.Process:
+    def process(self, member: str, run: str = "r") -> fl.ProcessState:
         return self.state.processes[run, member]
 
     def exit(self, member: str, cause: str, detail: str = "", run: str = "r") -> Fleet:
@@ -51,8 +51,8 @@ class Fleet:
 def with_run(low: int = 1, high: int = 2, slots: int | None = None, compat: str = "", **agents: int | None) -> Fleet:
     fleet = Fleet()
     for name, offered in (agents or {"lab": slots}).items():
-        fleet.on(fe.AgentJoined(name, offered, "h"))
-    return fleet.on(fe.RunWanted("r", low, high, compat, STRICT))
+        fleet.on(fe.AgentConnected(name, offered, "h"))
+    return fleet.on(fe.RunRequested("r", low, high, compat, STRICT))
 
 
 def test_an_elastic_agent_starts_as_many_as_asked() -> None:
@@ -69,9 +69,9 @@ def test_an_elastic_agent_only_fills_up_what_the_others_leave() -> None:
 
 def test_two_runs_do_not_share_a_slot() -> None:
     fleet = with_run(1, 2, slots=2)
-    assert fleet.on(fe.RunWanted("other", 1, 2)).started() == []
+    assert fleet.on(fe.RunRequested("other", 1, 2)).started() == []
     fleet.exit("lab/0", "done")
-    assert fleet.exit("lab/1", "done").of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert fleet.exit("lab/1", "done").of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "all members are done", 0)]
     assert [(i.run, i.member) for i in fleet.of(fe.StartProcess)] == [("other", "lab/0"), ("other", "lab/1")]
 
 
@@ -85,7 +85,7 @@ def test_a_crashed_member_is_started_again_with_another_incarnation() -> None:
 
 def test_a_second_crash_waits_for_the_back_off() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fe.RunWanted("r", 1, 1, "", BudgetSettings(infrastructure=5, backoff_s=2.0)))
+    fleet.on(fe.RunRequested("r", 1, 1, "", RestartLimits(infrastructure=5, backoff_s=2.0)))
     fleet.exit("lab/0", "infrastructure")
     assert fleet.exit("lab/0", "infrastructure").started() == []
     assert fleet.wait(1.0).started() == []
@@ -96,16 +96,16 @@ def test_the_user_s_errors_end_the_run_with_their_words() -> None:
     fleet = with_run()
     fleet.exit("lab/0", "user", "ValueError: x")
     fleet.exit("lab/0", "user", "ValueError: x")
-    failed = fleet.of(fe.RunFailed)[0]
+    failed = fleet.of(fe.MarkRunFailed)[0]
     assert failed.exit_code == 1
     assert "ValueError: x" in failed.reason
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/1"]
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/1"]
 
 
 def test_a_machine_that_keeps_crashing_is_given_up_for_a_while_if_enough_are_left() -> None:
     fleet = with_run(1, 2)
     fleet.exit("lab/1", "infrastructure")
-    assert fleet.exit("lab/1", "infrastructure").of(fe.RunFailed) == []
+    assert fleet.exit("lab/1", "infrastructure").of(fe.MarkRunFailed) == []
     assert fleet.started() == []
     assert fleet.wait(601.0).started() == ["lab/1"]
 
@@ -113,7 +113,7 @@ def test_a_machine_that_keeps_crashing_is_given_up_for_a_while_if_enough_are_lef
 def test_too_few_left_fails_the_run() -> None:
     fleet = with_run(2, 2)
     fleet.exit("lab/1", "infrastructure")
-    assert [i.exit_code for i in fleet.exit("lab/1", "infrastructure").of(fe.RunFailed)] == [5]
+    assert [i.exit_code for i in fleet.exit("lab/1", "infrastructure").of(fe.MarkRunFailed)] == [5]
 
 
 def test_preemption_is_never_held_against_anybody() -> None:
@@ -132,69 +132,69 @@ def test_when_every_machine_went_after_a_notice_the_run_can_be_resumed() -> None
     fleet = with_run(1, 1)
     fleet.on(fe.AgentNotice("lab", 120.0, "aws"))
     fleet.exit("lab/0", "preempted")
-    fleet.on(fe.AgentAway("lab"))
+    fleet.on(fe.AgentDisconnected("lab"))
     fleet.wait(10.1)
-    assert [i.exit_code for i in fleet.wait(60.1).of(fe.RunEnded)] == [75]
+    assert [i.exit_code for i in fleet.wait(60.1).of(fe.MarkRunEnded)] == [75]
 
 
 def test_all_lost_and_no_agent_left_is_exit_5() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fe.AgentAway("lab"))
-    assert fleet.wait(10.1).of(fe.RunFailed) == []
-    assert fleet.wait(59.0).of(fe.RunFailed) == []
-    assert [i.exit_code for i in fleet.wait(2.0).of(fe.RunFailed)] == [5]
+    fleet.on(fe.AgentDisconnected("lab"))
+    assert fleet.wait(10.1).of(fe.MarkRunFailed) == []
+    assert fleet.wait(59.0).of(fe.MarkRunFailed) == []
+    assert [i.exit_code for i in fleet.wait(2.0).of(fe.MarkRunFailed)] == [5]
 
 
 def test_an_agent_that_comes_back_in_time_keeps_its_processes() -> None:
     fleet = with_run(1, 2)
     names = tuple((p.run, p.member, p.incarnation) for p in fleet.state.processes.values())
-    fleet.on(fe.AgentAway("lab"))
+    fleet.on(fe.AgentDisconnected("lab"))
     fleet.wait(9.0)
-    assert fleet.on(fe.AgentJoined("lab", None, "h", names)).asked == []
+    assert fleet.on(fe.AgentConnected("lab", None, "h", names)).asked == []
     assert fleet.wait(60.0).asked == []
 
 
 def test_a_process_that_an_agent_comes_back_without_is_started_again() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fe.AgentAway("lab"))
-    assert fleet.on(fe.AgentJoined("lab", None, "h", ())).started() == []
+    fleet.on(fe.AgentDisconnected("lab"))
+    assert fleet.on(fe.AgentConnected("lab", None, "h", ())).started() == []
     assert fleet.wait(2.1).started() == ["lab/0"]
 
 
 def test_the_successor_of_a_dead_agent_starts_its_members_at_once() -> None:
     fleet = with_run(1, 2)
-    fleet.on(fe.AgentAway("lab"))
-    assert fleet.on(fe.AgentJoined("lab", None, "h", (), successor=True)).started() == ["lab/0", "lab/1"]
+    fleet.on(fe.AgentDisconnected("lab"))
+    assert fleet.on(fe.AgentConnected("lab", None, "h", (), successor=True)).started() == ["lab/0", "lab/1"]
 
 
 def test_processes_of_an_agent_that_was_given_up_are_adopted_if_there_is_room_and_ended_if_not() -> None:
     fleet = with_run(1, 1)
     name = ("r", "lab/0", fleet.process("lab/0").incarnation)
-    fleet.on(fe.AgentAway("lab"))
+    fleet.on(fe.AgentDisconnected("lab"))
     fleet.wait(10.1)
-    assert fleet.on(fe.AgentJoined("lab", None, "h", (name,))).asked == []
-    fleet.on(fe.AgentAway("lab"))
+    assert fleet.on(fe.AgentConnected("lab", None, "h", (name,))).asked == []
+    fleet.on(fe.AgentDisconnected("lab"))
     fleet.wait(10.1)
-    assert fleet.on(fe.AgentJoined("other", None, "h")).started() == ["other/0"]
-    ended = fleet.on(fe.AgentJoined("lab", None, "h", (name,))).of(fe.EndProcess)
+    assert fleet.on(fe.AgentConnected("other", None, "h")).started() == ["other/0"]
+    ended = fleet.on(fe.AgentConnected("lab", None, "h", (name,))).of(fe.StopProcess)
     assert [i.incarnation for i in ended] == [name[2]]
 
 
 def test_a_silent_member_is_given_time_and_then_replaced() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
-    fleet.on(fe.MemberSilent("r", "lab/0"))
+    fleet.on(fe.MemberUnresponsive("r", "lab/0"))
     assert fleet.wait(9.0).asked == []
-    assert [i.member for i in fleet.wait(1.5).of(fe.EndProcess)] == ["lab/0"]
+    assert [i.member for i in fleet.wait(1.5).of(fe.StopProcess)] == ["lab/0"]
     assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
 
 
 def test_a_member_that_is_stuck_is_replaced_at_once_though_it_speaks() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
-    ended = fleet.on(fe.MemberSilent("r", "lab/0", "it has been in data for 300 s")).of(fe.EndProcess)
+    ended = fleet.on(fe.MemberUnresponsive("r", "lab/0", "it has been in data for 300 s")).of(fe.StopProcess)
     assert [(i.member, i.reason) for i in ended] == [("lab/0", "it has been in data for 300 s")]
-    fleet.on(fe.MemberBack("r", "lab/0"))
+    fleet.on(fe.MemberResponsive("r", "lab/0"))
     assert fleet.exit("lab/0", "asked").started() == ["lab/0"]
 
 
@@ -203,41 +203,41 @@ def test_a_member_that_is_stuck_while_it_is_ended_is_not_started_again() -> None
     fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
     fleet.on(fe.RunStopping("r", 75, 0.0, "enough")).wait(1.0)
     assert fleet.process("lab/0").status == "ending"
-    fleet.on(fe.MemberSilent("r", "lab/0", "it has been in data for 300 s"))
+    fleet.on(fe.MemberUnresponsive("r", "lab/0", "it has been in data for 300 s"))
     assert fleet.exit("lab/0", "asked").started() == []
 
 
 def test_a_member_that_speaks_again_is_left_alone() -> None:
     fleet = with_run(1, 1)
-    fleet.on(fe.MemberSilent("r", "lab/0"), fe.MemberBack("r", "lab/0"))
+    fleet.on(fe.MemberUnresponsive("r", "lab/0"), fe.MemberResponsive("r", "lab/0"))
     assert fleet.wait(60.0).asked == []
 
 
 def test_a_member_that_does_not_fit_is_not_tried_again_and_harms_nobody() -> None:
     fleet = with_run(2, 3)
-    told = fleet.exit("lab/2", "refused", "another model").of(fe.Tell)
+    told = fleet.exit("lab/2", "refused", "another model").of(fe.FleetNote)
     assert ["lab/2 is not started again" in i.text for i in told] == [True]
     assert fleet.started() == []
-    (failed,) = fleet.exit("lab/1", "refused", "another model").of(fe.RunFailed)
+    (failed,) = fleet.exit("lab/1", "refused", "another model").of(fe.MarkRunFailed)
     assert (failed.exit_code, "another model" in failed.reason) == (1, True)
 
 
 def test_a_member_that_is_silent_together_with_its_agent_is_not_replaced() -> None:
     fleet = with_run(1, 1)
     name = ("r", "lab/0", fleet.process("lab/0").incarnation)
-    fleet.on(fe.ProcessStarted(*name, 1, True), fe.MemberSilent("r", "lab/0"))
+    fleet.on(fe.ProcessStarted(*name, 1, True), fe.MemberUnresponsive("r", "lab/0"))
     fleet.wait(2.0)
-    fleet.on(fe.AgentAway("lab"))
+    fleet.on(fe.AgentDisconnected("lab"))
     assert fleet.wait(9.0).asked == []
-    assert fleet.on(fe.AgentJoined("lab", None, "h", (name,))).asked == []
+    assert fleet.on(fe.AgentConnected("lab", None, "h", (name,))).asked == []
     assert fleet.wait(9.0).asked == [], "it has as long again to speak"
-    assert [i.member for i in fleet.wait(1.5).of(fe.EndProcess)] == ["lab/0"]
+    assert [i.member for i in fleet.wait(1.5).of(fe.StopProcess)] == ["lab/0"]
 
 
 def test_scaling_down_ends_those_that_the_world_does_not_keep() -> None:
     fleet = with_run(1, 3)
-    fleet.on(fe.Scaled("r", 1, 1, keep=("lab/2",)))
-    assert sorted(i.member for i in fleet.of(fe.EndProcess)) == ["lab/0", "lab/1"]
+    fleet.on(fe.RunScaled("r", 1, 1, keep=("lab/2",)))
+    assert sorted(i.member for i in fleet.of(fe.StopProcess)) == ["lab/0", "lab/1"]
     assert fleet.exit("lab/0", "preempted").started() == []
 
 
@@ -245,13 +245,13 @@ def test_a_stopping_run_ends_when_its_processes_have() -> None:
     fleet = with_run(1, 2)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
     fleet.exit("lab/0", "preempted")
-    assert fleet.exit("lab/1", "preempted").of(fe.RunEnded) == [fe.RunEnded("r", "asked", 75)]
+    assert fleet.exit("lab/1", "preempted").of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "asked", 75)]
 
 
 def test_a_run_is_not_done_if_nobody_came_to_the_end_of_the_script() -> None:
     fleet = with_run(1, 2).on(fe.RunFinished("r"))
     fleet.exit("lab/0", "infrastructure")
-    [ended] = fleet.exit("lab/1", "infrastructure").of(fe.RunEnded)
+    [ended] = fleet.exit("lab/1", "infrastructure").of(fe.MarkRunEnded)
     assert ended.exit_code == 75
     assert "nobody came to the end of the script: lab/1" in ended.reason
 
@@ -259,20 +259,20 @@ def test_a_run_is_not_done_if_nobody_came_to_the_end_of_the_script() -> None:
 def test_a_run_is_done_if_one_of_its_members_came_to_the_end_of_the_script() -> None:
     fleet = with_run(1, 2).on(fe.RunFinished("r"))
     fleet.exit("lab/0", "infrastructure")
-    [ended] = fleet.exit("lab/1", "done").of(fe.RunEnded)
+    [ended] = fleet.exit("lab/1", "done").of(fe.MarkRunEnded)
     assert (ended.exit_code, ended.reason) == (0, "all members are done")
 
 
 def test_a_run_is_not_done_if_its_machine_is_lost_before_the_end_of_the_script() -> None:
-    fleet = with_run(1, 1).on(fe.RunFinished("r")).on(fe.AgentAway("lab"))
-    [ended] = fleet.wait(11.0).of(fe.RunEnded)
+    fleet = with_run(1, 1).on(fe.RunFinished("r")).on(fe.AgentDisconnected("lab"))
+    [ended] = fleet.wait(11.0).of(fe.MarkRunEnded)
     assert ended.exit_code == 75
     assert "nobody came to the end of the script: lab/0: agent lab is lost" in ended.reason
 
 
 def test_a_run_is_not_done_if_its_agent_ended_its_member_before_the_end_of_the_script() -> None:
     fleet = with_run(1, 1).on(fe.RunFinished("r"))
-    [ended] = fleet.exit("lab/0", "asked", "the agent ends").of(fe.RunEnded)
+    [ended] = fleet.exit("lab/0", "asked", "the agent ends").of(fe.MarkRunEnded)
     assert ended.exit_code == 75
     assert "nobody came to the end of the script: lab/0: the agent ends" in ended.reason
 
@@ -281,7 +281,7 @@ def test_a_run_is_done_if_its_member_came_to_the_end_of_the_script_when_its_agen
     fleet = with_run(1, 1).on(fe.RunFinished("r"))
     incarnation = fleet.process("lab/0").incarnation
     fleet.on(fe.ProcessExited("r", "lab/0", incarnation, "asked", "the agent ends", exit_code=0))
-    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert fleet.of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "all members are done", 0)]
 
 
 def test_nobody_is_started_again_for_a_run_that_is_trained() -> None:
@@ -294,27 +294,27 @@ def test_whoever_does_not_stop_in_time_is_ended() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
     assert fleet.wait(29.0).asked == []
-    assert [i.member for i in fleet.wait(1.1).of(fe.EndProcess)] == ["lab/0"]
-    assert len(fleet.exit("lab/0", "asked").of(fe.RunEnded)) == 1
+    assert [i.member for i in fleet.wait(1.1).of(fe.StopProcess)] == ["lab/0"]
+    assert len(fleet.exit("lab/0", "asked").of(fe.MarkRunEnded)) == 1
 
 
 def test_whoever_holds_no_state_yet_is_ended_at_once() -> None:
     fleet = with_run(1, 2)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked", idle=("lab/1",)))
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/1"]
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/1"]
 
 
 def test_a_second_stop_in_a_greater_hurry_is_heeded() -> None:
     fleet = with_run(1, 1)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))
     fleet.on(fe.RunStopping("r", 75, 1.0, "asked"))
-    assert [i.member for i in fleet.wait(1.1).of(fe.EndProcess)] == ["lab/0"]
+    assert [i.member for i in fleet.wait(1.1).of(fe.StopProcess)] == ["lab/0"]
 
 
 def test_a_stopping_run_waits_for_guests_too() -> None:
-    fleet = Fleet().on(fe.RunWanted("r", 1, 1), fe.GuestsChanged("r", ("g/0",)))
-    assert fleet.on(fe.RunStopping("r", 75, 30.0, "asked")).of(fe.RunEnded) == []
-    assert len(fleet.on(fe.GuestsChanged("r", ())).of(fe.RunEnded)) == 1
+    fleet = Fleet().on(fe.RunRequested("r", 1, 1), fe.UnmanagedMembersChanged("r", ("g/0",)))
+    assert fleet.on(fe.RunStopping("r", 75, 30.0, "asked")).of(fe.MarkRunEnded) == []
+    assert len(fleet.on(fe.UnmanagedMembersChanged("r", ())).of(fe.MarkRunEnded)) == 1
 
 
 def test_an_old_exit_told_again_changes_nothing() -> None:
@@ -327,7 +327,7 @@ def test_an_old_exit_told_again_changes_nothing() -> None:
 def test_incarnations_differ_between_two_lives_of_a_coordinator() -> None:
     fleet = with_run(1, 1)
     first = fleet.process("lab/0").incarnation
-    fleet.on(fe.Opened("t"), fe.AgentJoined("lab", None, "h", ()))
+    fleet.on(fe.CoordinatorStarted("t"), fe.AgentConnected("lab", None, "h", ()))
     fleet.wait(2.1)
     assert fleet.process("lab/0").incarnation.split("-")[0] == "t"
     assert first.split("-")[0] == "s"
@@ -336,7 +336,7 @@ def test_incarnations_differ_between_two_lives_of_a_coordinator() -> None:
 def test_a_compat_group_waits_until_the_least_number_is_there() -> None:
     fleet = with_run(3, 4, compat="torchrun", a=2)
     assert fleet.started() == []
-    fleet.on(fe.AgentJoined("b", 2, "h2"))
+    fleet.on(fe.AgentConnected("b", 2, "h2"))
     assert fleet.started() == ["a/0", "a/1", "b/0", "b/1"]
     env = dict(fleet.of(fe.StartProcess)[3].env)
     assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"], env["WORLD_SIZE"]) == ("3", "1", "1", "4")
@@ -345,8 +345,8 @@ def test_a_compat_group_waits_until_the_least_number_is_there() -> None:
 
 def test_a_compat_group_is_started_anew_when_an_agent_joins() -> None:
     fleet = with_run(1, 2, compat="tf", a=1)
-    fleet.on(fe.AgentJoined("b", 1, "h2"))
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["a/0"]
+    fleet.on(fe.AgentConnected("b", 1, "h2"))
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["a/0"]
     fleet.exit("a/0", "asked")
     assert fleet.started() == ["a/0", "b/0"]
     assert '"index": 1' in dict(fleet.of(fe.StartProcess)[1].env)["TF_CONFIG"]
@@ -358,14 +358,14 @@ def test_a_compat_group_with_a_bug_fails() -> None:
     fleet.exit("lab/1", "asked")
     fleet.wait(5.0)
     fleet.exit("lab/0", "user", "ValueError")
-    assert [i.exit_code for i in fleet.of(fe.RunFailed)] == [1]
+    assert [i.exit_code for i in fleet.of(fe.MarkRunFailed)] == [1]
 
 
 def with_parameter_servers(high: int = 2, servers: int = 1, **agents: int | None) -> Fleet:
     fleet = Fleet()
     for name, offered in (agents or {"lab": None}).items():
-        fleet.on(fe.AgentJoined(name, offered, "h"))
-    return fleet.on(fe.RunWanted("r", 1, high, "ps", STRICT, servers))
+        fleet.on(fe.AgentConnected(name, offered, "h"))
+    return fleet.on(fe.RunRequested("r", 1, high, "ps", STRICT, servers))
 
 
 def test_a_script_with_parameter_servers_gets_a_chief_and_servers_besides_its_members() -> None:
@@ -385,15 +385,15 @@ def test_a_script_with_parameter_servers_gets_a_chief_and_servers_besides_its_me
 def test_a_chief_and_servers_need_places_too() -> None:
     fleet = with_parameter_servers(high=2, servers=1, a=2)
     assert fleet.started() == []
-    fleet.on(fe.AgentJoined("b", 1, "h2"))
+    fleet.on(fe.AgentConnected("b", 1, "h2"))
     assert fleet.started() == ["a/chief-0", "a/server-0", "b/0"]
 
 
 def test_a_lost_worker_starts_chief_and_servers_anew_too() -> None:
     fleet = with_parameter_servers()
     fleet.exit("lab/1", "infrastructure", "killed by signal 9")
-    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
-    assert fleet.of(fe.Tell)[0].text == "all members are started anew: lab/1 ended: killed by signal 9"
+    assert {i.member for i in fleet.of(fe.StopProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
+    assert fleet.of(fe.FleetNote)[0].text == "all members are started anew: lab/1 ended: killed by signal 9"
     for member in ("lab/chief-0", "lab/server-0", "lab/0"):
         fleet.exit(member, "asked")
     assert len(fleet.started()) == 4
@@ -402,17 +402,17 @@ def test_a_lost_worker_starts_chief_and_servers_anew_too() -> None:
 def test_when_the_chief_is_done_the_run_is() -> None:
     fleet = with_parameter_servers()
     fleet.exit("lab/chief-0", "done")
-    assert {i.member for i in fleet.of(fe.EndProcess)} == {"lab/server-0", "lab/0", "lab/1"}
+    assert {i.member for i in fleet.of(fe.StopProcess)} == {"lab/server-0", "lab/0", "lab/1"}
     for member in ("lab/server-0", "lab/0", "lab/1"):
         fleet.exit(member, "asked")
-    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert fleet.of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "all members are done", 0)]
 
 
 def evaluated(low: int = 1, high: int = 2, **agents: int | None) -> Fleet:
     fleet = Fleet()
     for name, offered in (agents or {"lab": None}).items():
-        fleet.on(fe.AgentJoined(name, offered, "h"))
-    return fleet.on(fe.RunWanted("r", low, high, "", STRICT, evaluators=1))
+        fleet.on(fe.AgentConnected(name, offered, "h"))
+    return fleet.on(fe.RunRequested("r", low, high, "", STRICT, evaluators=1))
 
 
 def test_an_evaluator_comes_on_top_of_the_members() -> None:
@@ -440,23 +440,25 @@ def test_an_evaluator_that_fails_too_often_costs_the_run_nothing() -> None:
     fleet.exit("lab/evaluator-0", "user", "ValueError")
     fleet.exit("lab/evaluator-0", "user", "ValueError")
     assert fleet.process("lab/evaluator-0").status == fl.GIVEN_UP
-    assert not fleet.of(fe.RunFailed)
-    assert "goes on without its evaluator" in fleet.of(fe.Tell)[0].text
+    assert not fleet.of(fe.MarkRunFailed)
+    assert "goes on without its evaluator" in fleet.of(fe.FleetNote)[0].text
     assert fleet.wait(10_000.0).started() == []
 
 
 def test_an_evaluator_that_does_not_fit_is_not_tried_again() -> None:
     fleet = evaluated().exit("lab/evaluator-0", "refused", "error[S320]")
     assert fleet.started() == []
-    assert not fleet.of(fe.RunFailed)
+    assert not fleet.of(fe.MarkRunFailed)
 
 
 def test_after_the_last_step_the_run_waits_for_its_evaluator() -> None:
     fleet = evaluated(1, 1).on(fe.RunFinished("r"))
     fleet.exit("lab/0", "done")
-    assert fleet.of(fe.TrainingOver) == [fe.TrainingOver("r")]
-    assert not fleet.of(fe.RunEnded)
-    assert fleet.exit("lab/evaluator-0", "done").of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert fleet.of(fe.MarkTrainingFinished) == [fe.MarkTrainingFinished("r")]
+    assert not fleet.of(fe.MarkRunEnded)
+    assert fleet.exit("lab/evaluator-0", "done").of(fe.MarkRunEnded) == [
+        fe.MarkRunEnded("r", "all members are done", 0)
+    ]
 
 
 def test_an_evaluator_that_dies_after_the_last_step_comes_back() -> None:
@@ -464,7 +466,7 @@ def test_an_evaluator_that_dies_after_the_last_step_comes_back() -> None:
     fleet.exit("lab/0", "done")
     assert fleet.exit("lab/evaluator-0", "infrastructure").started() == ["lab/evaluator-0"]
     fleet.exit("lab/evaluator-0", "infrastructure")
-    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert fleet.of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "all members are done", 0)]
 
 
 def test_an_evaluator_in_back_off_is_waited_for() -> None:
@@ -474,12 +476,12 @@ def test_an_evaluator_in_back_off_is_waited_for() -> None:
         fleet.exit("lab/evaluator-0", "infrastructure")
     assert fleet.process("lab/evaluator-0").status == fl.BACKOFF
     fleet.on(fe.RunFinished("r"))
-    assert not fleet.exit("lab/0", "done").of(fe.RunEnded)
+    assert not fleet.exit("lab/0", "done").of(fe.MarkRunEnded)
     assert fleet.wait(3.0).started() == ["lab/evaluator-0"]
 
 
-def with_patience(state: fl.State) -> fl.State:
-    restarts = BudgetSettings(user=5, infrastructure=5, backoff_s=2.0)
+def with_patience(state: fl.FleetState) -> fl.FleetState:
+    restarts = RestartLimits(user=5, infrastructure=5, backoff_s=2.0)
     return replace(state, runs={"r": replace(state.runs["r"], restarts=restarts)})
 
 
@@ -487,7 +489,7 @@ def test_another_machine_takes_the_evaluation_over() -> None:
     fleet = evaluated(1, 1, first=None, second=None)
     fleet.on(fe.RunFinished("r"))
     there = next(name for run, name in fleet.state.processes if "evaluator" in name).partition("/")[0]
-    fleet.on(fe.AgentAway(there))
+    fleet.on(fe.AgentDisconnected(there))
     other = ({"first", "second"} - {there}).pop()
     assert fleet.wait(11.0).started() == [f"{other}/evaluator-0"]
 
@@ -502,18 +504,18 @@ def test_a_notice_moves_the_evaluator_and_the_run_is_not_preempted() -> None:
 
 def test_a_stopped_run_ends_its_evaluator_at_once() -> None:
     fleet = evaluated(1, 1).on(fe.RunStopping("r", 75, 30.0, "asked", ("lab/evaluator-0",)))
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/evaluator-0"]
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/evaluator-0"]
     fleet.exit("lab/0", "done")
-    assert not fleet.of(fe.RunEnded)
-    assert fleet.exit("lab/evaluator-0", "asked").of(fe.RunEnded) == [fe.RunEnded("r", "asked", 75)]
+    assert not fleet.of(fe.MarkRunEnded)
+    assert fleet.exit("lab/evaluator-0", "asked").of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "asked", 75)]
 
 
 def test_a_script_that_never_trains_does_not_leave_its_evaluator_waiting() -> None:
     fleet = evaluated(1, 1).exit("lab/0", "done")
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/evaluator-0"]
-    assert fleet.of(fe.RunEnded) == [fe.RunEnded("r", "all members are done", 0)]
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/evaluator-0"]
+    assert fleet.of(fe.MarkRunEnded) == [fe.MarkRunEnded("r", "all members are done", 0)]
 
 
 def test_scaling_leaves_the_evaluator_alone() -> None:
-    fleet = evaluated(1, 3).on(fe.Scaled("r", 1, 1))
-    assert [i.member for i in fleet.of(fe.EndProcess)] == ["lab/2", "lab/1"]
+    fleet = evaluated(1, 3).on(fe.RunScaled("r", 1, 1))
+    assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/2", "lab/1"]

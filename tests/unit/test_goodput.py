@@ -9,9 +9,9 @@ from math import inf, sqrt
 import numpy as np
 import pytest
 
-from shoal.core.batch.goodput import AutoBatch, Decision, Law, best, candidates, efficiency, gain, law_for, progress
-from shoal.core.batch.gradient_noise import Noise
-from shoal.core.data.sample_order import Order
+from shoal.core.batch.goodput import AutoBatch, BatchChange, Law, best, candidates, efficiency, gain, law_for, progress
+from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import BadSize
 
 
@@ -19,15 +19,15 @@ def cost(fixed_s: float, sample_s: float) -> Callable[[int], float]:
     return lambda size: fixed_s + sample_s * size
 
 
-def told(scale: float, times: int = 20) -> Noise:
+def told(scale: float, times: int = 20) -> GradientNoise:
     """A noise that has seen clean gradients of this scale."""
-    noise = Noise()
+    noise = GradientNoise()
     for _ in range(times):
         noise.observe((8, 24), (1 + scale / 8, 1 + scale / 24), 1 + scale / 32)
     return noise
 
 
-def lived(auto: AutoBatch, noise: Noise, seconds: Callable[[int], float], steps: range) -> list[Decision]:
+def lived(auto: AutoBatch, noise: GradientNoise, seconds: Callable[[int], float], steps: range) -> list[BatchChange]:
     return [d for step in steps if (d := auto.committed(step, noise, seconds)) is not None]
 
 
@@ -197,7 +197,7 @@ def test_a_noise_that_is_measured_badly_does_not_make_the_batch_swing() -> None:
 
 
 def test_a_noise_of_which_only_the_floor_is_known_may_let_the_batch_grow_but_never_shrink() -> None:
-    class Lost(Noise):
+    class Lost(GradientNoise):
         scale = None  # type: ignore[assignment]
         floor = 1000.0  # type: ignore[assignment]
 
@@ -280,7 +280,11 @@ class Bowl:
         chance = np.random.default_rng(seed)
         curvature, place = np.geomspace(0.05, 1.0, self.width), np.ones(self.width)
         bounds = (8, 4096) if size is None else (size, size)
-        auto, noise, order = AutoBatch(self.base, bounds), Noise(), Order(10**9, bounds[0] if size else self.base)
+        auto, noise, order = (
+            AutoBatch(self.base, bounds),
+            GradientNoise(),
+            SampleOrder(10**9, bounds[0] if size else self.base),
+        )
         start, taken_s = (curvature * place**2).sum(), 0.0
         for step in range(20_000):
             shares = np.array([8, 4, 2, 1]) * order.size_of(step) / 15

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import BadSize, SampleFailed
 from shoal.torch.data.fetch import share_loader
 from shoal.worker.data.share_loader import ShareLoader
@@ -52,17 +52,17 @@ def joined(loader: ShareLoader, step: int, spans: list[tuple[int, int]]) -> Any:
 
 @pytest.mark.parametrize("dataset", [Augmented(), AugmentedInBulk(), Subset(Augmented(), range(40))])
 def test_augmentation_does_not_depend_on_who_reads_what(dataset: Any) -> None:
-    order = Order(40, 16, epochs=2, seed=3)
+    order = SampleOrder(40, 16, epochs=2, seed=3)
     whole = joined(share_loader(dataset, order), 4, [(0, 16)])
     for spans in ([(0, 7), (7, 16)], [(0, 1), (1, 2), (2, 16)]):
         assert torch.equal(joined(share_loader(dataset, order, micro=3), 4, spans), whole)
 
 
 def test_augmentation_differs_between_epochs_samples_and_seeds() -> None:
-    order = Order(40, 40, epochs=2, seed=3)
+    order = SampleOrder(40, 40, epochs=2, seed=3)
     loader = share_loader(Augmented(), order)
     draws = [joined(loader, step, [(0, 40)])[:, 1] for step in (0, 1)]
-    draws.append(joined(share_loader(Augmented(), Order(40, 40, seed=4)), 0, [(0, 40)])[:, 1])
+    draws.append(joined(share_loader(Augmented(), SampleOrder(40, 40, seed=4)), 0, [(0, 40)])[:, 1])
     assert torch.cat(draws).unique().numel() == 120
 
 
@@ -75,7 +75,7 @@ def test_reading_leaves_the_own_random_numbers_alone() -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    loader = share_loader(Augmented(), Order(40, 16))
+    loader = share_loader(Augmented(), SampleOrder(40, 16))
     loader.take(0, (0, 16), nothing_ahead)
     loader.ghost(1)
     assert draw() == expected
@@ -83,7 +83,7 @@ def test_reading_leaves_the_own_random_numbers_alone() -> None:
 
 def test_tensors_are_indexed_at_once_and_equal_the_slow_way() -> None:
     data = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
-    order = Order(10, 5, seed=1)
+    order = SampleOrder(10, 5, seed=1)
     x, y = share_loader(data, order).take(1, (1, 4), nothing_ahead)[0]
     slow_x, slow_y = share_loader(data, order, collate=torch.utils.data.default_collate).take(1, (1, 4), nothing_ahead)[
         0
@@ -95,18 +95,22 @@ def test_tensors_are_indexed_at_once_and_equal_the_slow_way() -> None:
 
 def test_a_subset_of_a_subset_names_the_right_tensors() -> None:
     data = Subset(Subset(TensorDataset(torch.arange(100)), range(50, 100)), [3, 1, 4])
-    assert share_loader(data, Order(3, 3, shuffle=False)).take(0, (0, 3), nothing_ahead)[0][0].tolist() == [53, 51, 54]
+    assert share_loader(data, SampleOrder(3, 3, shuffle=False)).take(0, (0, 3), nothing_ahead)[0][0].tolist() == [
+        53,
+        51,
+        54,
+    ]
 
 
 def test_a_dataset_that_reads_in_bulk_is_asked_once_a_piece() -> None:
     data = CountsCalls()
-    loader = share_loader(data, Order(10, 6, shuffle=False), micro=3, collate=list)
+    loader = share_loader(data, SampleOrder(10, 6, shuffle=False), micro=3, collate=list)
     assert loader.take(0, (0, 6), nothing_ahead) == [[0, 1, 2], [3, 4, 5]]
     assert data.bulk == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_pieces_are_nearly_equal_so_that_none_is_a_lone_sample() -> None:
-    loader = share_loader(list(range(40)), Order(40, 20), micro=4)
+    loader = share_loader(list(range(40)), SampleOrder(40, 20), micro=4)
     assert loader.sizes((0, 9)) == (3, 3, 3)
     assert [len(piece) for piece in loader.take(0, (0, 9), nothing_ahead)] == [3, 3, 3]
     assert loader.sizes((5, 5)) == ()
@@ -115,10 +119,10 @@ def test_pieces_are_nearly_equal_so_that_none_is_a_lone_sample() -> None:
 
 
 def test_an_empty_share_reads_nothing_and_a_ghost_gets_two_samples() -> None:
-    loader = share_loader(Augmented(), Order(40, 8))
+    loader = share_loader(Augmented(), SampleOrder(40, 8))
     assert loader.take(0, (3, 3), nothing_ahead) == []
     assert loader.ghost(0).shape == (2, 5)
-    assert share_loader(Augmented(), Order(40, 1)).ghost(0).shape == (1, 5)
+    assert share_loader(Augmented(), SampleOrder(40, 1)).ghost(0).shape == (1, 5)
 
 
 class Fails(Dataset[Any]):
@@ -130,17 +134,17 @@ class Fails(Dataset[Any]):
 
 def test_an_error_in_the_dataset_names_the_sample_and_keeps_its_traceback() -> None:
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
-        share_loader(Fails(), Order(10, 4, shuffle=False)).take(1, (0, 4), nothing_ahead)
+        share_loader(Fails(), SampleOrder(10, 4, shuffle=False)).take(1, (0, 4), nothing_ahead)
     assert "__getitem__" in caught.value.__notes__[0]
 
 
 def test_samples_that_do_not_fit_together_are_named() -> None:
     with pytest.raises(SampleFailed, match="samples 1, 2") as caught:
-        share_loader(Fails(), Order(10, 4, shuffle=False)).take(0, (1, 3), nothing_ahead)
+        share_loader(Fails(), SampleOrder(10, 4, shuffle=False)).take(0, (1, 3), nothing_ahead)
     assert "collate" in caught.value.do
 
 
 @pytest.mark.parametrize("bad", [{"workers": -1}, {"prefetch": 0}, {"micro": -2}])
 def test_impossible_options_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadSize):
-        share_loader(Augmented(), Order(40, 8), **bad)  # type: ignore[arg-type]
+        share_loader(Augmented(), SampleOrder(40, 8), **bad)  # type: ignore[arg-type]

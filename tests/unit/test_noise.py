@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from shoal.core.batch.gradient_noise import Noise, estimate
+from shoal.core.batch.gradient_noise import GradientNoise, estimate
 
 VARIANCE, SIGNAL, WIDTH = 200.0, 1.0, 200
 Step = tuple[list[float], float]
@@ -27,8 +27,8 @@ def steps(shares: Sequence[float], count: int, seed: int = 0, signal: float = SI
         yield (gradients**2).sum(axis=1).tolist(), float(whole @ whole)
 
 
-def watched(shares: Sequence[float], count: int, noise: Noise | None = None, **options: float) -> Noise:
-    noise = noise or Noise(memory=1 - 1e-9)
+def watched(shares: Sequence[float], count: int, noise: GradientNoise | None = None, **options: float) -> GradientNoise:
+    noise = noise or GradientNoise(memory=1 - 1e-9)
     for squares, total_sq in steps(shares, count, **options):  # type: ignore[arg-type]
         noise.observe(shares, squares, total_sq)
     return noise
@@ -54,14 +54,14 @@ def test_the_formula_for_equal_shares_would_be_far_off_here() -> None:
 
 
 def test_what_is_learned_from_different_splits_agrees() -> None:
-    noise = Noise(memory=1 - 1e-9)
+    noise = GradientNoise(memory=1 - 1e-9)
     for shares in ((100, 6), (5, 60, 41), (30,) * 4):
         watched(shares, 4000, noise)
     assert noise.scale == pytest.approx(VARIANCE / SIGNAL, rel=0.03)
 
 
 def test_one_share_says_nothing() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for _ in range(50):
         noise.observe([32], [2.0], 2.0)
         noise.observe([32, 0], [2.0, 7.0], 2.0)
@@ -78,7 +78,7 @@ def test_a_step_that_overflowed_is_ignored(broken: float) -> None:
 
 
 def test_the_scale_is_unknown_until_enough_steps_were_seen() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for number, (squares, total_sq) in enumerate(steps((64, 64), 60)):
         if number < 10:
             assert noise.scale is None
@@ -87,7 +87,7 @@ def test_the_scale_is_unknown_until_enough_steps_were_seen() -> None:
 
 
 def test_a_signal_lost_in_the_noise_gives_a_floor_and_no_scale() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     watched((2, 6), 300, noise, signal=1e-4)
     assert noise.scale is None
     assert noise.floor is not None
@@ -95,7 +95,7 @@ def test_a_signal_lost_in_the_noise_gives_a_floor_and_no_scale() -> None:
 
 
 def test_a_scale_of_which_the_error_is_large_is_not_told() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for signal in (4.0, -3.9) * 20:
         noise.observe((8, 24), (signal + 9000 / 8, signal + 9000 / 24), signal + 9000 / 32)
     assert noise.signal > 0
@@ -103,35 +103,35 @@ def test_a_scale_of_which_the_error_is_large_is_not_told() -> None:
 
 
 def test_a_gradient_without_noise_has_a_scale_of_zero() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for _ in range(20):
         noise.observe((8, 24), (4.0, 4.0), 4.0)
     assert noise.scale == noise.floor == 0.0
 
 
 def test_the_scale_follows_a_signal_that_fades() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     watched((64, 192), 200, noise)
     watched((64, 192), 400, noise, signal=0.1)
     assert noise.scale == pytest.approx(2000, rel=0.4)
 
 
 def test_an_accident_is_not_taken_for_a_gradient() -> None:
-    noise = watched((64, 192), 60, Noise())
+    noise = watched((64, 192), 60, GradientNoise())
     before = noise.scale
     noise.observe((64, 192), (1e9, 1e12), 1e11)
     assert noise.scale == before
 
 
 def test_gradients_that_have_grown_for_good_are_followed() -> None:
-    noise = watched((64, 192), 60, Noise())
+    noise = watched((64, 192), 60, GradientNoise())
     for squares, total_sq in steps((64, 192), 300, signal=0.1):
         noise.observe((64, 192), [1e6 * square for square in squares], 1e6 * total_sq)
     assert noise.scale == pytest.approx(10 * VARIANCE / SIGNAL, rel=0.4)
 
 
 def test_the_huge_gradients_of_the_first_steps_are_forgotten_within_a_hundred() -> None:
-    noise = Noise()
+    noise = GradientNoise()
     for _ in range(3):
         noise.observe((64, 192), (1e12, 3e12), 1e12)
     watched((64, 192), 100, noise)
@@ -139,14 +139,14 @@ def test_the_huge_gradients_of_the_first_steps_are_forgotten_within_a_hundred() 
 
 
 def test_many_shares_say_more_about_the_variance_than_two() -> None:
-    noise = Noise(memory=1 - 1e-12)
+    noise = GradientNoise(memory=1 - 1e-12)
     noise.observe([1] * 11, [10.0] + [1.0] * 10, 1.0)
     noise.observe([1] * 2, [1.0, 1.0], 1.0)
     assert noise.variance == pytest.approx((10 * 0.9 + 1 * 0.0) / 11)
 
 
 def test_weights_of_tokens_give_the_scale_in_samples_all_the_same() -> None:
-    counted, weighed = Noise(), Noise()
+    counted, weighed = GradientNoise(), GradientNoise()
     for squares, total_sq in steps((64, 192), 50):
         counted.observe((64, 192), squares, total_sq)
         weighed.observe((6400.0, 19200.0), squares, total_sq, samples=256)
@@ -154,7 +154,7 @@ def test_weights_of_tokens_give_the_scale_in_samples_all_the_same() -> None:
 
 
 def test_a_joiner_that_is_given_the_state_goes_on_bit_for_bit() -> None:
-    veteran, joiner = watched((5, 11), 40), Noise(memory=1 - 1e-9)
+    veteran, joiner = watched((5, 11), 40), GradientNoise(memory=1 - 1e-9)
     joiner.load_state_dict(json.loads(json.dumps(veteran.state_dict())))
     watched((5, 11), 20, veteran, seed=9)
     watched((5, 11), 20, joiner, seed=9)
@@ -176,4 +176,4 @@ def test_squares_that_do_not_fit_the_shares_are_refused() -> None:
 @pytest.mark.parametrize("memory", [0.0, 1.0, -1.0])
 def test_a_memory_outside_of_zero_to_one_is_refused(memory: float) -> None:
     with pytest.raises(ValueError, match="memory"):
-        Noise(memory)
+        GradientNoise(memory)

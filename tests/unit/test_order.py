@@ -5,11 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from shoal.core.data.sample_order import TABLE_LIMIT, Cursor, Order, permute
+from shoal.core.data.sample_order import TABLE_LIMIT, Cursor, SampleOrder, permute
 from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 
 
-def epoch_of(order: Order, epoch: int) -> list[int]:
+def epoch_of(order: SampleOrder, epoch: int) -> list[int]:
     first = epoch * order.steps_per_epoch
     steps = range(first, first + order.steps_per_epoch)
     return [int(i) for step in steps for i in order.ids(step, 0, order.size_of(step))]
@@ -17,17 +17,17 @@ def epoch_of(order: Order, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7, 100, TABLE_LIMIT, TABLE_LIMIT + 1, 10_007, 65_536])
 def test_an_epoch_has_every_sample_exactly_once(samples: int) -> None:
-    order = Order(samples, size=max(1, samples // 7), epochs=2, seed=5)
+    order = SampleOrder(samples, size=max(1, samples // 7), epochs=2, seed=5)
     assert sorted(epoch_of(order, 1)) == list(range(samples))
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    assert Order(100_000, 8, seed=1).ids(3, 0, 4).tolist() == [79836, 33346, 17563, 56365]
-    assert Order(100, 8, seed=1).ids(3, 0, 4).tolist() == [44, 49, 33, 77]
+    assert SampleOrder(100_000, 8, seed=1).ids(3, 0, 4).tolist() == [79836, 33346, 17563, 56365]
+    assert SampleOrder(100, 8, seed=1).ids(3, 0, 4).tolist() == [44, 49, 33, 77]
 
 
 def test_a_slice_is_that_slice_of_the_whole_batch() -> None:
-    order = Order(50_000, 512, epochs=2, seed=3)
+    order = SampleOrder(50_000, 512, epochs=2, seed=3)
     whole = order.ids(96, 0, 512)
     assert order.ids(96, 100, 300).tolist() == whole[100:300].tolist()
     assert order.ids(96, 5, 5).size == 0
@@ -63,7 +63,7 @@ def test_pairs_of_a_small_dataset_come_in_every_order() -> None:
 
 
 def test_a_billion_samples_cost_no_memory() -> None:
-    order = Order(1_000_000_000, 512, seed=9)
+    order = SampleOrder(1_000_000_000, 512, seed=9)
     tracemalloc.start()
     batch = order.ids(order.total_steps - 1, 0, order.size_of(order.total_steps - 1))
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -73,7 +73,7 @@ def test_a_billion_samples_cost_no_memory() -> None:
 
 
 def test_a_short_last_batch_is_kept_or_dropped() -> None:
-    kept, dropped = Order(10, 4, epochs=3), Order(10, 4, epochs=3, last="drop")
+    kept, dropped = SampleOrder(10, 4, epochs=3), SampleOrder(10, 4, epochs=3, last="drop")
     assert (kept.steps_per_epoch, kept.total_steps, kept.size_of(2)) == (3, 9, 2)
     assert (dropped.steps_per_epoch, dropped.total_steps, dropped.size_of(1)) == (2, 6, 4)
     assert kept.cursor(4) == Cursor(1, 1)
@@ -81,13 +81,13 @@ def test_a_short_last_batch_is_kept_or_dropped() -> None:
 
 
 def test_without_shuffling_samples_come_in_their_own_order() -> None:
-    assert epoch_of(Order(10, 4, shuffle=False), 0) == list(range(10))
+    assert epoch_of(SampleOrder(10, 4, shuffle=False), 0) == list(range(10))
 
 
 @pytest.mark.parametrize(("step", "start", "stop"), [(0, 0, 5), (0, 3, 2), (2, 0, 3), (3, 0, 1), (-1, 0, 1)])
 def test_what_lies_outside_a_batch_is_refused(step: int, start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="not within"):
-        Order(10, 4).ids(step, start, stop)
+        SampleOrder(10, 4).ids(step, start, stop)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_what_lies_outside_a_batch_is_refused(step: int, start: int, stop: int) 
 )
 def test_impossible_sizes_are_refused_with_a_remedy(arguments: dict[str, int], error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
-        Order(**arguments)  # type: ignore[arg-type]
+        SampleOrder(**arguments)  # type: ignore[arg-type]
     assert caught.value.do  # type: ignore[attr-defined]
 
 
 def test_a_change_in_mid_epoch_goes_on_from_the_sample_reached() -> None:
-    order = Order(10, 2, epochs=2, shuffle=False).change(2, 5)
+    order = SampleOrder(10, 2, epochs=2, shuffle=False).change(2, 5)
     assert [order.ids(step, 0, order.size_of(step)).tolist() for step in range(order.total_steps)] == [
         [0, 1],
         [2, 3],
@@ -121,13 +121,13 @@ def test_a_change_in_mid_epoch_goes_on_from_the_sample_reached() -> None:
 
 
 def test_a_decision_for_a_step_after_the_end_changes_nothing_but_is_remembered() -> None:
-    order = Order(10, 5).change(7, 2)
+    order = SampleOrder(10, 5).change(7, 2)
     assert order.total_steps == 2
     assert order.decisions == ((7, 2),)
 
 
 def test_the_last_decision_for_a_step_holds() -> None:
-    order = Order(100, 5).change(4, 10)
+    order = SampleOrder(100, 5).change(4, 10)
     assert order.change(4, 20).decisions == ((4, 20),)
     assert order.change(4, 5).decisions == ()
     assert order.change(9, 10) == order
@@ -135,7 +135,7 @@ def test_the_last_decision_for_a_step_holds() -> None:
 
 @pytest.mark.parametrize("step", [-1, 0, 3])
 def test_the_past_cannot_be_changed(step: int) -> None:
-    order = Order(100, 5).change(4, 10) if step >= 0 else Order(100, 5)
+    order = SampleOrder(100, 5).change(4, 10) if step >= 0 else SampleOrder(100, 5)
     with pytest.raises(ValueError, match="not after"):
         order.change(step, 20)
 
@@ -143,11 +143,11 @@ def test_the_past_cannot_be_changed(step: int) -> None:
 @pytest.mark.parametrize(("size", "error"), [(0, BadSize), (101, DatasetTooSmall)])
 def test_a_change_to_an_impossible_size_is_refused(size: int, error: type[Exception]) -> None:
     with pytest.raises(error):
-        Order(100, 5).change(4, size)
+        SampleOrder(100, 5).change(4, size)
 
 
 def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
-    order = Order(1_000_000_000, 512, decisions=tuple((1000 * n, 512 + n) for n in range(1, 300)))
+    order = SampleOrder(1_000_000_000, 512, decisions=tuple((1000 * n, 512 + n) for n in range(1, 300)))
     tracemalloc.start()
     place = order.place(order.total_steps - 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -159,13 +159,13 @@ def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
 @pytest.mark.parametrize("decisions", [((4, 10), (4, 20)), ((4, 10), (2, 20)), ((-1, 10),)])
 def test_decisions_that_do_not_follow_one_another_are_refused(decisions: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="do not follow"):
-        Order(100, 5, decisions=decisions)
+        SampleOrder(100, 5, decisions=decisions)
 
 
 @pytest.mark.parametrize("last", ["keep", "drop"])
 @pytest.mark.parametrize(("samples", "size"), [(10, 3), (9, 3), (5, 5), (7, 6)])
 def test_whole_batches_within_so_many_samples_are_counted(samples: int, size: int, last: str) -> None:
-    order = Order(samples, size, epochs=3, last=last)  # type: ignore[arg-type]
+    order = SampleOrder(samples, size, epochs=3, last=last)  # type: ignore[arg-type]
     ends = np.cumsum([order.size_of(step) for step in range(order.total_steps)])
     for count in range(int(ends[-1]) + 3):
         assert order.steps_within(count) == int((ends <= count).sum())

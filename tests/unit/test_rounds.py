@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.data.rounds import Rounds, local_batches
-from shoal.core.data.sample_order import Order
+from shoal.core.data.rounds import RoundOrder, local_batches
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.sync_mode import parse
 from shoal.errors import BadSettings, BadSync, DatasetTooSmall
 from shoal.settings import parse_settings
 
 
-def in_order(order: Order) -> list[int]:
+def in_order(order: SampleOrder) -> list[int]:
     total = order.total_steps
     return [i for step in range(total) for i in order.ids(step, 0, order.size_of(step)).tolist()]
 
@@ -31,8 +31,8 @@ def test_rounds_have_the_samples_of_steps_in_their_order(
     samples: int, size: int, length: int, last: str, seed: int
 ) -> None:
     size = min(size, samples)
-    steps = Order(samples, size, 2, seed, last)  # type: ignore[arg-type]
-    rounds = Rounds.of(samples, size, length, 2, seed, last)  # type: ignore[arg-type]
+    steps = SampleOrder(samples, size, 2, seed, last)  # type: ignore[arg-type]
+    rounds = RoundOrder.of(samples, size, length, 2, seed, last)  # type: ignore[arg-type]
     assert in_order(rounds) == in_order(steps)
     assert sum(rounds.batches_in(step) for step in range(rounds.total_steps)) == steps.total_steps
     assert all(rounds.batches_in(step) <= length for step in range(rounds.total_steps))
@@ -50,8 +50,8 @@ def test_rounds_can_be_made_to_end_after_every_so_many_batches(
     samples: int, size: int, length: int, every: int, last: str
 ) -> None:
     size = min(size, samples)
-    steps = Order(samples, size, 3, 1, last)  # type: ignore[arg-type]
-    rounds = Rounds.of(samples, size, length, 3, 1, last, every=every)  # type: ignore[arg-type]
+    steps = SampleOrder(samples, size, 3, 1, last)  # type: ignore[arg-type]
+    rounds = RoundOrder.of(samples, size, length, 3, 1, last, every=every)  # type: ignore[arg-type]
     assert in_order(rounds) == in_order(steps)
     batches = [rounds.batches_in(step) for step in range(rounds.total_steps)]
     assert sum(batches) == steps.total_steps
@@ -63,14 +63,14 @@ def test_rounds_can_be_made_to_end_after_every_so_many_batches(
 
 
 def test_a_round_ends_with_its_epoch_and_is_no_longer_than_one() -> None:
-    rounds = Rounds.of(100, 10, 4, epochs=2)
+    rounds = RoundOrder.of(100, 10, 4, epochs=2)
     assert [rounds.size_of(step) for step in range(rounds.total_steps)] == [40, 40, 20] * 2
-    assert Rounds.of(100, 10, 10**6, epochs=3).total_steps == 3
+    assert RoundOrder.of(100, 10, 10**6, epochs=3).total_steps == 3
 
 
 def test_a_global_batch_larger_than_the_dataset_is_refused_as_ever() -> None:
     with pytest.raises(DatasetTooSmall):
-        Rounds.of(10, 11, 2)
+        RoundOrder.of(10, 11, 2)
 
 
 @given(share=st.integers(0, 5000), batch=st.integers(1, 600), members=st.integers(1, 9))

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from shoal.core.shares.cost_curve import Curve, line
-from shoal.core.shares.member_speed import Drift, Speed, common, usual
+from shoal.core.shares.cost_curve import CostCurve, line
+from shoal.core.shares.member_speed import DriftDetector, MemberSpeed, common, usual
 
 
-def measured(*pairs: tuple[int, float], times: int = 10) -> Speed:
-    speed = Speed()
+def measured(*pairs: tuple[int, float], times: int = 10) -> MemberSpeed:
+    speed = MemberSpeed()
     for samples, seconds in pairs:
         speed = speed.fold([(samples, seconds)] * times)
     return speed
@@ -57,8 +57,10 @@ def test_a_curve_passes_through_points_that_noise_does_not_explain() -> None:
     assert curve.seconds(10) == pytest.approx(1.0, rel=0.05)
 
 
-@pytest.mark.parametrize("curve", [line(0.0, 1e-3), line(0.2, 1e-3), Curve((0.0, 10.0, 20.0), (0.1, 0.5, 0.5), 0.02)])
-def test_reach_is_the_inverse_of_seconds(curve: Curve) -> None:
+@pytest.mark.parametrize(
+    "curve", [line(0.0, 1e-3), line(0.2, 1e-3), CostCurve((0.0, 10.0, 20.0), (0.1, 0.5, 0.5), 0.02)]
+)
+def test_reach_is_the_inverse_of_seconds(curve: CostCurve) -> None:
     for seconds in (0.05, 0.2, 0.3, 0.5, 0.7, 3.0):
         most = curve.reach(seconds, 10_000)
         assert most == 0 or curve.seconds(most) <= seconds + 1e-9
@@ -67,14 +69,14 @@ def test_reach_is_the_inverse_of_seconds(curve: Curve) -> None:
 
 @pytest.mark.parametrize("bad", [(0, 1.0), (8, 0.0), (8, -1.0), (8, math.inf), (8, math.nan), (-1, 1.0)])
 def test_what_cannot_be_a_measurement_is_left_out(bad: tuple[int, float]) -> None:
-    assert Speed().fold([bad]) == Speed()
-    assert Speed().fold([bad, (8, 0.5)]) == Speed().fold([(8, 0.5)])
+    assert MemberSpeed().fold([bad]) == MemberSpeed()
+    assert MemberSpeed().fold([bad, (8, 0.5)]) == MemberSpeed().fold([(8, 0.5)])
 
 
 def test_a_spike_does_not_change_the_usual_time() -> None:
     assert usual([1.0] * 9 + [100.0]) == 1.0
     assert usual([1.0, 100.0]) == 1.0
-    assert Speed().fold([(8, 1.0)] * 9 + [(8, 100.0)]).points[0].seconds == 1.0
+    assert MemberSpeed().fold([(8, 1.0)] * 9 + [(8, 100.0)]).points[0].seconds == 1.0
 
 
 def test_only_the_latest_sizes_are_kept() -> None:
@@ -92,21 +94,21 @@ def test_after_a_jump_only_what_came_after_it_counts_but_the_shape_stays() -> No
 
 
 def test_a_jump_is_noticed_in_three_steps_and_a_single_spike_never() -> None:
-    drift = Drift()
+    drift = DriftDetector()
     assert [drift.see(4.0, 1.0, 0.15) for _ in range(3)] == [0, 0, 3]
-    drift = Drift()
+    drift = DriftDetector()
     assert not any(drift.see(100.0 if step % 10 == 0 else 1.0, 1.0, 0.15) for step in range(1000))
-    drift = Drift()
+    drift = DriftDetector()
     assert [drift.see(0.25, 1.0, 0.15) for _ in range(3)] == [0, 0, 3]
 
 
 def test_noise_of_a_tenth_is_no_jump() -> None:
-    chance, drift = random.Random(0), Drift()
+    chance, drift = random.Random(0), DriftDetector()
     assert not any(drift.see(math.exp(chance.gauss(0, 0.1)), 1.0, 0.15) for _ in range(20_000))
 
 
 def test_noise_is_learned() -> None:
-    chance, speed = random.Random(1), Speed()
+    chance, speed = random.Random(1), MemberSpeed()
     for _ in range(30):
         speed = speed.fold([(8, math.exp(chance.gauss(0, 0.03))) for _ in range(10)])
     assert 0.02 < speed.noise < 0.04
@@ -119,4 +121,4 @@ def test_the_common_shape_is_that_of_the_certain_ones() -> None:
 
 def test_a_speed_survives_as_plain_values() -> None:
     speed = measured((32, 0.42), (64, 0.1 / 3)).jumped([(64, 1.7)] * 3)
-    assert Speed.from_dict(json.loads(json.dumps(speed.as_dict()))) == speed
+    assert MemberSpeed.from_dict(json.loads(json.dumps(speed.as_dict()))) == speed

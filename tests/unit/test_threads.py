@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import BadSize
-from shoal.worker.data.fetch import Key, Watch
+from shoal.worker.data.fetch import ReadKey, Watch
 from shoal.worker.data.read_ahead_threads import Threads, depth
 
 WAIT_S = 20.0
@@ -20,10 +20,10 @@ class Numbers:
     noun = "sample"
 
     def __init__(self) -> None:
-        self.read_by: dict[Key, list[threading.Thread]] = {}
+        self.read_by: dict[ReadKey, list[threading.Thread]] = {}
         self.asked = threading.Semaphore(0)
 
-    def read(self, key: Key, watch: Watch) -> Any | None:
+    def read(self, key: ReadKey, watch: Watch) -> Any | None:
         self.read_by.setdefault(key, []).append(threading.current_thread())
         self.asked.release()
         return ("read", key) if watch(key.start) else None
@@ -35,9 +35,9 @@ class Held(Numbers):
     def __init__(self) -> None:
         super().__init__()
         self.free = threading.Event()
-        self.given_up: list[Key] = []
+        self.given_up: list[ReadKey] = []
 
-    def read(self, key: Key, watch: Watch) -> Any | None:
+    def read(self, key: ReadKey, watch: Watch) -> Any | None:
         if threading.current_thread() is threading.main_thread():
             return super().read(key, watch)
         self.asked.release()
@@ -49,8 +49,8 @@ class Held(Numbers):
         return super().read(key, watch)
 
 
-def span(step: int, share: int) -> Key:
-    return Key(step, 0, share, None)
+def span(step: int, share: int) -> ReadKey:
+    return ReadKey(step, 0, share, None)
 
 
 def test_steps_are_read_before_they_are_asked_for() -> None:
@@ -120,7 +120,7 @@ def test_closing_waits_for_nobody() -> None:
 
 def test_an_error_arises_where_the_batch_is_asked_for() -> None:
     class Broken(Numbers):
-        def read(self, key: Key, watch: Watch) -> Any | None:
+        def read(self, key: ReadKey, watch: Watch) -> Any | None:
             super().read(key, watch)
             raise ValueError(f"step {key.step}") if key.step else KeyError
 

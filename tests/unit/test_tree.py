@@ -2,48 +2,50 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.shares.reduction_tree import NOTHING, Held, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange, cut, deal, merge, merges, nodes, union
 
 
 def test_a_member_holds_the_largest_nodes_that_its_shards_make_up() -> None:
-    assert nodes(Held(8, 0, 4)) == ((0, 4),)
-    assert nodes(Held(8, 3, 8)) == ((3, 4), (4, 8))
-    assert nodes(Held(8, 1, 7)) == ((1, 2), (2, 4), (4, 6), (6, 7))
+    assert nodes(ShardRange(8, 0, 4)) == ((0, 4),)
+    assert nodes(ShardRange(8, 3, 8)) == ((3, 4), (4, 8))
+    assert nodes(ShardRange(8, 1, 7)) == ((1, 2), (2, 4), (4, 6), (6, 7))
     assert nodes(NOTHING) == ()
 
 
 def test_shards_that_go_round_the_end_are_two_rows() -> None:
-    assert nodes(Held(8, 6, 3)) == ((6, 8), (0, 2), (2, 3))
+    assert nodes(ShardRange(8, 6, 3)) == ((6, 8), (0, 2), (2, 3))
 
 
 def test_a_number_of_shards_that_is_no_power_of_two_has_a_tree_too() -> None:
-    assert nodes(Held(13, 0, 13)) == ((0, 13),)
-    assert nodes(Held(13, 8, 13)) == ((8, 13),)
-    assert nodes(Held(13, 5, 12)) == ((5, 6), (6, 8), (8, 12))
+    assert nodes(ShardRange(13, 0, 13)) == ((0, 13),)
+    assert nodes(ShardRange(13, 8, 13)) == ((8, 13),)
+    assert nodes(ShardRange(13, 5, 12)) == ((5, 6), (6, 8), (8, 12))
 
 
 def test_what_follows_is_joined_on() -> None:
-    assert union(Held(8, 3, 5), Held(8, 5, 8)) == Held(8, 3, 8)
-    assert union(Held(8, 3, 8), Held(8, 0, 2)) == Held(8, 3, 2)
-    assert union(Held(8, 3, 8), Held(8, 0, 3)) == Held(8, 0, 8)
-    assert union(NOTHING, Held(8, 2, 3)) == union(Held(8, 2, 3), NOTHING) == Held(8, 2, 3)
+    assert union(ShardRange(8, 3, 5), ShardRange(8, 5, 8)) == ShardRange(8, 3, 8)
+    assert union(ShardRange(8, 3, 8), ShardRange(8, 0, 2)) == ShardRange(8, 3, 2)
+    assert union(ShardRange(8, 3, 8), ShardRange(8, 0, 3)) == ShardRange(8, 0, 8)
+    assert union(NOTHING, ShardRange(8, 2, 3)) == union(ShardRange(8, 2, 3), NOTHING) == ShardRange(8, 2, 3)
 
 
-@pytest.mark.parametrize("then", [Held(8, 6, 7), Held(8, 4, 6), Held(9, 5, 6), Held(8, 5, 4), Held(8, 0, 8)])
-def test_what_does_not_follow_is_refused(then: Held) -> None:
+@pytest.mark.parametrize(
+    "then", [ShardRange(8, 6, 7), ShardRange(8, 4, 6), ShardRange(9, 5, 6), ShardRange(8, 5, 4), ShardRange(8, 0, 8)]
+)
+def test_what_does_not_follow_is_refused(then: ShardRange) -> None:
     with pytest.raises(ValueError, match="does not follow"):
-        union(Held(8, 3, 5), then)
+        union(ShardRange(8, 3, 5), then)
 
 
 def test_halves_of_a_node_are_added_when_they_meet_and_the_rest_is_passed_on() -> None:
-    found = merge(Held(8, 3, 6), Held(8, 6, 8))
+    found = merge(ShardRange(8, 3, 6), ShardRange(8, 6, 8))
     assert found.additions == ((2, 1),), "our own node takes up what arrived"
     assert found.kept == (0, 2)
 
 
 def test_the_sum_of_all_is_where_our_first_node_was() -> None:
-    assert merge(Held(8, 5, 3), Held(8, 3, 5)).kept == (len(nodes(Held(8, 5, 3))),)
-    assert merge(NOTHING, Held(5, 0, 5)).kept == (0,)
+    assert merge(ShardRange(8, 5, 3), ShardRange(8, 3, 5)).kept == (len(nodes(ShardRange(8, 5, 3))),)
+    assert merge(NOTHING, ShardRange(5, 0, 5)).kept == (0,)
 
 
 def test_shards_that_come_one_by_one_complete_nodes_as_a_binary_counter_does() -> None:
@@ -53,8 +55,8 @@ def test_shards_that_come_one_by_one_complete_nodes_as_a_binary_counter_does() -
 
 
 def test_shards_are_dealt_out_whole_by_share_and_who_has_no_share_gets_none() -> None:
-    assert deal((8, 0, 8, 8), 8) == (Held(8, 0, 3), NOTHING, Held(8, 3, 6), Held(8, 6, 8))
-    assert deal((30, 2), 8) == (Held(8, 0, 8), NOTHING)
+    assert deal((8, 0, 8, 8), 8) == (ShardRange(8, 0, 3), NOTHING, ShardRange(8, 3, 6), ShardRange(8, 6, 8))
+    assert deal((30, 2), 8) == (ShardRange(8, 0, 8), NOTHING)
 
 
 def test_a_short_batch_has_fewer_shards_of_the_usual_size() -> None:

@@ -45,7 +45,7 @@ def main() -> int:
         interface=given.interface,
         grace_s=given.grace,
         idle_s=given.idle,
-        orphan_s=given.orphan,
+        orphan_timeout_s=given.orphan,
         apart=given.apart,
         lifeline=given.lifeline,
         notice_source=given.notice_source,

@@ -20,30 +20,30 @@ from websockets.exceptions import WebSocketException
 
 import shoal
 from shoal.agent import machine_info
-from shoal.agent.member_processes import Home, Members
+from shoal.agent.member_processes import AgentContext, MemberProcesses
 from shoal.agent.notices import source as notices
 from shoal.agent.outbox import Outbox
 from shoal.agent.processes import orphan_cleanup
-from shoal.agent.uplink import CoordinatorLink
+from shoal.agent.uplink import AgentUplink
 from shoal.core import addresses
-from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, NoWay, ShoalError
+from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, NoCoordinatorAddress, ShoalError
 from shoal.wire import connect_errors, credentials
 from shoal.wire.member_messages import (
     PROTOCOL,
-    AgentHello,
-    AgentWelcome,
-    EndMember,
-    Examine,
-    Examined,
-    MachineNotice,
-    Refused,
-    ShutDown,
-    StartMember,
+    AgentHelloMsg,
+    AgentWelcomeMsg,
+    CheckResultMsg,
+    MachineNoticeMsg,
+    RejectedMsg,
+    RunCheckMsg,
+    ShutDownMsg,
+    StartMemberMsg,
+    StopMemberMsg,
     ToAgent,
 )
 
 if TYPE_CHECKING:
-    from shoal.agent.machine_check import Examination
+    from shoal.agent.machine_check import MachineCheck
 
 log = logging.getLogger("shoal.agent")
 
@@ -60,8 +60,8 @@ class AgentSettings:
     """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
 
     `url` may name several, with commas: the first that answers as the coordinator is taken.
-    `orphan_s` is how long one with members does, before it ends them and itself: for ever, if it is None. `apart` says
-    that this machine does not see the disk of who started the run.
+    `orphan_timeout_s` is how long one with members does, before it ends them and itself: for ever, if it is None.
+    `apart` says that this machine does not see the disk of who started the run.
     """
 
     url: str
@@ -72,9 +72,9 @@ class AgentSettings:
     interface: str = ""
     grace_s: float = 30.0
     idle_s: float = 600.0
-    orphan_s: float | None = None
+    orphan_timeout_s: float | None = None
     apart: bool = False
-    connect_s: float = 5.0
+    connect_timeout_s: float = 5.0
     lifeline: int | None = None
     notice_source: str = ""
     notice_url: str = ""
@@ -88,9 +88,9 @@ class Agent:
         self._settings = settings
         self._outbox = Outbox()
         urls = addresses.split(settings.url)
-        self._link = CoordinatorLink(urls, settings.token_file, settings.connect_s, self._outbox)
+        self._link = AgentUplink(urls, settings.token_file, settings.connect_timeout_s, self._outbox)
         self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
-        home = Home(
+        home = AgentContext(
             url=self._link.url,
             token_file=os.path.abspath(settings.token_file),
             directory=settings.directory,
@@ -101,8 +101,8 @@ class Agent:
             apart=settings.apart,
             grace_s=settings.grace_s,
         )
-        self._members = Members(home, settings.preload, self._outbox)
-        self._examination: Examination | None = None
+        self._members = MemberProcesses(home, settings.preload, self._outbox)
+        self._examination: MachineCheck | None = None
         self._ending = asyncio.Event()
         self._end_now = asyncio.Event()
         self._grace_s = settings.grace_s
@@ -168,7 +168,7 @@ class Agent:
             self._end_now.set()
             return
         name = signal.Signals(number).name
-        self._outbox.put(MachineNotice(self._settings.grace_s, name, f"the agent received {name}"))
+        self._outbox.put(MachineNoticeMsg(self._settings.grace_s, name, f"the agent received {name}"))
         self._members.notice_all()
         self._end(f"{name}", self._settings.grace_s)
 
@@ -199,10 +199,10 @@ class Agent:
         while self._link.linked and len(self._outbox) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
-    async def _watch_for_notices(self, source: notices.Source) -> None:
+    async def _watch_for_notices(self, source: notices.NoticeSource) -> None:
         async for notice in source.notices():
             log.warning("notice from %s: %s, within %.0f s", notice.source, notice.detail, notice.within_s)
-            self._outbox.put(MachineNotice(notice.within_s, notice.source, notice.detail))
+            self._outbox.put(MachineNoticeMsg(notice.within_s, notice.source, notice.detail))
             if not self._link.linked:
                 self._members.notice_all()
 
@@ -236,14 +236,17 @@ class Agent:
             if not len(self._members) and time.time() > until:
                 several = "," in self._settings.url
                 where = "at any of its addresses" if several else f"at {self._settings.url}"
-                raise (NoWay if several else CoordinatorUnreachable)(
+                raise (NoCoordinatorAddress if several else CoordinatorUnreachable)(
                     f"the coordinator did not answer {where} for {patience_s:.0f} s",
                     why=why,
                     do="start it again; or open its port for this machine, or set address to one that leads to it",
                 )
-            if self._settings.orphan_s is not None and time.time() > away_since + self._settings.orphan_s:
+            if (
+                self._settings.orphan_timeout_s is not None
+                and time.time() > away_since + self._settings.orphan_timeout_s
+            ):
                 self._members.notice_all()
-                self._end(f"no coordinator answered for {self._settings.orphan_s:g} s", self._settings.grace_s)
+                self._end(f"no coordinator answered for {self._settings.orphan_timeout_s:g} s", self._settings.grace_s)
                 continue
             if time.time() >= say_at:
                 self._say_waiting(away_since, until, why)
@@ -268,13 +271,13 @@ class Agent:
         end = f"for as long as {living} members live" if living else f"until {_clock(until)}"
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
-    def _welcomed(self, welcome: AgentWelcome) -> None:
+    def _welcomed(self, welcome: AgentWelcomeMsg) -> None:
         log.info("linked to coordinator %s at %s", welcome.coordinator, self._link.url)
         self._members.reached(self._link.url)
         self._conversations += 1
 
-    def _hello(self) -> AgentHello:
-        return AgentHello(
+    def _hello(self) -> AgentHelloMsg:
+        return AgentHelloMsg(
             protocol=PROTOCOL,
             version=shoal.__version__,
             agent=self._settings.name,
@@ -286,30 +289,30 @@ class Agent:
 
     def _obey(self, message: ToAgent) -> None:
         match message:
-            case StartMember():
+            case StartMemberMsg():
                 if not self._ending.is_set():
                     self._in_background(self._members.start(message))
-            case EndMember():
+            case StopMemberMsg():
                 name = (message.run, message.member, message.incarnation)
                 self._in_background(self._members.end(name, message.grace_s, message.reason))
-            case ShutDown():
+            case ShutDownMsg():
                 self._in_background(self._shut_down(message.reason))
-            case Examine():
+            case RunCheckMsg():
                 self._in_background(self._examine(message, time.time()))
-            case AgentWelcome() | Refused():
+            case AgentWelcomeMsg() | RejectedMsg():
                 pass
 
-    async def _examine(self, asked: Examine, received: float) -> None:
+    async def _examine(self, asked: RunCheckMsg, received: float) -> None:
         """Look, in a thread, and tell; what is examined goes on."""
         self._examination = self._examination or self._examiner()
         finding = await self._examination.answer(asked.question, received, self._link.round_trips)
-        self._outbox.put(Examined(asked.number, finding))
+        self._outbox.put(CheckResultMsg(asked.number, finding))
 
-    def _examiner(self) -> Examination:
+    def _examiner(self) -> MachineCheck:
         # Few agents are ever examined, and it needs what members need: NumPy is not to hold up the start of all.
-        from shoal.agent.machine_check import Examination
+        from shoal.agent.machine_check import MachineCheck
 
-        return Examination(
+        return MachineCheck(
             credentials.read(self._settings.token_file).token,
             self._settings.name,
             self._settings.directory,

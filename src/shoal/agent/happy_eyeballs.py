@@ -12,7 +12,7 @@ STAGGER_S = 0.25
 PROOF_S = 3.0
 
 
-class NoneAnswered(Exception):  # noqa: N818 - what it holds are the errors
+class NoUrlReachable(Exception):  # noqa: N818 - what it holds are the errors
     """Every way failed; `failures` says how each did."""
 
     def __init__(self, failures: dict[str, Exception]) -> None:
@@ -59,7 +59,7 @@ async def first(
                 failures[tasks.pop(task)], next_at = error, 0.0
     finally:
         await _give_up(list(tasks), close)
-    raise NoneAnswered(failures)
+    raise NoUrlReachable(failures)
 
 
 async def _give_up(tasks: list[asyncio.Future[T]], close: Callable[[T], Awaitable[object]]) -> None:

@@ -21,7 +21,7 @@ _BEHIND_BYTES = 4 << 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\u0080-\u009f]")
 
 
-class Lines:
+class LineSplitter:
     """Turns bytes as they come into clean lines; holds back the last, unfinished one."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Lines:
         return f"{text[:LINE_CHARACTERS]}… ({len(text) - LINE_CHARACTERS + skipped} more)"
 
 
-class Allowance:
+class LogRateLimit:
     """How many lines a member may still send now; it refills with time."""
 
     def __init__(self, per_s: float = LINES_PER_S, burst: float = BURST_LINES) -> None:
@@ -101,14 +101,14 @@ def batches(lines: list[str]) -> list[tuple[str, ...]]:
     return [*found, tuple(batch)] if batch else found
 
 
-class Tail:
+class LogTail:
     """Follows one member's file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
-        self._lines = Lines()
-        self._allowance = Allowance()
+        self._lines = LineSplitter()
+        self._allowance = LogRateLimit()
         self._last = ""
 
     @property

@@ -23,11 +23,11 @@ from shoal.core.world import Address, Seat
 from shoal.errors import ShoalError
 from shoal.settings import port_range
 from shoal.wire import connect_errors
-from shoal.wire.machine_check import Attempt, Facts, Finding, Question
+from shoal.wire.machine_check import CheckRequest, CheckResult, ConnectAttempt, MachineFacts
 from shoal.worker.collectives.exchange import ExchangeBroken
-from shoal.worker.transport.connect import NoneAnswered
+from shoal.worker.transport.connect import NoAddressReachable
 from shoal.worker.transport.handshake import CALL
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import disown
 
 RoundTrips = Callable[[int], Awaitable[list[float]]]
@@ -53,24 +53,24 @@ _PIECE_BYTES = 1 << 20
 _PING, _STREAM = b"p", b"s"
 
 
-class Examination:
+class MachineCheck:
     """Answers what is asked of this machine; it listens from the first question on, until it is closed."""
 
     def __init__(self, token: str, agent: str, directory: Path, hosts: Callable[[str], tuple[str, ...]]) -> None:
         self._token, self._agent, self._directory, self._hosts = token, agent, directory, hosts
-        self._ports: list[Port] = []
+        self._ports: list[Peers] = []
         self._numbers = count(1)
 
-    async def answer(self, question: Question, received: float, trips: RoundTrips) -> Finding:
+    async def answer(self, question: CheckRequest, received: float, trips: RoundTrips) -> CheckResult:
         """Look in a thread: what is examined goes on meanwhile."""
         if question.peer:
             attempts = await asyncio.to_thread(self.attempts, question)
-            return Finding(received, time.time(), attempts=attempts)
+            return CheckResult(received, time.time(), attempts=attempts)
         facts = await asyncio.to_thread(self.facts, question)
         facts = msgspec.structs.replace(facts, round_trips_s=tuple(await trips(ROUND_TRIPS)))
-        return Finding(received, time.time(), facts)
+        return CheckResult(received, time.time(), facts)
 
-    def facts(self, question: Question) -> Facts:
+    def facts(self, question: CheckRequest) -> MachineFacts:
         """All but the round trips, and listen where members would."""
         trouble = ""
         try:
@@ -78,7 +78,7 @@ class Examination:
         except (ShoalError, OSError) as error:
             listens, trouble = (), error.what if isinstance(error, ShoalError) else str(error)
             trouble += f": {error.why}" if isinstance(error, ShoalError) and error.why else ""
-        return Facts(
+        return MachineFacts(
             machine=socket.gethostname(),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
@@ -91,7 +91,7 @@ class Examination:
             trouble=trouble,
         )
 
-    def attempts(self, question: Question) -> tuple[Attempt, ...]:
+    def attempts(self, question: CheckRequest) -> tuple[ConnectAttempt, ...]:
         """Each address of a peer, tried by itself; the first that answers is measured."""
         port = self._ports[0] if self._ports else self._open(question.interface, None)
         tried = [Address(host, one.port) for one in question.addresses for host in one.hosts]
@@ -108,7 +108,7 @@ class Examination:
             port.close()
         self._ports.clear()
 
-    def _listen(self, question: Question) -> tuple[Address, ...]:
+    def _listen(self, question: CheckRequest) -> tuple[Address, ...]:
         """On the first, the middle and the last port of a range that are free, or on any."""
         self.close()
         span = port_range(question.ports)
@@ -122,32 +122,32 @@ class Examination:
                 found.append(self._open(question.interface, part).address)
         return tuple(found)
 
-    def _open(self, interface: str, ports: range | None) -> Port:
+    def _open(self, interface: str, ports: range | None) -> Peers:
         host, *others = self._hosts(interface)
-        port = Port(self._token.encode(), RUN, self._agent, LIFE, host, ports, others=others)
+        port = Peers(self._token.encode(), RUN, self._agent, LIFE, host, ports, others=others)
         port.serve(CALL, lambda _, sock: _answer(sock))
         self._ports.append(port)
         return port
 
-    def _call(self, port: Port, peer: str, address: Address) -> socket.socket:
+    def _call(self, port: Peers, peer: str, address: Address) -> socket.socket:
         seat = Seat(peer, LIFE, address)
         sock = port.call(CALL, next(self._numbers), seat, REACH_S, threading.Event())
         sock.settimeout(QUIET_S)
         return sock
 
-    def _try(self, port: Port, peer: str, address: Address) -> Attempt:
+    def _try(self, port: Peers, peer: str, address: Address) -> ConnectAttempt:
         began = time.monotonic()
         try:
             disown(self._call(port, peer, address))
         except ExchangeBroken as broken:
             none = broken.__cause__
-            error = none.failures[address.host] if isinstance(none, NoneAnswered) else TimeoutError()
+            error = none.failures[address.host] if isinstance(none, NoAddressReachable) else TimeoutError()
             cause = connect_errors.cause_of(error)
             more = f" ({error})" if cause in ("somebody else", "broken") and str(error) else ""
-            return Attempt(address.host, address.port, cause, connect_errors.WORDS[cause] + more)
-        return Attempt(address.host, address.port, connect_s=time.monotonic() - began)
+            return ConnectAttempt(address.host, address.port, cause, connect_errors.WORDS[cause] + more)
+        return ConnectAttempt(address.host, address.port, connect_s=time.monotonic() - began)
 
-    def _measure(self, port: Port, question: Question, attempt: Attempt) -> Attempt:
+    def _measure(self, port: Peers, question: CheckRequest, attempt: ConnectAttempt) -> ConnectAttempt:
         try:
             sock = self._call(port, question.peer, Address(attempt.host, attempt.port))
             try:
@@ -156,8 +156,8 @@ class Examination:
             finally:
                 disown(sock)
         except (ExchangeBroken, OSError) as error:
-            return Attempt(attempt.host, attempt.port, "broken", f"it answered, and broke when used: {error}")
-        return Attempt(
+            return ConnectAttempt(attempt.host, attempt.port, "broken", f"it answered, and broke when used: {error}")
+        return ConnectAttempt(
             attempt.host,
             attempt.port,
             connect_s=attempt.connect_s,

@@ -17,17 +17,17 @@ from urllib.parse import urlsplit
 import psutil
 
 from shoal.core.addresses import candidates
-from shoal.errors import Unreachable
+from shoal.errors import PeerUnreachable
 from shoal.wire import interfaces
-from shoal.wire.member_messages import Machine
+from shoal.wire.member_messages import MachineInfo
 
 _NO_LIMIT_BYTES = 1 << 60
 PROBE_ROUNDS = 500
 
 
-def machine(name: str, root: Path = Path("/")) -> Machine:
+def machine(name: str, root: Path = Path("/")) -> MachineInfo:
     """All that the coordinator wants to know of this machine."""
-    return Machine(
+    return MachineInfo(
         name=name,
         cores=cores(root),
         memory_bytes=memory_bytes(root),
@@ -157,7 +157,7 @@ def address_of(interface: str) -> str:
         for entry in entries:
             if entry.family == family and "%" not in entry.address:
                 return entry.address
-    raise Unreachable(
+    raise PeerUnreachable(
         f"there is no interface {interface!r} with an address on this machine",
         why=f"there are {', '.join(sorted(known))}",
         do="set interface to one of these, or leave it empty",
@@ -185,10 +185,10 @@ def _local_address_towards(host: str, port: int) -> str:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise Unreachable(f"the host {host!r} has no address", why=str(error), do="check its URL") from error
+        raise PeerUnreachable(f"the host {host!r} has no address", why=str(error), do="check its URL") from error
     found = interfaces.towards(host, port)
     if not found:
-        raise Unreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
+        raise PeerUnreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
     return found
 
 

@@ -21,10 +21,10 @@ from shoal.agent import log_tail, machine_info, memory_limit
 from shoal.agent.outbox import Outbox
 from shoal.agent.processes import process_tree, zygote_messages
 from shoal.agent.processes.warm_process import WarmProcess
-from shoal.agent.project_files import Luggage
+from shoal.agent.project_files import ProjectCache
 from shoal.core import exit_causes
-from shoal.errors import LuggageLost, MembershipError, ShoalError, WarmProcessFailed
-from shoal.wire.member_messages import LogLines, MemberExited, MemberStarted, StartMember
+from shoal.errors import MembershipError, ProjectDeliveryFailed, ShoalError, WarmProcessFailed
+from shoal.wire.member_messages import LogLinesMsg, MemberExitedMsg, MemberStartedMsg, StartMemberMsg
 
 log = logging.getLogger("shoal.agent")
 
@@ -48,7 +48,7 @@ _COLD_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class AgentContext:
     """What all members under this agent have in common. `apart` says that this machine sees nothing of the user's disk.
 
     `cache` keeps what runs send along; `grace_s` is how long members have to hand over.
@@ -66,11 +66,11 @@ class Home:
 
 
 @dataclass(slots=True)
-class Member:
+class MemberProcess:
     """One live member."""
 
-    order: StartMember
-    tail: log_tail.Tail
+    order: StartMemberMsg
+    tail: log_tail.LogTail
     why_path: Path
     oom_kills: int
     process: psutil.Process | None = None
@@ -86,15 +86,15 @@ class Member:
         return (self.order.run, self.order.member, self.order.incarnation)
 
 
-class Members:
+class MemberProcesses:
     """Everybody who lives under this agent."""
 
-    def __init__(self, home: Home, preload: tuple[str, ...], outbox: Outbox) -> None:
+    def __init__(self, home: AgentContext, preload: tuple[str, ...], outbox: Outbox) -> None:
         self._home = home
         self._url = home.url
         self._outbox = outbox
-        self._luggage = Luggage(home.url, home.token_file, home.cache, home.directory / "runs")
-        self._alive: dict[str, Member] = {}
+        self._luggage = ProjectCache(home.url, home.token_file, home.cache, home.directory / "runs")
+        self._alive: dict[str, MemberProcess] = {}
         self._cores = machine_info.cores()
         self._core_speed = 0.0
         self.last_exit = 0.0
@@ -125,17 +125,17 @@ class Members:
         """The coordinator answered at this one of its URLs: members and what they need go the same way."""
         self._url = self._luggage.url = url
 
-    async def start(self, order: StartMember) -> None:
+    async def start(self, order: StartMemberMsg) -> None:
         """Start a member; an order that was obeyed already is answered again."""
         key = _key(order.run, order.member, order.incarnation)
         if known := self._alive.get(key):
             if known.process is not None:
-                self._outbox.put(MemberStarted(*known.name, known.process.pid, known.warm))
+                self._outbox.put(MemberStartedMsg(*known.name, known.process.pid, known.warm))
             return
         directory = self._home.directory / "logs" / _file_name(order.run)
         base = f"{_file_name(order.member)}.{_file_name(order.incarnation)}"
-        member = Member(
-            order, log_tail.Tail(directory / f"{base}.log"), directory / f"{base}.why.json", machine_info.oom_kills()
+        member = MemberProcess(
+            order, log_tail.LogTail(directory / f"{base}.log"), directory / f"{base}.why.json", machine_info.oom_kills()
         )
         self._alive[key] = member
         try:
@@ -147,7 +147,7 @@ class Members:
         except (ShoalError, OSError, ValueError) as error:
             self._never_started(key, error)
 
-    async def _at_home(self, order: StartMember) -> StartMember:
+    async def _at_home(self, order: StartMemberMsg) -> StartMemberMsg:
         """The order as this machine can carry it out: what it does not see of the user's disk is here, or goes back."""
         told, run, cwd = order.env.get("SHOAL_RUN_DIR", ""), _file_name(order.run), order.cwd
         env = dict(order.env)
@@ -171,12 +171,12 @@ class Members:
             return
         member.process = born
         log.info("%s of run %s started as process %d", member.order.member, member.order.run, pid)
-        self._outbox.put(MemberStarted(*member.name, pid, member.warm))
+        self._outbox.put(MemberStartedMsg(*member.name, pid, member.warm))
         member.born.set()
         if member.noticed:
             self._terminate(member)
 
-    def _order(self, key: str, member: Member, log_path: Path) -> zygote_messages.Start:
+    def _order(self, key: str, member: MemberProcess, log_path: Path) -> zygote_messages.ForkRequest:
         order = member.order
         settings = _settings(order.env)
         hosts = machine_info.hosts_to_announce(self._url, str(settings.get("interface") or self._home.interface))
@@ -199,7 +199,7 @@ class Members:
         }
         cold = env.get("SHOAL_COMPAT", "") not in ("", "0")
         cold = cold or any(env.get(name) != self._warm_environment.get(name) for name in _COLD_VARIABLES)
-        return zygote_messages.Start(
+        return zygote_messages.ForkRequest(
             key=key,
             argv=order.argv,
             module=order.module,
@@ -231,7 +231,7 @@ class Members:
             return
         code = error.code if isinstance(error, ShoalError) else "S402"
         text = error.what if isinstance(error, ShoalError) else str(error)
-        why = error.why if isinstance(error, WarmProcessFailed | MembershipError | LuggageLost) else ""
+        why = error.why if isinstance(error, WarmProcessFailed | MembershipError | ProjectDeliveryFailed) else ""
         detail = f"error[{code}] {text}" + (f": {why}" if why else "")
         log.error("%s of run %s could not be started: %s", member.order.member, member.order.run, detail)
         self._forget_unborn(key, "infrastructure", detail)
@@ -240,7 +240,7 @@ class Members:
         member = self._alive.pop(key)
         member.born.set()
         member.gone.set()
-        self._outbox.put(MemberExited(*member.name, None, None, cause, detail))
+        self._outbox.put(MemberExitedMsg(*member.name, None, None, cause, detail))
 
     async def end(self, name: tuple[str, str, str], grace_s: float, reason: str) -> None:
         """End a member; returns when nothing of its process tree is left."""
@@ -297,13 +297,13 @@ class Members:
                 if member.over:
                     await process_tree.kill(process_tree.tree(member.process), give_up_s=10.0)
 
-    def _terminate(self, member: Member) -> None:
+    def _terminate(self, member: MemberProcess) -> None:
         if member.process is not None:
             process_tree.signal_to([member.process], 15)
 
-    def _pass_on(self, member: Member, last: bool) -> None:
+    def _pass_on(self, member: MemberProcess, last: bool) -> None:
         for lines in log_tail.batches(member.tail.read(time.monotonic(), last)):
-            self._outbox.put(LogLines(member.order.run, member.order.member, lines))
+            self._outbox.put(LogLinesMsg(member.order.run, member.order.member, lines))
 
     def _on_exit(self, key: str, status: int) -> None:
         if (member := self._alive.pop(key, None)) is None:
@@ -311,7 +311,7 @@ class Members:
         self._pass_on(member, last=True)
         member.tail.close()
         code = os.waitstatus_to_exitcode(status)
-        end = exit_causes.Exit(
+        end = exit_causes.ExitFacts(
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             asked=member.asked,
@@ -324,7 +324,7 @@ class Members:
         verdict = exit_causes.classify(end)
         log.info("%s of run %s ended: %s %s", member.order.member, member.order.run, verdict.cause, verdict.detail)
         detail = verdict.detail[:_DETAIL_CHARACTERS]
-        self._outbox.put(MemberExited(*member.name, end.exit_code, end.signal, verdict.cause, detail))
+        self._outbox.put(MemberExitedMsg(*member.name, end.exit_code, end.signal, verdict.cause, detail))
         self.last_exit = time.time()
         member.gone.set()
 
@@ -345,8 +345,8 @@ def _settings(env: Mapping[str, str]) -> dict[str, object]:
         return {}
 
 
-def _why(path: Path) -> exit_causes.Why | None:
+def _why(path: Path) -> exit_causes.RecordedException | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=exit_causes.Why)
+        return msgspec.json.decode(path.read_bytes(), type=exit_causes.RecordedException)
     except (OSError, msgspec.DecodeError):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 from shoal.agent.processes import process_tree
-from shoal.errors import TooMuchMemory
+from shoal.errors import MemoryLimitExceeded
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
@@ -29,7 +29,8 @@ def verdict(used: int, allowed: int) -> str:
     if not allowed or used <= allowed:
         return ""
     gib = 1 << 30
-    return f"error[{TooMuchMemory.code}] it used {used / gib:.2f} GiB of memory; its role has {allowed / gib:.2f} GiB"
+    limit = f"its role has {allowed / gib:.2f} GiB"
+    return f"error[{MemoryLimitExceeded.code}] it used {used / gib:.2f} GiB of memory; {limit}"
 
 
 def _own_bytes(process: psutil.Process) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from shoal.wire.member_messages import FromAgent, LogLines, MemberExited
+from shoal.wire.member_messages import FromAgent, LogLinesMsg, MemberExitedMsg
 
 MAX_EVENTS = 10_000
 MAX_LOG_BATCHES = 500
@@ -21,19 +21,19 @@ class Outbox:
 
     def __init__(self, tell_again_s: float = TELL_AGAIN_S) -> None:
         self._events: deque[FromAgent] = deque(maxlen=MAX_EVENTS)
-        self._logs: deque[LogLines] = deque()
-        self._told: deque[tuple[float, MemberExited]] = deque()
+        self._logs: deque[LogLinesMsg] = deque()
+        self._told: deque[tuple[float, MemberExitedMsg]] = deque()
         self._tell_again_s = tell_again_s
         self._lost_lines = 0
         self._filled = asyncio.Event()
 
     def put(self, message: FromAgent) -> None:
-        if isinstance(message, LogLines):
+        if isinstance(message, LogLinesMsg):
             self._logs.append(message)
             if len(self._logs) > MAX_LOG_BATCHES:
                 self._lost_lines += len(self._logs.popleft().lines)
         else:
-            if isinstance(message, MemberExited):
+            if isinstance(message, MemberExitedMsg):
                 self._logs_first(message)
             self._events.append(message)
         self._filled.set()
@@ -55,7 +55,7 @@ class Outbox:
         first = self._logs.popleft()
         if self._lost_lines:
             mark = f"… {self._lost_lines} lines were not sent while the coordinator was away"
-            first = LogLines(first.run, first.member, (mark, *first.lines))
+            first = LogLinesMsg(first.run, first.member, (mark, *first.lines))
             self._lost_lines = 0
         return first
 
@@ -66,7 +66,7 @@ class Outbox:
 
     def sent(self, message: FromAgent, now: float) -> None:
         """This message is on its way."""
-        if isinstance(message, MemberExited):
+        if isinstance(message, MemberExitedMsg):
             self._told.append((now, message))
         self._forget_old(now)
 
@@ -78,7 +78,7 @@ class Outbox:
         if self._events:
             self._filled.set()
 
-    def _logs_first(self, exit_: MemberExited) -> None:
+    def _logs_first(self, exit_: MemberExitedMsg) -> None:
         """A member's last words go before its exit: that is where its reader looks for the cause."""
         last = [batch for batch in self._logs if (batch.run, batch.member) == (exit_.run, exit_.member)]
         self._events.extend(last)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
-from shoal.errors import LuggageLost
+from shoal.errors import ProjectDeliveryFailed
 from shoal.pack import project
 from shoal.wire import credentials
 
@@ -22,7 +22,7 @@ UNUSED_S = 30 * 86400.0
 _PIECE_BYTES = 1 << 20
 
 
-class Luggage:
+class ProjectCache:
     """The projects under one agent. Blobs are kept in `cache`, which agents of one machine may share.
 
     What no run has needed for a month is removed from there.
@@ -45,7 +45,7 @@ class Luggage:
                     project.lay_out(found, self._cache, where)
                     self._sweep()
                 except OSError as error:
-                    raise LuggageLost(
+                    raise ProjectDeliveryFailed(
                         "the project could not be laid out here", where=str(where), why=str(error)
                     ) from error
         return where
@@ -60,7 +60,7 @@ class Luggage:
                 self._get(digest, path)
             except OSError as error:
                 if attempt == TRIES:
-                    raise LuggageLost(
+                    raise ProjectDeliveryFailed(
                         "what the run sends along could not be fetched", where=self.url, why=str(error)
                     ) from error
                 time.sleep(0.2 * 2**attempt)

@@ -18,22 +18,22 @@ from shoal.agent import happy_eyeballs, machine_info
 from shoal.agent.outbox import Outbox
 from shoal.errors import CoordinatorUnreachable, MembershipError, NameTaken, VersionMismatch, WrongToken
 from shoal.wire import codec, connect_errors, credentials
-from shoal.wire.member_messages import AgentBeat, AgentHello, AgentWelcome, Refused, ToAgent
+from shoal.wire.member_messages import AgentHeartbeatMsg, AgentHelloMsg, AgentWelcomeMsg, RejectedMsg, ToAgent
 
 
-class CoordinatorLink:
+class AgentUplink:
     """The way to one coordinator; `linked` says whether there is a conversation now.
 
     It may have several URLs; `url` is the one that was taken last, or would be tried first.
     """
 
-    def __init__(self, urls: Sequence[str], token_file: str, connect_s: float, outbox: Outbox) -> None:
+    def __init__(self, urls: Sequence[str], token_file: str, connect_timeout_s: float, outbox: Outbox) -> None:
         self._ways = {url: _websocket_url(url) for url in urls}
         if not self._ways:
             raise CoordinatorUnreachable("no URL of a coordinator was given", do="give it with --url http://host:port")
         self.url = next(iter(self._ways))
         self._token_file = token_file
-        self._connect_s = connect_s
+        self._connect_s = connect_timeout_s
         self._outbox = outbox
         self._credentials = credentials.read(token_file)
         self._tls = credentials.ssl_context(self._credentials)
@@ -41,20 +41,20 @@ class CoordinatorLink:
         self._connection: ClientConnection | None = None
 
     async def converse(
-        self, hello: AgentHello, welcomed: Callable[[AgentWelcome], None], obey: Callable[[ToAgent], None]
+        self, hello: AgentHelloMsg, welcomed: Callable[[AgentWelcomeMsg], None], obey: Callable[[ToAgent], None]
     ) -> None:
         """Until the link breaks; then what may not have arrived is due again."""
         async with self._connected() as link:
             await link.send(codec.from_agent.encode(hello))
             welcome = codec.to_agent.decode(await asyncio.wait_for(link.recv(decode=False), self._connect_s))
-            if isinstance(welcome, Refused):
+            if isinstance(welcome, RejectedMsg):
                 raise refusal(welcome)
-            if not isinstance(welcome, AgentWelcome):
+            if not isinstance(welcome, AgentWelcomeMsg):
                 raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
             self.linked, self._connection = True, link
             welcomed(welcome)
             try:
-                await _any_of(self._beat(welcome.beat_s), self._send_all(link), _listen(link, obey))
+                await _any_of(self._beat(welcome.heartbeat_s), self._send_all(link), _listen(link, obey))
             finally:
                 self.linked, self._connection = False, None
                 self._outbox.connection_lost(time.monotonic())
@@ -69,7 +69,7 @@ class CoordinatorLink:
         ways = sorted(self._ways, key=lambda url: url != self.url)
         try:
             self.url, link = await happy_eyeballs.first(ways, self._open, ClientConnection.close)
-        except happy_eyeballs.NoneAnswered as none:
+        except happy_eyeballs.NoUrlReachable as none:
             raise _unreached(none) from none
         try:
             yield link
@@ -106,7 +106,7 @@ class CoordinatorLink:
 
     async def _beat(self, every_s: float) -> None:
         while True:
-            self._outbox.put(AgentBeat(os.getloadavg()[0], machine_info.memory_free_bytes()))
+            self._outbox.put(AgentHeartbeatMsg(os.getloadavg()[0], machine_info.memory_free_bytes()))
             await asyncio.sleep(every_s)
 
     async def _send_all(self, link: ClientConnection) -> None:
@@ -124,7 +124,7 @@ class CoordinatorLink:
 async def _listen(link: ClientConnection, obey: Callable[[ToAgent], None]) -> None:
     async for data in link:
         message = codec.to_agent.decode(data)
-        if isinstance(message, Refused):
+        if isinstance(message, RejectedMsg):
             raise refusal(message)
         obey(message)
 
@@ -163,7 +163,7 @@ async def _connect(url: str) -> socket.socket:
     raise failure or OSError(f"{parts.hostname} has no address")
 
 
-def _unreached(none: happy_eyeballs.NoneAnswered) -> Exception:
+def _unreached(none: happy_eyeballs.NoUrlReachable) -> Exception:
     """One error for all ways that failed: whoever knows that the token is wrong is the coordinator."""
     failures = none.failures
     told = next((error for error in failures.values() if isinstance(error, WrongToken)), None)
@@ -172,7 +172,7 @@ def _unreached(none: happy_eyeballs.NoneAnswered) -> Exception:
     return ConnectionError(connect_errors.listed(failures))
 
 
-def refusal(refused: Refused) -> MembershipError:
+def refusal(refused: RejectedMsg) -> MembershipError:
     """What the coordinator refused, as the error that it named."""
     kinds: dict[str, type[MembershipError]] = {kind.code: kind for kind in (WrongToken, VersionMismatch, NameTaken)}
     return kinds.get(refused.code, MembershipError)(refused.what, why=refused.why, do=refused.do)

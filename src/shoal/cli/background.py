@@ -15,20 +15,20 @@ import msgspec
 
 from shoal import errors
 from shoal.cli.follower import Follower
-from shoal.cli.options import Frame
-from shoal.cli.output.lines import Plain
-from shoal.cli.signals import Interrupts
+from shoal.cli.options import OutputOptions
+from shoal.cli.output.lines import PlainOutput
+from shoal.cli.signals import SignalCounter
 from shoal.launch import background as launch_background
-from shoal.launch.background import Answer
-from shoal.launch.launch_plan import Launch
+from shoal.launch.background import SupervisorReply
+from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import Supervisor
-from shoal.wire.api import Problem
+from shoal.wire.api import ErrorView
 
 EVERY_S = 1.0
 LOG = "supervisor.log"
 
 
-def detach(frame: Frame, launch: Launch) -> int:
+def detach(frame: OutputOptions, launch: LaunchPlan) -> int:
     """Start the supervisor in the background, and wait until it has its run accepted."""
     view = launch_background.begin(launch)
     lines = [f"run {view.run} is accepted", f"status  shoal status {view.run}", f"logs    shoal logs -f {view.run}"]
@@ -38,23 +38,23 @@ def detach(frame: Frame, launch: Launch) -> int:
 
 def main() -> None:
     """Supervise the launch on standard input until its run is over."""
-    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=LaunchPlan)
     supervisor = Supervisor(launch)
 
     def say(text: str) -> None:
         with (Path(launch.directory) / LOG).open("a") as log:
             print(time.strftime("%F %T"), text, file=log)
 
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         try:
             client, view = supervisor.open()
         except errors.ShoalError as error:
-            _answer(Answer(problem=Problem(error.code, error.what, error.where, error.why, error.do)))
+            _answer(SupervisorReply(problem=ErrorView(error.code, error.what, error.where, error.why, error.do)))
             sys.exit(error.exit_code)
         try:
-            _answer(Answer(run=view))
+            _answer(SupervisorReply(run=view))
             since = view.since if launch.resume else 0.0
-            display = _WithoutLogs(Plain(say, every_s=60.0))
+            display = _NoLogDisplay(PlainOutput(say, every_s=60.0))
             seen = Follower(client, view, display, supervisor.tend, since).follow(interrupts, EVERY_S)
         finally:
             supervisor.close(client, say)
@@ -65,17 +65,17 @@ def main() -> None:
     sys.exit(exit_code(seen.view, abandoned=seen.abandoned))
 
 
-class _WithoutLogs:
+class _NoLogDisplay:
     """Members' lines are in their own files already."""
 
-    def __init__(self, inner: Plain) -> None:
+    def __init__(self, inner: PlainOutput) -> None:
         self.story, self.view, self.note, self.close = inner.story, inner.view, inner.note, inner.close
 
     def logs(self, lines: object) -> None:
         del lines
 
 
-def _answer(answer: Answer) -> None:
+def _answer(answer: SupervisorReply) -> None:
     """Say it, and let go of the pipe, which the command reads to its end."""
     sys.stdout.buffer.write(msgspec.json.encode(answer))
     sys.stdout.flush()

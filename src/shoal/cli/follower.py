@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.cli.output.lines import Display
-from shoal.cli.signals import Interrupts
+from shoal.cli.signals import SignalCounter
 from shoal.errors import CoordinatorUnreachable
-from shoal.launch.api_client import Client
+from shoal.launch.api_client import ApiClient
 from shoal.launch.run_lookup import OVER
-from shoal.wire.api import RunView, StopAsk, StoryLine
+from shoal.wire.api import RunView, StopRequest, StoryLine
 
 PAGE = 1000
 STORY_KEPT = 5000
@@ -21,7 +21,7 @@ LAST_WORDS_S = 0.5
 
 
 @dataclass
-class Followed:
+class FollowResult:
     """What was seen of a run."""
 
     view: RunView
@@ -33,7 +33,7 @@ class Follower:
     """One run, one coordinator, one display."""
 
     def __init__(
-        self, client: Client, view: RunView, display: Display, tend: Callable[[], list[str]], since: float = 0.0
+        self, client: ApiClient, view: RunView, display: Display, tend: Callable[[], list[str]], since: float = 0.0
     ) -> None:
         self._client = client
         self._display = display
@@ -43,9 +43,9 @@ class Follower:
         # What a run said before it was resumed is not said again.
         self._after_logs = client.logs(view.run, after=-1, limit=1).next if since else 0
         self._silent_since: float | None = None
-        self.seen = Followed(view)
+        self.seen = FollowResult(view)
 
-    def follow(self, interrupts: Interrupts, interval_s: float) -> Followed:
+    def follow(self, interrupts: SignalCounter, interval_s: float) -> FollowResult:
         """Return when the run is over, or when it was given up by a second interrupt."""
         asked, ended_at = 0, 0.0
         while True:
@@ -105,12 +105,14 @@ class Follower:
     def _stop(self, *, now: bool, by: str) -> None:
         if now:
             self._display.note("ending now, without a checkpoint")
-            self._client.stop(self.seen.view.run, StopAsk(f"{by}, for the second time", checkpoint=False, grace_s=1.0))
+            self._client.stop(
+                self.seen.view.run, StopRequest(f"{by}, for the second time", checkpoint=False, grace_s=1.0)
+            )
             return
         self._display.note("stopping after a checkpoint; once more ends it now")
-        self._client.stop(self.seen.view.run, StopAsk(by))
+        self._client.stop(self.seen.view.run, StopRequest(by))
 
-    def _last_words(self, interrupts: Interrupts) -> None:
+    def _last_words(self, interrupts: SignalCounter) -> None:
         deadline = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < deadline:
             before = (self._after_story, self._after_logs)

@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli.follower import Followed, Follower
-from shoal.cli.options import Frame, interactive, show_error
-from shoal.cli.output.lines import Display, Forgiving, JsonLines, Plain
-from shoal.cli.signals import Interrupts
+from shoal.cli.follower import Follower, FollowResult
+from shoal.cli.options import OutputOptions, interactive, show_error
+from shoal.cli.output.lines import Display, JsonLines, PlainOutput, SafeDisplay
+from shoal.cli.signals import SignalCounter
 from shoal.errors import FetchFailed, UsageError, from_code
 from shoal.launch import download
-from shoal.launch.api_client import Client, open_client
-from shoal.launch.coordinator_target import Place
-from shoal.launch.launch_plan import Launch
+from shoal.launch.api_client import ApiClient, open_client
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import Supervisor, hand_over
 from shoal.wire.api import RunView
 
@@ -24,13 +24,13 @@ PANEL_EVERY_S = 0.4
 PLAIN_EVERY_S = 0.8
 
 
-def supervise(frame: Frame, launch: Launch) -> int:
+def supervise(frame: OutputOptions, launch: LaunchPlan) -> int:
     """Start coordinator, agent and run; follow it to its end; take all down. The exit code."""
     supervisor = Supervisor(launch)
     client, view = supervisor.open()
     in_order = False
     try:
-        with Interrupts() as interrupts:
+        with SignalCounter() as interrupts:
             seen = watch(frame, client, view, interrupts, supervisor.tend, view.since if launch.resume else 0.0)
             in_order = not seen.abandoned
     finally:
@@ -40,21 +40,21 @@ def supervise(frame: Frame, launch: Launch) -> int:
     return code
 
 
-def submit(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> int:
+def submit(frame: OutputOptions, place: CoordinatorTarget, launch: LaunchPlan, *, detach: bool) -> int:
     """Hand the run to a standing coordinator, and follow it unless detached."""
     client, view = hand_in(place, launch)
     if detach:
         frame.answer(view, lambda: f"run {view.run} is accepted; shoal status {view.run}")
         return 0
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         code = conclude(frame, watch(frame, client, view, interrupts, list, view.since if launch.resume else 0.0))
     if launch.spec is not None:
-        source, to = download.There(client.url, place.token_file, view.run), Path(launch.spec.cwd)
+        source, to = download.RemoteRunFolder(client.url, place.token_file, view.run), Path(launch.spec.cwd)
         _say_brought(frame, lambda: download.bring(source, to).names)
     return code
 
 
-def _say_brought(frame: Frame, bring: Callable[[], tuple[str, ...]]) -> None:
+def _say_brought(frame: OutputOptions, bring: Callable[[], tuple[str, ...]]) -> None:
     """Bring back what members elsewhere saved, and say so; what fails costs nothing, as it stays where it is."""
     try:
         names = bring()
@@ -65,7 +65,7 @@ def _say_brought(frame: Frame, bring: Callable[[], tuple[str, ...]]) -> None:
         frame.say(f"brought back {', '.join(names)}")
 
 
-def hand_in(place: Place, launch: Launch) -> tuple[Client, RunView]:
+def hand_in(place: CoordinatorTarget, launch: LaunchPlan) -> tuple[ApiClient, RunView]:
     """Submit a run to a standing coordinator, or resume one there."""
     if not place.token_file:
         raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
@@ -75,13 +75,13 @@ def hand_in(place: Place, launch: Launch) -> tuple[Client, RunView]:
 
 
 def watch(
-    frame: Frame,
-    client: Client,
+    frame: OutputOptions,
+    client: ApiClient,
     view: RunView,
-    interrupts: Interrupts,
+    interrupts: SignalCounter,
     tend: Callable[[], list[str]],
     since: float = 0.0,
-) -> Followed:
+) -> FollowResult:
     """Follow a run on the display that suits where we are."""
     panel = interactive() and not frame.json and not frame.quiet
     display = _display(frame, panel)
@@ -94,7 +94,7 @@ def watch(
         display.close()
 
 
-def conclude(frame: Frame, seen: Followed) -> int:
+def conclude(frame: OutputOptions, seen: FollowResult) -> int:
     """Print the summary; the exit code of the command."""
     # What it knows of takes longer to load than all the rest, and nobody needs it before the end.
     from shoal.cli.output import summary
@@ -114,11 +114,11 @@ def conclude(frame: Frame, seen: Followed) -> int:
     return facts.exit_code
 
 
-def _display(frame: Frame, panel: bool) -> Display:
+def _display(frame: OutputOptions, panel: bool) -> Display:
     if frame.json:
-        return Forgiving(JsonLines())
+        return SafeDisplay(JsonLines())
     if panel:
         from shoal.cli.output.live_panel import Panel
 
-        return Forgiving(Panel())
-    return Forgiving(Plain(quiet=frame.quiet))
+        return SafeDisplay(Panel())
+    return SafeDisplay(PlainOutput(quiet=frame.quiet))

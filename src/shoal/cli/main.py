@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shoal import __version__
-from shoal.cli.options import Frame, show_error, with_frame
+from shoal.cli.options import OutputOptions, show_error, with_frame
 from shoal.errors import UsageError
 
 VERBS = {
@@ -68,7 +68,7 @@ class Verbs(click.Group):
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="shoal")
 @with_frame
-def shoal(frame: Frame) -> None:
+def shoal(frame: OutputOptions) -> None:
     """Train one model on many cheap, unequal, short-lived machines as if they were one dependable machine."""
     del frame
 

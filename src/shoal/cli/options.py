@@ -14,13 +14,13 @@ import click
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.launch.coordinator_target import Place, home
+from shoal.launch.coordinator_target import CoordinatorTarget, home
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class OutputOptions:
     """How this command speaks."""
 
     json: bool = False
@@ -59,7 +59,7 @@ def with_frame(function: F) -> F:
     @click.pass_context
     @functools.wraps(function)
     def framed(ctx: click.Context, /, as_json_: bool, quiet: bool, verbose: int, **rest: Any) -> Any:
-        outer = ctx.find_object(Frame) or Frame()
+        outer = ctx.find_object(OutputOptions) or OutputOptions()
         frame = replace(
             outer, json=outer.json or as_json_, quiet=outer.quiet or quiet, verbose=max(outer.verbose, verbose)
         )
@@ -82,7 +82,7 @@ def with_place(function: F) -> F:
     @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", default="", help="The file with that coordinator's token.")
     @functools.wraps(function)
     def placed(*args: Any, url: str, token_file: str, **rest: Any) -> Any:
-        return function(*args, place=Place(home(), url, token_file), **rest)
+        return function(*args, place=CoordinatorTarget(home(), url, token_file), **rest)
 
     return placed  # type: ignore[return-value]
 

@@ -10,7 +10,7 @@ from types import FrameType
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupts:
+class SignalCounter:
     """Counts Ctrl-C, SIGTERM and SIGHUP while it is open; to be used in the main thread."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Interrupts:
         self._before: dict[int, object] = {}
         self._reader, self._writer = -1, -1
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalCounter:
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in CAUGHT:
             self._before[number] = signal.signal(number, self._caught)

@@ -18,20 +18,20 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from shoal.coordinator.http.auth import Guard, is_loopback
+from shoal.coordinator.http.auth import AuthMiddleware, is_loopback
 from shoal.coordinator.http.routes import make_app
-from shoal.coordinator.http.tokens import Keys
+from shoal.coordinator.http.tokens import TokenStore
 from shoal.coordinator.pools.provisioner import open_pools
 from shoal.coordinator.server import listen as server_listen
 from shoal.coordinator.server import tls
 from shoal.coordinator.server.batching_selector import new_loop
-from shoal.coordinator.server.idle_timeout import ImpatientProtocol
+from shoal.coordinator.server.idle_timeout import IdleTimeoutProtocol
 from shoal.coordinator.server.websocket import DirectSocket
-from shoal.coordinator.service import Service
+from shoal.coordinator.service import CoordinatorService
 from shoal.core import addresses
 from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
-from shoal.store.sqlite_views import Views
+from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 from shoal.wire.pool_files import URLS
@@ -81,7 +81,7 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     except BaseException:
         journal.close()
         raise
-    service = Service(directory, journal, Views(directory), name=directory.resolve().name)
+    service = CoordinatorService(directory, journal, SqliteViews(directory), name=directory.resolve().name)
     service.replay()
     server = _Server(_config(service, token, directory, host, secure, lambda: server.end()))
     _announce(directory, server_listen.urls(host, listeners[0].getsockname()[1], secure, named))
@@ -134,11 +134,11 @@ class _Server(uvicorn.Server):
 
 
 def _config(
-    service: Service, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
+    service: CoordinatorService, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
 ) -> uvicorn.Config:
     config = uvicorn.Config(
-        Guard(make_app(service, leave), Keys(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
-        http=ImpatientProtocol,
+        AuthMiddleware(make_app(service, leave), TokenStore(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
+        http=IdleTimeoutProtocol,
         ws=DirectSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.

@@ -9,11 +9,11 @@ from typing import Protocol
 import shoal
 from shoal.errors import VersionMismatch
 from shoal.wire import member_messages as ms
-from shoal.wire.codec import Codec
-from shoal.wire.member_messages import Message, Refused
+from shoal.wire.codec import MessageCodec
+from shoal.wire.member_messages import Message, RejectedMsg
 
 
-class Socket(Protocol):
+class SocketLike(Protocol):
     """What a link needs of a connection."""
 
     def listen(self, hear: Callable[[bytes | str], None], gone: Callable[[], None]) -> None: ...
@@ -22,13 +22,13 @@ class Socket(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Connection:
     """One socket, as long as it is open."""
 
-    codec: Codec[object]
+    codec: MessageCodec[object]
     peer: str
     base_url: str
-    socket: Socket
+    socket: SocketLike
     closed: bool = False
     heard_at: float = 0.0
 
@@ -41,7 +41,7 @@ class Link:
             self.close()
 
     def refuse(self, code: str, what: str, why: str = "", do: str = "") -> None:
-        self.send(Refused(code, what, why, do))
+        self.send(RejectedMsg(code, what, why, do))
         self.close()
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Link:
 
 
 @dataclass(slots=True, eq=False)
-class MemberLink(Link):
+class MemberConnection(Connection):
     """A member's socket; `expelled` means that only a new hello is listened to."""
 
     run: str = ""
@@ -62,14 +62,14 @@ class MemberLink(Link):
 
 
 @dataclass(slots=True, eq=False)
-class AgentLink(Link):
+class AgentConnection(Connection):
     agent: str = ""
     pid: int = 0
     load: float = 0.0
     memory_free_bytes: int = 0
 
 
-def same_version(link: Link, protocol: int, version: str) -> bool:
+def same_version(link: Connection, protocol: int, version: str) -> bool:
     if protocol == ms.PROTOCOL and version == shoal.__version__:
         return True
     ours = f"{shoal.__version__} (protocol {ms.PROTOCOL})"

@@ -25,41 +25,41 @@ def to_members(asked: Any) -> tuple[tuple[str, ...], ms.Message] | None:
     """
     match asked:
         case ev.FormWorld(world, to, reason):
-            return to, ms.Form(world, reason)
+            return to, ms.EnterWorldMsg(world, reason)
         case ev.ProposeWorld(after, world, to, reason):
-            return to, ms.Prepare(after, world, reason)
+            return to, ms.PrepareWorldMsg(after, world, reason)
         case ev.DissolveWorld(number, to, reason):
-            return to, ms.Dissolve(number, reason)
-        case ev.PlaceParts(placement, to, reason):
-            return to, ms.Place(placement, reason)
-        case ev.TellGone(to, member, incarnation, reason):
-            return to, ms.Gone(member, incarnation, reason)
-        case ev.AskRestore(member, reason):
-            return (member,), ms.Restore(reason)
-        case ev.Expel(member, reason):
-            return (member,), ms.Expelled(reason)
+            return to, ms.DissolveWorldMsg(number, reason)
+        case ev.PublishPlacement(placement, to, reason):
+            return to, ms.PlacementMsg(placement, reason)
+        case ev.AnnounceTrainerLost(to, member, incarnation, reason):
+            return to, ms.TrainerLostMsg(member, incarnation, reason)
+        case ev.RestoreCheckpoint(member, reason):
+            return (member,), ms.RestoreMsg(reason)
+        case ev.EvictMember(member, reason):
+            return (member,), ms.EvictedMsg(reason)
         case ev.StopMembers(to, reason, checkpoint, exit_code):
             # For members there are two ways to end: as done, and as to be gone on with, whatever the run ends as.
-            return to, ms.Stop(reason, checkpoint, PREEMPTED if exit_code else 0)
-        case ev.TellFinished(to, step):
-            return to, ms.Finished(step)
-        case ev.Grant(member, name):
-            return (member,), ms.Granted(name)
-        case evaluation.TellStanding(to, standing):
+            return to, ms.StopMsg(reason, checkpoint, PREEMPTED if exit_code else 0)
+        case ev.AnnounceFinished(to, step):
+            return to, ms.RunFinishedMsg(step)
+        case ev.GrantClaim(member, name):
+            return (member,), ms.ClaimGrantedMsg(name)
+        case evaluation.SendEvaluationStatus(to, standing):
             best = (standing.best, standing.best_step, standing.best_value)
-            return to, ms.Standing(standing.step, *best)
-        case evaluation.TellCheckpoint(to, step, path):
-            return to, ms.Checkpointed(step, path, 0, 0.0)
-        case evaluation.TellTrained(to, step):
-            return to, ms.Finished(step)
-        case ev.TellFulfilled(to, name):
-            return to, ms.AlreadyDone(name)
+            return to, ms.EvaluationStatusMsg(standing.step, *best)
+        case evaluation.AnnounceCheckpoint(to, step, path):
+            return to, ms.CheckpointWrittenMsg(step, path, 0, 0.0)
+        case evaluation.AnnounceTrainingFinished(to, step):
+            return to, ms.RunFinishedMsg(step)
+        case ev.AnnounceClaimCompleted(to, name):
+            return to, ms.ClaimAlreadyDoneMsg(name)
     return None
 
 
 def start_member(
     asked: fe.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
-) -> ms.StartMember:
+) -> ms.StartMemberMsg:
     """The order to start a process; the agent adds the token file and the host, which differ on every machine."""
     env = {
         **spec.env,
@@ -73,7 +73,7 @@ def start_member(
         **_resources(spec.roles.get(role_of(asked.member))),
         **dict(asked.env),
     }
-    return ms.StartMember(
+    return ms.StartMemberMsg(
         asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart, spec.project
     )
 
@@ -84,43 +84,43 @@ def _resources(role: RoleSpec | None) -> dict[str, str]:
     return {name: str(value) for name, value in told.items() if value}
 
 
-def end_member(asked: fe.EndProcess) -> ms.EndMember:
-    return ms.EndMember(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
+def end_member(asked: fe.StopProcess) -> ms.StopMemberMsg:
+    return ms.StopMemberMsg(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
 
 
-def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.Evaluated | None:
+def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.EvaluationReported | None:
     """What a member's message says to the membership, None if it says nothing there."""
     match message:
-        case ms.Ready(fingerprint, step, restored, speed):
-            return ev.BecameReady(member, fingerprint, step, restored, speed)
-        case ms.Broken(world, step, suspects, cause):
-            return ev.WorldBroke(member, world, step, suspects, cause)
-        case ms.Switched(world, step):
-            return ev.EnteredWorld(member, world, step)
-        case ms.CannotPrepare(world, suspects, cause):
-            return ev.PreparationFailed(member, world, suspects, cause)
-        case ms.Copied(part, to, since):
+        case ms.ReadyMsg(fingerprint, step, restored, speed):
+            return ev.MemberReady(member, fingerprint, step, restored, speed)
+        case ms.WorldBrokenMsg(world, step, suspects, cause):
+            return ev.WorldBroken(member, world, step, suspects, cause)
+        case ms.WorldEnteredMsg(world, step):
+            return ev.WorldEntered(member, world, step)
+        case ms.PrepareFailedMsg(world, suspects, cause):
+            return ev.WorldPrepareFailed(member, world, suspects, cause)
+        case ms.PartCopiedMsg(part, to, since):
             return ev.PartCopied(member, part, to, since)
-        case ms.Yielded(part, number):
-            return ev.PartYielded(member, part, number)
-        case ms.Unreachable(server, number, cause):
+        case ms.PartReleasedMsg(part, number):
+            return ev.PartReleased(member, part, number)
+        case ms.ServerUnreachableMsg(server, number, cause):
             return ev.ServerUnreachable(member, server, number, cause)
-        case ms.Leaving(within_s, cause):
-            return ev.NoticeGiven(member, within_s, cause)
-        case ms.Left(step, world):
+        case ms.LeavingMsg(within_s, cause):
+            return ev.NoticeReceived(member, within_s, cause)
+        case ms.LeftMsg(step, world):
             return ev.MemberLeft(member, step, world)
-        case ms.Done(step, early):
+        case ms.DoneMsg(step, early):
             return ev.MemberDone(member, step, early)
-        case ms.Claim(name):
-            return ev.Claimed(member, name)
-        case ms.ClaimDone(name):
-            return ev.ClaimFulfilled(member, name)
-        case ms.Checkpointed(step, path):
+        case ms.ClaimMsg(name):
+            return ev.ClaimRequested(member, name)
+        case ms.ClaimDoneMsg(name):
+            return ev.ClaimCompleted(member, name)
+        case ms.CheckpointWrittenMsg(step, path):
             return ev.CheckpointWritten(member, step, path)
-        case ms.Decided(step, what, values, reason):
-            return ev.Decided(member, step, what, values, reason)
-        case ms.Evaluated(step, metrics, best, patience, export):
+        case ms.AdjustmentMsg(step, what, values, reason):
+            return ev.AdjustmentReported(member, step, what, values, reason)
+        case ms.EvaluatedMsg(step, metrics, best, patience, export):
             # The journal has no words for what is not finite.
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return evaluation.Evaluated(member, step, finite, best, patience, export)
+            return evaluation.EvaluationReported(member, step, finite, best, patience, export)
     return None

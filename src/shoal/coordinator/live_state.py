@@ -6,37 +6,37 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.coordinator.connections import AgentLink, MemberLink
+from shoal.coordinator.connections import AgentConnection, MemberConnection
 from shoal.core.fleet import decide as fl
 from shoal.core.membership import decide as mb
-from shoal.core.membership.leases import Hearing
+from shoal.core.membership.leases import CoordinatorReachability
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import feasibility
-from shoal.core.provisioning.costs import Account, Cost
-from shoal.core.provisioning.events import Pool
+from shoal.core.provisioning.costs import Account, MachineCost
+from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs import events as runs_events
 from shoal.core.runs import queue
-from shoal.core.runs.state import Run, Runs
-from shoal.wire.api import AgentView, CostView, Decision, Evaluation, MemberView, PoolView, RunView
-from shoal.wire.member_messages import Beat, Spent
+from shoal.core.runs.state import CoordinatorState, RunState
+from shoal.wire.api import AdjustmentView, AgentView, CostView, EvaluationView, MemberView, PoolView, RunView
+from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
-class Live:
+class LiveRun:
     """What a run's members said lately; it is not journaled."""
 
     __slots__ = ("beats", "hearing", "links", "measured", "measured_at", "said")
 
     def __init__(self) -> None:
-        self.links: dict[str, MemberLink] = {}
-        self.beats: dict[str, mb.Beat] = {}
-        self.hearing: Hearing | None = None
-        self.said: dict[str, Beat] = {}
-        self.measured: runs_events.Measured | None = None
+        self.links: dict[str, MemberConnection] = {}
+        self.beats: dict[str, mb.LastHeartbeat] = {}
+        self.hearing: CoordinatorReachability | None = None
+        self.said: dict[str, HeartbeatMsg] = {}
+        self.measured: runs_events.ProgressMeasured | None = None
         self.measured_at = 0.0
 
 
-def measure(run: Run, live: Live) -> runs_events.Measured | None:
+def measure(run: RunState, live: LiveRun) -> runs_events.ProgressMeasured | None:
     """How the training goes, from the latest beats of the world's members."""
     world, members = run.membership.world, run.membership.members
     names = [seat.member for seat in world.seats] if world is not None else []
@@ -52,7 +52,7 @@ def measure(run: Run, live: Live) -> runs_events.Measured | None:
     # Members beat at different times: of those that know the loss, the last to have made a step knows it best.
     first = max(said, key=lambda beat: beat.step or 0)
     loss = max((beat for beat in said if beat.loss is not None), key=lambda beat: beat.step or 0, default=first).loss
-    return runs_events.Measured(
+    return runs_events.ProgressMeasured(
         step=max(beat.step or 0 for beat in said),
         epoch=first.epoch,
         total_steps=first.total_steps,
@@ -71,17 +71,17 @@ def _finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def is_news(found: runs_events.Measured, last: runs_events.Measured | None) -> bool:
+def is_news(found: runs_events.ProgressMeasured, last: runs_events.ProgressMeasured | None) -> bool:
     """Whether there was a step since, or the script has said something."""
     return last is None or (found.step, found.metrics) != (last.step, last.metrics)
 
 
-def step_s(live: Live) -> float:
+def step_s(live: LiveRun) -> float:
     """The seconds of a usual step, 0 if nobody has told."""
     return max((beat.usual_step_s for beat in live.said.values()), default=0.0)
 
 
-def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> RunView:
+def run_view(run: RunState, runs: CoordinatorState, live: LiveRun, directory: str, now: float) -> RunView:
     state = run.membership
     latest = (measure(run, live) if not run.over else None) or live.measured
     status, reason, size = _now(run, runs)
@@ -117,7 +117,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
         noise=latest.noise if latest else None,
         idle_before=before,
         idle_now=now_idle,
-        decided=tuple(Decision(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
+        decided=tuple(AdjustmentView(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
         evaluation=_evaluation(run),
         user=run.user,
         problem=run.problem,
@@ -128,7 +128,7 @@ def run_view(run: Run, runs: Runs, live: Live, directory: str, now: float) -> Ru
     )
 
 
-def _money(run: Run, runs: Runs, now: float) -> dict[str, Any]:
+def _money(run: RunState, runs: CoordinatorState, now: float) -> dict[str, Any]:
     if not run.spec.on and not any(role.on for role in run.spec.roles.values()):
         return {}
     account = provisioning.account_at(runs.supply, now)
@@ -140,24 +140,24 @@ def _money(run: Run, runs: Runs, now: float) -> dict[str, Any]:
     }
 
 
-def _queued(run: Run, runs: Runs, now: float) -> dict[str, Any]:
+def _queued(run: RunState, runs: CoordinatorState, now: float) -> dict[str, Any]:
     if run.over:
         return {}
     found = queue.waiting_of(run, runs, now)
     return {"queued": found.place, "waits_for": found.what} if found is not None else {}
 
 
-def _shown(cost: Cost) -> CostView:
+def _shown(cost: MachineCost) -> CostView:
     return CostView(cost.machine_s, cost.spent, cost.saved, cost.unused, cost.lost)
 
 
-def pool_views(runs: Runs, now: float) -> list[PoolView]:
+def pool_views(runs: CoordinatorState, now: float) -> list[PoolView]:
     state, account = runs.supply, provisioning.account_at(runs.supply, now)
     return [_pool_view(pool, state, account) for pool in state.pools.values()]
 
 
-def _pool_view(pool: Pool, state: provisioning.State, account: Account) -> PoolView:
-    standing = state.standings.get(pool.name, provisioning.Standing())
+def _pool_view(pool: PoolInfo, state: provisioning.ProvisioningState, account: Account) -> PoolView:
+    standing = state.standings.get(pool.name, provisioning.PoolHealth())
     statuses = [hire.status for hire in state.hires.values() if hire.pool == pool.name]
     blocked = standing.unreachable_since is not None or standing.until > 0
     return PoolView(
@@ -182,11 +182,11 @@ def _seen_from_here(path: str, run: str, directory: str) -> str:
     return f"{directory}/{path.removeprefix(sent)}" if path.startswith(sent) else path
 
 
-def _evaluation(run: Run) -> Evaluation | None:
+def _evaluation(run: RunState) -> EvaluationView | None:
     standing = run.evaluation.standing
     if standing.step is None:
         return None
-    return Evaluation(
+    return EvaluationView(
         step=standing.step,
         metrics=dict(standing.metrics),
         at=standing.at,
@@ -200,7 +200,7 @@ def _evaluation(run: Run) -> Evaluation | None:
     )
 
 
-def _now(run: Run, runs: Runs) -> tuple[str, str, int]:
+def _now(run: RunState, runs: CoordinatorState) -> tuple[str, str, int]:
     """Status, reason and size; a compat run has processes instead of worlds."""
     world, wanted = run.membership.world, runs.fleet.runs.get(run.name)
     nobody = not run.over and run.spec.on and not runs.fleet.of_run(run.name) and not run.membership.members
@@ -216,14 +216,14 @@ def _now(run: Run, runs: Runs) -> tuple[str, str, int]:
     return "starting", f"waiting for at least {wanted.min_members} places", 0
 
 
-def _trainers(run: Run) -> int:
+def _trainers(run: RunState) -> int:
     """How many train in a run that has servers instead of worlds."""
     if run.membership.placement is None:
         return 0
     return sum(m.role == TRAINER and m.status == mb.TRAINING for m in run.membership.members.values())
 
 
-def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, ...]:
+def _members(run: RunState, runs: CoordinatorState, live: LiveRun, now: float) -> tuple[MemberView, ...]:
     processes = runs.fleet.processes.of_run(run.name)
     names = list(dict.fromkeys([*run.membership.members, *processes]))
     if run.over:
@@ -236,11 +236,11 @@ def _members(run: Run, runs: Runs, live: Live, now: float) -> tuple[MemberView, 
 
 
 def _member(
-    name: str, rank: int | None, samples: int, run: Run, process: fl.Process | None, live: Live, now: float
+    name: str, rank: int | None, samples: int, run: RunState, process: fl.ProcessState | None, live: LiveRun, now: float
 ) -> MemberView:
     member = run.membership.members.get(name)
     said, beat, link = live.said.get(name), live.beats.get(name), live.links.get(name)
-    spent = said.spent if said is not None and rank is not None else Spent()
+    spent = said.spent if said is not None and rank is not None else StepTimes()
     return MemberView(
         member=name,
         incarnation=member.incarnation if member else process.incarnation if process else "",
@@ -267,7 +267,7 @@ def _member(
     )
 
 
-def _own_rate(mine: Beat | None, rank: int | None, samples: int, run: Run) -> float:
+def _own_rate(mine: HeartbeatMsg | None, rank: int | None, samples: int, run: RunState) -> float:
     """A member's part of the samples that its world trains on a second; `samples` are those of one step."""
     if run.membership.placement is not None:
         return mine.samples_per_s if mine is not None else 0.0
@@ -276,7 +276,7 @@ def _own_rate(mine: Beat | None, rank: int | None, samples: int, run: Run) -> fl
     return mine.samples_per_s * mine.share / samples
 
 
-def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> str:
+def _status(run: RunState, member: mb.MemberState | None, process: fl.ProcessState | None) -> str:
     if member is None:
         status = process.status if process else ""
         if process is not None and status == fl.RUNNING and process.role == EVALUATOR:
@@ -294,7 +294,7 @@ def _status(run: Run, member: mb.Member | None, process: fl.Process | None) -> s
     return member.status
 
 
-def agent_views(runs: Runs, links: Mapping[str, AgentLink], now: float) -> list[AgentView]:
+def agent_views(runs: CoordinatorState, links: Mapping[str, AgentConnection], now: float) -> list[AgentView]:
     found = []
     living: dict[str, list[str]] = {}
     for p in runs.fleet.processes.values():

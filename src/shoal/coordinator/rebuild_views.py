@@ -10,10 +10,10 @@ from pathlib import Path
 from shoal.coordinator import live_state as present
 from shoal.coordinator.storage import view_rows
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Runs
+from shoal.core.runs.state import CoordinatorState
 from shoal.errors import JournalUnwritable
 from shoal.store import journal
-from shoal.store.sqlite_views import FILE, Views
+from shoal.store.sqlite_views import FILE, SqliteViews
 
 
 def rebuild(directory: Path) -> None:
@@ -30,17 +30,17 @@ def rebuild(directory: Path) -> None:
 
 
 def _write(directory: Path, to: Path) -> None:
-    runs, live, last_at = Runs(), dict[str, present.Live](), 0.0
-    views = Views(to)
+    runs, live, last_at = CoordinatorState(), dict[str, present.LiveRun](), 0.0
+    views = SqliteViews(to)
     for entry in journal.read(directory / journal.FILE):
         event = journal.event_of(entry, runs_events.KINDS)
         asked = runs.apply(entry.run, event, entry.at)
         view_rows.put(views, entry, event, asked, runs.runs.get(getattr(event, "run", "") or entry.run))
-        if isinstance(event, runs_events.Measured):
-            live.setdefault(entry.run, present.Live()).measured = event
+        if isinstance(event, runs_events.ProgressMeasured):
+            live.setdefault(entry.run, present.LiveRun()).measured = event
         last_at = entry.at
     for name, run in runs.runs.items():
-        known = live.get(name, present.Live())
+        known = live.get(name, present.LiveRun())
         views.put_run(present.run_view(run, runs, known, str(directory / "runs" / name), last_at))
     for view in present.agent_views(runs, {}, last_at):
         views.put_agent(view)

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from shoal.coordinator import dispatch
 from shoal.coordinator import live_state as present
-from shoal.coordinator.connections import AgentLink, Link
+from shoal.coordinator.connections import AgentConnection, Connection
 from shoal.coordinator.storage import view_rows
 from shoal.coordinator.storage.logs import Logs
 from shoal.core.fleet import decide as fl
@@ -32,11 +32,11 @@ from shoal.core.membership import leases
 from shoal.core.provisioning import events as se
 from shoal.core.runs import evaluation
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Asked, Run, Runs
+from shoal.core.runs.state import Asked, CoordinatorState, RunState
 from shoal.errors import JournalUnwritable
-from shoal.report.tensorboard.writer import Reports, folder_of
-from shoal.store.journal import Entry, Journal, event_of, last_at
-from shoal.store.sqlite_views import Views
+from shoal.report.tensorboard.writer import EventFiles, folder_of
+from shoal.store.journal import Journal, JournalEntry, event_of, last_at
+from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import codec
 from shoal.wire import member_messages as ms
 from shoal.wire.api import AgentView, PoolView, RunView, StoryLine
@@ -51,7 +51,7 @@ FLUSH_S = 0.2
 SHOW_S = 0.002
 
 
-class Clock:
+class MonotonicWallClock:
     """Wall-clock time that never jumps: read once, then counted."""
 
     def __init__(self, not_before: float = 0.0) -> None:
@@ -62,28 +62,28 @@ class Clock:
         return self._start + time.monotonic() - self._mark
 
 
-class Service:
+class CoordinatorService:
     """The state of all runs of one coordinator, and the way from an event to its effects."""
 
-    def __init__(self, directory: Path, journal: Journal, views: Views, name: str) -> None:
+    def __init__(self, directory: Path, journal: Journal, views: SqliteViews, name: str) -> None:
         self.directory = directory
         self.name = name
-        self.runs = Runs()
-        self.agents: dict[str, AgentLink] = {}
+        self.runs = CoordinatorState()
+        self.agents: dict[str, AgentConnection] = {}
         self.trouble: JournalUnwritable | None = None
         self.logs = Logs(directory)
         self._journal = journal
         self._views = views
-        self._reports = Reports(log.warning)
-        self._live: dict[str, present.Live] = {}
+        self._reports = EventFiles(log.warning)
+        self._live: dict[str, present.LiveRun] = {}
         self._held: deque[Callable[[], object]] = deque()
         self._changed: set[str] = set()
         self._flushing = asyncio.Lock()
         self._shown: dict[str, AgentView] = {}
-        self._fleet_shown: fl.State | None = None
+        self._fleet_shown: fl.FleetState | None = None
         self._shown_at: dict[str, float] = {}
         self._fired: dict[tuple[str, str], float] = {}
-        self.clock = Clock(last_at(journal.entries))
+        self.clock = MonotonicWallClock(last_at(journal.entries))
         self._ticked_at = self.heard_at = self.clock.now()
         self._deaf_until = 0.0
         self._at_every_tick: list[Callable[[float], None]] = []
@@ -100,10 +100,10 @@ class Service:
     def handle(self, run: str, event: Any) -> None:
         self.carry_out(self.record(run, event))
 
-    def _take_in(self, entry: Entry, event: Any, at: float, *, shown: bool = False) -> Asked:
+    def _take_in(self, entry: JournalEntry, event: Any, at: float, *, shown: bool = False) -> Asked:
         run = getattr(event, "run", "") or entry.run
         asked = self.runs.apply(entry.run, event, at)
-        if isinstance(event, runs_events.Measured):
+        if isinstance(event, runs_events.ProgressMeasured):
             self.live(run).measured = event
         if not shown:
             self._report(view_rows.put(self._views, entry, event, asked, self.runs.runs.get(run)))
@@ -127,13 +127,13 @@ class Service:
             # As when it happened: an event that could not be handled then cannot be handled now.
             self._try(partial(self._take_in, entry, event, entry.at, shown=entry.seq <= shown))
         self._journal.entries.clear()
-        self.handle("", fe.Opened(secrets.token_hex(4)))
+        self.handle("", fe.CoordinatorStarted(secrets.token_hex(4)))
         for run in self.runs.runs.values():
             if not run.over:
                 self.handle(run.name, ev.CoordinatorRestarted())
 
-    def live(self, run: str) -> present.Live:
-        return self._live.setdefault(run, present.Live())
+    def live(self, run: str) -> present.LiveRun:
+        return self._live.setdefault(run, present.LiveRun())
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do something that is journaled; while the journal cannot be written, it waits in line."""
@@ -175,13 +175,13 @@ class Service:
         for run, instruction in asked:
             if isinstance(instruction, fe.StartProcess):
                 self._start_process(instruction)
-            elif isinstance(instruction, fe.EndProcess):
+            elif isinstance(instruction, fe.StopProcess):
                 link = self.agents.get(instruction.agent)
                 if link is not None:
                     link.send(dispatch.end_member(instruction))
-            elif isinstance(instruction, se.Submit | se.Cancel):
+            elif isinstance(instruction, se.SubmitAllocation | se.CancelAllocation):
                 self.hire(instruction)
-            elif isinstance(instruction, ev.Refuse):
+            elif isinstance(instruction, ev.RejectMember):
                 self._refuse(run, instruction)
             else:
                 self._tell_members(run, instruction)
@@ -196,10 +196,10 @@ class Service:
             link = links.get(member)
             if link is not None:
                 link.post(data)
-                if isinstance(message, ms.Expelled):
+                if isinstance(message, ms.EvictedMsg):
                     link.expelled = member not in self.runs.runs[run].membership.members
 
-    def _refuse(self, run: str, refusal: ev.Refuse) -> None:
+    def _refuse(self, run: str, refusal: ev.RejectMember) -> None:
         link = self.live(run).links.get(refusal.member)
         if link is not None and link.incarnation == refusal.incarnation:
             del self.live(run).links[refusal.member]
@@ -252,19 +252,21 @@ class Service:
         for link in self.agents.values():
             link.heard_at = now
         if self.runs.supply.hires or self.runs.supply.needs:
-            self.attempt(partial(self.handle, "", se.Away(slept_s)))
+            self.attempt(partial(self.handle, "", se.CoordinatorWasDown(slept_s)))
 
-    def hung_up(self, link: Link) -> None:
+    def hung_up(self, link: Connection) -> None:
         """A connection is over; that the other side closed it is a sign of it, too."""
         if not link.closed:
             self.heard_at = self.clock.now()
         link.closed = True
 
-    def _hearing(self, run: Run, now: float) -> leases.Hearing:
+    def _hearing(self, run: RunState, now: float) -> leases.CoordinatorReachability:
         """How well members are heard now: silence of all, of every run, and their agents is most likely our own."""
         live = self.live(run.name)
         if live.hearing is None or not run.membership.members:
-            live.hearing = leases.Hearing(now, leases.quiet_s(run.beat_s, run.membership.rules.lease_s))
+            live.hearing = leases.CoordinatorReachability(
+                now, leases.quiet_s(run.heartbeat_s, run.membership.rules.lease_s)
+            )
         before, live.hearing = live.hearing, live.hearing.heard(self.heard_at)
         if live.hearing.again != before.again:
             deaf_s = live.hearing.last - before.last
@@ -380,6 +382,6 @@ class Service:
     def pool_views(self) -> list[PoolView]:
         return present.pool_views(self.runs, self.clock.now())
 
-    async def story(self, run: Run, member: str, after: int, limit: int) -> list[StoryLine]:
+    async def story(self, run: RunState, member: str, after: int, limit: int) -> list[StoryLine]:
         await self.flush()
         return await asyncio.to_thread(self._views.story, run.name, run.created, member, after, limit)

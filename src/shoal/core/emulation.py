@@ -25,7 +25,7 @@ COSTS = ("sample_s", "fixed_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class EmulatedMachine:
     """The relative speed of one member, in (0, 1]: `changes` are pairs of a step and the speed from then on."""
 
     speed: float
@@ -44,11 +44,11 @@ class Machine:
 class Emulation:
     """The machines of a run by the number of the member; `sample_s` None means that the real work is stretched."""
 
-    machines: tuple[Machine, ...] = field(default=(Machine(1.0),))
+    machines: tuple[EmulatedMachine, ...] = field(default=(EmulatedMachine(1.0),))
     sample_s: float | None = None
     fixed_s: float = 0.0
 
-    def machine(self, number: int) -> Machine:
+    def machine(self, number: int) -> EmulatedMachine:
         """The machine of a member; members beyond the list are like the last."""
         return self.machines[min(number, len(self.machines) - 1)]
 
@@ -69,7 +69,7 @@ def parse(text: str, where: str = "") -> Emulation | None:
     """What a setting asks for; None for nothing at all."""
     if not text.strip():
         return None
-    machines: list[Machine] = []
+    machines: list[EmulatedMachine] = []
     costs: dict[str, float] = {}
     for part in (one.strip() for one in text.split(",")):
         name, equals, value = part.partition("=")
@@ -81,7 +81,7 @@ def parse(text: str, where: str = "") -> Emulation | None:
         raise BadEmulation(
             "fixed_s is given without sample_s", where=where, why="a speed counts for samples only", do="add sample_s=…"
         )
-    return Emulation(tuple(machines) or (Machine(1.0),), costs.get("sample_s"), costs.get("fixed_s", 0.0))
+    return Emulation(tuple(machines) or (EmulatedMachine(1.0),), costs.get("sample_s"), costs.get("fixed_s", 0.0))
 
 
 def _add_cost(costs: dict[str, float], name: str, value: str, where: str) -> None:
@@ -99,7 +99,7 @@ def _add_cost(costs: dict[str, float], name: str, value: str, where: str) -> Non
     costs[name] = seconds
 
 
-def _machine(part: str, where: str) -> Machine:
+def _machine(part: str, where: str) -> EmulatedMachine:
     first, *rest = (one.strip() for one in part.split(":"))
     if ">" in part:
         do = f"did you mean {part.replace('>', ':')}? (a shell would take > for a file)"
@@ -122,7 +122,7 @@ def _machine(part: str, where: str) -> Machine:
             why = "changes come in the order of their steps, and the first speed holds from step 0"
             raise BadEmulation(f"step {step} in {part!r} comes too early", where=where, why=why, do=EXAMPLE)
         changes.append((int(step), _speed(speed, where)))
-    return Machine(_speed(first, where), tuple(changes))
+    return EmulatedMachine(_speed(first, where), tuple(changes))
 
 
 def _speed(text: str, where: str) -> float:

@@ -32,7 +32,7 @@ _MACHINE_SIGNALS = frozenset({signals.SIGKILL, signals.SIGSEGV, signals.SIGBUS, 
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class RecordedException:
     """What a member left behind about its uncaught exception."""
 
     kind: str
@@ -43,7 +43,7 @@ class Why:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ExitFacts:
     """One member's end, with what the agent knew of it. `asked`, `over` and `noticed` say why it was sent a signal."""
 
     exit_code: int | None
@@ -51,61 +51,61 @@ class Exit:
     asked: str = ""
     over: str = ""
     noticed: bool = False
-    why: Why | None = None
+    why: RecordedException | None = None
     oom_kills: int = 0
     last_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ExitCause:
     cause: Cause
     detail: str
 
 
-def classify(end: Exit) -> Verdict:
+def classify(end: ExitFacts) -> ExitCause:
     """Whose doing an exit was, with one line that says what happened."""
     if end.asked:
-        return Verdict("asked", end.asked)
+        return ExitCause("asked", end.asked)
     if end.over:
-        return Verdict("user", end.over)
+        return ExitCause("user", end.over)
     if end.exit_code == 0:
-        return Verdict("done", "")
+        return ExitCause("done", "")
     if end.exit_code == PREEMPTED_EXIT:
-        return Verdict("preempted", "left after a notice")
+        return ExitCause("preempted", "left after a notice")
     if end.signal == signals.SIGTERM and end.noticed:
-        return Verdict("preempted", "ended by SIGTERM after a notice")
+        return ExitCause("preempted", "ended by SIGTERM after a notice")
     if end.why is not None and end.signal is None:
         return _of_exception(end.why)
     if end.signal is not None:
         return _of_signal(end)
     words = f": {end.last_words}" if end.last_words else ""
-    return Verdict("user", f"exit code {end.exit_code}{words}")
+    return ExitCause("user", f"exit code {end.exit_code}{words}")
 
 
-def _of_exception(why: Why) -> Verdict:
+def _of_exception(why: RecordedException) -> ExitCause:
     if why.kind == "SystemExit":
-        return Verdict("user", f"sys.exit({why.text})")
+        return ExitCause("user", f"sys.exit({why.text})")
     line = f"{why.kind}: {why.text}".rstrip(": ").splitlines()[0]
     if why.code:
         line = f"error[{why.code}] {why.text}"
     if why.code in _REFUSED_CODES:
-        return Verdict("refused", line)
+        return ExitCause("refused", line)
     ours = why.code.startswith("S2") or why.kind == "ExchangeBroken"
-    return Verdict("infrastructure" if ours else "user", line)
+    return ExitCause("infrastructure" if ours else "user", line)
 
 
-def _of_signal(end: Exit) -> Verdict:
+def _of_signal(end: ExitFacts) -> ExitCause:
     assert end.signal is not None
     name = _name(end.signal)
     if end.signal == signals.SIGKILL:
         doubt = "out of memory: the kernel killed a process" if end.oom_kills else "perhaps out of memory"
-        return Verdict("infrastructure", f"killed by signal 9 ({doubt})")
+        return ExitCause("infrastructure", f"killed by signal 9 ({doubt})")
     if end.signal == signals.SIGINT:
-        return Verdict("user", "KeyboardInterrupt")
+        return ExitCause("user", "KeyboardInterrupt")
     if end.signal in _MACHINE_SIGNALS:
         words = f": {end.last_words}" if end.last_words else ""
-        return Verdict("infrastructure", f"crashed by signal {end.signal} ({name}){words}")
-    return Verdict("infrastructure", f"killed by signal {end.signal} ({name})")
+        return ExitCause("infrastructure", f"crashed by signal {end.signal} ({name}){words}")
+    return ExitCause("infrastructure", f"killed by signal {end.signal} ({name})")
 
 
 def _name(number: int) -> str:
@@ -116,7 +116,7 @@ def _name(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class MemberFailure:
     """A member's end or error as the journal has it."""
 
     member: str
@@ -126,15 +126,15 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class RootCause:
     """The failure to show first, and those that only followed from it."""
 
-    first: Failure
-    victims: tuple[Failure, ...]
+    first: MemberFailure
+    victims: tuple[MemberFailure, ...]
     reason: str
 
 
-def root_cause(failures: Sequence[Failure], together_s: float = TOGETHER_S) -> Culprit | None:
+def root_cause(failures: Sequence[MemberFailure], together_s: float = TOGETHER_S) -> RootCause | None:
     """Which of these failures caused the others; None if there is nothing to explain.
 
     Failures more than `together_s` apart are unrelated: the last group is looked at. In it, an own error of the
@@ -149,23 +149,23 @@ def root_cause(failures: Sequence[Failure], together_s: float = TOGETHER_S) -> C
     others = {(failure.member, failure.detail): failure for failure in group}
     others.pop((first.member, first.detail))
     victims = tuple(others.values())
-    return Culprit(first, victims, _reason(first, victims))
+    return RootCause(first, victims, _reason(first, victims))
 
 
-def is_victim(failure: Failure) -> bool:
+def is_victim(failure: MemberFailure) -> bool:
     """Whether this failure says no more than that somebody else was gone."""
     code = _CODE.search(failure.detail)
     return bool(code and code.group() in _VICTIM_CODES) or any(kind in failure.detail for kind in _VICTIM_KINDS)
 
 
-def _rank(failure: Failure) -> int:
+def _rank(failure: MemberFailure) -> int:
     if is_victim(failure):
         return 2
     return 0 if failure.cause in ("user", "refused") else 1
 
 
-def _last_group(ordered: Sequence[Failure], together_s: float) -> list[Failure]:
-    group: list[Failure] = []
+def _last_group(ordered: Sequence[MemberFailure], together_s: float) -> list[MemberFailure]:
+    group: list[MemberFailure] = []
     for failure in ordered:
         if group and failure.at - group[-1].at > together_s:
             group = []
@@ -173,7 +173,7 @@ def _last_group(ordered: Sequence[Failure], together_s: float) -> list[Failure]:
     return group
 
 
-def _reason(first: Failure, victims: Sequence[Failure]) -> str:
+def _reason(first: MemberFailure, victims: Sequence[MemberFailure]) -> str:
     if not victims:
         return f"{first.member}: {first.detail}"
     same = sum(failure.detail == first.detail for failure in victims)

@@ -17,7 +17,7 @@ LEDGER = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PartAssignment:
     """Who holds one part. `since` is the placement in which the learner, now perhaps the backup, was chosen.
 
     `handing` asks the primary to come to rest, so that the backup can take over without losing anything.
@@ -45,7 +45,7 @@ class Placement:
     number: int
     life: int
     servers: tuple[Seat, ...]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[PartAssignment, ...]
     fresh: bool = False
 
     def seat_of(self, member: str) -> Seat | None:
@@ -71,15 +71,19 @@ def cut(sizes_bytes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(shard)) for shard in found)
 
 
-def first(servers: Sequence[str], parts: int, number: int, holder: str = "") -> tuple[Holding, ...]:
+def first(servers: Sequence[str], parts: int, number: int, holder: str = "") -> tuple[PartAssignment, ...]:
     """The first holdings of a life: dealt out in turn, or all with the one who holds a restored state."""
-    given = tuple(Holding(holder or servers[part % len(servers)]) for part in range(parts))
+    given = tuple(PartAssignment(holder or servers[part % len(servers)]) for part in range(parts))
     return settle(given, servers, (), number) or given
 
 
 def settle(
-    holdings: Sequence[Holding], left: Sequence[str], new: Sequence[str], number: int, leaving: Collection[str] = ()
-) -> tuple[Holding, ...] | None:
+    holdings: Sequence[PartAssignment],
+    left: Sequence[str],
+    new: Sequence[str],
+    number: int,
+    leaving: Collection[str] = (),
+) -> tuple[PartAssignment, ...] | None:
     """The holdings when only these servers are left and new ones came; None if a part is lost with all that held it.
 
     Backups stand in for primaries that are gone, and parts without a backup get a learner. Those who are leaving get
@@ -101,50 +105,50 @@ def settle(
     return tuple(_balance(found, leaving))
 
 
-def mend(holdings: Sequence[Holding], left: Collection[str]) -> tuple[Holding, ...] | None:
+def mend(holdings: Sequence[PartAssignment], left: Collection[str]) -> tuple[PartAssignment, ...] | None:
     """The holdings when only these servers are left; None if a part is lost with all that held it."""
     mended = [_mend(holding, left) for holding in holdings]
     found = tuple(holding for holding in mended if holding is not None)
     return found if len(found) == len(mended) else None
 
 
-def copied(holding: Holding, to: str, since: int) -> Holding | None:
+def copied(holding: PartAssignment, to: str, since: int) -> PartAssignment | None:
     """The learner has all: it is the backup now. None if that is not news of this learner."""
     if holding.learner != to or holding.since != since:
         return None
     return replace(holding, backup=to, learner="", handing=False)
 
 
-def handed(holding: Holding) -> Holding:
+def handed(holding: PartAssignment) -> PartAssignment:
     """The primary has come to rest: it and the backup change places."""
     return replace(holding, primary=holding.backup, backup=holding.primary, handing=False)
 
 
-def without(holding: Holding, gone: str) -> Holding:
+def without(holding: PartAssignment, gone: str) -> PartAssignment:
     """The primary cannot reach this one, which therefore misses what is acknowledged from now on."""
     if gone == holding.backup:
         return replace(holding, backup="", handing=False)
     return replace(holding, learner="") if gone == holding.learner else holding
 
 
-def _mend(holding: Holding, servers: Collection[str]) -> Holding | None:
+def _mend(holding: PartAssignment, servers: Collection[str]) -> PartAssignment | None:
     backup = holding.backup if holding.backup in servers else ""
     if holding.primary not in servers:
-        return Holding(backup) if backup else None
+        return PartAssignment(backup) if backup else None
     learner = holding.learner if holding.learner in servers else ""
     return replace(holding, backup=backup, learner=learner, handing=holding.handing and bool(backup))
 
 
-def _least_loaded(holdings: Sequence[Holding], names: Sequence[str]) -> str:
+def _least_loaded(holdings: Sequence[PartAssignment], names: Sequence[str]) -> str:
     return min(names, key=lambda name: (sum(name in h.copies for h in holdings), names.index(name)), default="")
 
 
-def _balance(holdings: list[Holding], leaving: Collection[str]) -> list[Holding]:
+def _balance(holdings: list[PartAssignment], leaving: Collection[str]) -> list[PartAssignment]:
     """Let backups take over from those who are leaving, and from those who answer for two parts more than they do."""
     led = {name: 0 for holding in holdings for name in holding.copies}
     for holding in holdings:
         led[holding.backup if holding.handing else holding.primary] += 1
-    found: list[Holding] = []
+    found: list[PartAssignment] = []
     for holding in holdings:
         able = bool(holding.backup) and holding.backup not in leaving and not holding.handing
         lopsided = able and led[holding.primary] - led[holding.backup] >= 2

@@ -15,7 +15,7 @@ GHOST = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class StepReport:
     """What one member says in one step.
 
     `samples` is its true share and `weight` what its gradient counts for. `data_s`, `compute_s` and `wait_s` tell of
@@ -47,25 +47,25 @@ class Pulse:
     rate: float = 0.0
 
 
-WIDTH = len(fields(Pulse))
+WIDTH = len(fields(StepReport))
 
 
-def encode(pulse: Pulse) -> NDArray[np.float64]:
+def encode(pulse: StepReport) -> NDArray[np.float64]:
     """The pulse as one row; whole numbers are exact up to 2⁵³."""
-    return np.array([getattr(pulse, field.name) for field in fields(Pulse)], dtype=np.float64)
+    return np.array([getattr(pulse, field.name) for field in fields(StepReport)], dtype=np.float64)
 
 
-def decode(matrix: NDArray[np.float64]) -> tuple[Pulse, ...]:
+def decode(matrix: NDArray[np.float64]) -> tuple[StepReport, ...]:
     """The pulses of all ranks from the gathered rows."""
     if matrix.ndim != 2 or matrix.shape[1] != WIDTH:
         raise ValueError(f"pulses of shape {matrix.shape}, expected rows of {WIDTH}")
     return tuple(_pulse(row) for row in matrix.tolist())
 
 
-def _pulse(row: Sequence[float]) -> Pulse:
+def _pulse(row: Sequence[float]) -> StepReport:
     step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
     grad_sq, grad_weight, groups, total_sq, prepared, wishes, more, rate = rest
-    return Pulse(
+    return StepReport(
         step=int(step),
         samples=int(samples),
         weight=weight,
@@ -86,13 +86,13 @@ def _pulse(row: Sequence[float]) -> Pulse:
     )
 
 
-def agreed(pulses: Sequence[Pulse]) -> int | None:
+def agreed(pulses: Sequence[StepReport]) -> int | None:
     """The number of the world that every member has prepared, if they all have prepared the same."""
     numbers = {pulse.prepared for pulse in pulses}
     return numbers.pop() or None if len(numbers) == 1 else None
 
 
-def desync(pulses: Sequence[Pulse]) -> str:
+def desync(pulses: Sequence[StepReport]) -> str:
     """Why these pulses cannot belong to one step; empty if they can. A newcomer's shadow fits any step."""
     if len({pulse.step for pulse in pulses if pulse.step >= 0}) <= 1:
         return ""
@@ -100,7 +100,7 @@ def desync(pulses: Sequence[Pulse]) -> str:
     return f"the members are not at the same step: {said}"
 
 
-def apart(pulses: Sequence[Pulse]) -> str:
+def apart(pulses: Sequence[StepReport]) -> str:
     """How the members' learning rates differ; empty if they do not."""
     rates = [pulse.rate for pulse in pulses if pulse.rate]
     if not rates or max(rates) - min(rates) <= SAME_RATE * max(rates):

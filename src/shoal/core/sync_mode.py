@@ -9,7 +9,7 @@ from shoal.errors import BadSync
 
 
 @dataclass(frozen=True, slots=True)
-class Sync:
+class SyncMode:
     """`served` says that servers hold the parameters; `bound` is how far one may be ahead, None for as far as it gets.
 
     `local` is how many global batches members train for themselves between two exchanges, 0 if they do not.
@@ -24,17 +24,17 @@ class Sync:
     local: int = 0
 
 
-def parse(text: str) -> Sync:
+def parse(text: str) -> SyncMode:
     """A mode from a setting: ``step``, ``stale:K``, ``async`` or ``local:H``."""
     if text == "step":
-        return Sync(text, served=False)
+        return SyncMode(text, served=False)
     if text == "async":
-        return Sync(text, served=True)
+        return SyncMode(text, served=True)
     found = re.fullmatch(r"(stale|local):(\d+)", text, re.ASCII)
     if found and found[1] == "stale":
-        return Sync(text, served=True, bound=int(found[2]))
+        return SyncMode(text, served=True, bound=int(found[2]))
     if found and int(found[2]):
-        return Sync(text, served=False, local=int(found[2]))
+        return SyncMode(text, served=False, local=int(found[2]))
     raise BadSync(
         f"{text!r} is no way to keep members together",
         why="it is step, async, stale:K with a whole number K of 0 or more, or local:H with one of 1 or more",

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.core.provisioning.events import Pool
+from shoal.core.provisioning.events import PoolInfo
 from shoal.doctor import diagnosis
-from shoal.doctor.diagnosis import Examined, Missing, Pair, Report
+from shoal.doctor.diagnosis import ConnectionReport, MachineReport, MissingMachine, PoolReport
 from shoal.engines import pool_config
-from shoal.engines.engine import Ask, Engine
-from shoal.errors import CheckupFailed, ShoalError
+from shoal.engines.engine import AllocationRequest, Engine
+from shoal.errors import PoolCheckFailed, ShoalError
 from shoal.launch import address
 from shoal.launch import launch_plan as render
-from shoal.launch.api_client import Client, open_client
-from shoal.launch.child_service import Service
+from shoal.launch.api_client import ApiClient, open_client
+from shoal.launch.child_service import ChildService
 from shoal.launch.run_lookup import SUPERVISOR
-from shoal.launch.settings_layers import Choices
+from shoal.launch.settings_layers import ResolvedSettings
 from shoal.launch.supervisor import GRACE_S, wait_for
 from shoal.wire import credentials
 from shoal.wire.api import AgentView
-from shoal.wire.machine_check import Question
+from shoal.wire.machine_check import CheckRequest
 from shoal.wire.pool_files import urls_of
 
 LOOK_S = 0.5
@@ -41,7 +41,7 @@ AGENT = ("--preload", "msgspec", "--grace", "2", "--idle", "20", "--orphan", "20
 
 
 @dataclass(slots=True)
-class _Hire:
+class _CheckedAllocation:
     agent: str
     pool: str
     engine: Engine
@@ -53,19 +53,19 @@ class _Hire:
 
 
 @dataclass(slots=True)
-class Checkup:
+class PoolCheck:
     """`count` machines of each pool, for which `wait_s` is enough; `say` is told how it goes on."""
 
-    choices: Choices
+    choices: ResolvedSettings
     names: Sequence[str]
     count: int
     directory: Path
     wait_s: float
     say: Callable[[str], object]
     left: list[str] = field(default_factory=list)
-    _hires: list[_Hire] = field(default_factory=list)
+    _hires: list[_CheckedAllocation] = field(default_factory=list)
 
-    def examine(self) -> Report:
+    def examine(self) -> PoolReport:
         """All that can be found out. Everything is given back when this returns, however it does."""
         found = {name: self._pool(name) for name in self.names}
         render.make(self.directory)
@@ -81,22 +81,22 @@ class Checkup:
                 urls, ports = urls_of(self.directory), self.choices.text("ports")
         finally:
             render.unmake(self.directory)
-        report = Report(machines, pairs, missing, urls, ports)
+        report = PoolReport(machines, pairs, missing, urls, ports)
         if not machines and not missing:
-            raise CheckupFailed("no machine was asked for", do="name a pool of shoal.toml")
+            raise PoolCheckFailed("no machine was asked for", do="name a pool of shoal.toml")
         return msgspec.structs.replace(report, verdicts=diagnosis.verdicts(report))
 
-    def _pool(self, name: str) -> tuple[Pool, Engine]:
+    def _pool(self, name: str) -> tuple[PoolInfo, Engine]:
         return pool_config.parse(name, self.choices.pools.get(name, render.LOCAL_POOL), str(self.choices.file or ""))
 
     @contextlib.contextmanager
-    def _coordinator(self, engines: Sequence[str]) -> Iterator[Client]:
+    def _coordinator(self, engines: Sequence[str]) -> Iterator[ApiClient]:
         """One of our own, which ends when we do, even without a word."""
         (self.directory / SUPERVISOR).write_text(f"{os.getpid()}\n")
         launch = render.render(self.directory, self.choices, None)
         argv = list(launch.coordinator)
         argv[argv.index("--host") + 1] = self.choices.text("host") or address.of_coordinator(engines)
-        service = Service("coordinator", argv, self.directory / "coordinator.log")
+        service = ChildService("coordinator", argv, self.directory / "coordinator.log")
         service.start()
         try:
             yield wait_for(service, self.directory)
@@ -107,7 +107,7 @@ class Checkup:
 
     def _hire(self, engines: Mapping[str, tuple[Engine, int]]) -> None:
         self._hires = [
-            _Hire(f"{name}-{number}", name, engine)
+            _CheckedAllocation(f"{name}-{number}", name, engine)
             for name, (engine, count) in engines.items()
             for number in range(1, count + 1)
         ]
@@ -121,7 +121,7 @@ class Checkup:
         url, own = ",".join(urls_of(self.directory)), render.agent_options(self.choices)
         for hire in [one for one in self._hires if one.pool == pool]:
             apart = () if hire.engine.shared else ("--apart",)
-            ask = Ask(hire.agent, self.directory.name, url, access, 0, (*own, *apart, *AGENT))
+            ask = AllocationRequest(hire.agent, self.directory.name, url, access, 0, (*own, *apart, *AGENT))
             try:
                 hire.handle = hire.engine.submit(ask)
             except ShoalError as error:
@@ -129,7 +129,7 @@ class Checkup:
             except OSError as error:
                 hire.gone = str(error)
 
-    def _await(self, client: Client) -> dict[str, AgentView]:
+    def _await(self, client: ApiClient) -> dict[str, AgentView]:
         """Those that are here when all are, or the rest is gone, or time is over."""
         deadline, ask_at = time.monotonic() + self.wait_s, 0.0
         while True:
@@ -143,7 +143,7 @@ class Checkup:
                 ask_at = time.monotonic() + ASK_EVERY_S
             time.sleep(LOOK_S)
 
-    def _ask_about(self, engine: Engine, waiting: Sequence[_Hire]) -> None:
+    def _ask_about(self, engine: Engine, waiting: Sequence[_CheckedAllocation]) -> None:
         try:
             seen = {one.hire: one for one in engine.watch(self.directory.name)}
         except ShoalError as error:
@@ -157,12 +157,12 @@ class Checkup:
                 hire.gone = one.why or "it ended" if one.state == "gone" else None
                 hire.waits_for = one.why if one.state == "waiting" else ""
 
-    def _missing(self, here: Mapping[str, AgentView]) -> Iterator[Missing]:
+    def _missing(self, here: Mapping[str, AgentView]) -> Iterator[MissingMachine]:
         for one in self._hires:
             if one.agent not in here:
                 waited = f"it waits for {one.waits_for}" if one.waits_for else "nothing was heard of it"
                 why = one.gone if one.gone is not None else f"{waited}, after {self.wait_s:g} s"
-                yield Missing(one.agent, one.pool, why, one.do, one.started)
+                yield MissingMachine(one.agent, one.pool, why, one.do, one.started)
 
     def _surely_give_back(self, engines: Sequence[Engine]) -> None:
         """Also if somebody is impatient while it is done."""
@@ -194,18 +194,18 @@ class Checkup:
 
     # --- what they find
 
-    def _question(self, **more: object) -> Question:
+    def _question(self, **more: object) -> CheckRequest:
         known = {"ports": self.choices.text("ports"), "interface": self.choices.text("interface")}
-        return msgspec.convert({**known, **more}, Question)
+        return msgspec.convert({**known, **more}, CheckRequest)
 
-    def _look(self, here: Mapping[str, AgentView]) -> tuple[Examined, ...]:
+    def _look(self, here: Mapping[str, AgentView]) -> tuple[MachineReport, ...]:
         self.say(f"examines {', '.join(here) or 'nobody: none came'}")
         with ThreadPoolExecutor(AT_ONCE) as threads:
             hired = {one.agent: one.pool for one in self._hires}
             found = list(threads.map(lambda one: self._machine(one, hired.get(one.agent, "")), here.values()))
         return tuple(one for one in found if one is not None)
 
-    def _machine(self, view: AgentView, pool: str) -> Examined | None:
+    def _machine(self, view: AgentView, pool: str) -> MachineReport | None:
         with self._client() as client:
             asked = time.time()
             try:
@@ -218,9 +218,9 @@ class Checkup:
             return None
         skew_s = ((found.received - asked) + (found.sent - heard)) / 2
         within_s = ((heard - asked) - (found.sent - found.received)) / 2
-        return Examined(view.agent, pool, view.via, found.facts, skew_s, within_s)
+        return MachineReport(view.agent, pool, view.via, found.facts, skew_s, within_s)
 
-    def _reach(self, machines: Sequence[Examined]) -> tuple[Pair, ...]:
+    def _reach(self, machines: Sequence[MachineReport]) -> tuple[ConnectionReport, ...]:
         """One pair after another: two streams at a time would share what there is."""
         pairs = [(one, other) for one in machines for other in machines if one is not other and other.facts.listens]
         lasting_s = min(STREAM_S, STREAMS_S / max(1, len(pairs)))
@@ -233,13 +233,13 @@ class Checkup:
                 )
                 try:
                     attempts = client.examine(one.agent, question).attempts
-                    found.append(Pair(one.agent, other.agent, attempts))
+                    found.append(ConnectionReport(one.agent, other.agent, attempts))
                 except ShoalError as error:
-                    found.append(Pair(one.agent, other.agent, trouble=_in_short(error)))
+                    found.append(ConnectionReport(one.agent, other.agent, trouble=_in_short(error)))
         return tuple(found)
 
     @contextlib.contextmanager
-    def _client(self) -> Iterator[Client]:
+    def _client(self) -> Iterator[ApiClient]:
         url = (self.directory / "url").read_text("ascii").strip()
         client = open_client(url, str(self.directory / "token"), ANSWER_S)
         try:

@@ -6,8 +6,8 @@ import inspect
 import shlex
 from collections.abc import Sequence
 
-from shoal.engines.engine import Ask, Options
-from shoal.pack.environments.recipe import Environment
+from shoal.engines.engine import AllocationRequest, EngineOptions
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.pack.remote import bootstrap
 
 HIRES, ENVIRONMENTS = "hires", "environments"
@@ -16,7 +16,14 @@ KEEP_S = 24 * 3600.0
 OLDEST_FIRST = (3, 7)
 
 
-def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token", before: Sequence[str] = ()) -> str:
+def script(
+    ask: AllocationRequest,
+    options: EngineOptions,
+    *,
+    python: str,
+    token: str = "$home/token",
+    before: Sequence[str] = (),
+) -> str:
     """POSIX shell that replaces itself by the agent. The token is to be in the file that `token` names.
 
     `$home` is the directory of the hire on that machine, which only its owner can read.
@@ -36,20 +43,20 @@ def script(ask: Ask, options: Options, *, python: str, token: str = "$home/token
     return "\n".join(lines) + "\n"
 
 
-def home(tag: str, hire: str, options: Options) -> str:
+def home(tag: str, hire: str, options: EngineOptions) -> str:
     """Where a hire keeps its things, as the shell there is to be told."""
     above = quoted(options.directory) if options.directory else '"${SHOAL_HOME:-$HOME/.shoal}"'
     return f"{above}/{HIRES}/{tag}/{hire}"
 
 
-def given(ask: Ask, token: str) -> str:
+def given(ask: AllocationRequest, token: str) -> str:
     """The agent's options; they name the file of the token and never the token itself."""
     options = [*(("--slots", str(ask.slots)) if ask.slots is not None else ()), *ask.options]
     told = f'--url {shlex.quote(ask.url)} --token-file "{token}" --name {shlex.quote(ask.hire)} --dir "$home"'
     return " ".join([told, *map(shlex.quote, options)])
 
 
-def _with_environment(ask: Ask, environment: Environment, python: str, token: str) -> list[str]:
+def _with_environment(ask: AllocationRequest, environment: PublishedEnvironment, python: str, token: str) -> list[str]:
     """Any Python there fetches Shoal, which makes the environment and becomes the agent in it."""
     major, minor = OLDEST_FIRST
     too_old = f"error[S442] the Python of this machine is too old: needed is {major}.{minor}, it is "

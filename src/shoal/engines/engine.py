@@ -14,12 +14,12 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from shoal.pack.environments.recipe import Environment
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.wire.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AllocationRequest:
     """One agent to be started. `url` is the coordinator's, or several with commas; `options` are the agent's own.
 
     `cpus` and `memory_bytes` are what its members need together, 0 if nobody said; a pool that says it itself is right.
@@ -34,11 +34,11 @@ class Ask:
     options: tuple[str, ...] = ()
     cpus: int = 0
     memory_bytes: int = 0
-    environment: Environment | None = None
+    environment: PublishedEnvironment | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedRequest:
     """What would be handed to the engine: a command, and what is written to it. It holds no secret."""
 
     argv: tuple[str, ...]
@@ -47,7 +47,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AllocationStatus:
     """A hire as the engine knows it. `why` says what it waits for, or how it ended; `until` when it will be ended.
 
     `handle` is what the engine calls it, and what it is cancelled by.
@@ -61,7 +61,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Capacity:
     """What could be had now, of one kind of machine: how many, None if nobody knows; `why` says what limits it."""
 
     kind: str
@@ -76,7 +76,7 @@ class Offer:
 CANCEL_S = 60.0
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What every engine can be told of a pool in shoal.toml: the interpreter there, shell lines before it, a directory.
 
     `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
@@ -100,12 +100,12 @@ class Engine(ABC):
     it was asked raises HireRefused. `sized` says that it can ask for processors and memory.
     """
 
-    options_type: ClassVar[type[Options]] = Options
+    options_type: ClassVar[type[EngineOptions]] = EngineOptions
     usually_shared: ClassVar[bool] = False
     sized: ClassVar[bool] = False
     takes_images: ClassVar[bool] = False
 
-    def __init__(self, pool: str, options: Options) -> None:
+    def __init__(self, pool: str, options: EngineOptions) -> None:
         self.pool, self.options = pool, options
 
     @property
@@ -125,15 +125,15 @@ class Engine(ABC):
         return usually if self.options.shared is None else self.options.shared
 
     @abstractmethod
-    def render(self, ask: Ask) -> Rendered:
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
         """What `submit` would hand to the engine; pure."""
 
     @abstractmethod
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         """Start an agent, or ask for a machine to start it on; its handle. What is there is not started twice."""
 
     @abstractmethod
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         """Everything that has this tag, whoever submitted it; those that ended may be left out."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Engine(ABC):
         return grace_s + CANCEL_S
 
     @abstractmethod
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Capacity]:
         """What could be had now, one for each kind of machine."""
 
     def tidy(self, tag: str, known: Collection[str]) -> None:  # noqa: B027 - not all can reach what hires leave

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 
 OPTION = "--grace"
 USUAL_S = 30.0
@@ -14,7 +14,7 @@ USUAL_S = 30.0
 MARGIN_S = 5.0
 
 
-def of(ask: Ask) -> float:
+def of(ask: AllocationRequest) -> float:
     """How long the agent gives its members, as its own options say."""
     return in_options(ask.options)
 
@@ -27,7 +27,7 @@ def in_options(options: Sequence[str]) -> float:
     return USUAL_S
 
 
-def within(ask: Ask, granted_s: float) -> Ask:
+def within(ask: AllocationRequest, granted_s: float) -> AllocationRequest:
     """The same, with an agent that is done before an engine that waits so long kills it."""
     most_s = max(granted_s - MARGIN_S, granted_s / 2)
     if of(ask) <= most_s:

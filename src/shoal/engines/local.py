@@ -16,9 +16,9 @@ import psutil
 
 from shoal.engines import agent_script, exit_message, grace_period, stale_dirs
 from shoal.engines.agent_script import HIRES
-from shoal.engines.engine import Ask, Engine, Offer, Rendered, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, RenderedRequest
 from shoal.engines.ssh.remote_helper import HIRED
-from shoal.errors import HireRefused
+from shoal.errors import AllocationRefused
 from shoal.wire import credentials
 
 END_S = 5.0
@@ -30,15 +30,15 @@ class Local(Engine):
 
     usually_shared = True
 
-    def render(self, ask: Ask) -> Rendered:
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
         if ask.environment is not None:
-            return Rendered(("/bin/sh", "-c", agent_script.script(ask, self.options, python=self._python)))
+            return RenderedRequest(("/bin/sh", "-c", agent_script.script(ask, self.options, python=self._python)))
         where = self._home(ask.tag, ask.hire)
         slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
         given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))
-        return Rendered((self._python, "-P", "-m", "shoal.agent", *given, *slots, *ask.options))
+        return RenderedRequest((self._python, "-P", "-m", "shoal.agent", *given, *slots, *ask.options))
 
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         where = self._home(ask.tag, ask.hire)
         if _is_here(where):
             return str(where)
@@ -55,18 +55,20 @@ class Local(Engine):
                     env={**os.environ, HIRED: str(where)},
                 )
         except OSError as error:
-            raise HireRefused("an agent could not be started here", where=str(where), why=str(error)) from error
+            raise AllocationRefused("an agent could not be started here", where=str(where), why=str(error)) from error
         _note(where, process.pid, grace_period.of(ask))
         return str(where)
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         found = []
         for where in sorted((self._above / HIRES / tag).glob("*/")):
             here = _is_here(where)
             if not here and not (where / "process.json").exists():
                 continue
             found.append(
-                Seen(where.name, str(where), "running" if here else "gone", "" if here else _last_words(where))
+                AllocationStatus(
+                    where.name, str(where), "running" if here else "gone", "" if here else _last_words(where)
+                )
             )
         return found
 
@@ -85,8 +87,8 @@ class Local(Engine):
                 (where / "token").unlink(missing_ok=True)
         stale_dirs.remove(hires, tag, known, time.time())
 
-    def offers(self) -> list[Offer]:
-        return [Offer("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
+    def offers(self) -> list[Capacity]:
+        return [Capacity("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
 
     @property
     def _python(self) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shoal.core.provisioning.events import Pool
+from shoal.core.provisioning.events import PoolInfo
 from shoal.engines.engine import Engine
 from shoal.errors import BadPool, UnknownEngine
 
@@ -29,7 +29,7 @@ OURS = {
 Table = Mapping[str, Any]
 
 
-class Described(msgspec.Struct, frozen=True):
+class PoolConfig(msgspec.Struct, frozen=True):
     """What can be said of any pool."""
 
     engine: str
@@ -60,7 +60,7 @@ def engines() -> list[str]:
     return sorted({*OURS, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
 
 
-def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
+def parse(name: str, table: Table, where: str = "") -> tuple[PoolInfo, Engine]:
     """A pool and its engine from a ``[pool.NAME]``."""
     if not re.fullmatch(NAME, name):
         raise BadPool(
@@ -71,8 +71,8 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
         )
     if "engine" not in table:
         raise BadPool(f"pool {name} names no engine", where=where, do=f'add engine = "{LOCAL}", or another')
-    general = {field.encode_name for field in msgspec.structs.fields(Described)}
-    said = _convert(name, {key: value for key, value in table.items() if key in general}, Described, where)
+    general = {field.encode_name for field in msgspec.structs.fields(PoolConfig)}
+    said = _convert(name, {key: value for key, value in table.items() if key in general}, PoolConfig, where)
     kind = engine_type(said.engine, where)
     known = [field.encode_name for field in msgspec.structs.fields(kind.options_type)]
     # Labels may be the engine's too: what it chooses machines by is what they carry.
@@ -94,7 +94,7 @@ def parse(name: str, table: Table, where: str = "") -> tuple[Pool, Engine]:
     engine = kind(name, options)
     limit = said.limit if engine.most is None else min(said.limit, engine.most)
     price = (said.price, said.instead, said.patience_s)
-    pool = Pool(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)
+    pool = PoolInfo(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)
     return pool, engine
 
 

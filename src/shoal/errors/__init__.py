@@ -100,13 +100,13 @@ class VersionMismatch(MembershipError):
     code = "S202"
 
 
-class WrongRun(MembershipError):
+class UnknownRunForMember(MembershipError):
     """A member asked for a run that this coordinator does not have, or that has ended."""
 
     code = "S203"
 
 
-class Unreachable(MembershipError):
+class PeerUnreachable(MembershipError):
     """A member cannot open a connection to another member.
 
     Every member listens on one port of its machine, and announces all addresses of that machine; the others try them
@@ -122,7 +122,7 @@ class NameTaken(MembershipError):
     code = "S205"
 
 
-class ModelDiffers(MembershipError):
+class ModelMismatch(MembershipError):
     """A member's model, optimizer or data is not the one that the run trains.
 
     All members must build the same parameters (names, shapes, types), the same kind of optimizer, and pass the
@@ -183,7 +183,7 @@ class BadSync(UsageError):
     exit_code = 3
 
 
-class NotForServers(TrainingError):
+class UnsupportedWithServers(TrainingError):
     """The script uses something that cannot be done when servers hold the parameters (``stale:K`` and ``async``).
 
     Servers apply gradients tensor by tensor, as they arrive: there is no moment at which one process has the whole
@@ -343,7 +343,7 @@ class UnknownCode(UsageError):
     code = "S115"
 
 
-class NotOver(UsageError):
+class RunStillActive(UsageError):
     """The run is still going on, so it cannot be resumed."""
 
     code = "S116"
@@ -387,7 +387,7 @@ class WarmProcessFailed(LaunchError):
     code = "S402"
 
 
-class NotOurs(LaunchError):
+class ForeignProcess(LaunchError):
     """An agent was asked to end a process that it did not start. It was left alone."""
 
     code = "S403"
@@ -433,7 +433,7 @@ class PortInUse(LaunchError):
     code = "S420"
 
 
-class RunOver(UsageError):
+class RunAlreadyEnded(UsageError):
     """The run has ended, so it cannot be stopped or scaled. ``shoal resume`` continues one that can be continued."""
 
     code = "S120"
@@ -519,7 +519,7 @@ class NotAttached(TrainingError):
     code = "S312"
 
 
-class SecondLoop(TrainingError):
+class SecondTrainingLoop(TrainingError):
     """One run has one training loop: ``run.batches``, ``run.stream`` or ``model.fit`` was called a second time.
 
     A member that joins later must know which loop the run is in. Make one loop over all epochs; ``run.epoch`` and
@@ -529,7 +529,7 @@ class SecondLoop(TrainingError):
     code = "S313"
 
 
-class OutOfStep(TrainingError):
+class MembersDiverged(TrainingError):
     """The members of a world are not at the same step, or do not agree on their shares or learning rates.
 
     Nothing of the step was applied. A schedule that follows a number, such as ``ReduceLROnPlateau``, must be given the
@@ -539,7 +539,7 @@ class OutOfStep(TrainingError):
     code = "S314"
 
 
-class NotExact(TrainingError):
+class UnsupportedInExactMode(TrainingError):
     """What was asked for cannot be had in exact mode, in which no bit of the result depends on the members.
 
     Exact mode cuts every global batch into shards (``run.batches(..., exact=16)``) that are computed one by one on
@@ -549,7 +549,7 @@ class NotExact(TrainingError):
     code = "S315"
 
 
-class NotForLocal(TrainingError):
+class UnsupportedWithLocalSgd(TrainingError):
     """The script uses something that cannot be done when members train for themselves (``local:H``).
 
     Between two exchanges members do different numbers of steps, on batches of their own: nothing may have to be
@@ -718,7 +718,7 @@ class PackDamaged(StorageError):
     code = "S530"
 
 
-class TooMuchMemory(LaunchError):
+class MemoryLimitExceeded(LaunchError):
     """A member used more memory than its role has, and was ended by its agent.
 
     The limit is the ``memory`` of its ``shoal.Role``. It counts what the process and all that it started hold; what
@@ -747,7 +747,7 @@ class EngineUnreachable(LaunchError):
     code = "S430"
 
 
-class HireRefused(LaunchError):
+class AllocationRefused(LaunchError):
     """An engine will not start an agent as it was asked to: an unknown partition, a wrong key, a quota of zero.
 
     Nothing was started. Correct the ``[pool.NAME]`` that the error names.
@@ -761,8 +761,8 @@ class NoMachines(LaunchError):
 
     Each pool is named with what it said and what to do about it. A pool that refuses (an unknown partition, a wrong
     key, no space, a limit of zero) is not waited for; one that cannot be reached, or that takes nothing more just now,
-    is asked again for as long as ``begin_s`` says. Machines that wait in a queue are waited for without end. Whatever
-    had been started is given back. A run that has begun never ends like this: it waits for machines.
+    is asked again for as long as ``start_timeout_s`` says. Machines that wait in a queue are waited for without end.
+    Whatever had been started is given back. A run that has begun never ends like this: it waits for machines.
     """
 
     code = "S470"
@@ -774,7 +774,7 @@ class PoolFull(LaunchError):
     code = "S471"
 
 
-class BadEnvironment(HireRefused):
+class BadEnvironment(AllocationRefused):
     """What a pool names as its environment cannot be sent to machines: it is not there, or of no kind that Shoal knows.
 
     It is a requirements file, a ``pylock.toml``, a packed environment (conda-pack, venv-pack, tar), a ``.pex``, or
@@ -803,7 +803,7 @@ class PythonTooOld(LaunchError):
     code = "S442"
 
 
-class NoEnvironments(LaunchError):
+class VenvUnavailable(LaunchError):
     """The Python of a machine cannot make virtual environments: its modules ``venv`` or ``ensurepip`` are missing.
 
     Install them there (``python3-venv`` on Debian and Ubuntu), name another ``python``, or send a packed environment.
@@ -821,7 +821,7 @@ class EnvironmentNotFetched(LaunchError):
     code = "S444"
 
 
-class EnvironmentUnfit(LaunchError):
+class EnvironmentUnusable(LaunchError):
     """An agent cannot start in the environment of a pool: its Python does not run there, or something is missing in it.
 
     What is packed must fit the machine (system, processor) and hold what Shoal needs: install that before packing.
@@ -836,7 +836,7 @@ class ArchiveDamaged(StorageError):
     code = "S540"
 
 
-class NoRoomThere(StorageError):
+class RemoteDiskFull(StorageError):
     """The disk of a machine is full, or its quota used up, so that no environment can be kept there.
 
     Give the pool another ``directory``. Environments that nobody has used for 30 days are removed by themselves.
@@ -845,13 +845,13 @@ class NoRoomThere(StorageError):
     code = "S541"
 
 
-class NoCacheThere(StorageError):
+class RemoteCacheUnwritable(StorageError):
     """Environments cannot be kept on a machine: Shoal's ``directory`` there cannot be written."""
 
     code = "S542"
 
 
-class LuggageLost(LaunchError):
+class ProjectDeliveryFailed(LaunchError):
     """What a run sends along (its project) did not arrive on a machine, or could not be written there.
 
     Agents fetch it from the coordinator, over the one port that they talk to it on. See that its disk is not full.
@@ -866,7 +866,7 @@ class UnknownBlob(MembershipError):
     code = "S212"
 
 
-class NotYours(MembershipError):
+class PermissionDenied(MembershipError):
     """A named user asked for something that only the owner of the coordinator, or of the run, may do.
 
     ``shoal token NAME`` makes a token for a user, who may submit runs, see all and change its own.
@@ -897,7 +897,7 @@ class BadLabels(UsageError):
     exit_code = 3
 
 
-class PlaceTooSmall(UsageError):
+class SlotTooSmall(UsageError):
     """A role needs more processors or memory than a place of one of its pools is asked for with.
 
     A pool that says how large its machines are (``cpus_per_task`` and ``memory`` of Slurm, ``cpus`` and
@@ -908,7 +908,7 @@ class PlaceTooSmall(UsageError):
     exit_code = 3
 
 
-class NoWay(CoordinatorUnreachable):
+class NoCoordinatorAddress(CoordinatorUnreachable):
     """None of the addresses of the coordinator answers from this machine.
 
     Agents dial out to one port and need no other; they try every address that the coordinator may have, and take the
@@ -919,7 +919,7 @@ class NoWay(CoordinatorUnreachable):
     code = "S230"
 
 
-class CheckupFailed(LaunchError):
+class PoolCheckFailed(LaunchError):
     """``shoal doctor POOL`` could not examine any machine: none of those that it asked for came.
 
     What the pool's engine said is in the error. Everything that was asked for has been given back.
@@ -928,7 +928,7 @@ class CheckupFailed(LaunchError):
     code = "S455"
 
 
-class ExaminationFailed(MembershipError):
+class MachineCheckFailed(MembershipError):
     """A machine that ``shoal doctor POOL`` examines stopped answering while it was examined."""
 
     code = "S231"
@@ -943,7 +943,7 @@ class UnknownFile(StorageError):
     code = "S545"
 
 
-class UploadBroken(StorageError):
+class UploadCorrupt(StorageError):
     """The pieces of a file that a member sends to the coordinator do not make up the file that it has.
 
     Nothing of it is kept. A checkpoint is tried again when the next one is due; something that was saved is still on
@@ -963,7 +963,7 @@ class CoordinatorFull(StorageError):
     code = "S547"
 
 
-class OutputLost(StorageError):
+class OutputUploadFailed(StorageError):
     """What a member saved could not be brought to the coordinator, from a machine that does not share a disk with it.
 
     It is still on that machine, under the path that the error names, for as long as the machine is there.

@@ -33,7 +33,7 @@ def main(pack: str) -> None:
     import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not told.values.evaluator)
 
 
-def _called(contents: manifest.Manifest, pack: Path, *, apart: bool) -> object:
+def _called(contents: manifest.PackManifest, pack: Path, *, apart: bool) -> object:
     experiment_fn = function.get(pack, contents, apart=apart)
     try:
         return experiment_fn()

@@ -15,19 +15,19 @@ from shoal.core import sync_mode
 from shoal.errors import BadFiles, BadRole, BadSettings, InsideMember
 from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
 from shoal.experiment.run_handle import RunHandle
-from shoal.experiment.supervisor_thread import Keeper
+from shoal.experiment.supervisor_thread import SupervisorThread
 from shoal.launch import background as launch_background
 from shoal.launch import launch_plan as render
 from shoal.launch import project_upload, settings_layers
 from shoal.launch.coordinator_target import LOCAL, home
-from shoal.launch.launch_plan import Launch
-from shoal.launch.settings_layers import Choices, Option
+from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.settings_layers import Option, ResolvedSettings
 from shoal.launch.supervisor import Supervisor
 from shoal.pack import files as packed_files
 from shoal.pack import function as packed_function
 from shoal.pack import manifest, modules
 from shoal.pack.files import Files
-from shoal.pack.manifest import Manifest
+from shoal.pack.manifest import PackManifest
 from shoal.settings import Value
 from shoal.wire import credentials
 from shoal.wire.api import RoleSpec, RunSpec
@@ -84,7 +84,7 @@ def pack(
     contents: Mapping[str, Path],
     own: Mapping[str, Path] = {},
     near: tuple[str, ...] = (),
-) -> Manifest:
+) -> PackManifest:
     """Write what members need into the directory of a coordinator that is still to be started, with its token.
 
     `own` are modules for machines that cannot import them, and `near` where others are looked for in the project there.
@@ -96,15 +96,15 @@ def pack(
     function = packed_function.put(where, experiment_fn)
     kept = packed_files.put(where, contents)
     search = tuple(packed_function.search_path())
-    made = Manifest(function, kept, search, packed_files.put(where, own), near)
+    made = PackManifest(function, kept, search, packed_files.put(where, own), near)
     manifest.write(where, made, token)
     packed_files.lay_out(where, kept, directory / WORK)
     return made
 
 
 def _packed_for_others(
-    launch: Launch, choices: Choices, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]
-) -> Launch:
+    launch: LaunchPlan, choices: ResolvedSettings, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]
+) -> LaunchPlan:
     """A launch whose function goes to machines that do not see this disk: with its files, its modules, the project."""
     directory, root = Path(launch.directory), Path.cwd() if launch.ship else None
     sent = {path.absolute() for path in project_upload.found(root).values()} if root is not None else set()
@@ -126,7 +126,9 @@ def _named(files: Files) -> dict[str, Path]:
     return contents
 
 
-def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choices, env: dict[str, str]) -> RunSpec:
+def _spec(
+    directory: Path, name: str, roles: Mapping[str, Role], choices: ResolvedSettings, env: dict[str, str]
+) -> RunSpec:
     shoal_settings.parse_settings(choices.for_run())
     members = render.parse_members(choices.text("members"), choices.source("members"))
     asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
@@ -146,22 +148,22 @@ def _spec(directory: Path, name: str, roles: Mapping[str, Role], choices: Choice
     )
 
 
-def _placed(role: RoleSpec, choices: Choices) -> RoleSpec:
+def _placed(role: RoleSpec, choices: ResolvedSettings) -> RoleSpec:
     """A role with the pools that its labels mean."""
     if not role.where:
         return role
     return msgspec.structs.replace(role, on=render.labelled(choices, role.on, role.where))
 
 
-def _kept(launch: Launch) -> RunHandle:
+def _kept(launch: LaunchPlan) -> RunHandle:
     supervisor = Supervisor(launch)
     client, view = supervisor.open()
-    keeper = Keeper(supervisor, client, view.run)
+    keeper = SupervisorThread(supervisor, client, view.run)
     keeper.start()
     return RunHandle(Path(launch.directory), view, keeper)
 
 
-def _detached(launch: Launch) -> RunHandle:
+def _detached(launch: LaunchPlan) -> RunHandle:
     return RunHandle(Path(launch.directory), launch_background.begin(launch), None)
 
 
@@ -195,7 +197,7 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) 
     return options
 
 
-def _check_together(roles: Mapping[str, Role], choices: Choices) -> None:
+def _check_together(roles: Mapping[str, Role], choices: ResolvedSettings) -> None:
     served = sync_mode.parse(choices.text("sync")).served
     if SERVER in roles and not served:
         raise BadRole(

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.errors import CoordinatorUnreachable, RunFailed
-from shoal.experiment.supervisor_thread import Keeper
+from shoal.experiment.supervisor_thread import SupervisorThread
 from shoal.launch import run_lookup
-from shoal.launch.download import Here, bring
+from shoal.launch.download import LocalRunFolder, bring
 from shoal.launch.launch_plan import parse_members
-from shoal.launch.run_lookup import OVER, Records
-from shoal.wire.api import LogPage, RunView, ScaleAsk, StopAsk, StoryLine
+from shoal.launch.run_lookup import OVER, RunRecords
+from shoal.wire.api import LogPage, RunView, ScaleRequest, StopRequest, StoryLine
 
 T = TypeVar("T")
 PAGE = 1000
@@ -37,7 +37,7 @@ class Story(tuple[StoryLine, ...]):
 class RunHandle:
     """What `shoal.run` returns. It can be asked while the run goes on, and after it."""
 
-    def __init__(self, directory: Path, view: RunView, keeper: Keeper | None) -> None:
+    def __init__(self, directory: Path, view: RunView, keeper: SupervisorThread | None) -> None:
         self._directory, self._keeper = directory, keeper
         self.id = view.run
         self.name = view.name
@@ -90,7 +90,7 @@ class RunHandle:
             said += [text if member else f"{who} | {text}" for who, text in page.lines]
             after = page.next
 
-    def _page_of_logs(self, member: str, after: int, records: Records) -> LogPage:
+    def _page_of_logs(self, member: str, after: int, records: RunRecords) -> LogPage:
         return records.logs(self.id, member, after, PAGE)
 
     def wait(self, timeout_s: float | None = None) -> RunView:
@@ -121,11 +121,11 @@ class RunHandle:
 
         It goes to the run's `directory`, where it would be if they shared it; `wait` does so by itself.
         """
-        return bring(Here(self._directory, self.id), Path(to) if to is not None else self.directory).names
+        return bring(LocalRunFolder(self._directory, self.id), Path(to) if to is not None else self.directory).names
 
     def stop(self, reason: str = "asked by the user", *, checkpoint: bool = True, timeout_s: float = 60.0) -> RunView:
         """Stop the run, after a checkpoint unless told otherwise; `shoal resume` goes on with it."""
-        ask = StopAsk(reason) if checkpoint else StopAsk(reason, checkpoint=False, grace_s=1.0)
+        ask = StopRequest(reason) if checkpoint else StopRequest(reason, checkpoint=False, grace_s=1.0)
         if not self._over():
             run_lookup.live(run_lookup.in_directory(self._directory)).stop(self.id, ask)
         return self.wait(timeout_s)
@@ -133,7 +133,7 @@ class RunHandle:
     def scale(self, count: int | str) -> RunView:
         """Train with so many members from now on: a number, or MIN:MAX."""
         low, high = parse_members(str(count), "run.scale")
-        return run_lookup.live(run_lookup.in_directory(self._directory)).scale(self.id, ScaleAsk(low, high))
+        return run_lookup.live(run_lookup.in_directory(self._directory)).scale(self.id, ScaleRequest(low, high))
 
     def _is_kept(self) -> bool:
         return self._keeper is not None and self._keeper.is_alive()
@@ -149,7 +149,7 @@ class RunHandle:
             time.sleep(EVERY_S)
         return False
 
-    def _ask(self, question: Callable[[Records], T]) -> T:
+    def _ask(self, question: Callable[[RunRecords], T]) -> T:
         """Ask the coordinator, or what it left; it may be about to end, or to be started again."""
         deadline = time.monotonic() + BACK_WITHIN_S
         while True:

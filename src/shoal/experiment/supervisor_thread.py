@@ -9,19 +9,19 @@ import threading
 import time
 
 from shoal.errors import CoordinatorUnreachable, ShoalError
-from shoal.launch.api_client import Client
+from shoal.launch.api_client import ApiClient
 from shoal.launch.run_lookup import OVER
 from shoal.launch.supervisor import Supervisor
-from shoal.wire.api import StopAsk
+from shoal.wire.api import StopRequest
 
 EVERY_S = 0.5
 END_WITHIN_S = 40.0
 
 
-class Keeper(threading.Thread):
+class SupervisorThread(threading.Thread):
     """Tends the services of one run until it is over; what the process leaves undone is stopped, with a checkpoint."""
 
-    def __init__(self, supervisor: Supervisor, client: Client, run: str) -> None:
+    def __init__(self, supervisor: Supervisor, client: ApiClient, run: str) -> None:
         super().__init__(name=f"shoal-{run}", daemon=True)
         self._supervisor, self._client, self._run = supervisor, client, run
         self._given_up = threading.Event()
@@ -46,8 +46,8 @@ class Keeper(threading.Thread):
         deadline = time.monotonic() + END_WITHIN_S
         with contextlib.suppress(ShoalError):
             if self.is_alive():
-                asking = Client(self._client.url, self._client.token)
-                asking.stop(self._run, StopAsk("the Python process that started it ends"))
+                asking = ApiClient(self._client.url, self._client.token)
+                asking.stop(self._run, StopRequest("the Python process that started it ends"))
         self.join(max(0.0, deadline - time.monotonic()))
         self._given_up.set()
         self.join()

@@ -32,7 +32,7 @@ def _forwarded(name: str) -> Callable[..., None]:
     return hook
 
 
-class _Forwarding(keras.callbacks.Callback):  # type: ignore[misc]
+class _CallbackList(keras.callbacks.Callback):  # type: ignore[misc]
     """Tells other callbacks what it is told."""
 
     def __init__(self, others: Sequence[Any]) -> None:
@@ -67,7 +67,7 @@ class _Forwarding(keras.callbacks.Callback):  # type: ignore[misc]
     on_predict_batch_end = _forwarded("on_predict_batch_end")
 
 
-class _AtTheWriter(_Forwarding):
+class _WriterOnly(_CallbackList):
     """Tells a callback only what happens while this member is the one that writes; another one may be, later."""
 
     def __init__(self, other: Any, run: Callable[[], Run]) -> None:
@@ -90,7 +90,7 @@ class _AtTheWriter(_Forwarding):
             super().forward("on_train_begin")
 
 
-class _SavedByTheWriter(_Forwarding):
+class _WriterCheckpoint(_CallbackList):
     """Tells ModelCheckpoint everything: who writes next must know what was best. Only the writer's model is saved."""
 
     def __init__(self, other: Any, run: Callable[[], Run]) -> None:
@@ -109,7 +109,7 @@ class _SavedByTheWriter(_Forwarding):
             del model.save, model.save_weights
 
 
-class Elastic(_Forwarding):
+class Elastic(_CallbackList):
     """Makes `model.fit` a member of the run: pass it as a callback, with `shoal.batches` as data.
 
     The callbacks that it is given are told everything that Keras tells it. Besides, what they have found (such as how
@@ -158,8 +158,8 @@ class Elastic(_Forwarding):
 
     def _around(self, callback: Any) -> Any:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            return _SavedByTheWriter(callback, self._joined)
-        return _AtTheWriter(callback, self._joined) if isinstance(callback, WRITING) else callback
+            return _WriterCheckpoint(callback, self._joined)
+        return _WriterOnly(callback, self._joined) if isinstance(callback, WRITING) else callback
 
     def set_params(self, params: dict[str, Any]) -> None:
         batches = self._batches()

@@ -22,7 +22,7 @@ def wish(
     best: str | None = None,
     patience: int | None = None,
     export: str | os.PathLike[str] | None = None,
-) -> evaluation_evaluate.Wish | None:
+) -> evaluation_evaluate.EvaluationRequest | None:
     """What a script asks for; `evaluate` is a function, or what `model.evaluate` is given, such as (x, y)."""
     if evaluate is None:
         if best is not None or patience is not None or export is not None:

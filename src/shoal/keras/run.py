@@ -11,42 +11,42 @@ from typing import Any
 import keras
 
 from shoal.core import sync_mode
-from shoal.errors import NotAttached, SecondLoop
-from shoal.keras.backends.base import Backend, backend_of
-from shoal.keras.backends.optimizer_guard import Guard
+from shoal.errors import NotAttached, SecondTrainingLoop
+from shoal.keras.backends.base import KerasBackend, backend_of
+from shoal.keras.backends.optimizer_guard import OptimizerGuard
 from shoal.keras.data.batches import Batches, iterate_with
 from shoal.keras.evaluation import wish
-from shoal.keras.modes.every_step import LoopTrainer, Trainer
-from shoal.keras.modes.local_sgd import LocalLoopTrainer, LocalTrainer
-from shoal.keras.modes.served import AnyTrainer, TicketLoopTrainer, TicketTrainer
+from shoal.keras.modes.every_step import KerasLoopTrainer, KerasTrainer
+from shoal.keras.modes.local_sgd import KerasLocalLoop, KerasLocalTrainer
+from shoal.keras.modes.served import AnyTrainer, KerasServedLoop, KerasServedTrainer
 from shoal.keras.modes.sharded_checkpoint import load
 from shoal.keras.modes.state import capture, restore
 from shoal.worker import join as worker_join
-from shoal.worker.base_run import RunOfScript
+from shoal.worker.base_run import BaseRun
 from shoal.worker.evaluation import evaluate as evaluation_evaluate
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.metrics import checked
-from shoal.worker.training.training_state import Codec
+from shoal.worker.training.training_state import StateCodec
 
 
-class Run(RunOfScript):
+class Run(BaseRun):
     """One run a process; alone, if it was not started by `shoal run`."""
 
-    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
+    def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
         super().__init__(
             session,
             name,
             directory,
-            parameter_server_sharded_checkpoint.reading(session, Codec(capture, restore), self._load),
+            parameter_server_sharded_checkpoint.reading(session, StateCodec(capture, restore), self._load),
         )
         # Whether what is a step to the run is a round of several global batches.
         self.in_rounds = bool(sync_mode.parse(session.settings.sync).local)
         self._trainer: AnyTrainer | None = None
-        self._backend: Backend | None = None
+        self._backend: KerasBackend | None = None
         self._evaluation: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
@@ -106,22 +106,22 @@ class Run(RunOfScript):
         model._symbolic_build(data_batch=batches.few())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        guard = Guard(model.optimizer)
+        guard = OptimizerGuard(model.optimizer)
         try:
             return self._begun(model, guard, batches, epochs, jit)
         except BaseException:
             guard.release()
             raise
 
-    def _begun(self, model: Any, guard: Guard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
+    def _begun(self, model: Any, guard: OptimizerGuard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
         backend, session = backend_of(model, guard, jit), self._session
         self._backend = backend
-        kind = self._kind(Trainer, LocalTrainer, TicketTrainer)
+        kind = self._kind(KerasTrainer, KerasLocalTrainer, KerasServedTrainer)
         trainer: AnyTrainer = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
-        if isinstance(trainer, Trainer):
+        if isinstance(trainer, KerasTrainer):
             # Now, because others would wait for it later.
             trainer.rehearse(batches.few())
         trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
@@ -129,7 +129,7 @@ class Run(RunOfScript):
         trainer.epoch_of = batches.epoch_of
         return trainer
 
-    def loop(self, model: Any, guard: Guard, batches: Batches) -> Iterator[Any]:
+    def loop(self, model: Any, guard: OptimizerGuard, batches: Batches) -> Iterator[Any]:
         """The batches of a loop of the script's own, whose optimizer is guarded."""
         self._check_first("make one loop over all epochs")
         if not model.built:
@@ -138,8 +138,8 @@ class Run(RunOfScript):
             guard.optimizer.build(model.trainable_variables)
         backend, session = backend_of(model, guard), self._session
         self._backend = backend
-        kind = self._kind(LoopTrainer, LocalLoopTrainer, TicketLoopTrainer)
-        trainer: LoopTrainer | TicketLoopTrainer = kind(session, self._keeper, backend)
+        kind = self._kind(KerasLoopTrainer, KerasLocalLoop, KerasServedLoop)
+        trainer: KerasLoopTrainer | KerasServedLoop = kind(session, self._keeper, backend)
         feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         iterate_with(None)  # batches that are made from now on are for somebody else
@@ -149,11 +149,11 @@ class Run(RunOfScript):
     def _check_first(self, do: str) -> None:
         """A member that joins later must know which loop the run is in."""
         if self._trainer is not None and self._trainer.feed is not None:
-            raise SecondLoop("this run already has a training loop", do=do)
+            raise SecondTrainingLoop("this run already has a training loop", do=do)
 
     def _kind(self, of_steps: Any, of_rounds: Any, of_tickets: Any) -> Any:
         """The loop for how closely members keep together."""
-        if isinstance(self._session, PlacedSession):
+        if isinstance(self._session, ServedSession):
             return of_tickets
         return of_rounds if self.in_rounds else of_steps
 
@@ -192,7 +192,7 @@ def elastic(optimizer: Any, model: Any, run: Run | None = None) -> Any:
 
     Iterate over `shoal.batches(…, epochs=…)`, and apply the optimizer once for each batch.
     """
-    guard = Guard(optimizer)
+    guard = OptimizerGuard(optimizer)
     iterate_with(lambda batches: (run or join()).loop(model, guard, batches))
     return optimizer
 

@@ -16,8 +16,19 @@ import msgspec
 from shoal import __version__, errors
 from shoal.core import addresses
 from shoal.wire import connect_errors
-from shoal.wire.api import AgentView, Health, LogPage, PoolView, Problem, RunSpec, RunView, ScaleAsk, StopAsk, StoryLine
-from shoal.wire.machine_check import Finding, Question
+from shoal.wire.api import (
+    AgentView,
+    ErrorView,
+    Health,
+    LogPage,
+    PoolView,
+    RunSpec,
+    RunView,
+    ScaleRequest,
+    StopRequest,
+    StoryLine,
+)
+from shoal.wire.machine_check import CheckRequest, CheckResult
 from shoal.wire.member_messages import PROTOCOL
 
 T = TypeVar("T")
@@ -26,7 +37,7 @@ SEVERAL_S = 3.0
 ASKED_AT_ONCE = 5_000
 
 
-class Client:
+class ApiClient:
     """Asks one coordinator; the connection is kept, and opened again when it was lost."""
 
     def __init__(self, url: str, token: str, context: ssl.SSLContext | None = None, timeout_s: float = 10.0) -> None:
@@ -80,20 +91,20 @@ class Client:
         query = {"member": member, "after": after, "limit": limit}
         return self._ask("GET", f"/v1/runs/{quote(run, safe='')}/logs", LogPage, query=query)
 
-    def stop(self, run: str, ask: StopAsk) -> RunView:
+    def stop(self, run: str, ask: StopRequest) -> RunView:
         return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/stop", RunView, ask)
 
-    def scale(self, run: str, ask: ScaleAsk) -> RunView:
+    def scale(self, run: str, ask: ScaleRequest) -> RunView:
         return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/scale", RunView, ask)
 
-    def resume(self, run: str, ask: ScaleAsk | None = None) -> RunView:
+    def resume(self, run: str, ask: ScaleRequest | None = None) -> RunView:
         return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView, ask)
 
     def agents(self) -> tuple[AgentView, ...]:
         return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
 
-    def examine(self, agent: str, question: Question) -> Finding:
-        return self._ask("POST", f"/v1/agents/{quote(agent, safe='')}/examine", Finding, question)
+    def examine(self, agent: str, question: CheckRequest) -> CheckResult:
+        return self._ask("POST", f"/v1/agents/{quote(agent, safe='')}/examine", CheckResult, question)
 
     def pools(self) -> tuple[PoolView, ...]:
         return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
@@ -185,7 +196,7 @@ class Client:
         )
 
 
-def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
+def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> ApiClient:
     """A client of the coordinator at `url`, with the token, and the certificate if there is one, from its file.
 
     Of several URLs, with commas, the first is taken that answers with that certificate.
@@ -198,7 +209,7 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> Client:
 
     found = credentials.read(token_file)
     context = credentials.ssl_context(found)
-    clients = [Client(one, found.token, context, timeout_s) for one in urls]
+    clients = [ApiClient(one, found.token, context, timeout_s) for one in urls]
     return clients[0] if len(clients) == 1 else _first(clients)
 
 
@@ -210,7 +221,7 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def _first(clients: Sequence[Client]) -> Client:
+def _first(clients: Sequence[ApiClient]) -> ApiClient:
     """The first of these, as they are listed, that answers; all are asked at once, and none for long."""
     with ThreadPoolExecutor(len(clients)) as threads:
         asked = [threads.submit(client.why_silent, SEVERAL_S) for client in clients]
@@ -218,7 +229,7 @@ def _first(clients: Sequence[Client]) -> Client:
     for client in clients:
         if failures[client.url] is None:
             return client
-    raise errors.NoWay(
+    raise errors.NoCoordinatorAddress(
         "the coordinator answers at none of its URLs",
         why=connect_errors.listed({url: error for url, error in failures.items() if error is not None}),
         do="see that it runs, and that its port is open for this machine",
@@ -227,14 +238,14 @@ def _first(clients: Sequence[Client]) -> Client:
 
 def _problem(status: int, data: bytes, url: str) -> errors.ShoalError:
     try:
-        problem = msgspec.json.decode(data, type=Problem)
+        problem = msgspec.json.decode(data, type=ErrorView)
     except msgspec.DecodeError:
         text = data[:200].decode(errors="replace")
         return errors.MembershipError(f"the coordinator answered {status}", where=url, why=text)
     return as_error(problem, url)
 
 
-def as_error(problem: Problem, where: str = "") -> errors.ShoalError:
+def as_error(problem: ErrorView, where: str = "") -> errors.ShoalError:
     """The error that a problem describes, of its own class if this version knows the code."""
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShoalError)]
     kind = next((one for one in kinds if one.code == problem.code), errors.ShoalError)

@@ -12,21 +12,21 @@ import msgspec
 
 from shoal.errors import ServiceFailed
 from shoal.launch.api_client import as_error
-from shoal.launch.launch_plan import Launch
-from shoal.wire.api import Problem, RunView
+from shoal.launch.launch_plan import LaunchPlan
+from shoal.wire.api import ErrorView, RunView
 
 ANSWER_S = 90.0
 SUPERVISOR = "shoal.cli.background"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SupervisorReply(msgspec.Struct, frozen=True):
     """What the supervisor tells who started it."""
 
     run: RunView | None = None
-    problem: Problem | None = None
+    problem: ErrorView | None = None
 
 
-def begin(launch: Launch) -> RunView:
+def begin(launch: LaunchPlan) -> RunView:
     """Start the supervisor, and wait until it has its run accepted."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", SUPERVISOR],
@@ -40,7 +40,11 @@ def begin(launch: Launch) -> RunView:
     except BaseException:
         process.terminate()
         raise
-    answer = msgspec.json.decode(said, type=Answer) if said else Answer(problem=Problem("S410", "the supervisor died"))
+    answer = (
+        msgspec.json.decode(said, type=SupervisorReply)
+        if said
+        else SupervisorReply(problem=ErrorView("S410", "the supervisor died"))
+    )
     if answer.problem is not None:
         raise as_error(answer.problem)
     assert answer.run is not None

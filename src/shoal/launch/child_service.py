@@ -23,7 +23,7 @@ def restart_delay_s(deaths: Sequence[float], now: float) -> float | None:
     return 0.0 if len(lately) <= 1 else 0.1 * 2.0 ** (len(lately) - 2)
 
 
-class Service:
+class ChildService:
     """One child process with a lifeline: a pipe whose other end only we hold, so that it ends when we do."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,7 +10,7 @@ LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CoordinatorTarget:
     """Which coordinators are looked at: one by its URL, or all of SHOAL_HOME."""
 
     home: Path

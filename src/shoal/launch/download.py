@@ -11,9 +11,9 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from shoal.coordinator.storage.run_files import OUTPUTS, checked, listed
-from shoal.errors import BadRequest, FetchFailed, NotYours, WrongToken
-from shoal.launch.run_lookup import Coordinator
-from shoal.store.blob_store import Access
+from shoal.errors import BadRequest, FetchFailed, PermissionDenied, WrongToken
+from shoal.launch.run_lookup import CoordinatorRef
+from shoal.store.blob_store import CoordinatorAccess
 from shoal.store.coordinator_store import CoordinatorStore
 from shoal.wire.api import FileView
 
@@ -23,14 +23,14 @@ _PIECE_BYTES = 1 << 20
 _SAME_TIME_S = 0.001
 
 
-class Source(Protocol):
+class RunFolder(Protocol):
     """Where a folder of a run is read."""
 
     def files(self) -> Sequence[FileView]: ...
     def open(self, name: str) -> BinaryIO: ...
 
 
-class Brought(msgspec.Struct, frozen=True):
+class DownloadResult(msgspec.Struct, frozen=True):
     """What was brought, by name, and how many files were there already."""
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class Brought(msgspec.Struct, frozen=True):
     present: int
 
 
-class Here:
+class LocalRunFolder:
     """A folder in the directory of a coordinator on this machine, whether or not it still lives."""
 
     def __init__(self, directory: Path, run: str, folder: str = OUTPUTS) -> None:
@@ -51,11 +51,11 @@ class Here:
         return (self._root / name).open("rb")
 
 
-class There:
+class RemoteRunFolder:
     """A folder of a run, as its coordinator gives it to whoever has a token."""
 
     def __init__(self, url: str, token_file: str, run: str, folder: str = OUTPUTS) -> None:
-        self._store = CoordinatorStore(Access(url, token_file), run, folder, patience_s=PATIENCE_S)
+        self._store = CoordinatorStore(CoordinatorAccess(url, token_file), run, folder, patience_s=PATIENCE_S)
 
     def files(self) -> Sequence[FileView]:
         return self._store.page().files
@@ -64,15 +64,15 @@ class There:
         return self._store.open(name)
 
 
-def source_of(coordinator: Coordinator, run: str, folder: str = OUTPUTS) -> Source:
+def source_of(coordinator: CoordinatorRef, run: str, folder: str = OUTPUTS) -> RunFolder:
     """Where a folder of a run can be read: at its coordinator, or in what that left."""
     if coordinator.client is None:
         assert coordinator.directory is not None
-        return Here(coordinator.directory, run, folder)
-    return There(coordinator.url, coordinator.token_file, run, folder)
+        return LocalRunFolder(coordinator.directory, run, folder)
+    return RemoteRunFolder(coordinator.url, coordinator.token_file, run, folder)
 
 
-def bring(source: Source, to: Path) -> Brought:
+def bring(source: RunFolder, to: Path) -> DownloadResult:
     """Copy what is missing or differs in size or time; FetchFailed if that cannot be read or written."""
     names, size_bytes, present = [], 0, 0
     try:
@@ -85,14 +85,14 @@ def bring(source: Source, to: Path) -> Brought:
             names.append(file.name)
             size_bytes += file.size_bytes
     except OSError as error:
-        if isinstance(error.__cause__, NotYours | WrongToken):
+        if isinstance(error.__cause__, PermissionDenied | WrongToken):
             raise error.__cause__ from None
         raise FetchFailed(
             f"what the run has saved could not all be brought to {to}",
             why=str(error),
             do="ask again: what is there already is not brought twice",
         ) from error
-    return Brought(tuple(names), size_bytes, present)
+    return DownloadResult(tuple(names), size_bytes, present)
 
 
 def _below(to: Path, name: str) -> Path:
@@ -114,7 +114,7 @@ def _is_there(target: Path, file: FileView) -> bool:
     return status.st_size == file.size_bytes and abs(status.st_mtime - file.modified) < _SAME_TIME_S
 
 
-def _copy(source: Source, file: FileView, target: Path) -> None:
+def _copy(source: RunFolder, file: FileView, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

@@ -21,11 +21,11 @@ from shoal.engines import pool_config
 from shoal.errors import BadBudget, BadCount, BadPool, BadRole, BadScript, HomeUnusable
 from shoal.launch import address
 from shoal.launch.coordinator_target import LOCAL
-from shoal.launch.settings_layers import Choices
+from shoal.launch.settings_layers import ResolvedSettings
 from shoal.pack.environments import recipe
 from shoal.settings import parse_settings
 from shoal.wire.api import RoleSpec, RunSpec
-from shoal.wire.pool_files import Hires, hiring_of
+from shoal.wire.pool_files import CoordinatorPools, hiring_of
 
 URL = "<url>"
 LOCAL_POOL = {"engine": "local"}
@@ -34,7 +34,7 @@ OPTION_OF = {EVALUATOR: "--evaluator-on", SERVER: "--servers-on"}
 KERAS_PRELOAD = "numpy,keras,shoal.keras,shoal.keras.backends.{},websockets.sync.client,psutil"
 
 
-class Launch(msgspec.Struct, frozen=True):
+class LaunchPlan(msgspec.Struct, frozen=True):
     """A coordinator and an agent to start, and the run to submit to it, or to resume.
 
     There is no agent if it hires them. `ship` is the directory that is sent along, empty if none is, and `packed` what
@@ -49,7 +49,7 @@ class Launch(msgspec.Struct, frozen=True):
     members: tuple[int, int] | None = None
     budget: float | None = None
     made: bool = False
-    hires: Hires | None = None
+    hires: CoordinatorPools | None = None
     ship: str = ""
     packed: dict[str, str] = {}
     token_file: str = ""
@@ -61,7 +61,7 @@ def new_directory(home: Path) -> Path:
     return home / "coordinators" / f"{stamp}-{secrets.token_hex(2)}"
 
 
-def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 0) -> Launch:
+def render(directory: Path, choices: ResolvedSettings, spec: RunSpec | None, port: int = 0) -> LaunchPlan:
     """The processes of an embedded coordinator; `<url>` stands for what it will answer on."""
     python = (sys.executable, "-P", "-m")
     before = hiring_of(directory) if spec is None else None
@@ -71,15 +71,17 @@ def render(directory: Path, choices: Choices, spec: RunSpec | None, port: int = 
     named = ("--address", choices.text("address")) if choices.text("address") else ()
     coordinator = (*python, "shoal.coordinator", "--dir", str(directory), "--host", host, "--port", str(port), *named)
     if hires.pools:
-        return Launch(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
+        return LaunchPlan(str(directory), coordinator, (), spec, hires=hires, ship=shipped(choices, spec))
     token_file = str(directory / "token")
     agent = (*python, "shoal.agent", "--url", URL, "--token-file", token_file, "--name", LOCAL)
     preload = "" if choices.text("preload") or spec is None else _preload(spec)
     options = ("--dir", str(directory), *agent_options(choices), *(("--preload", preload) if preload else ()))
-    return Launch(str(directory), coordinator, (*agent, *options), spec)
+    return LaunchPlan(str(directory), coordinator, (*agent, *options), spec)
 
 
-def hires_of(choices: Choices, names: Collection[str] | None = None, before: Hires | None = None) -> Hires:
+def hires_of(
+    choices: ResolvedSettings, names: Collection[str] | None = None, before: CoordinatorPools | None = None
+) -> CoordinatorPools:
     """What a coordinator may hire: from these pools and those that it had, or from all that shoal.toml describes."""
     had = before.pools if before is not None else {}
     chosen = choices.pools if names is None else (*names, *had)
@@ -94,15 +96,15 @@ def hires_of(choices: Choices, names: Collection[str] | None = None, before: Hir
         if found:
             table["environment"] = recipe.resolved(str(found), base, f"[pool.{name}] of {where}")
         pool_config.parse(name, table, where)
-    return Hires(tables, (*agent_options(choices), "--orphan", choices.text("orphan_s")))
+    return CoordinatorPools(tables, (*agent_options(choices), "--orphan", choices.text("orphan_timeout_s")))
 
 
-def named_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
+def named_pools(choices: ResolvedSettings, setting: str = "on") -> tuple[str, ...]:
     """The pools of ``--on``, or of another such setting."""
     return tuple(name.strip() for name in choices.text(setting).split(",") if name.strip())
 
 
-def chosen_pools(choices: Choices, roles: Mapping[str, RoleSpec]) -> tuple[str, ...]:
+def chosen_pools(choices: ResolvedSettings, roles: Mapping[str, RoleSpec]) -> tuple[str, ...]:
     """The pools of ``--on`` and ``--where``, checked; none for this machine as it is."""
     names, where = named_pools(choices), wanted_labels(choices)
     if names in ((), (LOCAL,)) and LOCAL not in choices.pools and not where:
@@ -111,7 +113,7 @@ def chosen_pools(choices: Choices, roles: Mapping[str, RoleSpec]) -> tuple[str, 
     return labelled(choices, checked_pools(choices), where)
 
 
-def checked_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
+def checked_pools(choices: ResolvedSettings, setting: str = "on") -> tuple[str, ...]:
     """The pools of a setting, if shoal.toml describes them all."""
     names = named_pools(choices, setting)
     for name in names:
@@ -127,19 +129,19 @@ def checked_pools(choices: Choices, setting: str = "on") -> tuple[str, ...]:
     return names
 
 
-def wanted_labels(choices: Choices) -> dict[str, str]:
+def wanted_labels(choices: ResolvedSettings) -> dict[str, str]:
     """The labels of ``--where``."""
     return fleet_requirements.parse_where(choices.text("where"), choices.source("where"))
 
 
-def labelled(choices: Choices, names: tuple[str, ...], where: Mapping[str, str]) -> tuple[str, ...]:
+def labelled(choices: ResolvedSettings, names: tuple[str, ...], where: Mapping[str, str]) -> tuple[str, ...]:
     """Those of these pools, or of all that shoal.toml describes, whose machines carry labels."""
     tables = {name: choices.pools.get(name, LOCAL_POOL) for name in (*choices.pools, *names)}
     described = [pool_config.parse(name, table, str(choices.file or ""))[0] for name, table in tables.items()]
     return fleet_requirements.matching(described, names, where)
 
 
-def roles_of(choices: Choices, *, standing: bool = False) -> dict[str, RoleSpec]:
+def roles_of(choices: ResolvedSettings, *, standing: bool = False) -> dict[str, RoleSpec]:
     """The roles that have pools of their own; a standing coordinator knows best which there are."""
     found = {}
     for role, setting in ROLES_ON.items():
@@ -165,25 +167,25 @@ def pools_of(spec: RunSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*spec.on, *(name for role in spec.roles.values() for name in role.on))))
 
 
-def budget_of(choices: Choices) -> float | None:
+def budget_of(choices: ResolvedSettings) -> float | None:
     """What the run may spend, None for any amount."""
     return float(choices.text("budget")) or None
 
 
-def shipped(choices: Choices, spec: RunSpec | None) -> str:
+def shipped(choices: ResolvedSettings, spec: RunSpec | None) -> str:
     """The directory that is sent along, if some machine of the run's own pools does not see it."""
     if spec is None or (choices.text("ship") == "auto" and not is_apart(choices, spec)):
         return ""
     return sent_away(choices, spec)
 
 
-def is_apart(choices: Choices, spec: RunSpec) -> bool:
+def is_apart(choices: ResolvedSettings, spec: RunSpec) -> bool:
     """Whether some machine of the run's own pools does not see this disk."""
     taken = [pool_config.parse(name, choices.pools.get(name, LOCAL_POOL))[1] for name in pools_of(spec)]
     return not all(engine.shared for engine in taken)
 
 
-def sent_away(choices: Choices, spec: RunSpec) -> str:
+def sent_away(choices: ResolvedSettings, spec: RunSpec) -> str:
     """The directory that is sent to whoever may not see it."""
     if choices.text("ship") == "never" or (choices.text("ship") == "auto" and not pools_of(spec)):
         return ""
@@ -197,7 +199,7 @@ def sent_away(choices: Choices, spec: RunSpec) -> str:
     return spec.cwd
 
 
-def with_script(launch: Launch) -> Launch:
+def with_script(launch: LaunchPlan) -> LaunchPlan:
     """A launch whose script is where machines that get the project look for it, also if Git ignores it."""
     spec = launch.spec
     if not launch.ship or spec is None or spec.module:
@@ -223,7 +225,7 @@ def _preload(spec: RunSpec) -> str:
     return KERAS_PRELOAD.format(os.environ.get("KERAS_BACKEND", "tensorflow"))
 
 
-def agent_options(choices: Choices) -> tuple[str, ...]:
+def agent_options(choices: ResolvedSettings) -> tuple[str, ...]:
     """The options of an agent that come from settings."""
     given = {
         "--interface": choices.text("interface"),
@@ -236,7 +238,13 @@ def agent_options(choices: Choices) -> tuple[str, ...]:
 
 
 def spec_of(
-    script: str, arguments: tuple[str, ...], *, module: bool, compat: str, choices: Choices, standing: bool = False
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    module: bool,
+    compat: str,
+    choices: ResolvedSettings,
+    standing: bool = False,
 ) -> RunSpec:
     """The run that is asked for, checked as far as it can be without starting it.
 

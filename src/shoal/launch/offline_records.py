@@ -16,7 +16,7 @@ from shoal.wire.api import LogPage, RunView, StoryLine
 OVER = ("done", "failed", "stopped", "resumable")
 
 
-class Past:
+class OfflineRecords:
     """The runs of one directory, as `find.Records`."""
 
     def __init__(self, directory: Path) -> None:

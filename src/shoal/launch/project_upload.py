@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from shoal.launch.api_client import Client
+from shoal.launch.api_client import ApiClient
 from shoal.launch.coordinator_target import home
 from shoal.pack import project
 from shoal.store import journal
@@ -13,7 +13,7 @@ from shoal.store import journal
 MB = 1 << 20
 
 
-def send(client: Client, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
+def send(client: ApiClient, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
     """The hash under which agents find the project; what is there already is not sent again."""
     whole, contents = project.take(gathered(root, packed, token_file))
     name, data = project.encode(whole)

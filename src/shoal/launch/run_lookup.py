@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import AmbiguousRun, CoordinatorUnreachable, ShoalError, UnknownRun, UsageError
-from shoal.launch.api_client import Client, open_client
-from shoal.launch.coordinator_target import Place
+from shoal.launch.api_client import ApiClient, open_client
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import LogPage, RunView, StoryLine
 
 OVER = ("done", "failed", "stopped", "resumable")
@@ -21,7 +21,7 @@ REVIVED_WITHIN_S = 20.0
 LOOK_S = 0.05
 
 
-class Records(Protocol):
+class RunRecords(Protocol):
     """What can be read of runs, from a live coordinator or from what an ended one left."""
 
     def runs(self) -> tuple[RunView, ...]: ...
@@ -31,18 +31,18 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Coordinator:
+class CoordinatorRef:
     """A coordinator, live (`client`) or ended (only `records`, from its directory)."""
 
     id: str
     url: str
     token_file: str
     directory: Path | None
-    client: Client | None
-    records: Records
+    client: ApiClient | None
+    records: RunRecords
 
 
-def coordinators(place: Place) -> list[Coordinator]:
+def coordinators(place: CoordinatorTarget) -> list[CoordinatorRef]:
     """The coordinator at the URL given, or all that have a directory here, the newest first."""
     if place.url:
         return [_at(place)]
@@ -53,13 +53,13 @@ def coordinators(place: Place) -> list[Coordinator]:
     return [one for one in found if one is not None]
 
 
-def all_runs(place: Place) -> list[tuple[Coordinator, RunView]]:
+def all_runs(place: CoordinatorTarget) -> list[tuple[CoordinatorRef, RunView]]:
     """Every run of every coordinator: those that go on first, then the newest."""
     pairs = [(one, view) for one in coordinators(place) for view in one.records.runs()]
     return sorted(pairs, key=lambda pair: (pair[1].status in OVER, -pair[1].started))
 
 
-def find_run(place: Place, wanted: str | None) -> tuple[Coordinator, RunView]:
+def find_run(place: CoordinatorTarget, wanted: str | None) -> tuple[CoordinatorRef, RunView]:
     """The run that is meant by an id, a name or the beginning of one; without any, the only live or the newest."""
     pairs = all_runs(place)
     if wanted is None:
@@ -72,7 +72,9 @@ def find_run(place: Place, wanted: str | None) -> tuple[Coordinator, RunView]:
     return choose(pairs, wanted, where=place.url or str(place.home))
 
 
-def choose(pairs: Sequence[tuple[Coordinator, RunView]], wanted: str, where: str = "") -> tuple[Coordinator, RunView]:
+def choose(
+    pairs: Sequence[tuple[CoordinatorRef, RunView]], wanted: str, where: str = ""
+) -> tuple[CoordinatorRef, RunView]:
     """The one pair whose run has this id, this name (the one that goes on, else the newest) or this beginning."""
     for pair in pairs:
         if pair[1].run == wanted:
@@ -93,7 +95,7 @@ def choose(pairs: Sequence[tuple[Coordinator, RunView]], wanted: str, where: str
     raise UnknownRun(f"there is no run {wanted}", where=where, do=do)
 
 
-def live(coordinator: Coordinator) -> Client:
+def live(coordinator: CoordinatorRef) -> ApiClient:
     """The client of a coordinator that must be up."""
     if coordinator.client is None:
         raise CoordinatorUnreachable(
@@ -104,7 +106,7 @@ def live(coordinator: Coordinator) -> Client:
     return coordinator.client
 
 
-def in_directory(directory: Path) -> Coordinator:
+def in_directory(directory: Path) -> CoordinatorRef:
     """The coordinator that has, or had, this directory."""
     found = _in(directory)
     if found is None:
@@ -131,15 +133,15 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _at(place: Place) -> Coordinator:
+def _at(place: CoordinatorTarget) -> CoordinatorRef:
     if not place.token_file:
         raise UsageError("--url needs --token-file", why="the coordinator answers only to its token")
     client = open_client(place.url, place.token_file)
     health = client.check()
-    return Coordinator(health.coordinator, client.url, place.token_file, None, client, client)
+    return CoordinatorRef(health.coordinator, client.url, place.token_file, None, client, client)
 
 
-def _in(directory: Path) -> Coordinator | None:
+def _in(directory: Path) -> CoordinatorRef | None:
     """The coordinator of a directory; one that died under a supervisor's eyes is waited for, because it comes back."""
     deadline = time.monotonic() + REVIVED_WITHIN_S
     while (found := _live_in(directory)) is None and _is_supervised(directory) and time.monotonic() < deadline:
@@ -149,12 +151,12 @@ def _in(directory: Path) -> Coordinator | None:
     url = read_text(directory / "url")
     if not url and not (directory / "journal.jsonl").exists():
         return None
-    from shoal.launch.offline_records import Past
+    from shoal.launch.offline_records import OfflineRecords
 
-    return Coordinator(directory.name, url, str(directory / "token"), directory, None, Past(directory))
+    return CoordinatorRef(directory.name, url, str(directory / "token"), directory, None, OfflineRecords(directory))
 
 
-def _live_in(directory: Path) -> Coordinator | None:
+def _live_in(directory: Path) -> CoordinatorRef | None:
     url, pid = read_text(directory / "url"), read_text(directory / "pid")
     token_file = directory / "token"
     if not (url and pid.isdigit() and alive(int(pid)) and token_file.exists()):
@@ -163,7 +165,7 @@ def _live_in(directory: Path) -> Coordinator | None:
     try:
         # A process id is used again, and so may a port be: only the coordinator itself can say that it lives.
         if client.check().coordinator == directory.name:
-            return Coordinator(directory.name, url, str(token_file), directory, client, client)
+            return CoordinatorRef(directory.name, url, str(token_file), directory, client, client)
     except ShoalError:
         client.close()
     return None
@@ -175,5 +177,5 @@ def _is_supervised(directory: Path) -> bool:
     return pid.isdigit() and int(pid) != os.getpid() and alive(int(pid))
 
 
-def _list(pairs: Iterable[tuple[Coordinator, RunView]]) -> str:
+def _list(pairs: Iterable[tuple[CoordinatorRef, RunView]]) -> str:
     return ", ".join(f"{view.run} ({view.name}, {view.status})" for _, view in pairs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal import settings as shoal_settings
 from shoal.errors import BadConfigFile, BadSettings, UsageError
-from shoal.settings import Key, Value
+from shoal.settings import SettingInfo, Value
 
 Option = tuple[str, Value]
 FILES = ("shoal.toml", "pyproject.toml")
@@ -19,19 +19,19 @@ POOL = "pool"
 
 
 @dataclass(frozen=True, slots=True)
-class Sourced:
+class SettingValue:
     """The value of a setting and where it came from."""
 
-    key: Key
+    key: SettingInfo
     value: Value
     source: str
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class ResolvedSettings:
     """All settings with their sources, the file that was read, if any, and the pools that it describes."""
 
-    found: Mapping[str, Sourced]
+    found: Mapping[str, SettingValue]
     file: Path | None
     pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -51,13 +51,13 @@ def choose(
     environ: Mapping[str, str],
     assignments: Iterable[str] = (),
     options: Mapping[str, Option] = {},
-) -> Choices:
+) -> ResolvedSettings:
     """Put the layers together. `options` maps a setting to the option's name and value."""
-    found = {key.name: Sourced(key, key.default, "default") for key in shoal_settings.declared()}
+    found = {key.name: SettingValue(key, key.default, "default") for key in shoal_settings.declared()}
 
     def put(name: str, value: object, source: str) -> None:
         checked = shoal_settings.parse_value(name, value, where=source)
-        found[name] = Sourced(found[name].key, checked, source)
+        found[name] = SettingValue(found[name].key, checked, source)
 
     file = find_file(cwd)
     if file is not None:
@@ -73,7 +73,7 @@ def choose(
         put(_without_run(name.strip()), value.strip(), f"--set {assignment}")
     for name, (option, value) in options.items():
         put(name, value, option)
-    return Choices(found, file, read_pools(file) if file is not None else {})
+    return ResolvedSettings(found, file, read_pools(file) if file is not None else {})
 
 
 def find_file(cwd: Path) -> Path | None:

@@ -14,12 +14,12 @@ import msgspec
 
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch import download, project_upload
-from shoal.launch.api_client import Client, open_client
-from shoal.launch.child_service import Service
-from shoal.launch.launch_plan import URL, Launch, make, unmake
+from shoal.launch.api_client import ApiClient, open_client
+from shoal.launch.child_service import ChildService
+from shoal.launch.launch_plan import URL, LaunchPlan, make, unmake
 from shoal.launch.run_lookup import OVER, SUPERVISOR, read_text
 from shoal.wire import pool_files
-from shoal.wire.api import RunView, ScaleAsk
+from shoal.wire.api import RunView, ScaleRequest
 
 # Only coordinators that somebody started for a run have one: those that stand alone speak to their terminal.
 COORDINATOR_LOG = "coordinator.log"
@@ -34,14 +34,14 @@ SAY_S = 10.0
 class Supervisor:
     """Owns the coordinator and the agent of one launch."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: LaunchPlan) -> None:
         self._launch = launch
         self._directory = Path(launch.directory)
-        self._coordinator = Service("coordinator", launch.coordinator, self._directory / COORDINATOR_LOG)
-        self._agent: Service | None = None
+        self._coordinator = ChildService("coordinator", launch.coordinator, self._directory / COORDINATOR_LOG)
+        self._agent: ChildService | None = None
         self._view: RunView | None = None
 
-    def open(self) -> tuple[Client, RunView]:
+    def open(self) -> tuple[ApiClient, RunView]:
         """Start both, submit or resume the run; on failure nothing is left behind."""
         if self._launch.made:
             make(self._directory)
@@ -65,7 +65,7 @@ class Supervisor:
                 said.append(f"the {service.name} died ({how}) and was started again")
         return said
 
-    def close(self, client: Client | None = None, say: Callable[[str], None] = lambda _text: None) -> None:
+    def close(self, client: ApiClient | None = None, say: Callable[[str], None] = lambda _text: None) -> None:
         """End both: by asking first, then surely, but not before what was hired is given back; `say` hears of it."""
         (self._directory / SUPERVISOR).unlink(missing_ok=True)
         if client is not None and self._coordinator.running():
@@ -102,9 +102,9 @@ class Supervisor:
         """Bring what members elsewhere saved to where those here would have; the names."""
         if self._view is None or not Path(self._view.cwd).is_dir():
             return ()
-        return download.bring(download.Here(self._directory, self._view.run), Path(self._view.cwd)).names
+        return download.bring(download.LocalRunFolder(self._directory, self._view.run), Path(self._view.cwd)).names
 
-    def _start(self) -> Client:
+    def _start(self) -> ApiClient:
         url_file = self._directory / "url"
         url_file.unlink(missing_ok=True)
         self._coordinator.start()
@@ -115,12 +115,12 @@ class Supervisor:
         self._coordinator.argv = (*self._launch.coordinator[:at], port, *self._launch.coordinator[at + 1 :])
         if self._launch.agent:
             agent = tuple(client.url if part == URL else part for part in self._launch.agent)
-            self._agent = Service("agent", agent, self._directory / "agent.log")
+            self._agent = ChildService("agent", agent, self._directory / "agent.log")
             self._agent.start()
         return client
 
 
-def wait_for(coordinator: Service, directory: Path) -> Client:
+def wait_for(coordinator: ChildService, directory: Path) -> ApiClient:
     """A client of the coordinator that was just started there, as soon as it answers."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
@@ -136,7 +136,7 @@ def wait_for(coordinator: Service, directory: Path) -> Client:
     raise coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
 
 
-def hand_over(client: Client, launch: Launch) -> RunView:
+def hand_over(client: ApiClient, launch: LaunchPlan) -> RunView:
     """Submit the run of a launch with what is sent along, or resume it."""
     if launch.spec is None:
         return resume(client, launch.resume, launch.members, launch.budget)
@@ -149,11 +149,11 @@ def hand_over(client: Client, launch: Launch) -> RunView:
     return client.submit(msgspec.structs.replace(launch.spec, project=sent))
 
 
-def resume(client: Client, run: str, members: tuple[int, int] | None, budget: float | None = None) -> RunView:
+def resume(client: ApiClient, run: str, members: tuple[int, int] | None, budget: float | None = None) -> RunView:
     """Set a run going again; one that its coordinator never saw end goes on by itself."""
     view = client.run(run)
     bounds = members or (view.members_min, view.members_max)
-    ask = ScaleAsk(*bounds, budget) if members is not None or budget is not None else None
+    ask = ScaleRequest(*bounds, budget) if members is not None or budget is not None else None
     if view.status in OVER:
         return client.resume(run, ask)
     return view if ask is None else client.scale(run, ask)

@@ -56,7 +56,7 @@ def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
 
 
-def shipped(pack: Path, contents: manifest.Manifest) -> dict[str, Path]:
+def shipped(pack: Path, contents: manifest.PackManifest) -> dict[str, Path]:
     """What travels of a pack to machines that do not see it: by its place in the working directory there."""
     name = manifest.THERE
     own = [manifest.MANIFEST, manifest.SIGNATURE]

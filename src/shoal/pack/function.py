@@ -13,18 +13,18 @@ from typing import Any
 
 from shoal.errors import NotShippable, PackDamaged
 from shoal.pack import manifest
-from shoal.pack.manifest import Function, Manifest
+from shoal.pack.manifest import PackedFunction, PackManifest
 
 
-def put(directory: Path, function: Callable[[], Any]) -> Function:
+def put(directory: Path, function: Callable[[], Any]) -> PackedFunction:
     """Keep a function in a pack."""
     if not callable(function):
         raise NotShippable(f"{function!r} is not a function", do="pass a function that returns a shoal.Experiment")
     name = getattr(function, "__qualname__", type(function).__name__)
     module = importable(function)
     if module:
-        return Function(name, module=module)
-    return Function(name, pickled=manifest.put_bytes(directory, _pickled(function, name)), python=_python())
+        return PackedFunction(name, module=module)
+    return PackedFunction(name, pickled=manifest.put_bytes(directory, _pickled(function, name)), python=_python())
 
 
 def importable(function: Callable[..., Any]) -> str:
@@ -45,7 +45,7 @@ def search_path() -> list[str]:
     return [os.path.abspath(place) for place in sys.path if os.path.exists(place or ".")]
 
 
-def get(directory: Path, contents: Manifest, *, apart: bool = False) -> Callable[[], Any]:
+def get(directory: Path, contents: PackManifest, *, apart: bool = False) -> Callable[[], Any]:
     """The function of a pack whose manifest was checked; `apart` from the disk of who made it, with its modules."""
     if apart:
         # Before what is installed here, which may be another version; after what the run itself put in the way.
@@ -72,7 +72,7 @@ def _python() -> str:
     return ".".join(map(str, sys.version_info[:2]))
 
 
-def _check_python(function: Function) -> None:
+def _check_python(function: PackedFunction) -> None:
     """Its code was compiled: another Python would misread it, and crash rather than complain."""
     if function.python != _python():
         raise NotShippable(

@@ -29,7 +29,7 @@ _PURPOSE = b"shoal pack 1\n"
 _PIECE_BYTES = 1 << 20
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function by its module and name, or by the hash of its pickle, which only the same `python` understands."""
 
     name: str
@@ -38,28 +38,28 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str = ""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`files` maps names to hashes; `search` is where the modules of who made the pack are looked for.
 
     On machines that do not see these places `modules`, by hash too, are in a folder of the pack, and `near` is what
     stands there for those places that were below the project's directory.
     """
 
-    function: Function
+    function: PackedFunction
     files: dict[str, str] = {}
     search: tuple[str, ...] = ()
     modules: dict[str, str] = {}
     near: tuple[str, ...] = ()
 
 
-def write(directory: Path, manifest: Manifest, token: str) -> None:
+def write(directory: Path, manifest: PackManifest, token: str) -> None:
     """Put the manifest with its signature beside the blobs."""
     data = msgspec.json.encode(manifest)
     (directory / MANIFEST).write_bytes(data)
     (directory / SIGNATURE).write_text(_signature(data, token), "ascii")
 
 
-def read(directory: Path, token: str) -> Manifest:
+def read(directory: Path, token: str) -> PackManifest:
     """The manifest, if the run's token has signed it."""
     try:
         data = (directory / MANIFEST).read_bytes()
@@ -74,7 +74,7 @@ def read(directory: Path, token: str) -> Manifest:
             do="start the run again; see who can write to that directory",
         )
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        return msgspec.json.decode(data, type=PackManifest)
     except msgspec.DecodeError as error:
         raise PackDamaged("the pack of this run is of another version", where=str(directory), why=str(error)) from error
 

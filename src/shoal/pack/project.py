@@ -34,7 +34,7 @@ LARGEST = 5
 _PIECE_BYTES = 1 << 20
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProjectFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: where it belongs below the project's directory, and the hash of what it holds."""
 
     path: str
@@ -46,7 +46,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Project(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All files of a project, by path. Its own hash is the project's name."""
 
-    files: tuple[Entry, ...]
+    files: tuple[ProjectFile, ...]
 
     @property
     def bytes(self) -> int:
@@ -99,7 +99,7 @@ def take(files: Mapping[str, Path]) -> tuple[Project, dict[str, Path]]:
     for name, path in files.items():
         digest = digest_of(path)
         status = path.stat()
-        entries.append(Entry(name, digest, status.st_size, bool(status.st_mode & 0o100)))
+        entries.append(ProjectFile(name, digest, status.st_size, bool(status.st_mode & 0o100)))
         contents[digest] = path
     return Project(tuple(entries)), contents
 

@@ -53,14 +53,14 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class CoordinatorAccess:
     """How to reach a coordinator: where it is, and the file with its token."""
 
     url: str
     token_file: str
 
 
-def open_store(where: str, access: Access | None = None) -> Store:
+def open_store(where: str, access: CoordinatorAccess | None = None) -> Store:
     """Return the store at a path, an fsspec URL, or ``coordinator://RUN/FOLDER`` of the coordinator that one knows."""
     if where.startswith("file://"):
         return LocalStore(Path(where.removeprefix("file://")))
@@ -161,7 +161,7 @@ class RemoteStore:
     def open(self, name: str) -> BinaryIO:
         with _failures_as_os_errors():
             file = self._files.open(self._path(name), "rb")
-        return cast(BinaryIO, io.BufferedReader(_Reading(file), READ_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_OsErrorFile(file), READ_BYTES))
 
     def list(self, prefix: str = "") -> list[Blob]:
         with _failures_as_os_errors():
@@ -205,7 +205,7 @@ class RemoteStore:
             self._files.rm_file(self._path(name))
 
 
-class _Reading(io.RawIOBase):
+class _OsErrorFile(io.RawIOBase):
     """A blob that a driver has opened; where reading fails, that is an OSError too."""
 
     def __init__(self, file: Any) -> None:
@@ -230,7 +230,7 @@ class _Reading(io.RawIOBase):
         super().close()
 
 
-def _at_coordinator(where: str, access: Access | None) -> Store:
+def _at_coordinator(where: str, access: CoordinatorAccess | None) -> Store:
     run, _, folder = where.removeprefix(SCHEME).partition("/")
     if access is None or not run or not folder or "/" in folder:
         raise StoreUnusable(

@@ -36,7 +36,7 @@ _MANIFEST = ".manifest.json"
 _MARGIN_BYTES = 1 << 20
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """What a checkpoint is written from: a snapshot of the state, read forward in pieces (see worker.snapshot)."""
 
     step: int
@@ -51,7 +51,7 @@ class Source(Protocol):
         """Say that the reader needs nothing more."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint consists of; `meta` is the caller's: the cursor, the seed, and the like."""
 
     format: int
@@ -66,18 +66,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total_bytes: int
 
 
-class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+class _ChecksummedManifest(msgspec.Struct, forbid_unknown_fields=True):
     crc32: int
     manifest: msgspec.Raw
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointInfo:
     """A checkpoint that is complete in a store, as far as can be told without reading its data."""
 
     step: int
     world: int
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def key(self) -> tuple[int, int]:
@@ -89,10 +89,10 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """The content of a checkpoint, and the newer ones that were passed over because they are damaged."""
 
-    entry: Entry
+    entry: CheckpointInfo
     header: bytes
     buffers: list[Bytes]
     passed_over: tuple[ShoalError, ...] = ()
@@ -100,14 +100,14 @@ class Loaded:
 
 def write(
     store: Store,
-    snapshot: Source,
+    snapshot: CheckpointSource,
     reader: str,
     *,
     run: str,
     world: int,
     meta: dict[str, Any],
     fence: Callable[[], bool] = lambda: True,
-) -> Entry:
+) -> CheckpointInfo:
     """Write one checkpoint, a piece at a time; raise CheckpointFailed or StoreUnusable if that is not possible.
 
     `fence` says whether this member may still write; it is asked before every piece and before the manifest.
@@ -119,7 +119,7 @@ def write(
         _check_space(store, snapshot)
         total_bytes = store.put(data, _pieces(snapshot, reader, checksums, fence))
         header = base64.b64encode(snapshot.header).decode()
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             FORMAT, run, snapshot.step, world, meta, data, header, snapshot.sizes, tuple(checksums), total_bytes
         )
         try:
@@ -134,22 +134,22 @@ def write(
         raise CheckpointFailed(f"the checkpoint of step {snapshot.step} was given up", why=str(error)) from error
     finally:
         snapshot.done(reader)
-    return Entry(snapshot.step, world, manifest)
+    return CheckpointInfo(snapshot.step, world, manifest)
 
 
-def entries(store: Store) -> list[Entry]:
+def entries(store: Store) -> list[CheckpointInfo]:
     """Return the complete checkpoints of a store, newest first."""
     blobs = _listed(store)
     found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(_MANIFEST)]
-    return sorted((each for each in found if isinstance(each, Entry)), key=lambda each: each.key, reverse=True)
+    return sorted((each for each in found if isinstance(each, CheckpointInfo)), key=lambda each: each.key, reverse=True)
 
 
-def newest(store: Store) -> Entry | None:
+def newest(store: Store) -> CheckpointInfo | None:
     """Return the newest complete checkpoint, or None."""
     return next(iter(entries(store)), None)
 
 
-def read(store: Store, entry: Entry | None = None) -> Loaded:
+def read(store: Store, entry: CheckpointInfo | None = None) -> LoadedCheckpoint:
     """Return the content of a checkpoint (the newest by default), or of the newest good one before it."""
     blobs = _listed(store)
     names = sorted((name for name in blobs if name.endswith(_MANIFEST)), key=_key, reverse=True)
@@ -159,13 +159,13 @@ def read(store: Store, entry: Entry | None = None) -> Loaded:
             continue
         found = _entry(store, blobs[name], blobs)
         try:
-            if not isinstance(found, Entry):
+            if not isinstance(found, CheckpointInfo):
                 raise found
             header, buffers = _content(store, found)
         except CheckpointDamaged as error:
             passed_over.append(error)
             continue
-        return Loaded(found, header, buffers, tuple(passed_over))
+        return LoadedCheckpoint(found, header, buffers, tuple(passed_over))
     if passed_over:
         raise CheckpointDamaged(
             f"none of the {len(passed_over)} checkpoints in {store.where} is good",
@@ -175,7 +175,7 @@ def read(store: Store, entry: Entry | None = None) -> Loaded:
     raise NoCheckpoint(f"there is no complete checkpoint in {store.where}", do="check checkpoint.to, or start anew")
 
 
-def prune(store: Store, keep: int, written: Entry | None = None) -> list[str]:
+def prune(store: Store, keep: int, written: CheckpointInfo | None = None) -> list[str]:
     """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names.
 
     One that was just `written` is the newest that counts: if there are any beyond it, who restored could not read them.
@@ -216,7 +216,9 @@ def _key(name: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (-1, -1)
 
 
-def _pieces(snapshot: Source, reader: str, checksums: list[int], fence: Callable[[], bool]) -> Iterator[bytes]:
+def _pieces(
+    snapshot: CheckpointSource, reader: str, checksums: list[int], fence: Callable[[], bool]
+) -> Iterator[bytes]:
     for index, size in enumerate(snapshot.sizes):
         for start in range(0, size, PIECE_BYTES):
             _check_fence(fence)
@@ -232,14 +234,14 @@ def _check_fence(fence: Callable[[], bool]) -> None:
         )
 
 
-def _check_space(store: Store, snapshot: Source) -> None:
+def _check_space(store: Store, snapshot: CheckpointSource) -> None:
     free = store.free_bytes()
     needed = snapshot.total_bytes + len(snapshot.header) * 2 + _MARGIN_BYTES
     if free is not None and free < needed:
         raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
 
 
-def _failure(store: Store, snapshot: Source, error: OSError) -> ShoalError:
+def _failure(store: Store, snapshot: CheckpointSource, error: OSError) -> ShoalError:
     what = f"the checkpoint of step {snapshot.step} could not be written to {store.where}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
         return StoreUnusable(what, why=str(error), do="make it writable, or set checkpoint.to to another place")
@@ -248,9 +250,9 @@ def _failure(store: Store, snapshot: Source, error: OSError) -> ShoalError:
     return CheckpointFailed(what, why=str(error), do="it is tried again when the next one is due")
 
 
-def _seal(manifest: Manifest) -> bytes:
+def _seal(manifest: CheckpointManifest) -> bytes:
     body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(zlib.crc32(body), msgspec.Raw(body)))
+    return msgspec.json.encode(_ChecksummedManifest(zlib.crc32(body), msgspec.Raw(body)))
 
 
 def _listed(store: Store) -> dict[str, Blob]:
@@ -261,14 +263,14 @@ def _listed(store: Store) -> dict[str, Blob]:
         raise StoreUnusable(f"{store.where} cannot be read", why=str(error), do="check checkpoint.to") from error
 
 
-def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> Entry | CheckpointDamaged:
+def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> CheckpointInfo | CheckpointDamaged:
     """Return the checkpoint that a manifest describes, or what is wrong with it."""
     try:
         with store.open(blob.name) as file:
-            sealed = msgspec.json.decode(file.read(), type=_Sealed)
+            sealed = msgspec.json.decode(file.read(), type=_ChecksummedManifest)
         if zlib.crc32(sealed.manifest) != sealed.crc32:
             raise ValueError("its checksum is wrong")
-        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+        manifest = msgspec.json.decode(sealed.manifest, type=CheckpointManifest)
     except (OSError, ValueError) as error:
         return CheckpointDamaged(f"{blob.name} cannot be read", why=str(error))
     data = blobs.get(manifest.data)
@@ -279,10 +281,10 @@ def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> Entry | Checkpoi
     if data is None or data.size_bytes != manifest.total_bytes or sum(manifest.sizes) != manifest.total_bytes:
         has = "missing" if data is None else f"{data.size_bytes} bytes long"
         return CheckpointDamaged(f"{manifest.data} is {has}", why=f"it should have {manifest.total_bytes} bytes")
-    return Entry(manifest.step, manifest.world, manifest)
+    return CheckpointInfo(manifest.step, manifest.world, manifest)
 
 
-def _content(store: Store, entry: Entry) -> tuple[bytes, list[Bytes]]:
+def _content(store: Store, entry: CheckpointInfo) -> tuple[bytes, list[Bytes]]:
     manifest = entry.manifest
     checksums = iter(manifest.checksums)
     try:

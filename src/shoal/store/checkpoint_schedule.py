@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CheckpointSchedule:
     """A checkpoint every so many seconds, every so many steps, or both; 0 turns a rule off."""
 
     every_s: float = 0.0

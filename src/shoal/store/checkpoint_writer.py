@@ -14,7 +14,7 @@ from shoal.store.blob_store import Store
 READER = "checkpoint"
 
 
-class AsyncWriter:
+class CheckpointWriter:
     """Writes one checkpoint at a time in the background, and prunes old ones after each success.
 
     `on_done(step, path, bytes, seconds)`, `on_error(error)` and `on_skip(step, step in flight)` are called from the
@@ -45,7 +45,11 @@ class AsyncWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(
-        self, snapshot: checkpoint.Source, world: int, meta: dict[str, Any], fence: Callable[[], bool] = lambda: True
+        self,
+        snapshot: checkpoint.CheckpointSource,
+        world: int,
+        meta: dict[str, Any],
+        fence: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Begin to write a snapshot that counts us as a reader; return False if one is still being written."""
         if self.busy or self._closed.is_set():
@@ -70,7 +74,9 @@ class AsyncWriter:
         self._closed.set()
         return finished
 
-    def _write(self, snapshot: checkpoint.Source, world: int, meta: dict[str, Any], fence: Callable[[], bool]) -> None:
+    def _write(
+        self, snapshot: checkpoint.CheckpointSource, world: int, meta: dict[str, Any], fence: Callable[[], bool]
+    ) -> None:
         began = self._now()
         try:
             entry = checkpoint.write(

@@ -20,9 +20,9 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from shoal.errors import ShoalError, from_code
-from shoal.store.blob_store import SCHEME, Access, Blob
+from shoal.store.blob_store import SCHEME, Blob, CoordinatorAccess
 from shoal.wire import credentials
-from shoal.wire.api import FilePage, Problem
+from shoal.wire.api import ErrorView, FilePage
 
 PIECE_BYTES = 4 << 20
 TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ class CoordinatorStore:
 
     def __init__(
         self,
-        access: Access,
+        access: CoordinatorAccess,
         run: str,
         folder: str,
         *,
@@ -77,7 +77,7 @@ class CoordinatorStore:
         return size_bytes
 
     def open(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, io.BufferedReader(_Reading(lambda at, tag: self._begin(name, at, tag)), 1 << 20))
+        return cast(BinaryIO, io.BufferedReader(_ResumableBlob(lambda at, tag: self._begin(name, at, tag)), 1 << 20))
 
     def page(self, prefix: str = "") -> FilePage:
         """What is there, and how much room there is."""
@@ -112,7 +112,7 @@ class CoordinatorStore:
         """Let the coordinator forget what it has, if it answers; it does so by itself after a while."""
         try:
             self._once("DELETE", self._target(name, {"upload": upload}), None, {}).read()
-        except (OSError, http.client.HTTPException, _Unreachable):
+        except (OSError, http.client.HTTPException, _NoConnection):
             self._close()
 
     def _begin(self, name: str, at: int, tag: str) -> http.client.HTTPResponse:
@@ -136,7 +136,7 @@ class CoordinatorStore:
                 if answer.status not in _RETRIED:
                     raise _refusal(answer.status, answer.read())
                 why = f"it answered {answer.status}: {answer.read(200)!r}"
-            except (TimeoutError, ConnectionError, http.client.HTTPException, _Unreachable) as error:
+            except (TimeoutError, ConnectionError, http.client.HTTPException, _NoConnection) as error:
                 why = f"{type(error).__name__}: {error}"
             self._close()
             waited = self._clock() - since
@@ -163,7 +163,7 @@ class CoordinatorStore:
         except (TimeoutError, ConnectionError):
             raise
         except OSError as error:
-            raise _Unreachable(str(error)) from error
+            raise _NoConnection(str(error)) from error
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -171,11 +171,11 @@ class CoordinatorStore:
             self._connection = None
 
 
-class _Unreachable(Exception):  # noqa: N818
+class _NoConnection(Exception):  # noqa: N818
     """There is no way to the coordinator now: no route, no name, no certificate."""
 
 
-class _Reading(io.RawIOBase):
+class _ResumableBlob(io.RawIOBase):
     """A blob that is read from its start to its end, over as many connections as it takes."""
 
     def __init__(self, begin: Callable[[int, str], http.client.HTTPResponse]) -> None:
@@ -213,7 +213,7 @@ class _Reading(io.RawIOBase):
         super().close()
 
 
-def _connected(access: Access) -> http.client.HTTPConnection:
+def _connected(access: CoordinatorAccess) -> http.client.HTTPConnection:
     parts = urlsplit(access.url)
     host, port = parts.hostname or "127.0.0.1", parts.port
     if parts.scheme == "https":
@@ -238,7 +238,7 @@ def _refusal(status: int, data: bytes) -> OSError:
     """What a refusal means for who reads and writes files; what the coordinator itself said is its cause."""
     said: ShoalError | None = None
     try:
-        problem = msgspec.json.decode(data, type=Problem)
+        problem = msgspec.json.decode(data, type=ErrorView)
         text = f"{problem.what}: {problem.why}" if problem.why else problem.what
         said = from_code(**msgspec.structs.asdict(problem))
     except msgspec.DecodeError:

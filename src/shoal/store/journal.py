@@ -1,7 +1,7 @@
 """The journal of a coordinator: every event, one JSON object a line, append-only. It is the truth.
 
-A line is ``{"seq": 7, "at": 1700000000.0, "run": "train-7f3k", "kind": "Hello", "fields": {…}}``. It is handed to the
-operating system in one write before the event is acted on, and forced to the disk within a second.
+A line is ``{"seq": 7, "at": 1700000000.0, "run": "train-7f3k", "kind": "MemberConnected", "fields": {…}}``. It is
+handed to the operating system in one write before the event is acted on, and forced to the disk within a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "journal.jsonl"
 SYNC_EVERY_S = 1.0
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JournalEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line: what happened to which run, and when. `fields` are those of the event named by `kind`."""
 
     seq: int
@@ -33,15 +33,15 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: dict[str, Any]
 
 
-_decoder = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(JournalEntry)
 _encoder = msgspec.json.Encoder()
 
 
-def entry_of(seq: int, at: float, run: str, event: object) -> Entry:
-    return Entry(seq, at, run, type(event).__name__, msgspec.to_builtins(event))
+def entry_of(seq: int, at: float, run: str, event: object) -> JournalEntry:
+    return JournalEntry(seq, at, run, type(event).__name__, msgspec.to_builtins(event))
 
 
-def event_of(entry: Entry, kinds: Mapping[str, type]) -> Any:
+def event_of(entry: JournalEntry, kinds: Mapping[str, type]) -> Any:
     """The event that an entry holds."""
     kind = kinds.get(entry.kind)
     if kind is None:
@@ -58,13 +58,13 @@ def event_of(entry: Entry, kinds: Mapping[str, type]) -> Any:
         ) from error
 
 
-def read(path: Path) -> Iterator[Entry]:
+def read(path: Path) -> Iterator[JournalEntry]:
     """All entries; a last line that was torn by a crash is left out, damage elsewhere is an error."""
     for entry, _ in _scan(path):
         yield entry
 
 
-def _scan(path: Path) -> Iterator[tuple[Entry, int]]:
+def _scan(path: Path) -> Iterator[tuple[JournalEntry, int]]:
     """Entries, each with the offset at which its line ends."""
     offset = 0
     expected = 1
@@ -111,7 +111,7 @@ class Journal:
         self._syncer = threading.Thread(target=self._sync, name="journal-sync", daemon=True)
         self._syncer.start()
 
-    def _open(self) -> list[Entry]:
+    def _open(self) -> list[JournalEntry]:
         """Read what is there, cut off a torn last line, and stand at the end."""
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -130,7 +130,7 @@ class Journal:
             raise
         return [entry for entry, _ in found]
 
-    def append(self, run: str, event: object, at: float) -> Entry:
+    def append(self, run: str, event: object, at: float) -> JournalEntry:
         """Write the event down; when this returns, a crash of this process cannot undo it."""
         entry = entry_of(self.seq + 1, at, run, event)
         line = _encoder.encode(entry) + b"\n"
@@ -204,6 +204,6 @@ def _unwritable(path: Path, error: OSError) -> JournalUnwritable:
     )
 
 
-def last_at(entries: Iterable[Entry]) -> float:
+def last_at(entries: Iterable[JournalEntry]) -> float:
     """The time of the newest entry."""
     return max((entry.at for entry in entries), default=0.0)

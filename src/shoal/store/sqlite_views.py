@@ -56,14 +56,14 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """Rows to write, and the entry of the journal up to which they reach."""
 
     rows: list[tuple[str, tuple[Any, ...]]]
     seq: int | None
 
 
-class Views:
+class SqliteViews:
     """Rows are collected as they come and written in batches, so that nobody waits for SQLite."""
 
     def __init__(self, directory: Path) -> None:
@@ -176,17 +176,17 @@ class Views:
     def pending(self) -> bool:
         return bool(self._rows)
 
-    def take(self) -> Batch:
+    def take(self) -> RowBatch:
         """What was put since the last time, to be written, perhaps by another thread."""
-        batch = Batch(self._rows, self._seq)
+        batch = RowBatch(self._rows, self._seq)
         self._rows = []
         return batch
 
-    def give_back(self, batch: Batch) -> None:
+    def give_back(self, batch: RowBatch) -> None:
         """It could not be written; it will be with the next, unless that takes for ever."""
         self._rows = (batch.rows + self._rows)[-MAX_ROWS:]
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RowBatch) -> None:
         with self._lock:
             try:
                 self._connection.execute("BEGIN")

@@ -39,13 +39,13 @@ class AsgiConnection(http.client.HTTPConnection):
         method, target, body, headers = self._asked
         self._fail(method, target)
         status, sent, data = asyncio.run(_answered(self._app, method, target, body, headers))
-        return Answer(status, sent, data, self._cut_at(method, target))
+        return FakeResponse(status, sent, data, self._cut_at(method, target))
 
     def close(self) -> None:
         """There is nothing to close."""
 
 
-class Answer(io.BytesIO):
+class FakeResponse(io.BytesIO):
     """What `http.client` would answer with."""
 
     def __init__(self, status: int, headers: email.message.Message, data: bytes, cut_at: int | None) -> None:

@@ -1,6 +1,6 @@
 """What the records of a run prove: every sample counted once, one result of every step, that of one process.
 
-Pure functions of the task and of the records that its scripts write (`shoal.testing.scripts.task.Record`).
+Pure functions of the task and of the records that its scripts write (`shoal.testing.scripts.task.RunRecord`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from shoal.testing.scripts.task import Task
+from shoal.testing.scripts.task import TrainingTask
 
 Event: TypeAlias = Mapping[str, Any]
 # By step and world: the numbers of the samples that each member computed.
@@ -36,7 +36,7 @@ def given(events: Iterable[Event]) -> Given:
     return found
 
 
-def check_samples(task: Task, events: Iterable[Event], steps: int) -> None:
+def check_samples(task: TrainingTask, events: Iterable[Event], steps: int) -> None:
     """Each of the first steps had its batch and nothing else, so each sample counted once an epoch."""
     order, counted = task.order, Counter[tuple[int, int]]()
     for (step, world), members in given(events).items():
@@ -48,7 +48,7 @@ def check_samples(task: Task, events: Iterable[Event], steps: int) -> None:
     assert len(counted) == sum(order.size_of(step) for step in range(steps)), "samples are missing"
 
 
-def check_results(task: Task, events: Iterable[Event], steps: int, bound: float) -> None:
+def check_results(task: TrainingTask, events: Iterable[Event], steps: int, bound: float) -> None:
     """All members had the same parameters after each of the first steps: those of one undisturbed process."""
     reference = task.trajectory(steps)
     results: dict[tuple[int, int], set[tuple[float, ...]]] = {}
@@ -62,7 +62,7 @@ def check_results(task: Task, events: Iterable[Event], steps: int, bound: float)
         assert off < bound, f"after step {step} parameters differ by {off} from those of one undisturbed process"
 
 
-def check_end(task: Task, events: Iterable[Event]) -> None:
+def check_end(task: TrainingTask, events: Iterable[Event]) -> None:
     """Whoever trained to the end did all steps and ended with the same parameters."""
     done = [one for one in events if one["event"] == "done"]
     assert done, "nobody trained to the end"

@@ -28,8 +28,8 @@ import numpy as np
 from shoal.testing import assertions, scripts
 from shoal.testing.assertions import Given
 from shoal.testing.emulated_speeds import machines
-from shoal.testing.run_under_test import PATIENCE_S, Stage, closing
-from shoal.testing.scripts.task import RECORDS, Task
+from shoal.testing.run_under_test import PATIENCE_S, RunUnderTest, closing
+from shoal.testing.scripts.task import RECORDS, TrainingTask
 
 # In float64 only the order of summation differs, 1e-16 or so a step; a sample that is lost or counted twice shows at
 # the third or fourth digit.
@@ -42,7 +42,7 @@ _KERAS = "numpy,keras,shoal.keras,shoal.keras.backends.{},shoal.testing.scripts.
 
 
 @dataclass(frozen=True)
-class Backend:
+class FrameworkScript:
     """A framework under test: a script for the task, and the variables that it is started with.
 
     Its parameters may differ by `bound` from those of the same training in NumPy.
@@ -66,28 +66,30 @@ def _keras(backend: str) -> dict[str, str]:
     return {"KERAS_BACKEND": backend, "SHOAL_PRELOAD": _KERAS.format(backend), **quiet}
 
 
-TORCH = Backend("torch", _SCRIPTS / "train_torch.py", needs=("torch",))
-KERAS_TENSORFLOW = Backend(
+TORCH = FrameworkScript("torch", _SCRIPTS / "train_torch.py", needs=("torch",))
+KERAS_TENSORFLOW = FrameworkScript(
     "keras on tensorflow", _SCRIPTS / "train_keras.py", _keras("tensorflow"), ("keras", "tensorflow")
 )
-KERAS_TORCH = Backend("keras on torch", _SCRIPTS / "train_keras.py", _keras("torch"), ("keras", "torch"), SINGLE_BOUND)
+KERAS_TORCH = FrameworkScript(
+    "keras on torch", _SCRIPTS / "train_keras.py", _keras("torch"), ("keras", "torch"), SINGLE_BOUND
+)
 BACKENDS = (TORCH, KERAS_TENSORFLOW, KERAS_TORCH)
 
 
-class TaskRun(Stage):
+class TaskRun(RunUnderTest):
     """A run of a backend's script."""
 
     def __init__(
         self,
         path: Path,
-        backend: Backend,
+        backend: FrameworkScript,
         members: str,
         settings: tuple[str, ...] = (),
         emulate: str = "",
-        task: Task | None = None,
+        task: TrainingTask | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.backend, self.task = backend, task or Task()
+        self.backend, self.task = backend, task or TrainingTask()
         self._emulate = ("--emulate", emulate) if emulate else ()
         path.mkdir(parents=True, exist_ok=True)
         super().__init__(
@@ -128,14 +130,14 @@ class TaskRun(Stage):
         """Every step so far: its samples exactly once, one result, and that of one undisturbed process."""
         assertions.check_results(self.task, self.events(), steps, self.backend.bound)
         assertions.check_samples(self.task, self.events(), steps)
-        entered = [entry["fields"]["world"] for entry in self.journal("EnteredWorld")]
+        entered = [entry["fields"]["world"] for entry in self.journal("WorldEntered")]
         assert entered == sorted(entered), "worlds went back"
 
 
 # --- scenarios
 
 
-def a_slow_member_a_newcomer_and_a_loss(backend: Backend, path: Path) -> None:
+def a_slow_member_a_newcomer_and_a_loss(backend: FrameworkScript, path: Path) -> None:
     """The slow one gets less; somebody joins in the middle of an epoch; somebody is killed and comes back."""
     speeds = machines(1, 0.25, 1, sample_s=0.002)
     with closing(TaskRun(path, backend, "2:2", emulate=speeds)) as run:
@@ -158,10 +160,10 @@ def a_slow_member_a_newcomer_and_a_loss(backend: Backend, path: Path) -> None:
         assert run.journal("ProcessExited")[0]["fields"]["signal"] == signal.SIGKILL
 
 
-def a_hang_and_a_stop_and_a_resume_with_fewer(backend: Backend, path: Path) -> None:
+def a_hang_and_a_stop_and_a_resume_with_fewer(backend: FrameworkScript, path: Path) -> None:
     """A member that hangs is left behind and comes back; the run is stopped, and goes on where it was, with fewer."""
     # Two epochs only, so that a stop is in the middle of one.
-    task = Task(samples=1800, epochs=2)
+    task = TrainingTask(samples=1800, epochs=2)
     with closing(TaskRun(path, backend, "2:3", ("lease_s=2",), task=task)) as run:
         run.until_size(3)
         pid = run.pids()["local/2"]
@@ -185,9 +187,9 @@ def a_hang_and_a_stop_and_a_resume_with_fewer(backend: Backend, path: Path) -> N
         assert {commit["size"] for commit in later} == {2}
 
 
-def alone(backend: Backend, path: Path) -> None:
+def alone(backend: FrameworkScript, path: Path) -> None:
     """The same script without `shoal run`: one process computes what all computed together."""
-    task = Task(epochs=3)
+    task = TrainingTask(epochs=3)
     path.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, **backend.environ, **task.told(), RECORDS: str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(backend.script)]
@@ -205,7 +207,7 @@ def _done(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "done"]
 
 
-Scenario = Callable[[Backend, Path], None]
+Scenario = Callable[[FrameworkScript, Path], None]
 SCENARIOS: tuple[Scenario, ...] = (
     a_slow_member_a_newcomer_and_a_loss,
     a_hang_and_a_stop_and_a_resume_with_fewer,

@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.core import emulation
 from shoal.core.emulation import Emulation
-from shoal.testing.threaded_world import Seated
+from shoal.testing.threaded_world import FixedWorldSession
 
 T = TypeVar("T")
 Speed = float | str
@@ -37,10 +37,10 @@ def machines(*speeds: Speed, sample_s: float | None = None, fixed_s: float = 0.0
     return text
 
 
-def emulated(body: Callable[[Seated], T], text: str) -> Callable[[Seated], T]:
+def emulated(body: Callable[[FixedWorldSession], T], text: str) -> Callable[[FixedWorldSession], T]:
     """A body for `together` whose members behave like these machines; the thread's number is the member's."""
 
-    def slower(session: Seated) -> T:
+    def slower(session: FixedWorldSession) -> T:
         session.settings = msgspec.structs.replace(session.settings, emulate=text)
         return body(session)
 

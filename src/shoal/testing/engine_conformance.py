@@ -24,9 +24,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.engines.engine import Ask, Engine, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Engine
 from shoal.errors import EngineUnreachable
-from shoal.launch.api_client import Client, open_client
+from shoal.launch.api_client import ApiClient, open_client
 from shoal.wire import credentials
 
 PATIENCE_S = 60.0
@@ -34,7 +34,7 @@ LOOK_S = 0.1
 TOKEN_BYTES = 24
 
 
-class Site(ABC):
+class EngineSite(ABC):
     """A place where an engine really runs, and a coordinator that its agents can reach at `host`.
 
     `slow` multiplies the patience, for engines that take their time.
@@ -46,7 +46,7 @@ class Site(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tag = f"t{secrets.token_hex(3)}"
-        self.client: Client
+        self.client: ApiClient
         self._coordinator: subprocess.Popen[bytes] | None = None
 
     # --- what an engine's tests have to say
@@ -65,7 +65,7 @@ class Site(ABC):
 
     # --- what scenarios do
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> EngineSite:
         directory = self.path / "coordinator"
         directory.mkdir()
         with (self.path / "coordinator.log").open("ab") as log:
@@ -84,9 +84,11 @@ class Site(ABC):
             self._coordinator.terminate()
             self._coordinator.wait(PATIENCE_S)
 
-    def ask(self, hire: str, slots: int = 1) -> Ask:
+    def ask(self, hire: str, slots: int = 1) -> AllocationRequest:
         found = credentials.read(self.path / "coordinator" / "token")
-        return Ask(hire, self.tag, self.client.url, found, slots, ("--preload", "msgspec", "--grace", "2"))
+        return AllocationRequest(
+            hire, self.tag, self.client.url, found, slots, ("--preload", "msgspec", "--grace", "2")
+        )
 
     def until(self, ready: Callable[[], object], what: str) -> None:
         """Wait, not for ever."""
@@ -103,7 +105,7 @@ class Site(ABC):
     def until_agents(self, *hires: str) -> None:
         self.until(lambda: self.agents() == set(hires), f"the agents to be {', '.join(hires) or 'none'}")
 
-    def seen(self, engine: Engine) -> dict[str, Seen]:
+    def seen(self, engine: Engine) -> dict[str, AllocationStatus]:
         """What is there or waits to be, by name."""
         return {one.hire: one for one in engine.watch(self.tag) if one.state != "gone"}
 
@@ -114,7 +116,7 @@ class Site(ABC):
 # --- scenarios
 
 
-def starts_as_many_as_are_asked_for(site: Site) -> None:
+def starts_as_many_as_are_asked_for(site: EngineSite) -> None:
     engine = site.engine()
     for hire in ("pool-1", "pool-2"):
         engine.submit(site.ask(hire))
@@ -124,7 +126,7 @@ def starts_as_many_as_are_asked_for(site: Site) -> None:
     site.until_agents("pool-1", "pool-2", "pool-3")
 
 
-def ends_the_one_that_is_cancelled_and_no_other(site: Site) -> None:
+def ends_the_one_that_is_cancelled_and_no_other(site: EngineSite) -> None:
     engine = site.engine()
     handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
     site.until_agents("pool-1", "pool-2")
@@ -134,7 +136,7 @@ def ends_the_one_that_is_cancelled_and_no_other(site: Site) -> None:
     engine.cancel(handles["pool-1"])
 
 
-def starts_nothing_twice(site: Site) -> None:
+def starts_nothing_twice(site: EngineSite) -> None:
     engine = site.engine()
     first = engine.submit(site.ask("pool-1"))
     assert engine.submit(site.ask("pool-1")) == first
@@ -146,7 +148,7 @@ def starts_nothing_twice(site: Site) -> None:
     assert len(site.seen(engine)) == 1
 
 
-def sees_what_was_killed_from_outside(site: Site) -> None:
+def sees_what_was_killed_from_outside(site: EngineSite) -> None:
     engine = site.engine()
     for hire in ("pool-1", "pool-2"):
         engine.submit(site.ask(hire))
@@ -159,7 +161,7 @@ def sees_what_was_killed_from_outside(site: Site) -> None:
     site.until(lambda: "pool-3" in site.agents(), "another agent")
 
 
-def finds_what_an_earlier_coordinator_started(site: Site) -> None:
+def finds_what_an_earlier_coordinator_started(site: EngineSite) -> None:
     before = site.engine()
     handles = {hire: before.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
     site.until_agents("pool-1", "pool-2")
@@ -172,7 +174,7 @@ def finds_what_an_earlier_coordinator_started(site: Site) -> None:
     site.until_agents()
 
 
-def says_when_it_cannot_be_reached_and_goes_on_after(site: Site) -> None:
+def says_when_it_cannot_be_reached_and_goes_on_after(site: EngineSite) -> None:
     engine = site.engine()
     engine.submit(site.ask("pool-1"))
     site.until_agents("pool-1")
@@ -185,7 +187,7 @@ def says_when_it_cannot_be_reached_and_goes_on_after(site: Site) -> None:
     site.until_agents("pool-1", "pool-2")
 
 
-def shows_no_secret(site: Site) -> None:
+def shows_no_secret(site: EngineSite) -> None:
     engine, ask = site.engine(), site.ask("pool-1")
     rendered = engine.render(ask)
     shown = " ".join((*rendered.argv, rendered.text, *rendered.env.values()))
@@ -198,7 +200,7 @@ def shows_no_secret(site: Site) -> None:
     )
 
 
-def says_what_could_be_had(site: Site) -> None:
+def says_what_could_be_had(site: EngineSite) -> None:
     offers = site.engine().offers()
     assert offers
     assert all(one.count is None or one.count >= 0 for one in offers)

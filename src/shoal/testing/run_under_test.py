@@ -26,7 +26,7 @@ PATIENCE_S = 90.0
 LOOK_S = 0.05
 
 
-class Stage:
+class RunUnderTest:
     """One run in a home of its own."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Stage:
         self._log = path / "out"
         self._read: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
-        options = [o for s in ("gather_s=2", *settings) for o in ("--set", s)]
+        options = [o for s in ("regroup_s=2", *settings) for o in ("--set", s)]
         self.process = self.begin("-n", members, *options, str(script))
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shoal.core.world import Address, Seat, World
-from shoal.worker.collectives.catch_up import Shadow
+from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.session.standalone import Solo
-from shoal.worker.session.worlds import Keeper
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.session.worlds import StateProvider
 
 T = TypeVar("T")
 
 
-class Seated(Solo):
+class FixedWorldSession(StandaloneSession):
     """A session that is in one world for good."""
 
     def __init__(self, rank: int, world: World, ring: Ring) -> None:
@@ -29,15 +29,15 @@ class Seated(Solo):
         self.world, self.exchange = world, ring
         self.is_writer = rank == 0
 
-    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:  # noqa: ARG002
+    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
         blanks = keeper.blanks() if self.rank in self.world.ghosts else None
         if blanks is not None and isinstance(self.exchange, Ring):
-            self.exchange = Shadow(self.exchange, blanks, keeper.ends)
+            self.exchange = CatchUpExchange(self.exchange, blanks, keeper.ends)
 
 
-def together(count: int, body: Callable[[Seated], T], ghosts: tuple[int, ...] = ()) -> list[T]:
+def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[int, ...] = ()) -> list[T]:
     """Run the body as each of `count` members at once; what they return, by rank."""
     members = [f"together/{rank}" for rank in range(count)]
     seats = tuple(Seat(name, "", Address("127.0.0.1", 0)) for name in members)
@@ -49,7 +49,7 @@ def together(count: int, body: Callable[[Seated], T], ghosts: tuple[int, ...] = 
     def work(rank: int) -> None:
         ring = Ring(rank, members, pairs[rank][0], pairs[rank - 1][1]) if count > 1 else Ring(0, members)
         try:
-            results[rank] = body(Seated(rank, world, ring))
+            results[rank] = body(FixedWorldSession(rank, world, ring))
             ring.barrier()
         except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that asked
             failures.append(error)

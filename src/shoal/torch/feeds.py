@@ -10,23 +10,23 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.core.batch.goodput import AutoBatch, Bounds, law_for
 from shoal.core.batch.setting import wanted
 from shoal.core.data.lanes import LaneLayout
-from shoal.core.data.rounds import Rounds
-from shoal.core.data.sample_order import Order
-from shoal.core.shares.balancer import FIRST_WINDOWS, Balance
-from shoal.errors import NotAttached, NotExact, NotForLocal, UnusableData
+from shoal.core.data.rounds import RoundOrder
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer
+from shoal.errors import NotAttached, UnsupportedInExactMode, UnsupportedWithLocalSgd, UnusableData
 from shoal.torch.data.fetch import reading, share_loader
 from shoal.torch.gradients.sync_batchnorm import GlobalBatchNorm
 from shoal.torch.gradients.tree_buckets import ShardFeed, ShardLoader
-from shoal.torch.modes.every_step import Trainer
-from shoal.torch.modes.local_sgd import LocalTrainer
-from shoal.torch.modes.served import TicketTrainer
+from shoal.torch.modes.every_step import TorchTrainer
+from shoal.torch.modes.local_sgd import TorchLocalTrainer
+from shoal.torch.modes.served import TorchServedTrainer
 from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
 from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.training_state import TrainingState
 
 
 def _refuse_unindexed(dataset: Any) -> None:
@@ -48,7 +48,7 @@ def _refuse_unindexed(dataset: Any) -> None:
 class Feeds:
     """Makes the feed of a run's loop; what of it is state of the run is given to the keeper."""
 
-    def __init__(self, trainer: Trainer | TicketTrainer, keeper: StateKeeper, settings: Any) -> None:
+    def __init__(self, trainer: TorchTrainer | TorchServedTrainer, keeper: TrainingState, settings: Any) -> None:
         self._trainer, self._keeper, self._settings = trainer, keeper, settings
 
     def of_dataset(
@@ -66,15 +66,17 @@ class Feeds:
         wished = wanted(self._settings.batch, order["size"], len(dataset))
         order = {"samples": len(dataset)} | order | {"size": wished.size}
         described = order | ({"exact": exact} if exact is not None else {})
-        if isinstance(self._trainer, LocalTrainer):
+        if isinstance(self._trainer, TorchLocalTrainer):
             self.refuse_locally(exact is not None, "exact=", "leave it out: members are to compute different things")
             self.refuse_locally(wished.bounds is not None, "batch=auto", "pass a number, or train with --sync step")
             return self._of_rounds(dataset, order, loading, shares, self._trainer.length), described
-        batches, balance = Order(**order), self.balance(shares, ahead)
+        batches, balance = SampleOrder(**order), self.balance(shares, ahead)
         balance.rules.check(wished.size)
         balance.alone = exact is not None or not self._needs_pairs()
         if exact is not None and wished.bounds is not None:
-            raise NotExact("exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out")
+            raise UnsupportedInExactMode(
+                "exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out"
+            )
         if exact is not None:
             return ShardFeed(batches, ShardLoader(exact, *reading(dataset, batches, *loading)), balance), described
         loader = share_loader(dataset, batches, *loading)
@@ -85,7 +87,7 @@ class Feeds:
     def of_stream(self, layout: LaneLayout, reader: LaneReader, shares: str) -> StreamFeed:
         self.refuse_locally(True, "run.stream", "use run.batches, or train with --sync step")
         if self._settings.exact:
-            raise NotExact(
+            raise UnsupportedInExactMode(
                 "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
             )
         feed = StreamFeed(layout, reader, self.balance(shares, ahead=0))
@@ -96,26 +98,26 @@ class Feeds:
         self, dataset: Any, order: dict[str, Any], loading: tuple[Any, ...], shares: str | None, length: int
     ) -> RoundFeed:
         names = ("epochs", "seed", "last", "shuffle")
-        rounds = Rounds.of(order["samples"], order["size"], length, *(order[name] for name in names))
+        rounds = RoundOrder.of(order["samples"], order["size"], length, *(order[name] for name in names))
         # What is read ahead of a round is little.
         balance = self.balance(shares, 0, FIRST_ROUNDS)
         balance.alone = not self._needs_pairs()
         return RoundFeed(rounds, BatchLoader(*reading(dataset, rounds, *loading)), balance)
 
-    def _chosen(self, order: Order, loader: ShareLoader, balance: Balance, bounds: Bounds) -> AutoFeed:
+    def _chosen(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer, bounds: Bounds) -> AutoFeed:
         trainer, settings = self._trainer, self._settings
-        if not isinstance(trainer, Trainer):
+        if not isinstance(trainer, TorchTrainer):
             raise trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
         if not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
-        law = law_for(type(trainer.optimizers[0]).__name__) if settings.batch_law == "auto" else settings.batch_law
+        law = law_for(type(trainer.optimizers[0]).__name__) if settings.lr_scaling == "auto" else settings.lr_scaling
         trainer.auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
-        trainer.soundings.every = min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        trainer.soundings.every = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
         feed = AutoFeed(order, loader, balance, trainer.auto, trainer.soundings.noise)
         self._keeper.parts["batch"] = feed
         return feed
 
-    def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> Balance:
+    def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> ShareBalancer:
         """What deals out the shares, by the settings; it is state of the run."""
         balance = balance_of(self._settings, shares, ahead, first_windows)
         self._keeper.parts["shares"] = balance
@@ -128,5 +130,5 @@ class Feeds:
 
     def refuse_locally(self, asked: bool, what: str, do: str) -> None:
         """Raise if the script asks for what local training cannot do."""
-        if asked and isinstance(self._trainer, LocalTrainer):
-            raise NotForLocal(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)
+        if asked and isinstance(self._trainer, TorchLocalTrainer):
+            raise UnsupportedWithLocalSgd(f"{what} cannot be used with --sync local:{self._trainer.length}", do=do)

@@ -12,51 +12,53 @@ import torch
 from shoal.core import sync_mode
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.validation import whole
-from shoal.errors import NotAttached, SecondLoop, UnusableBackward, UnusableShard
+from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableShard
 from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
 from shoal.torch.gradients.guards import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
 from shoal.torch.gradients.oom_retry import guard_model
 from shoal.torch.gradients.sync_batchnorm import synchronise
 from shoal.torch.gradients.tree_buckets import make_alike
-from shoal.torch.modes.every_step import Trainer
-from shoal.torch.modes.local_sgd import LocalTrainer
-from shoal.torch.modes.served import TicketTrainer
+from shoal.torch.modes.every_step import TorchTrainer
+from shoal.torch.modes.local_sgd import TorchLocalTrainer
+from shoal.torch.modes.served import TorchServedTrainer
 from shoal.torch.modes.sharded_checkpoint import load
 from shoal.torch.state.capture import capture_bytes, restore
 from shoal.torch.state.fingerprint import fingerprint
-from shoal.worker.base_run import RunOfScript
+from shoal.worker.base_run import BaseRun
 from shoal.worker.data.feed import Feed
 from shoal.worker.data.read_ahead_threads import depth
 from shoal.worker.evaluation import evaluate as evaluation_evaluate
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.parameter_server.ticket_loop import TicketTurn
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.parameter_server.ticket_loop import TicketStep
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.metrics import checked, refuse
-from shoal.worker.training.training_state import Codec
+from shoal.worker.training.training_state import StateCodec
 
 
-class Run(RunOfScript):
+class Run(BaseRun):
     """This process's part in a run; alone, if it was not started by `shoal run`."""
 
-    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str) -> None:
+    def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
         super().__init__(
             session,
             name,
             directory,
-            parameter_server_sharded_checkpoint.reading(session, Codec(capture_bytes, restore), load),
+            parameter_server_sharded_checkpoint.reading(session, StateCodec(capture_bytes, restore), load),
         )
-        self._trainer: Trainer | TicketTrainer
-        if isinstance(session, PlacedSession):
-            self._trainer = TicketTrainer(session, self._keeper)
+        self._trainer: TorchTrainer | TorchServedTrainer
+        if isinstance(session, ServedSession):
+            self._trainer = TorchServedTrainer(session, self._keeper)
         else:
             mode = sync_mode.parse(session.settings.sync)
-            self._trainer = LocalTrainer(session, self._keeper, mode) if mode.local else Trainer(session, self._keeper)
+            self._trainer = (
+                TorchLocalTrainer(session, self._keeper, mode) if mode.local else TorchTrainer(session, self._keeper)
+            )
             self._keeper.parts["noise"] = self._trainer.soundings.noise
-        self._evaluation: evaluation_evaluate.Wish | None = None
+        self._evaluation: evaluation_evaluate.EvaluationRequest | None = None
         self._feeds = Feeds(self._trainer, self._keeper, session.settings)
 
     # --- where the run is
@@ -73,7 +75,7 @@ class Run(RunOfScript):
         turn, feed = self._trainer.turn, self._trainer.feed
         if turn is None or feed is None or not turn.committed:
             return False
-        if isinstance(turn, TicketTurn):
+        if isinstance(turn, TicketStep):
             return turn.last_of_epoch
         return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
@@ -133,7 +135,7 @@ class Run(RunOfScript):
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
         self._feeds.refuse_locally(True, "run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
-        if not isinstance(self._trainer, Trainer):
+        if not isinstance(self._trainer, TorchTrainer):
             raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
@@ -259,7 +261,7 @@ class Run(RunOfScript):
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer
         if trainer.feed is not None:
-            raise SecondLoop("this run already has a training loop", do="make one loop over all epochs")
+            raise SecondTrainingLoop("this run already has a training loop", do="make one loop over all epochs")
         if trainer.model is None or not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
         refuse_strangers(trainer.model, trainer.optimizers)

@@ -77,7 +77,7 @@ class MemberView(msgspec.Struct, frozen=True):
     exchange_s: float = 0.0
 
 
-class Decision(msgspec.Struct, frozen=True):
+class AdjustmentView(msgspec.Struct, frozen=True):
     """What members changed by themselves: `what` is shares, batch or memory, `values` are its figures by name."""
 
     what: str
@@ -86,7 +86,7 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Evaluation(msgspec.Struct, frozen=True):
+class EvaluationView(msgspec.Struct, frozen=True):
     """How the evaluation of a run's checkpoints stands; `without` is how many evaluations came after the best."""
 
     step: int
@@ -177,13 +177,13 @@ class RunView(msgspec.Struct, frozen=True):
     noise: float | None = None
     idle_before: float | None = None
     idle_now: float | None = None
-    decided: tuple[Decision, ...] = ()
-    evaluation: Evaluation | None = None
+    decided: tuple[AdjustmentView, ...] = ()
+    evaluation: EvaluationView | None = None
     tensorboard: str = ""
     tensorboard_error: str = ""
     cost: CostView | None = None
     user: str = ""
-    problem: Problem | None = None
+    problem: ErrorView | None = None
     costs: dict[str, CostView] = {}
     rate_per_h: float = 0.0
     budget: float | None = None
@@ -247,13 +247,13 @@ class FilePage(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
-class StopAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = "asked by the user"
     checkpoint: bool = True
     grace_s: float = 30.0
 
 
-class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many members from now on, and what they may cost in all if that changes too."""
 
     min: int
@@ -261,7 +261,7 @@ class ScaleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: float | None = None
 
 
-class HireWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SetupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a hired machine does before its agent is there, or why it failed; `final` if all others would, too."""
 
     why: str
@@ -271,7 +271,7 @@ class HireWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     final: bool = False
 
 
-class Problem(msgspec.Struct, frozen=True):
+class ErrorView(msgspec.Struct, frozen=True):
     """An error as the API answers it."""
 
     code: str

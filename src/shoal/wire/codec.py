@@ -19,7 +19,7 @@ PACKED = b"\xc1"
 M = TypeVar("M")
 
 
-class Codec(Generic[M]):
+class MessageCodec(Generic[M]):
     """Encodes any message, decodes one union of them."""
 
     def __init__(self, union: Any) -> None:
@@ -60,7 +60,7 @@ def _too_large(size_bytes: int) -> BadMessage:
     return BadMessage(f"a message of {size_bytes} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
 
 
-from_member: Codec[messages.FromMember] = Codec(messages.FromMember)
-to_member: Codec[messages.ToMember] = Codec(messages.ToMember)
-from_agent: Codec[messages.FromAgent] = Codec(messages.FromAgent)
-to_agent: Codec[messages.ToAgent] = Codec(messages.ToAgent)
+from_member: MessageCodec[messages.FromMember] = MessageCodec(messages.FromMember)
+to_member: MessageCodec[messages.ToMember] = MessageCodec(messages.ToMember)
+from_agent: MessageCodec[messages.FromAgent] = MessageCodec(messages.FromAgent)
+to_agent: MessageCodec[messages.ToAgent] = MessageCodec(messages.ToAgent)

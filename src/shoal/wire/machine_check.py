@@ -7,7 +7,7 @@ import msgspec
 from shoal.core.world import Address
 
 
-class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Without a peer: describe yourself, and listen from now on. With one: reach it at each of these addresses.
 
     `ports` and `interface` are as of members; bytes are sent for `lasting_s` at most.
@@ -20,7 +20,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lasting_s: float = 1.0
 
 
-class Facts(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """What a machine says of itself; `listens` is where its peers may try to reach it, `trouble` why they cannot.
 
     `round_trips_s` are those to the coordinator.
@@ -39,7 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
     trouble: str = ""
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class ConnectAttempt(msgspec.Struct, frozen=True):
     """One address of a peer that was tried; `cause` is empty if the peer itself answered, and proved to be it.
 
     `round_trip_s` is the median, and `bytes_per_s` what went through; both are measured at one address of a peer.
@@ -54,10 +54,10 @@ class Attempt(msgspec.Struct, frozen=True):
     bytes_per_s: float | None = None
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The answer to a question; `received` and `sent` are by the machine's own clock."""
 
     received: float
     sent: float
-    facts: Facts | None = None
-    attempts: tuple[Attempt, ...] = ()
+    facts: MachineFacts | None = None
+    attempts: tuple[ConnectAttempt, ...] = ()

@@ -12,20 +12,20 @@ import msgspec
 
 from shoal.core.placement import Placement
 from shoal.core.world import Address, World
-from shoal.wire.machine_check import Finding, Question
+from shoal.wire.machine_check import CheckRequest, CheckResult
 
-PROTOCOL = 1
+PROTOCOL = 2
 GOAL = r"^((max|min):\s*\S.*)?$"
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; the tag is the class name."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=lambda name: name.removesuffix("Msg")):
+    """Base of all messages; the tag is the class name without `Msg`."""
 
 
 # --- member to coordinator
 
 
-class MemberHello(Message, frozen=True):
+class MemberHelloMsg(Message, frozen=True):
     """First message of a member, and of a member that finds the coordinator again.
 
     `world` and `step` are None for a new process. `broken` says that its world fell apart; for `done` and `early` see
@@ -47,7 +47,7 @@ class MemberHello(Message, frozen=True):
     early: bool = False
 
 
-class Ready(Message, frozen=True):
+class ReadyMsg(Message, frozen=True):
     """The member has built its model and can be admitted; `step` is the state that it holds, None for none."""
 
     fingerprint: str
@@ -56,7 +56,7 @@ class Ready(Message, frozen=True):
     speed: float = 0.0
 
 
-class Broken(Message, frozen=True):
+class WorldBrokenMsg(Message, frozen=True):
     """The member's exchange failed; it holds the state of `step` (None: none) and waits for another world."""
 
     world: int
@@ -65,14 +65,14 @@ class Broken(Message, frozen=True):
     cause: str = ""
 
 
-class Switched(Message, frozen=True):
+class WorldEnteredMsg(Message, frozen=True):
     """The member entered the proposed world at `step`."""
 
     world: int
     step: int
 
 
-class CannotPrepare(Message, frozen=True):
+class PrepareFailedMsg(Message, frozen=True):
     """The member could not connect the proposed world; it goes on in its own."""
 
     world: int
@@ -80,7 +80,7 @@ class CannotPrepare(Message, frozen=True):
     cause: str = ""
 
 
-class Copied(Message, frozen=True):
+class PartCopiedMsg(Message, frozen=True):
     """This server has given a part of the state to its learner; `since` is the placement that asked for it."""
 
     part: int
@@ -88,14 +88,14 @@ class Copied(Message, frozen=True):
     since: int
 
 
-class Yielded(Message, frozen=True):
+class PartReleasedMsg(Message, frozen=True):
     """This server has come to rest with a part of the state: its backup can take over."""
 
     part: int
     number: int
 
 
-class Unreachable(Message, frozen=True):
+class ServerUnreachableMsg(Message, frozen=True):
     """A server of this placement cannot be reached from here."""
 
     server: str
@@ -103,7 +103,7 @@ class Unreachable(Message, frozen=True):
     cause: str = ""
 
 
-class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a usual step: reading data, computing, waiting for the slowest, exchanging."""
 
     data_s: float = 0.0
@@ -112,7 +112,7 @@ class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exchange_s: float = 0.0
 
 
-class Beat(Message, frozen=True):
+class HeartbeatMsg(Message, frozen=True):
     """Renews the lease and says what the member is doing, and since when.
 
     `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
@@ -135,13 +135,13 @@ class Beat(Message, frozen=True):
     clock: int = 0
     ahead: int = 0
     waits_for: tuple[str, ...] = ()
-    spent: Spent = Spent()
+    spent: StepTimes = StepTimes()
     batch: int = 0
     noise: float | None = None
     idle: tuple[float | None, float] | None = None
 
 
-class Decided(Message, frozen=True):
+class AdjustmentMsg(Message, frozen=True):
     """The members of this world changed something by themselves, from `step` on; rank 0 tells."""
 
     step: int
@@ -150,21 +150,21 @@ class Decided(Message, frozen=True):
     reason: str
 
 
-class Leaving(Message, frozen=True):
+class LeavingMsg(Message, frozen=True):
     """The member was told to go away within so many seconds (SIGTERM, spot warning, the user)."""
 
     within_s: float
     cause: str
 
 
-class Left(Message, frozen=True):
+class LeftMsg(Message, frozen=True):
     """The member goes; `world` is the one that the others crossed into without it, None if there is none."""
 
     step: int | None
     world: int | None = None
 
 
-class Done(Message, frozen=True):
+class DoneMsg(Message, frozen=True):
     """The member has committed the last step and so has every other member of its world.
 
     Unless it is `early`: then its script has left the loop, and the others go on without it.
@@ -174,17 +174,17 @@ class Done(Message, frozen=True):
     early: bool = False
 
 
-class Claim(Message, frozen=True):
+class ClaimMsg(Message, frozen=True):
     """Asks to be the one member that does something once, such as writing a file."""
 
     name: str
 
 
-class ClaimDone(Message, frozen=True):
+class ClaimDoneMsg(Message, frozen=True):
     name: str
 
 
-class Checkpointed(Message, frozen=True):
+class CheckpointWrittenMsg(Message, frozen=True):
     """A durable checkpoint of `step` was written; evaluators are told of it."""
 
     step: int
@@ -193,7 +193,7 @@ class Checkpointed(Message, frozen=True):
     seconds: float
 
 
-class Evaluated(Message, frozen=True):
+class EvaluatedMsg(Message, frozen=True):
     """The evaluator has scored the checkpoint of `step`; `export` is where it keeps it, if it is the best so far."""
 
     step: int
@@ -203,7 +203,7 @@ class Evaluated(Message, frozen=True):
     export: str = ""
 
 
-class Raised(Message, frozen=True):
+class ExceptionRaisedMsg(Message, frozen=True):
     """The user's code raised; sent just before the process ends, so that the cause is known before its effects."""
 
     kind: str
@@ -215,16 +215,16 @@ class Raised(Message, frozen=True):
 # --- coordinator to member
 
 
-class Welcome(Message, frozen=True):
-    """The member is known; `beat_s` is how often to renew the lease, `started` whether the run has trained."""
+class WelcomeMsg(Message, frozen=True):
+    """The member is known; `heartbeat_s` is how often to renew the lease, `started` whether the run has trained."""
 
-    beat_s: float
+    heartbeat_s: float
     lease_s: float
     coordinator: str
     started: bool
 
 
-class Refused(Message, frozen=True):
+class RejectedMsg(Message, frozen=True):
     """An error that ends the connection, as the fields of a ShoalError."""
 
     code: str
@@ -233,20 +233,20 @@ class Refused(Message, frozen=True):
     do: str = ""
 
 
-class Form(Message, frozen=True):
+class EnterWorldMsg(Message, frozen=True):
     """Enter this world now."""
 
     world: World
     reason: str
 
 
-class Restore(Message, frozen=True):
+class RestoreMsg(Message, frozen=True):
     """Nobody has the state any more: load the newest good checkpoint, then say Ready with its step."""
 
     reason: str
 
 
-class Prepare(Message, frozen=True):
+class PrepareWorldMsg(Message, frozen=True):
     """Connect this world in the background, while training in world `after`; enter it when the pulse says so."""
 
     after: int
@@ -254,21 +254,21 @@ class Prepare(Message, frozen=True):
     reason: str
 
 
-class Dissolve(Message, frozen=True):
+class DissolveWorldMsg(Message, frozen=True):
     """World `number` and all before it are over; abort, and say Broken."""
 
     number: int
     reason: str
 
 
-class Place(Message, frozen=True):
+class PlacementMsg(Message, frozen=True):
     """Who holds the parts of the state from now on."""
 
     placement: Placement
     reason: str
 
 
-class Gone(Message, frozen=True):
+class TrainerLostMsg(Message, frozen=True):
     """A trainer is gone: servers drop it, and nobody waits for it."""
 
     member: str
@@ -276,7 +276,7 @@ class Gone(Message, frozen=True):
     reason: str
 
 
-class Standing(Message, frozen=True):
+class EvaluationStatusMsg(Message, frozen=True):
     """How the evaluation stands: `step` is the one that was evaluated last, `best_value` the best of `best` so far."""
 
     step: int | None = None
@@ -285,13 +285,13 @@ class Standing(Message, frozen=True):
     best_value: float | None = None
 
 
-class Expelled(Message, frozen=True):
+class EvictedMsg(Message, frozen=True):
     """The lease ran out; the member is no longer in the run, and may say hello again."""
 
     reason: str
 
 
-class Stop(Message, frozen=True):
+class StopMsg(Message, frozen=True):
     """Stop all members after a common step; with `checkpoint`, write one before."""
 
     reason: str
@@ -299,26 +299,26 @@ class Stop(Message, frozen=True):
     exit_code: int
 
 
-class Finished(Message, frozen=True):
+class RunFinishedMsg(Message, frozen=True):
     """The run is over; a member that is not part of its last world ends now."""
 
     step: int
 
 
-class Granted(Message, frozen=True):
+class ClaimGrantedMsg(Message, frozen=True):
     """Do it: nobody else will until you say ClaimDone or are lost."""
 
     name: str
 
 
-class AlreadyDone(Message, frozen=True):
+class ClaimAlreadyDoneMsg(Message, frozen=True):
     name: str
 
 
 # --- agent to coordinator
 
 
-class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MachineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an agent knows of its machine."""
 
     name: str
@@ -330,7 +330,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     platform: str = ""
 
 
-class AgentHello(Message, frozen=True):
+class AgentHelloMsg(Message, frozen=True):
     """First message of an agent. `slots` is how many members it offers, None for as many as asked.
 
     `members` are those alive under it, as (run, member, incarnation).
@@ -339,18 +339,18 @@ class AgentHello(Message, frozen=True):
     protocol: int
     version: str
     agent: str
-    machine: Machine
+    machine: MachineInfo
     pid: int
     slots: int | None
     members: tuple[tuple[str, str, str], ...] = ()
 
 
-class AgentBeat(Message, frozen=True):
+class AgentHeartbeatMsg(Message, frozen=True):
     load: float
     memory_free_bytes: int
 
 
-class MemberStarted(Message, frozen=True):
+class MemberStartedMsg(Message, frozen=True):
     run: str
     member: str
     incarnation: str
@@ -358,7 +358,7 @@ class MemberStarted(Message, frozen=True):
     warm: bool
 
 
-class MemberExited(Message, frozen=True):
+class MemberExitedMsg(Message, frozen=True):
     """A member's process is gone. `cause` is one of: done, user, infrastructure, preempted, asked, refused."""
 
     run: str
@@ -370,7 +370,7 @@ class MemberExited(Message, frozen=True):
     detail: str = ""
 
 
-class MachineNotice(Message, frozen=True):
+class MachineNoticeMsg(Message, frozen=True):
     """The machine will go away: every member on it should leave."""
 
     within_s: float
@@ -378,28 +378,28 @@ class MachineNotice(Message, frozen=True):
     detail: str = ""
 
 
-class LogLines(Message, frozen=True):
+class LogLinesMsg(Message, frozen=True):
     run: str
     member: str
     lines: tuple[str, ...]
 
 
-class Examined(Message, frozen=True):
+class CheckResultMsg(Message, frozen=True):
     """The answer to the question of this number."""
 
     number: int
-    finding: Finding
+    finding: CheckResult
 
 
 # --- coordinator to agent
 
 
-class AgentWelcome(Message, frozen=True):
-    beat_s: float
+class AgentWelcomeMsg(Message, frozen=True):
+    heartbeat_s: float
     coordinator: str
 
 
-class StartMember(Message, frozen=True):
+class StartMemberMsg(Message, frozen=True):
     """Start a member from the warm process. `argv` is the script and its arguments; `env` is added to the agent's.
 
     `project` is what stands for `cwd` on a machine that does not see it.
@@ -416,7 +416,7 @@ class StartMember(Message, frozen=True):
     project: str = ""
 
 
-class EndMember(Message, frozen=True):
+class StopMemberMsg(Message, frozen=True):
     """SIGTERM, then SIGKILL to the whole process tree after the grace."""
 
     run: str
@@ -426,56 +426,58 @@ class EndMember(Message, frozen=True):
     reason: str
 
 
-class Examine(Message, frozen=True):
+class RunCheckMsg(Message, frozen=True):
     """Look at this machine, or at the way to another, and say Examined."""
 
     number: int
-    question: Question
+    question: CheckRequest
 
 
-class ShutDown(Message, frozen=True):
+class ShutDownMsg(Message, frozen=True):
     """End every member and go."""
 
     reason: str
 
 
 FromMember = Union[
-    MemberHello,
-    Ready,
-    Broken,
-    Switched,
-    CannotPrepare,
-    Copied,
-    Yielded,
-    Unreachable,
-    Beat,
-    Leaving,
-    Left,
-    Done,
-    Claim,
-    ClaimDone,
-    Checkpointed,
-    Decided,
-    Evaluated,
-    Raised,
+    MemberHelloMsg,
+    ReadyMsg,
+    WorldBrokenMsg,
+    WorldEnteredMsg,
+    PrepareFailedMsg,
+    PartCopiedMsg,
+    PartReleasedMsg,
+    ServerUnreachableMsg,
+    HeartbeatMsg,
+    LeavingMsg,
+    LeftMsg,
+    DoneMsg,
+    ClaimMsg,
+    ClaimDoneMsg,
+    CheckpointWrittenMsg,
+    AdjustmentMsg,
+    EvaluatedMsg,
+    ExceptionRaisedMsg,
 ]
 ToMember = Union[
-    Welcome,
-    Refused,
-    Form,
-    Restore,
-    Prepare,
-    Dissolve,
-    Place,
-    Gone,
-    Standing,
-    Checkpointed,
-    Expelled,
-    Stop,
-    Finished,
-    Granted,
-    AlreadyDone,
-    Leaving,
+    WelcomeMsg,
+    RejectedMsg,
+    EnterWorldMsg,
+    RestoreMsg,
+    PrepareWorldMsg,
+    DissolveWorldMsg,
+    PlacementMsg,
+    TrainerLostMsg,
+    EvaluationStatusMsg,
+    CheckpointWrittenMsg,
+    EvictedMsg,
+    StopMsg,
+    RunFinishedMsg,
+    ClaimGrantedMsg,
+    ClaimAlreadyDoneMsg,
+    LeavingMsg,
 ]
-FromAgent = Union[AgentHello, AgentBeat, MemberStarted, MemberExited, MachineNotice, LogLines, Examined]
-ToAgent = Union[AgentWelcome, Refused, StartMember, EndMember, ShutDown, Examine]
+FromAgent = Union[
+    AgentHelloMsg, AgentHeartbeatMsg, MemberStartedMsg, MemberExitedMsg, MachineNoticeMsg, LogLinesMsg, CheckResultMsg
+]
+ToAgent = Union[AgentWelcomeMsg, RejectedMsg, StartMemberMsg, StopMemberMsg, ShutDownMsg, RunCheckMsg]

@@ -7,19 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session import output_upload
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.training_state import Codec, StateKeeper, UserState
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.training_state import StateCodec, TrainingState, UserState
 
 
-class RunOfScript(ABC):
+class BaseRun(ABC):
     """Where the run is, and what the script adds to its state; frameworks add how to train."""
 
-    def __init__(self, session: Session | PlacedSession | Solo, name: str, directory: str, codec: Codec) -> None:
+    def __init__(
+        self, session: Session | ServedSession | StandaloneSession, name: str, directory: str, codec: StateCodec
+    ) -> None:
         self._session = session
-        self._keeper = StateKeeper(session, name, directory, codec)
+        self._keeper = TrainingState(session, name, directory, codec)
 
     @property
     def step(self) -> int:

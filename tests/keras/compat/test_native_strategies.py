@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.testing.run_under_test import Stage
+from shoal.testing.run_under_test import RunUnderTest
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(240)]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.keras, pytest.mark.timeout(240)]
 PATIENCE_S = 110.0
 
 
-class Unmodified(Stage):
+class Unmodified(RunUnderTest):
     """A script of TensorFlow under `shoal run --compat`."""
 
     def __init__(self, path: Path, script: str, *options: str, members: str) -> None:

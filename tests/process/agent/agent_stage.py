@@ -37,7 +37,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.heard: list[messages.FromAgent] = []
-        self.hellos: list[messages.AgentHello] = []
+        self.hellos: list[messages.AgentHelloMsg] = []
         self._links: list[ServerConnection] = []
         self._server: Any = None
         self.port = 0
@@ -61,8 +61,8 @@ class Coordinator:
 
     def _handle(self, link: ServerConnection) -> None:
         hello = codec.from_agent.decode(link.recv(timeout=WAIT_S))
-        assert isinstance(hello, messages.AgentHello)
-        link.send(codec.to_agent.encode(messages.AgentWelcome(0.2, "test")))
+        assert isinstance(hello, messages.AgentHelloMsg)
+        link.send(codec.to_agent.encode(messages.AgentWelcomeMsg(0.2, "test")))
         self._links.append(link)
         self.hellos.append(hello)
         with contextlib.suppress(ConnectionClosed):
@@ -78,29 +78,29 @@ class Coordinator:
     ) -> None:
         env = {"SHOAL_SETTINGS": "{}", **more.pop("env", {})}
         argv = (str(script), *arguments)
-        self.tell(messages.StartMember("run", member, incarnation, argv, str(script.parent), env, **more))
+        self.tell(messages.StartMemberMsg("run", member, incarnation, argv, str(script.parent), env, **more))
 
     def end(self, grace_s: float, member: str = "lab/0", incarnation: str = "one") -> None:
-        self.tell(messages.EndMember("run", member, incarnation, grace_s, "a test wants it"))
+        self.tell(messages.StopMemberMsg("run", member, incarnation, grace_s, "a test wants it"))
 
-    def exits(self) -> list[messages.MemberExited]:
-        return [message for message in self.heard if isinstance(message, messages.MemberExited)]
+    def exits(self) -> list[messages.MemberExitedMsg]:
+        return [message for message in self.heard if isinstance(message, messages.MemberExitedMsg)]
 
-    def exit_of(self, member: str = "lab/0", incarnation: str = "one") -> messages.MemberExited:
-        def find() -> messages.MemberExited | None:
+    def exit_of(self, member: str = "lab/0", incarnation: str = "one") -> messages.MemberExitedMsg:
+        def find() -> messages.MemberExitedMsg | None:
             return next((e for e in self.exits() if (e.member, e.incarnation) == (member, incarnation)), None)
 
         return until(find, f"{member} {incarnation} exited")
 
     def pid_of(self, member: str = "lab/0", incarnation: str = "one") -> int:
         def find() -> int | None:
-            started = [message for message in self.heard if isinstance(message, messages.MemberStarted)]
+            started = [message for message in self.heard if isinstance(message, messages.MemberStartedMsg)]
             return next((s.pid for s in started if (s.member, s.incarnation) == (member, incarnation)), None)
 
         return until(find, f"{member} {incarnation} started")
 
     def lines(self, member: str = "lab/0") -> list[str]:
-        told = [message for message in self.heard if isinstance(message, messages.LogLines)]
+        told = [message for message in self.heard if isinstance(message, messages.LogLinesMsg)]
         return [line for message in told if message.member == member for line in message.lines]
 
     def line(self, start: str, member: str = "lab/0") -> str:

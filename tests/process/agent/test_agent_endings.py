@@ -180,7 +180,7 @@ def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator,
     agent.process.terminate()
     assert agent.process.wait(30) == 0
     assert coordinator.exit_of().cause == "preempted"
-    assert any(type(m).__name__ == "MachineNotice" for m in coordinator.heard)
+    assert any(type(m).__name__ == "MachineNoticeMsg" for m in coordinator.heard)
     assert agent.all_gone()
 
 
@@ -223,13 +223,13 @@ def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
 
 
 def test_told_to_shut_down_it_ends_all_and_goes(coordinator, start_agent, script):
-    from shoal.wire.member_messages import ShutDown
+    from shoal.wire.member_messages import ShutDownMsg
 
     agent = start_agent("--grace", "0.3")
     coordinator.start(script(STUBBORN))
     coordinator.line("up")
     agent.remember()
-    coordinator.tell(ShutDown("the run is over"))
+    coordinator.tell(ShutDownMsg("the run is over"))
     assert agent.process.wait(30) == 0
     assert agent.all_gone()
     assert coordinator.exit_of().detail == "the run is over"
@@ -312,7 +312,7 @@ def test_a_notice_file_becomes_a_notice(coordinator, start_agent, tmp_path):
     agent = start_agent("--notice-source", f"file:{tmp_path / 'notice'}")
     until(lambda: coordinator.hellos)
     (tmp_path / "notice").write_text("120 spot price too high")
-    notice = until(lambda: next((m for m in coordinator.heard if type(m).__name__ == "MachineNotice"), None))
+    notice = until(lambda: next((m for m in coordinator.heard if type(m).__name__ == "MachineNoticeMsg"), None))
     assert (notice.within_s, notice.source, notice.detail) == (120.0, "file", "spot price too high")
     assert agent.process.poll() is None
 
@@ -338,9 +338,9 @@ def test_a_start_from_the_warm_process_is_a_matter_of_milliseconds(coordinator, 
 
 def test_ending_refuses_a_process_that_is_not_a_descendant():
     from shoal.agent.processes import process_tree
-    from shoal.errors import NotOurs
+    from shoal.errors import ForeignProcess
 
-    with pytest.raises(NotOurs):
+    with pytest.raises(ForeignProcess):
         process_tree.own(1)
     child = subprocess.Popen(["sleep", "60"])
     assert process_tree.own(child.pid) is not None
@@ -369,18 +369,18 @@ from pathlib import Path
 from shoal.agent import member_processes
 from shoal.agent.processes import process_tree
 from shoal.agent.outbox import Outbox
-from shoal.wire.member_messages import MemberExited, StartMember
+from shoal.wire.member_messages import MemberExitedMsg, StartMemberMsg
 
 async def main(here):
     token, cache = str(here / "token"), here / "cache"
-    home = member_processes.Home("http://127.0.0.1:9", token, here, 2, "", dict(os.environ), cache)
+    home = member_processes.AgentContext("http://127.0.0.1:9", token, here, 2, "", dict(os.environ), cache)
     outbox = Outbox()
-    crew = member_processes.Members(home, ("gated",), outbox)
+    crew = member_processes.MemberProcesses(home, ("gated",), outbox)
     crew.open()
-    order = lambda incarnation: StartMember("run", "lab/0", incarnation, (str(here / "sleep.py"),), str(here), {})
+    order = lambda incarnation: StartMemberMsg("run", "lab/0", incarnation, (str(here / "sleep.py"),), str(here), {})
     member_processes.START_WITHIN_S = 0.5
     await crew.start(order("one"))
-    assert any(isinstance(message, MemberExited) for message in iter(outbox.take, None))
+    assert any(isinstance(message, MemberExitedMsg) for message in iter(outbox.take, None))
     (here / "go").touch()
     member_processes.START_WITHIN_S = 300.0
     await crew.start(order("two"))

@@ -70,7 +70,7 @@ def cloud() -> Iterator[Cloud]:
     found.server.server_close()
 
 
-def first(source: notices.Source, within_s: float = 20.0, then=lambda: None) -> notices.Notice:
+def first(source: notices.NoticeSource, within_s: float = 20.0, then=lambda: None) -> notices.Notice:
     """The first notice, after which more is done to the cloud."""
 
     async def listen() -> notices.Notice:

@@ -26,7 +26,7 @@ def test_a_run_shows_its_members_lines_and_leaves_no_process(stage: Any) -> None
 
 
 def test_a_script_that_raises_ends_with_one_and_its_cause_first(stage: Any) -> None:
-    ran = stage.shoal("run", "--set", "budget.user=0", "raise.py")
+    ran = stage.shoal("run", "--set", "restarts.user=0", "raise.py")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stderr.startswith("cause       local/0: ValueError: no such thing")
     assert stage.all_gone()

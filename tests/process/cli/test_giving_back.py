@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.launch import supervisor as launch_supervisor
-from shoal.launch.launch_plan import Launch
+from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import Supervisor
-from shoal.wire.pool_files import Hires
+from shoal.wire.pool_files import CoordinatorPools
 
 pytestmark = pytest.mark.process
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.process
 COORDINATOR = """
 import os, sys, time
 from pathlib import Path
-from shoal.wire.pool_files import Leaving, say_leaving
+from shoal.wire.pool_files import ReleaseProgress, say_leaving
 
 where, lifeline = Path(sys.argv[1]), int(sys.argv[sys.argv.index("--lifeline") + 1])
 (where / "ready").touch()
 os.read(lifeline, 1)
 for left in range(40, 0, -1):
-    say_leaving(where, Leaving(left, time.time() + 60.0))
+    say_leaving(where, ReleaseProgress(left, time.time() + 60.0))
     time.sleep(0.1)
 (where / "given back").touch()
 """
@@ -35,7 +35,7 @@ def test_a_coordinator_is_not_killed_before_it_has_given_back_what_it_hired(
 ) -> None:
     monkeypatch.setattr(launch_supervisor, "HIRES_GRACE_S", 2.0)
     argv = (sys.executable, "-c", COORDINATOR, str(tmp_path))
-    supervisor = Supervisor(Launch(str(tmp_path), argv, (), hires=Hires({})))
+    supervisor = Supervisor(LaunchPlan(str(tmp_path), argv, (), hires=CoordinatorPools({})))
     supervisor._coordinator.start()
     while not (tmp_path / "ready").exists():
         assert supervisor._coordinator.running()

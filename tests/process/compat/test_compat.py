@@ -71,7 +71,7 @@ def test_a_killed_process_starts_all_anew_and_the_story_says_why(tmp_path: Path)
 def test_a_script_that_always_fails_is_not_started_for_ever(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text("import os\nassert os.environ['RANK'] != '1', 'rank one is wrong'\nimport time\ntime.sleep(60)\n")
-    settings = ("budget.user=1", "backoff_s=0.05")
+    settings = ("restarts.user=1", "backoff_s=0.05")
     with unmodified("torchrun", str(script), tmp_path / "stage", "2:2", settings) as run:
         run.finish(exit_code=1)
         assert "rank one is wrong" in run.output

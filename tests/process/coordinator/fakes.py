@@ -113,7 +113,7 @@ class Coordinator:
 class Fake:
     """One socket to the coordinator."""
 
-    codec: codec.Codec[Any]
+    codec: codec.MessageCodec[Any]
 
     def __init__(self, coordinator: Coordinator, path: str) -> None:
         self.coordinator = coordinator
@@ -149,15 +149,15 @@ class FakeMember(Fake):
     def hello(self, **fields: Any) -> FakeMember:
         given = {"protocol": ms.PROTOCOL, "version": shoal.__version__, "run": self.run, **fields}
         address = Address("127.0.0.1", 1000)
-        self.say(ms.MemberHello(member=self.name, incarnation=self.incarnation, address=address, pid=1, **given))
+        self.say(ms.MemberHelloMsg(member=self.name, incarnation=self.incarnation, address=address, pid=1, **given))
         return self
 
     def ready(self, step: int | None = None, restored: bool = False) -> FakeMember:
-        self.say(ms.Ready("model", step, restored))
+        self.say(ms.ReadyMsg("model", step, restored))
         return self
 
     def beat(self, world: int | None, step: int | None, **fields: Any) -> None:
-        self.say(ms.Beat(world, step, "compute", 0.0, **fields))
+        self.say(ms.HeartbeatMsg(world, step, "compute", 0.0, **fields))
 
 
 class FakeAgent(Fake):
@@ -168,13 +168,13 @@ class FakeAgent(Fake):
         self.name, self.slots = name, slots
 
     def hello(self, members: tuple[tuple[str, str, str], ...] = ()) -> FakeAgent:
-        machine = ms.Machine(self.name, 2, 1 << 30)
-        self.say(ms.AgentHello(ms.PROTOCOL, shoal.__version__, self.name, machine, os.getpid(), self.slots, members))
-        self.hear(ms.AgentWelcome)
+        machine = ms.MachineInfo(self.name, 2, 1 << 30)
+        self.say(ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, self.name, machine, os.getpid(), self.slots, members))
+        self.hear(ms.AgentWelcomeMsg)
         return self
 
-    def started(self, order: ms.StartMember) -> None:
-        self.say(ms.MemberStarted(order.run, order.member, order.incarnation, 4711, True))
+    def started(self, order: ms.StartMemberMsg) -> None:
+        self.say(ms.MemberStartedMsg(order.run, order.member, order.incarnation, 4711, True))
 
-    def exited(self, order: ms.StartMember, cause: str, detail: str = "", exit_code: int | None = 0) -> None:
-        self.say(ms.MemberExited(order.run, order.member, order.incarnation, exit_code, None, cause, detail))
+    def exited(self, order: ms.StartMemberMsg, cause: str, detail: str = "", exit_code: int | None = 0) -> None:
+        self.say(ms.MemberExitedMsg(order.run, order.member, order.incarnation, exit_code, None, cause, detail))

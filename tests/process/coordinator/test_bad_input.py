@@ -36,16 +36,16 @@ def trained(coordinator: Coordinator) -> Iterator[tuple[str, FakeMember]]:
     """A run with one member in a world; afterwards it is still there, undisturbed."""
     run = coordinator.create(1, 1, settings={"lease_s": 60.0})
     member = FakeMember(coordinator, run, "m/0").hello().ready()
-    member.hear(ms.Form)
+    member.hear(ms.EnterWorldMsg)
     yield run, member
-    member.say(ms.Claim("still here"))
-    assert member.hear(ms.Granted).name == "still here"
+    member.say(ms.ClaimMsg("still here"))
+    assert member.hear(ms.ClaimGrantedMsg).name == "still here"
     view = coordinator.view(run)
     assert (view["world"], view["losses"]) == (1, 0)
 
 
 def refusal(member: FakeMember) -> str:
-    code = member.hear(ms.Refused).code
+    code = member.hear(ms.RejectedMsg).code
     with pytest.raises(ConnectionClosed):
         member.socket.recv(timeout=WAIT_S)
     return code
@@ -127,8 +127,8 @@ def test_a_second_member_of_the_same_name_is_refused(coordinator: Coordinator, t
 
 def test_a_member_with_another_model_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0").hello()
-    stranger.hear(ms.Welcome)
-    stranger.say(ms.Ready("another", None))
+    stranger.hear(ms.WelcomeMsg)
+    stranger.say(ms.ReadyMsg("another", None))
     assert refusal(stranger) == "S206"
     view = coordinator.view(trained[0])
     assert view["world"] == 1
@@ -136,16 +136,16 @@ def test_a_member_with_another_model_is_refused(coordinator: Coordinator, traine
 
 def test_whoever_does_not_say_hello_first_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0")
-    stranger.say(ms.Broken(1, 3, ("m/0",)))
+    stranger.say(ms.WorldBrokenMsg(1, 3, ("m/0",)))
     assert refusal(stranger) == "S208"
 
 
 def test_an_agent_s_name_is_taken_while_it_is_connected(coordinator: Coordinator) -> None:
     FakeAgent(coordinator, "lab").hello()
     second = FakeAgent(coordinator, "lab")
-    machine = ms.Machine("lab", 2, 1 << 30)
-    second.say(ms.AgentHello(ms.PROTOCOL, shoal.__version__, "lab", machine, 1, None))
-    assert second.hear(ms.Refused).code == "S205"
+    machine = ms.MachineInfo("lab", 2, 1 << 30)
+    second.say(ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, "lab", machine, 1, None))
+    assert second.hear(ms.RejectedMsg).code == "S205"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.coordinator.server import idle_timeout
-from shoal.coordinator.server.idle_timeout import ImpatientProtocol
+from shoal.coordinator.server.idle_timeout import IdleTimeoutProtocol
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +30,7 @@ async def health(_request: Request) -> Response:
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(idle_timeout, "REQUEST_WITHIN_S", 0.5)
     config = uvicorn.Config(
-        Starlette(routes=[Route("/health", health)]), http=ImpatientProtocol, lifespan="off", log_level="warning"
+        Starlette(routes=[Route("/health", health)]), http=IdleTimeoutProtocol, lifespan="off", log_level="warning"
     )
     server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listener],))

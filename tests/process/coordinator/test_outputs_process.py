@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from fakes import WAIT_S, Coordinator
 
-from shoal.store.blob_store import Access, Blob
+from shoal.store.blob_store import Blob, CoordinatorAccess
 from shoal.store.coordinator_store import PIECE_BYTES, CoordinatorStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ PIECES = 4
 
 
 def store_of(coordinator: Coordinator, run: str, folder: str) -> CoordinatorStore:
-    return CoordinatorStore(Access(coordinator.url, str(coordinator.directory / "token")), run, folder)
+    return CoordinatorStore(CoordinatorAccess(coordinator.url, str(coordinator.directory / "token")), run, folder)
 
 
 def parts(coordinator: Coordinator, run: str) -> list[Path]:

@@ -12,23 +12,23 @@ from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
 # A world forms when all whom it has room for are there; nobody is lost for being slow.
-SETTINGS = {"gather_s": 60.0, "lease_s": 60.0}
+SETTINGS = {"regroup_s": 60.0, "lease_s": 60.0}
 
 
 def three(coordinator: Coordinator, run: str) -> list[FakeMember]:
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(3)]
     for member in members:
-        assert member.hear(ms.Form).world.size == 3
+        assert member.hear(ms.EnterWorldMsg).world.size == 3
     return members
 
 
-def hear_while_beating(members: list[FakeMember]) -> ms.Form:
+def hear_while_beating(members: list[FakeMember]) -> ms.EnterWorldMsg:
     """The first member's next world; meanwhile all of these renew their leases, as members do."""
     for _ in range(200):
         for member in members:
             member.beat(1, 40)
         with contextlib.suppress(TimeoutError):
-            return members[0].hear(ms.Form, within_s=0.1)
+            return members[0].hear(ms.EnterWorldMsg, within_s=0.1)
     raise AssertionError("no world was formed")
 
 
@@ -42,7 +42,7 @@ def test_members_find_a_killed_coordinator_again_and_nothing_changes(coordinator
     for member in members:
         member.reconnect()
         member.hello(world=1, step=40)
-        assert member.hear(ms.Welcome).started
+        assert member.hear(ms.WelcomeMsg).started
     for member in members:
         member.beat(1, 41)
     view = coordinator.await_view(run, status="training", world=1, world_size=3, step=41, losses=0)
@@ -50,7 +50,7 @@ def test_members_find_a_killed_coordinator_again_and_nothing_changes(coordinator
 
 
 def test_a_member_lost_while_the_coordinator_was_down_is_resolved_by_its_lease(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 3, settings={**SETTINGS, "lease_s": 3.0, "reconnect_s": 0.3, "beat_s": 0.2})
+    run = coordinator.create(1, 3, settings={**SETTINGS, "lease_s": 3.0, "reconnect_s": 0.3, "heartbeat_s": 0.2})
     members = three(coordinator, run)
     coordinator.kill()
     coordinator.restart()
@@ -67,7 +67,7 @@ def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
     members = three(coordinator, run)
     members[0].beat(1, 7, loss=0.5, samples_per_s=10.0)
     coordinator.await_view(run, step=7, loss=0.5)
-    members[0].say(ms.Checkpointed(7, "there/7", 100, 0.1))
+    members[0].say(ms.CheckpointWrittenMsg(7, "there/7", 100, 0.1))
     before = coordinator.await_view(run, checkpoint_step=7)
     story = coordinator.story(run)
     coordinator.kill()
@@ -89,24 +89,24 @@ def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
 def test_every_event_is_in_the_journal_before_its_effect_is_seen(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 1, settings=SETTINGS)
     member = FakeMember(coordinator, run, "m/0").hello()
-    member.hear(ms.Welcome)
+    member.hear(ms.WelcomeMsg)
     path = coordinator.directory / journal.FILE
-    assert [entry.kind for entry in journal.read(path)] == ["Opened", "RunCreated", "Hello"]
+    assert [entry.kind for entry in journal.read(path)] == ["CoordinatorStarted", "RunCreated", "MemberConnected"]
     member.ready()
-    member.hear(ms.Form)
-    assert list(journal.read(path))[-1].kind == "BecameReady"
+    member.hear(ms.EnterWorldMsg)
+    assert list(journal.read(path))[-1].kind == "MemberReady"
 
 
 def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 1, settings=SETTINGS)
     member = FakeMember(coordinator, run, "m/0").hello().ready()
-    member.hear(ms.Form)
+    member.hear(ms.EnterWorldMsg)
     status, _ = coordinator.ask("POST", f"/v1/runs/{run}/stop", {"reason": "enough"})
     assert status == 200
-    stop = member.hear(ms.Stop)
+    stop = member.hear(ms.StopMsg)
     assert (stop.reason, stop.checkpoint, stop.exit_code) == ("enough", True, 75)
-    member.say(ms.Checkpointed(5, "there/5", 100, 0.1))
-    member.say(ms.Left(5))
+    member.say(ms.CheckpointWrittenMsg(5, "there/5", 100, 0.1))
+    member.say(ms.LeftMsg(5))
     view = coordinator.await_view(run, status="stopped")
     assert (view["exit_code"], view["checkpoint_step"], view["reason"]) == (75, 5, "enough")
     member.close()
@@ -115,16 +115,16 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> 
     status, view = coordinator.ask("POST", f"/v1/runs/{run}/resume")
     assert status == 200
     again = FakeMember(coordinator, run, "n/0", "2").hello().ready()
-    again.hear(ms.Restore)
+    again.hear(ms.RestoreMsg)
     again.ready(step=5, restored=True)
-    world = again.hear(ms.Form).world
+    world = again.hear(ms.EnterWorldMsg).world
     assert (world.number, world.step, world.fresh) == (2, 5, False)
 
 
 def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS)
-    orders = [agent.hear(ms.StartMember) for _ in range(2)]
+    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
     for order in orders:
         agent.started(order)
     coordinator.await_view(run, status="starting")
@@ -133,6 +133,6 @@ def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: C
     agent.reconnect()
     agent.hello(tuple((o.run, o.member, o.incarnation) for o in orders))
     agent.exited(orders[0], "infrastructure", "killed by signal 9", None)
-    again = agent.hear(ms.StartMember)
+    again = agent.hear(ms.StartMemberMsg)
     assert (again.member, again.restart) == (orders[0].member, True)
     assert again.incarnation not in {o.incarnation for o in orders}

@@ -25,15 +25,15 @@ pytestmark = pytest.mark.process
 
 
 def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 60.0})
+    run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 60.0})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
-        member.hear(ms.Form)
+        member.hear(ms.EnterWorldMsg)
     path = coordinator.directory / journal.FILE
     pid, (_, hard) = coordinator.process.pid, resource.prlimit(coordinator.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     for member in members:
-        member.say(ms.Broken(1, 5))
+        member.say(ms.WorldBrokenMsg(1, 5))
     deadline = time.monotonic() + WAIT_S
     while True:
         status, problem = coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 3})
@@ -43,10 +43,10 @@ def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordi
     assert problem["code"] == "S520"
     size = path.stat().st_size
     with pytest.raises(TimeoutError):
-        members[0].hear(ms.Form, within_s=0.5)
+        members[0].hear(ms.EnterWorldMsg, within_s=0.5)
     assert path.stat().st_size == size
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-    assert members[0].hear(ms.Form).world.step == 5
+    assert members[0].hear(ms.EnterWorldMsg).world.step == 5
     assert coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 3})[0] == 200
 
 
@@ -94,8 +94,8 @@ def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) ->
         assert oct((coordinator.directory / "key.pem").stat().st_mode)[-3:] == "600"
         before = coordinator.credentials
         assert before.certificate_pem
-        run = coordinator.create(1, 1, settings={"gather_s": 0.05})
-        FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.Form)
+        run = coordinator.create(1, 1, settings={"regroup_s": 0.05})
+        FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.EnterWorldMsg)
         with pytest.raises(urllib.error.URLError) as error:
             urllib.request.urlopen(f"{coordinator.url}/v1/health", timeout=WAIT_S)
         assert isinstance(error.value.reason, ssl.SSLCertVerificationError)
@@ -138,39 +138,39 @@ def test_it_ends_with_the_process_that_holds_its_lifeline(tmp_path: Path) -> Non
 
 
 def test_a_silent_member_is_expelled_and_may_come_back_on_the_same_socket(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 3.0, "beat_s": 0.2})
+    run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
-        assert member.hear(ms.Form).world.size == 2
+        assert member.hear(ms.EnterWorldMsg).world.size == 2
     deadline = time.monotonic() + WAIT_S
     while coordinator.view(run)["losses"] == 0:
         members[0].beat(1, 5)
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert "lease" in members[1].hear(ms.Expelled).reason
-    members[0].hear(ms.Dissolve)
-    members[0].say(ms.Broken(1, 5))
-    assert members[0].hear(ms.Form).world.size == 1
-    members[1].say(ms.Switched(1, 3))
+    assert "lease" in members[1].hear(ms.EvictedMsg).reason
+    members[0].hear(ms.DissolveWorldMsg)
+    members[0].say(ms.WorldBrokenMsg(1, 5))
+    assert members[0].hear(ms.EnterWorldMsg).world.size == 1
+    members[1].say(ms.WorldEnteredMsg(1, 3))
     members[1].hello().ready()
-    members[1].hear(ms.Welcome)
-    assert members[0].hear(ms.Prepare).world.size == 2
-    assert members[1].hear(ms.Prepare).world.size == 2
+    members[1].hear(ms.WelcomeMsg)
+    assert members[0].hear(ms.PrepareWorldMsg).world.size == 2
+    assert members[1].hear(ms.PrepareWorldMsg).world.size == 2
 
 
 def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Coordinator) -> None:
     silent = [coordinator.open("/v1/member") for _ in range(20)]
-    run = coordinator.create(1, 1, settings={"gather_s": 0.05})
-    FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.Form)
+    run = coordinator.create(1, 1, settings={"regroup_s": 0.05})
+    FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.EnterWorldMsg)
     for each in silent:
         each.close()
 
 
 def test_a_coordinator_that_was_stopped_does_not_blame_its_members(coordinator: Coordinator) -> None:
-    run = coordinator.create(1, 2, settings={"gather_s": 60.0, "lease_s": 3.0, "beat_s": 0.2})
+    run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
-        member.hear(ms.Form)
+        member.hear(ms.EnterWorldMsg)
     coordinator.process.send_signal(signal.SIGSTOP)
     for _ in range(16):
         time.sleep(0.4)

@@ -17,9 +17,9 @@ from fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
 from shoal.coordinator.storage.blobs import STOWED, Blobs
-from shoal.launch.api_client import Client
+from shoal.launch.api_client import ApiClient
 from shoal.pack import project
-from shoal.pack.project import Entry, Project
+from shoal.pack.project import Project, ProjectFile
 from shoal.wire import credentials
 
 pytestmark = pytest.mark.process
@@ -149,7 +149,7 @@ def test_a_project_of_very_many_files_is_sent(coordinator: Coordinator) -> None:
     for digest in contents:
         if digest != last:
             (blobs / digest).touch()
-    client = Client(coordinator.url, coordinator.credentials.token)
+    client = ApiClient(coordinator.url, coordinator.credentials.token)
     assert client.send(contents) == 1, "the others are there"
     assert (blobs / last).read_bytes() == contents[last]
 
@@ -170,9 +170,9 @@ def _restart_until_swept(coordinator: Coordinator, blobs: Path) -> None:
 def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_counts_on(coordinator: Coordinator) -> None:
     blobs = coordinator.directory / "blobs"
     _restart_until_swept(coordinator, blobs)  # the next time is in an hour
-    client = Client(coordinator.url, coordinator.credentials.token)
+    client = ApiClient(coordinator.url, coordinator.credentials.token)
     needed, asked_for, left = (hashlib.sha256(data).hexdigest() for data in (b"needed", b"asked for", b"left"))
-    name, manifest = project.encode(Project((Entry("train.py", needed, 6),)))
+    name, manifest = project.encode(Project((ProjectFile("train.py", needed, 6),)))
     client.send({needed: b"needed", asked_for: b"asked for", left: b"left", name: manifest})
     (blobs / f"{left}.1234.part").write_bytes(b"le")
     stowed = Blobs(coordinator.directory / STOWED)

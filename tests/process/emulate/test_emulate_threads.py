@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.testing.emulated_speeds import emulated, machines
-from shoal.testing.threaded_world import Seated, together
+from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 Seen = tuple[list[tuple[int, float]], dict[str, torch.Tensor]]
 
 
-def body(session: Seated) -> Seen:
+def body(session: FixedWorldSession) -> Seen:
     """Twelve steps of a small model: samples and seconds of each, and the parameters."""
     run = Run(session, "test", "unused")
     generator = torch.Generator().manual_seed(1)

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 
 from shoal.engines import agent_script
-from shoal.engines.engine import Ask, Options
+from shoal.engines.engine import AllocationRequest, EngineOptions
 from shoal.engines.ray import engine as ray_engine
 from shoal.pack.environments import recipe
-from shoal.pack.environments.recipe import Environment
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.wire import credentials
 from shoal.wire.credentials import Credentials
 
@@ -47,23 +47,25 @@ class Machine:
         self.blobs[digest] = data
         return digest
 
-    def requirements(self, *lines: str) -> Environment:
+    def requirements(self, *lines: str) -> PublishedEnvironment:
         file = self.path / "requirements.txt"
         file.write_text("\n".join(["--no-index", f"--find-links {self.wheels}", *lines]) + "\n")
         return recipe.stow(str(file), self.put)
 
     def hire(
-        self, name: str, made: Environment, python: str = PYTHON, *, lifeline: bool = False
+        self, name: str, made: PublishedEnvironment, python: str = PYTHON, *, lifeline: bool = False
     ) -> subprocess.Popen[bytes]:
         """Start what becomes an agent; with a lifeline as Ray does, which gives the token over a pipe."""
         url = f"http://127.0.0.1:{self._server.server_port}"
         options = ("--help", *(("--lifeline", ray_engine.LIFELINE) if lifeline else ()))
-        ask = Ask(name, "tag", url, Credentials("s3cret"), None, options, environment=made)
+        ask = AllocationRequest(name, "tag", url, Credentials("s3cret"), None, options, environment=made)
         home = self.home(name)
         home.mkdir(parents=True)
         credentials.write(home / "token", ask.credentials)
         before = ray_engine._BEFORE if lifeline else ()
-        script = agent_script.script(ask, Options(directory=str(self.path / "there")), python=python, before=before)
+        script = agent_script.script(
+            ask, EngineOptions(directory=str(self.path / "there")), python=python, before=before
+        )
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "SHOAL_"))}
         # It saves time, and shows that what a machine tells pip is heard; to pip, 0 means that it does not compile.
         env["PIP_NO_COMPILE"] = "0"
@@ -81,7 +83,7 @@ class Machine:
     def log(self, name: str) -> str:
         return (self.home(name) / "agent.log").read_text()
 
-    def ended(self, name: str, made: Environment, python: str = PYTHON) -> tuple[int, str]:
+    def ended(self, name: str, made: PublishedEnvironment, python: str = PYTHON) -> tuple[int, str]:
         """How a hire ended, and what it said."""
         code = self.hire(name, made, python).wait(PATIENCE_S)
         return code, self.log(name)

@@ -100,7 +100,7 @@ def archive(folder: Path, name: str, *leave_out: str, how: str = "gz") -> Path:
 
 
 def begun(
-    machine: Machine, packed: Path, made: recipe.Environment, *, lifeline: bool = False
+    machine: Machine, packed: Path, made: recipe.PublishedEnvironment, *, lifeline: bool = False
 ) -> subprocess.Popen[bytes]:
     """A hire in the middle of a build that would take for ever."""
     (packed / "wait").touch()

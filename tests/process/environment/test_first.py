@@ -55,7 +55,7 @@ def test_what_arrives_damaged_is_asked_for_again(
     careless: str, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Careless, "bodies", (BLOB[:-1] + b"?", BLOB))
-    bootstrap.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
+    bootstrap.BootstrapClient(careless, token).get(DIGEST, str(tmp_path / "wheel"))
     assert (tmp_path / "wheel").read_bytes() == BLOB
     assert Careless.asked == 2
 
@@ -65,8 +65,8 @@ def test_what_always_arrives_damaged_is_never_there(
 ) -> None:
     monkeypatch.setattr(Careless, "bodies", (b"something else",))
     monkeypatch.setattr(bootstrap.time, "sleep", lambda _s: None)
-    with pytest.raises(bootstrap.Lost, match="arrived damaged"):
-        bootstrap.Coordinator(careless, token).get(DIGEST, str(tmp_path / "wheel"))
+    with pytest.raises(bootstrap.DownloadFailed, match="arrived damaged"):
+        bootstrap.BootstrapClient(careless, token).get(DIGEST, str(tmp_path / "wheel"))
     assert [one.name for one in tmp_path.iterdir()] == ["token"]
 
 
@@ -77,8 +77,8 @@ def test_of_several_urls_the_first_that_answers_is_taken(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        bootstrap.Coordinator(f"{nobody},{careless}", token).get(DIGEST, str(tmp_path / "wheel"))
+        bootstrap.BootstrapClient(f"{nobody},{careless}", token).get(DIGEST, str(tmp_path / "wheel"))
         assert (tmp_path / "wheel").read_bytes() == BLOB
-        with pytest.raises(bootstrap.Lost, match="refused") as caught:
-            bootstrap.Coordinator(f"{nobody},{nobody}", token)
+        with pytest.raises(bootstrap.DownloadFailed, match="refused") as caught:
+            bootstrap.BootstrapClient(f"{nobody},{nobody}", token)
         assert str(caught.value).count(nobody) == 2

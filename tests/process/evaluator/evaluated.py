@@ -40,7 +40,9 @@ class Evaluated(Stage):
         found = []
         for file in self.home.glob("coordinators/*/journal.jsonl"):
             whole = file.read_text().rpartition("\n")[0]
-            found += [entry for line in whole.splitlines() if (entry := json.loads(line))["kind"] == "Evaluated"]
+            found += [
+                entry for line in whole.splitlines() if (entry := json.loads(line))["kind"] == "EvaluationReported"
+            ]
         return [entry["fields"] for entry in found]
 
     def scored(self) -> list[dict[str, Any]]:

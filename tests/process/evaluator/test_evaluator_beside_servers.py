@@ -48,7 +48,7 @@ def test_a_run_with_servers_ends_early_with_success(tmp_path: Path) -> None:
 
 
 def test_the_loss_of_a_server_loses_no_evaluation(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", *SERVED, "budget.infrastructure=10", epochs=10, hold=1, gate=40) as run:
+    with evaluated(tmp_path, "1", *SERVED, "restarts.infrastructure=10", epochs=10, hold=1, gate=40) as run:
         run.until(lambda: len(run.evaluations()) >= 1, "an evaluation")
         before = run.pids()[EVALUATOR]
         run.kill("local/server-0")
@@ -60,7 +60,7 @@ def test_the_loss_of_a_server_loses_no_evaluation(tmp_path: Path) -> None:
 
 
 def test_another_model_harms_the_evaluator_only(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", *SERVED, "budget.user=0", epochs=3, bad="model") as run:
+    with evaluated(tmp_path, "1", *SERVED, "restarts.user=0", epochs=3, bad="model") as run:
         run.finish()
         assert "error[S320] the evaluator has another model than the run" in run.output
         assert "only here: body.weight float32[1, 9]; only there: float32[1, 8]" in run.output

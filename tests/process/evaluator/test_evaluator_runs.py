@@ -46,7 +46,7 @@ def test_it_is_in_no_world_takes_no_place_and_gives_way(tmp_path: Path) -> None:
         assert {commit["size"] for commit in run.commits()} == {2}
         assert {e["member"] for e in run.events() if e["event"] == "done"} == {"local/0", "local/1"}
         assert len(run.worlds()) == 1
-        assert EVALUATOR not in str([e for e in run.journal() if e["kind"] in ("BecameReady", "EnteredWorld")])
+        assert EVALUATOR not in str([e for e in run.journal() if e["kind"] in ("MemberReady", "WorldEntered")])
 
 
 def test_a_run_that_gets_no_better_ends_early_with_success(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_best_model_is_kept_and_not_the_last(tmp_path: Path) -> None:
 
 
 def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: Path) -> None:
-    calm = ("budget.infrastructure=10", "backoff_s=0.05")
+    calm = ("restarts.infrastructure=10", "backoff_s=0.05")
     plan = {"epochs": 25, "hold": 6, "gate": 60, "best": "max:peak", "peak": 10, "export": True}
     with evaluated(tmp_path, "2", OFTEN, *calm, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
@@ -148,7 +148,7 @@ def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> No
     ],
 )
 def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, bad: str, code: str, words: str) -> None:
-    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "budget.user=0", epochs=3, bad=bad) as run:
+    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "restarts.user=0", epochs=3, bad=bad) as run:
         run.finish()
         assert run.step() == 23
         assert code in run.output
@@ -162,7 +162,7 @@ def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
     with evaluated(tmp_path, "1", OFTEN, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         stopping = run.start("stop", run.run_id())
-        run.until(lambda: run.journal("StopRequested"), "the coordinator to be asked")
+        run.until(lambda: run.journal("UserStopRequested"), "the coordinator to be asked")
         (run.records / "go").touch()
         run.finish(exit_code=75)
         assert stopping.wait(60) == 0

@@ -7,7 +7,7 @@ import pytest
 from meeting import TOKEN, pair
 
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def make_rings() -> Iterator[Callable[..., list[Ring]]]:
 
 
 @pytest.fixture
-def make_ports() -> Iterator[Callable[..., list[Port]]]:
-    made: list[Port] = []
+def make_ports() -> Iterator[Callable[..., list[Peers]]]:
+    made: list[Peers] = []
 
-    def make(size: int, **settings: Any) -> list[Port]:
-        ports = [Port(TOKEN, "run", f"m{rank}", "first", "127.0.0.1", **settings) for rank in range(size)]
+    def make(size: int, **settings: Any) -> list[Peers]:
+        ports = [Peers(TOKEN, "run", f"m{rank}", "first", "127.0.0.1", **settings) for rank in range(size)]
         made.extend(ports)
         return ports
 

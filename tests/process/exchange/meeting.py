@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shoal.core.world import Seat, World
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import own, shut
 
 TOKEN = b"the token of the tests"
@@ -25,12 +25,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return own(dialled), own(accepted)
 
 
-def world_of(ports: list[Port], number: int = 1) -> World:
+def world_of(ports: list[Peers], number: int = 1) -> World:
     """A world with a seat for each of these ports, m0, m1 and so on."""
     return World(number, tuple(Seat(f"m{rank}", "first", port.address) for rank, port in enumerate(ports)), 0)
 
 
-def connect_all(ports: list[Port], world: World, timeout_s: float = 10.0) -> list[Ring]:
+def connect_all(ports: list[Peers], world: World, timeout_s: float = 10.0) -> list[Ring]:
     """Connect the ring of a world, all members at once."""
     with ThreadPoolExecutor(len(ports)) as pool:
         return list(pool.map(lambda port: port.connect(world, timeout_s, NEVER), ports))

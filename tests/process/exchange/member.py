@@ -10,9 +10,9 @@ import time
 from meeting import TOKEN
 
 from shoal.core.world import Address, Seat, World
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 
-port = Port(TOKEN, "run", "m1", "first", "127.0.0.1")
+port = Peers(TOKEN, "run", "m1", "first", "127.0.0.1")
 other = Seat("m0", "first", Address("127.0.0.1", int(sys.argv[1])))
 print(port.address.port, flush=True)
 world = World(1, (other, Seat("m1", "first", port.address)), 0)

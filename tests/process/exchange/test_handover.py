@@ -13,7 +13,7 @@ from meeting import NEVER, pair, world_of
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport import state_transfer
 from shoal.worker.transport.snapshot import Snapshot
-from shoal.worker.transport.state_transfer import Contents
+from shoal.worker.transport.state_transfer import TransferHeader
 
 pytestmark = pytest.mark.process
 
@@ -98,7 +98,7 @@ def test_a_reader_that_dies_midway_does_not_hold_the_snapshot(make_ports):
 
 
 def contents(*sizes: int, step: int = 1) -> bytes:
-    packed = msgspec.msgpack.encode(Contents(step, b"", sizes))
+    packed = msgspec.msgpack.encode(TransferHeader(step, b"", sizes))
     return state_transfer._PREFIX.pack(b"shst", len(packed), zlib.crc32(packed)) + packed
 
 

@@ -14,13 +14,13 @@ from shoal.errors import PortsTaken
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport import handshake
 from shoal.worker.transport import listener as door_module
-from shoal.worker.transport.handshake import Hello
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.handshake import PeerHello
+from shoal.worker.transport.peers import Peers
 
 pytestmark = pytest.mark.process
 
 
-def hello_for(port: Port, **changes: object) -> Hello:
+def hello_for(port: Peers, **changes: object) -> PeerHello:
     fields = {
         "kind": handshake.RING,
         "run": "run",
@@ -31,10 +31,10 @@ def hello_for(port: Port, **changes: object) -> Hello:
         "to_incarnation": "first",
         "nonce": b"n" * 32,
     }
-    return Hello(**{**fields, **changes})
+    return PeerHello(**{**fields, **changes})
 
 
-def knock(port: Port, data: bytes) -> socket.socket:
+def knock(port: Peers, data: bytes) -> socket.socket:
     sock = socket.create_connection((port.address.host, port.address.port), timeout=8)
     sock.sendall(data)
     return sock
@@ -55,7 +55,7 @@ def is_turned_away(sock: socket.socket) -> bool:
         return True
 
 
-def guests_of(port: Port) -> int:
+def guests_of(port: Peers) -> int:
     return len(port._door._guests)
 
 
@@ -167,7 +167,7 @@ def test_a_recorded_conversation_opens_nothing(make_ports):
 
 def test_a_listener_without_the_token_is_found_out(make_ports):
     (port,) = make_ports(1)
-    impostor = Port(b"a wrong token", "run", "m1", "first", "127.0.0.1")
+    impostor = Peers(b"a wrong token", "run", "m1", "first", "127.0.0.1")
     world = World(1, (Seat("m0", "first", port.address), Seat("m1", "first", impostor.address)), 0)
     with pytest.raises(ExchangeBroken, match="does not know the token") as broken:
         port.connect(world, 5.0, NEVER)
@@ -253,7 +253,7 @@ def test_a_range_of_ports_is_used_until_none_is_free():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(PortsTaken):
-            Port(TOKEN, "run", "m0", "first", "127.0.0.1", range(number, number + 1))
+            Peers(TOKEN, "run", "m0", "first", "127.0.0.1", range(number, number + 1))
 
 
 def test_three_hundred_worlds_leak_nothing(make_ports):

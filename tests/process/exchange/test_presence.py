@@ -12,9 +12,9 @@ import pytest
 
 from shoal.core.world import Address, Seat
 from shoal.worker.collectives.exchange import ExchangeBroken
-from shoal.worker.parameter_server.liveness import Presence
-from shoal.worker.transport.handshake import CALL, Hello
-from shoal.worker.transport.peers import Port
+from shoal.worker.parameter_server.liveness import LivenessConnection
+from shoal.worker.transport.handshake import CALL, PeerHello
+from shoal.worker.transport.peers import Peers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 class Watcher:
     """A port, and who is connected to it."""
 
-    def __init__(self, port: Port, name: str) -> None:
+    def __init__(self, port: Peers, name: str) -> None:
         self.seat = Seat(name, "first", port.address)
         self.socks: list[socket.socket] = []
         self.most = 0
         self._lock = threading.Lock()
         port.serve(CALL, self._serve)
 
-    def _serve(self, _hello: Hello, sock: socket.socket) -> None:
+    def _serve(self, _hello: PeerHello, sock: socket.socket) -> None:
         with self._lock:
             self.socks.append(sock)
             self.most = max(self.most, len(self.socks))
@@ -48,14 +48,14 @@ def until(ready: Callable[[], object], within_s: float = 20.0) -> None:
 
 
 @pytest.fixture
-def watchers(make_ports: Callable[..., list[Port]]) -> tuple[Presence, Watcher, Watcher]:
+def watchers(make_ports: Callable[..., list[Peers]]) -> tuple[LivenessConnection, Watcher, Watcher]:
     me, *others = make_ports(3)
-    presence = Presence(lambda seat: me.call(CALL, 0, seat, 2.0, threading.Event()))
+    presence = LivenessConnection(lambda seat: me.call(CALL, 0, seat, 2.0, threading.Event()))
     return presence, Watcher(others[0], "m1"), Watcher(others[1], "m2")
 
 
 def test_however_often_the_same_member_is_named_there_is_one_connection(
-    watchers: tuple[Presence, Watcher, Watcher],
+    watchers: tuple[LivenessConnection, Watcher, Watcher],
 ) -> None:
     presence, first, second = watchers
     for _ in range(20):
@@ -74,7 +74,7 @@ def test_however_often_the_same_member_is_named_there_is_one_connection(
     presence.close()
 
 
-def test_a_lost_connection_is_made_anew(watchers: tuple[Presence, Watcher, Watcher]) -> None:
+def test_a_lost_connection_is_made_anew(watchers: tuple[LivenessConnection, Watcher, Watcher]) -> None:
     presence, first, _ = watchers
     presence.show(first.seat)
     until(lambda: first.socks)
@@ -94,7 +94,7 @@ def test_whoever_cannot_be_reached_is_tried_again() -> None:
             raise ExchangeBroken("not yet")
         return mine
 
-    presence = Presence(call)
+    presence = LivenessConnection(call)
     presence.show(Seat("m1", "first", Address("127.0.0.1", 1)))
     until(lambda: presence._held is not None)
     presence.close()

@@ -12,7 +12,7 @@ from shoal.core.world import Address, Seat
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport import connect
 from shoal.worker.transport.handshake import CALL
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 
 pytestmark = pytest.mark.process
 
@@ -21,8 +21,8 @@ class Town:
     """One who calls, and one who is called and counts who came."""
 
     def __init__(self) -> None:
-        self.caller = Port(TOKEN, "run", "m0", "first", "127.0.0.1")
-        self.called = Port(TOKEN, "run", "m1", "first", "127.0.0.1")
+        self.caller = Peers(TOKEN, "run", "m0", "first", "127.0.0.1")
+        self.called = Peers(TOKEN, "run", "m1", "first", "127.0.0.1")
         self.came = threading.Semaphore(0)
         self.guests: list[socket.socket] = []
         self.called.serve(CALL, self._arrived)
@@ -78,7 +78,7 @@ def test_an_address_that_says_nothing_is_passed_over_and_the_one_that_answers_is
 @pytest.mark.parametrize(("token", "name"), [(b"another token", "m1"), (TOKEN, "m2")], ids=["token", "member"])
 def test_somebody_else_at_the_first_address_is_passed_over(town, token, name):
     ports = range(town.port, town.port + 1)
-    other = Port(token, "run", name, "first", "127.0.0.2", ports)
+    other = Peers(token, "run", name, "first", "127.0.0.2", ports)
     try:
         with town.call("127.0.0.2", "127.0.0.1") as sock:
             assert sock.getpeername()[0] == "127.0.0.1"
@@ -106,8 +106,8 @@ def test_who_refuses_where_it_once_answered_is_gone_at_once(town, monkeypatch):
 
 
 def test_a_member_of_several_addresses_listens_at_all_of_them():
-    port = Port(TOKEN, "run", "m1", "first", "127.0.0.1", others=("127.0.0.9", "::1"))
-    caller = Port(TOKEN, "run", "m0", "first", "127.0.0.1")
+    port = Peers(TOKEN, "run", "m1", "first", "127.0.0.1", others=("127.0.0.9", "::1"))
+    caller = Peers(TOKEN, "run", "m0", "first", "127.0.0.1")
     try:
         for number, host in enumerate(port.address.hosts):
             seat = Seat("m1", "first", Address(host, port.address.port))

@@ -98,7 +98,7 @@ def test_a_run_waits_for_an_evaluator_that_has_not_scored_its_last_checkpoint_an
 def test_whatever_the_evaluator_cannot_do_the_training_goes_on(
     stage: Any, evaluate: str, how: dict[str, Any], said: str
 ) -> None:
-    told = ran(stage, evaluate, settings="budget_user=0", **how)
+    told = ran(stage, evaluate, settings="restarts_user=0", **how)
     assert told["evaluated"] is None
     assert "the training goes on without its evaluator" in told["story"]
     assert said in told["story"], "the reason is not told"

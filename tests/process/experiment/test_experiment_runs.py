@@ -49,7 +49,7 @@ def wrong():
     raise ValueError("no such thing")
 
 if __name__ == "__main__":
-    run = shoal.run(wrong, budget_user=0)
+    run = shoal.run(wrong, restarts_user=0)
     try:
         run.wait(80)
     except errors.RunFailed as error:
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 UNUSED = """
 if __name__ == "__main__":
-    run = shoal.run(lambda: 7, budget_user=0)
+    run = shoal.run(lambda: 7, restarts_user=0)
     try:
         run.wait(80)
     except errors.RunFailed as error:
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 GREEDY = """
 if __name__ == "__main__":
-    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(memory="40MiB")}, budget_user=0)
+    run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(memory="40MiB")}, restarts_user=0)
     try:
         run.wait(80)
     except errors.RunFailed as error:
@@ -217,7 +217,9 @@ def test_a_member_does_not_load_what_its_run_did_not_sign(tmp_path: Path) -> Non
     assert "error[S530]" in said
     assert not (tmp_path / "evil").exists(), "it was unpickled"
     manifest.write(
-        tmp_path / experiment_run.PACK, manifest.Manifest(manifest.Function("f", module="os")), "another token"
+        tmp_path / experiment_run.PACK,
+        manifest.PackManifest(manifest.PackedFunction("f", module="os")),
+        "another token",
     )
     assert "error[S530] the pack of this run was not signed with its token" in member(tmp_path)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.testing import run_under_test
 from shoal.testing.run_under_test import PATIENCE_S
 
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("train.py")
 SUMMATION_ORDER = 1e-10
 
 
-class Stage(run_under_test.Stage):
+class Stage(run_under_test.RunUnderTest):
     """One run in a home of its own."""
 
     script = SCRIPT
@@ -43,11 +43,11 @@ class Stage(run_under_test.Stage):
         assert set(finished) == {self.order().total_steps}
         self.check_parameters(torch.load(self.records / "final.pt", weights_only=True))
 
-    def order(self) -> Order:
+    def order(self) -> SampleOrder:
         plan = self.plan
-        order = Order(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
+        order = SampleOrder(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
         for entry in self.journal():
-            if entry["kind"] == "Decided" and entry["fields"]["what"] == "batch":
+            if entry["kind"] == "AdjustmentReported" and entry["fields"]["what"] == "batch":
                 order = order.change(entry["fields"]["step"], entry["fields"]["values"]["batch"])
         return order
 
@@ -61,10 +61,10 @@ class Stage(run_under_test.Stage):
             for commits in steps[step].values():
                 assert len({c["sum"] for c in commits}) == 1, f"members differ after step {step}"
             self._check_samples(steps[step][max(steps[step])], order, step)
-        entered = [e["fields"]["world"] for e in self.journal() if e["kind"] == "EnteredWorld"]
+        entered = [e["fields"]["world"] for e in self.journal() if e["kind"] == "WorldEntered"]
         assert entered == sorted(entered), "worlds went back"
 
-    def _check_samples(self, commits: list[dict[str, Any]], order: Order, step: int) -> None:
+    def _check_samples(self, commits: list[dict[str, Any]], order: SampleOrder, step: int) -> None:
         """The last world that committed a step had each sample of it once; who died had no time to record its part."""
         batch = order.ids(step, 0, order.size_of(step)).tolist()
         seen = [i for c in commits for i in c["ids"]]

@@ -59,7 +59,7 @@ def test_too_few_that_fit_end_the_run_with_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_dataset_smaller_than_the_batch_is_told(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("budget.user=0",), samples=40, batch=64) as run:
+    with staged(tmp_path, "2:2", ("restarts.user=0",), samples=40, batch=64) as run:
         run.finish(exit_code=1)
         check_told(run.output, "S303", "40 samples", "batch|size")
         assert not run.commits()
@@ -134,7 +134,7 @@ def test_a_script_that_only_this_machine_has_is_told_by_the_other(tmp_path: Path
     script = tmp_path / "gone.py"
     script.write_text("")
     with standing(tmp_path) as access:
-        assert command(tmp_path, "run", *access, "--detach", "--set", "budget.user=0", str(script)).returncode == 0
+        assert command(tmp_path, "run", *access, "--detach", "--set", "restarts.user=0", str(script)).returncode == 0
         script.unlink()
         joined = join(tmp_path, access)
         try:

@@ -22,7 +22,7 @@ def test_a_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
         told.wait(60)
         run.finish()
         run.check()
-        broken = [e for e in run.journal() if e["kind"] == "WorldBroke"]
+        broken = [e for e in run.journal() if e["kind"] == "WorldBroken"]
         assert not broken, "a notice broke a world"
         left = [e for e in run.journal() if e["kind"] == "MemberLeft" and e["fields"]["member"] == "local/1"]
         assert left, "local/1 went without a word"
@@ -40,7 +40,7 @@ def test_more_members_join_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         run.until_size(2)
         run.finish()
         run.check()
-        assert not [e for e in run.journal() if e["kind"] == "WorldBroke"], "a planned change broke a world"
+        assert not [e for e in run.journal() if e["kind"] == "WorldBroken"], "a planned change broke a world"
 
 
 def test_a_join_and_a_loss_at_once_cost_no_sample(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path:
         run.helper("coordinator").kill()
         run.shoal("stop", name)
         run.finish(exit_code=75)
-        assert len(run.journal("StopRequested")) == 1
+        assert len(run.journal("UserStopRequested")) == 1
 
 
 def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(
         at = run.step()
         time.sleep(7.0)
         run.until_step(at + 10)
-        hellos = len(run.journal("Hello"))
+        hellos = len(run.journal("MemberConnected"))
         coordinator.resume()
-        run.until(lambda: len(run.journal("Hello")) >= hellos + 3, "all to find the coordinator again")
+        run.until(lambda: len(run.journal("MemberConnected")) >= hellos + 3, "all to find the coordinator again")
         run.until_step(run.step() + 10)
-        assert not run.journal("Lost")
+        assert not run.journal("MemberLost")
         assert len({c["world"] for c in run.commits() if c["size"] == 3}) == 1, "the world was formed again"
         run.finish()
         run.check()
@@ -164,7 +164,7 @@ def test_a_second_machine_joins_a_running_run(tmp_path: Path) -> None:
         assert second.wait(60) == 0
         run.finish()
         run.check()
-        assert not [e for e in run.journal() if e["kind"] == "WorldBroke"], "a machine that left broke a world"
+        assert not [e for e in run.journal() if e["kind"] == "WorldBroken"], "a machine that left broke a world"
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tm
         run.until_size(3)
         run.until_step(40)
         run.kill("local/0")
-        run.until(lambda: [e for e in run.journal() if e["kind"] == "Decided"], "a decision")
+        run.until(lambda: [e for e in run.journal() if e["kind"] == "AdjustmentReported"], "a decision")
         run.kill("local/1")
         run.finish()
         run.check_steps(run.order().total_steps)

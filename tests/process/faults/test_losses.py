@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
 # Who comes late to the first world is not there in the step that it is to die in.
-ALL = "gather_s=60"
+ALL = "regroup_s=60"
 
 
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
@@ -118,22 +118,22 @@ def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(t
 
 def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
     die = [{"member": "local/2", "step": 6, "point": "forward"}]
-    settings = (ALL, "stall_s=2", "shares.policy=equal")
+    settings = (ALL, "hang_timeout_s=2", "shares.policy=equal")
     with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="hang") as run:
         run.until(run.commits, "the first step")
         pid = run.pids()["local/2"]
-        run.until(lambda: run.journal("Lost"), "it to be found")
+        run.until(lambda: run.journal("MemberLost"), "it to be found")
         back = lambda: any(c["member"] == "local/2" and c["world"] > 1 for c in run.commits())  # noqa: E731
         run.until(back, "another in its place")
         assert run.pids()["local/2"] != pid
         run.finish()
         run.check()
-        (lost,) = [e["fields"] for e in run.journal("Lost") if e["fields"]["stuck"]]
+        (lost,) = [e["fields"] for e in run.journal("MemberLost") if e["fields"]["stuck"]]
         assert (lost["member"], "while the others wait" in lost["reason"]) == ("local/2", True)
 
 
 def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("budget.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
+    with staged(tmp_path, "2:2", ("restarts.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
         run.finish(exit_code=1)
         assert "the script is wrong" in run.output
 
@@ -193,7 +193,7 @@ def test_a_member_that_runs_out_of_memory_repeats_the_step_in_pieces(tmp_path: P
     with staged(tmp_path, "3:3", fits={"local/1": 9}, shares="equal", pause_s=0.02, epochs=6) as run:
 
         def told() -> list[int]:
-            found = [e["fields"] for e in run.journal("Decided") if e["fields"]["what"] == "memory"]
+            found = [e["fields"] for e in run.journal("AdjustmentReported") if e["fields"]["what"] == "memory"]
             return [fields["values"]["local/1"] for fields in found]
 
         run.until_step(8)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from stage import Stage
 
-from shoal.core.data.rounds import Rounds
+from shoal.core.data.rounds import RoundOrder
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 LENGTH = 4
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
 # Who comes late to the first world is not there in the round that it is to die in.
-ALL = ("gather_s=60",)
+ALL = ("regroup_s=60",)
 
 
 class LocalStage(Stage):
@@ -30,9 +30,9 @@ class LocalStage(Stage):
     def __init__(self, path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> None:
         super().__init__(path, members, (f"sync=local:{LENGTH}", *settings), **plan)
 
-    def order(self) -> Rounds:
+    def order(self) -> RoundOrder:
         plan = self.plan
-        return Rounds.of(plan.get("samples", 512), plan.get("batch", 64), LENGTH, plan.get("epochs", 4), 5)
+        return RoundOrder.of(plan.get("samples", 512), plan.get("batch", 64), LENGTH, plan.get("epochs", 4), 5)
 
     def check(self) -> None:
         """Each sample once an epoch, and after every round all members have the same parameters and schedule."""
@@ -99,7 +99,7 @@ def test_a_notice_in_the_middle_of_a_round_is_heeded_at_its_end(tmp_path: Path) 
         run.kill("local/1", signal.SIGTERM)
         run.finish()
         run.check()
-        broken = [e for e in run.journal() if e["kind"] == "WorldBroke"]
+        broken = [e for e in run.journal() if e["kind"] == "WorldBroken"]
         assert not broken, "a planned change broke a round"
 
 

@@ -14,7 +14,7 @@ from stage import Stage
 
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Runs
+from shoal.core.runs.state import CoordinatorState
 from shoal.store import journal
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -83,13 +83,13 @@ class Served(Stage):
         monotonic = time.monotonic() - time.time()
         found = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
-        runs = Runs()
+        runs = CoordinatorState()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
             event, at = journal.event_of(entry, runs_events.KINDS), entry.at + monotonic
             for _, told in runs.apply(entry.run, event, entry.at):
-                if isinstance(told, ev.TellGone):
+                if isinstance(told, ev.AnnounceTrainerLost):
                     gone.setdefault(told.member, at)
-            if isinstance(event, ev.Hello) and event.member in gone:
+            if isinstance(event, ev.MemberConnected) and event.member in gone:
                 found.append((event.member, gone.pop(event.member), at))
         return found + [(member, since, math.inf) for member, since in gone.items()]
 

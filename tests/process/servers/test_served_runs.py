@@ -14,12 +14,12 @@ from stage import staged
 
 pytestmark = [pytest.mark.process, pytest.mark.servers, pytest.mark.timeout(300)]
 
-CALM = ("lease_s=2", "budget.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+CALM = ("lease_s=2", "restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
 
 
 def test_a_fast_trainer_waits_for_a_slow_one_at_the_bound(tmp_path: Path) -> None:
     slow = {"local/1": 0.08}
-    with served(tmp_path, "2:2", "stale:2", "tickets=equal", slow=slow, epochs=3) as run:
+    with served(tmp_path, "2:2", "stale:2", "ticket_sizing=equal", slow=slow, epochs=3) as run:
         run.finish()
         run.check_counts()
         assert run.check_bound(2) == 2, "the bound was never reached, so nothing was tested"
@@ -27,7 +27,7 @@ def test_a_fast_trainer_waits_for_a_slow_one_at_the_bound(tmp_path: Path) -> Non
 
 def test_without_a_bound_nobody_waits(tmp_path: Path) -> None:
     slow = {"local/1": 0.15}
-    with served(tmp_path, "2:2", "async", "tickets=equal", slow=slow, epochs=6) as run:
+    with served(tmp_path, "2:2", "async", "ticket_sizing=equal", slow=slow, epochs=6) as run:
         run.finish()
         run.check_counts()
         assert max(e["clock"] - e["low"] for e in run.events() if e["event"] == "begin") > 8
@@ -53,12 +53,12 @@ def test_a_killed_server_costs_nothing(tmp_path: Path) -> None:
         run.finish()
         run.check_counts()
         run.check_bound(2)
-        assert not [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
+        assert not [e for e in run.journal() if e["kind"] == "MemberReady" and e["fields"]["restored"]]
 
 
 def test_a_trainer_that_computes_for_long_is_waited_for_though_the_ledger_moves(tmp_path: Path) -> None:
     slow = {"local/1": 4.0}
-    with served(tmp_path, "2:2", "stale:1", *CALM, "tickets=equal", slow=slow, epochs=1) as run:
+    with served(tmp_path, "2:2", "stale:1", *CALM, "ticket_sizing=equal", slow=slow, epochs=1) as run:
         run.until(run.replicated, "every part to have a backup")
         lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
         run.until(lambda: run.commits() and run.commits()[-1]["at"] < time.monotonic() - 0.5, "all to wait")
@@ -124,10 +124,10 @@ def test_a_server_that_hangs_is_replaced_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_trainer_whose_script_hangs_is_not_waited_for(tmp_path: Path) -> None:
     hangs = {"local/1": 10}
-    with served(tmp_path, "2:2", "stale:2", *CALM, "stall_s=2", pause_s=0.03, epochs=60, hangs=hangs) as run:
+    with served(tmp_path, "2:2", "stale:2", *CALM, "hang_timeout_s=2", pause_s=0.03, epochs=60, hangs=hangs) as run:
         run.until_step(5)
-        run.until(lambda: run.journal("Lost"), "it to be found")
-        (lost,) = run.journal("Lost")
+        run.until(lambda: run.journal("MemberLost"), "it to be found")
+        (lost,) = run.journal("MemberLost")
         assert lost["fields"]["member"] == "local/1"
         assert "while others wait for it" in lost["fields"]["reason"]
         run.finish(patience_s=180)
@@ -162,7 +162,7 @@ def test_a_lone_server_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
         run.kill("local/server-0")
         run.finish()
         run.check_counts()
-        assert [e for e in run.journal() if e["kind"] == "BecameReady" and e["fields"]["restored"]]
+        assert [e for e in run.journal() if e["kind"] == "MemberReady" and e["fields"]["restored"]]
 
 
 def test_a_lone_server_that_is_told_to_go_serves_on_and_leaves_all_in_a_checkpoint(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) -> None:
     slow = {"local/1": 3.0}
-    with served(tmp_path, "2:2", "async", *CALM, "tickets=equal", slow=slow, pause_s=0.03, epochs=60) as run:
+    with served(tmp_path, "2:2", "async", *CALM, "ticket_sizing=equal", slow=slow, pause_s=0.03, epochs=60) as run:
         run.until(run.replicated, "every part to have a backup")
         step = run.step()
         run.until_step(step + 5)
@@ -226,12 +226,12 @@ def test_a_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) ->
 
 def test_trainers_do_not_wait_for_a_lost_state_when_the_run_stops(tmp_path: Path) -> None:
     slow = {"local/1": 3.0}
-    with served(tmp_path, "2:2", "async", *CALM, "tickets=equal", servers=1, slow=slow, epochs=60) as run:
+    with served(tmp_path, "2:2", "async", *CALM, "ticket_sizing=equal", servers=1, slow=slow, epochs=60) as run:
         run.until_step(5)
         run.shoal("stop", run.shoal("ps")[0]["run"], "--wait", "0")
         run.kill("local/server-0")
         run.finish(exit_code=75)
-        assert not [e for e in run.journal() if e["kind"] == "WaitOver" and e["fields"]["what"] == "grace"]
+        assert not [e for e in run.journal() if e["kind"] == "FleetTimerExpired" and e["fields"]["what"] == "grace"]
 
 
 def test_a_trainer_that_breaks_out_of_its_loop_ends_nothing_for_the_others(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from served import Served, served
 pytestmark = [pytest.mark.process, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 FAULTS = int(os.environ.get("SHOAL_SERVED_FAULTS", "12"))
-CALM = ("lease_s=2", "budget.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2", "reconnect_s=2")
+CALM = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2", "reconnect_s=2")
 
 
 def hurt(run: Served, dice: random.Random, stopped: list[tuple[float, int]]) -> bool:

@@ -13,20 +13,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.core.data.sample_order import Order
-from shoal.core.parameter_server.ticket_ledger import Ledger, Ticket
-from shoal.core.placement import Holding, Placement
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.parameter_server.ticket_ledger import Ticket, TicketLedger
+from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
 from shoal.worker.parameter_server import rpc
-from shoal.worker.parameter_server.rpc import Answer, Call, Pull, Push, Turn
-from shoal.worker.parameter_server.server import Server
+from shoal.worker.parameter_server.rpc import PullParameters, PushGradients, ServerCall, ServerReply, TicketRequest
+from shoal.worker.parameter_server.server import ParameterServer
 from shoal.worker.transport.handshake import CALL
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
-ORDER = Order(samples=64, size=8)
+ORDER = SampleOrder(samples=64, size=8)
 
 
 class Counting:
@@ -59,12 +59,12 @@ class Peer:
 
     def __init__(self, name: str, bound: int | None = 1) -> None:
         self.me, self.said = name, list[messages.Message]()
-        self.settings = SimpleNamespace(connect_s=2.0, lease_s=1.0)
-        self.port = Port(b"token", "run", name, "1", "127.0.0.1")
+        self.settings = SimpleNamespace(connect_timeout_s=2.0, lease_s=1.0)
+        self.port = Peers(b"token", "run", name, "1", "127.0.0.1")
         self.failed: list[Exception] = []
         self.fail = self.failed.append
         self.vault = Counting()
-        self.server = Server(self, self.vault, ORDER, Ledger(bound))  # type: ignore[arg-type]
+        self.server = ParameterServer(self, self.vault, ORDER, TicketLedger(bound))  # type: ignore[arg-type]
         self._socks: dict[str, socket.socket] = {}
 
     def say(self, message: messages.Message) -> None:
@@ -74,7 +74,7 @@ class Peer:
     def seat(self) -> Seat:
         return Seat(self.me, "1", self.port.address)
 
-    def ask(self, other: Peer, call: Call, body: bytes = b"", within_s: float = 10.0) -> Answer:
+    def ask(self, other: Peer, call: ServerCall, body: bytes = b"", within_s: float = 10.0) -> ServerReply:
         sock = self._socks.get(other.me)
         if sock is None:
             sock = self._socks[other.me] = self.port.call(CALL, 1, other.seat, 2.0, threading.Event())
@@ -102,12 +102,12 @@ def peers() -> Iterator[list[Peer]]:
     assert not [error for peer in found for error in peer.failed]
 
 
-def placed(number: int, holding: Holding, *servers: Peer, life: int = 1) -> Placement:
+def placed(number: int, holding: PartAssignment, *servers: Peer, life: int = 1) -> Placement:
     return Placement(number, life, tuple(peer.seat for peer in servers), (holding, holding, holding), fresh=True)
 
 
 def not_fresh(server: Peer) -> Placement:
-    return Placement(1, 1, (server.seat,), (Holding(server.me),) * 3, fresh=False)
+    return Placement(1, 1, (server.seat,), (PartAssignment(server.me),) * 3, fresh=False)
 
 
 def until(ready: Any, within_s: float = 10.0) -> None:
@@ -119,18 +119,18 @@ def until(ready: Any, within_s: float = 10.0) -> None:
 
 def replicated(a: Peer, b: Peer) -> Placement:
     """Part by part on a, with a complete copy on b."""
-    first = placed(1, Holding("a", learner="b", since=1), a, b)
+    first = placed(1, PartAssignment("a", learner="b", since=1), a, b)
     for peer in (b, a):
         peer.server.adopt(first)
-    until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
-    second = placed(2, Holding("a", "b", since=1), a, b)
+    until(lambda: sum(isinstance(m, messages.PartCopiedMsg) for m in a.said) == 3)
+    second = placed(2, PartAssignment("a", "b", since=1), a, b)
     for peer in (b, a):
         peer.server.adopt(second)
     return second
 
 
-def push(step: int, clock: int = 0, low: int = 0, part: int = 1, settled: int = 0) -> Push:
-    return Push(1, part, Ticket(step, 0, 8), clock, low, settled, b"")
+def push(step: int, clock: int = 0, low: int = 0, part: int = 1, settled: int = 0) -> PushGradients:
+    return PushGradients(1, part, Ticket(step, 0, 8), clock, low, settled, b"")
 
 
 def test_a_push_that_comes_twice_counts_once(peers: list[Peer]) -> None:
@@ -154,7 +154,7 @@ def test_what_is_acknowledged_is_known_to_the_backup_that_takes_over(peers: list
     a, b, t, u = peers
     replicated(a, b)
     t.ask(a, push(0))
-    b.server.adopt(placed(3, Holding("b"), b))
+    b.server.adopt(placed(3, PartAssignment("b"), b))
     assert u.ask(b, push(0)).kind == "done"
     assert b.vault.sums[1] == 8
     assert u.ask(b, push(1)).kind == "done"
@@ -164,10 +164,10 @@ def test_what_is_acknowledged_is_known_to_the_backup_that_takes_over(peers: list
 def test_a_primary_that_was_replaced_can_acknowledge_nothing(peers: list[Peer]) -> None:
     a, b, t, _ = peers
     replicated(a, b)
-    b.server.adopt(placed(3, Holding("b"), b))
+    b.server.adopt(placed(3, PartAssignment("b"), b))
     with pytest.raises(TimeoutError):
         t.ask(a, push(0), within_s=1.0)
-    until(lambda: any(isinstance(m, messages.Unreachable) for m in a.said))
+    until(lambda: any(isinstance(m, messages.ServerUnreachableMsg) for m in a.said))
     assert b.vault.sums[1] == 0
 
 
@@ -177,9 +177,9 @@ def test_a_primary_goes_on_alone_when_the_coordinator_says_so(peers: list[Peer])
     b.close()
     asked = threading.Thread(target=t.ask, args=(a, push(0)))
     asked.start()
-    until(lambda: any(isinstance(m, messages.Unreachable) for m in a.said))
+    until(lambda: any(isinstance(m, messages.ServerUnreachableMsg) for m in a.said))
     assert asked.is_alive(), "it was acknowledged before the coordinator knew that there is no backup"
-    a.server.adopt(placed(3, Holding("a"), a))
+    a.server.adopt(placed(3, PartAssignment("a"), a))
     asked.join(5)
     assert not asked.is_alive()
     assert a.vault.sums[1] == 8
@@ -197,12 +197,12 @@ def test_a_server_that_rests_answers_reads_only(peers: list[Peer]) -> None:
     a, b, t, _ = peers
     replicated(a, b)
     t.ask(a, push(0))
-    handing = placed(3, Holding("a", "b", since=1, handing=True), a, b)
+    handing = placed(3, PartAssignment("a", "b", since=1, handing=True), a, b)
     a.server.adopt(handing)
-    until(lambda: sum(isinstance(m, messages.Yielded) for m in a.said) == 3)
+    until(lambda: sum(isinstance(m, messages.PartReleasedMsg) for m in a.said) == 3)
     assert t.ask(a, push(1)).kind == "moved"
-    assert t.ask(a, Pull(1, 1, -1)).version == 8
-    swapped = placed(4, Holding("b", "a", since=1), a, b)
+    assert t.ask(a, PullParameters(1, 1, -1)).version == 8
+    swapped = placed(4, PartAssignment("b", "a", since=1), a, b)
     for peer in (a, b):
         peer.server.adopt(swapped)
     assert t.ask(b, push(1)).kind == "done"
@@ -211,16 +211,16 @@ def test_a_server_that_rests_answers_reads_only(peers: list[Peer]) -> None:
 
 def test_what_a_coordinator_that_was_away_has_missed_is_said_again(peers: list[Peer]) -> None:
     a, b, _, _ = peers
-    first = placed(1, Holding("a", learner="b", since=1), a, b)
+    first = placed(1, PartAssignment("a", learner="b", since=1), a, b)
     for peer in (b, a):
         peer.server.adopt(first)
-    until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
-    assert a.server.outstanding() == [messages.Copied(part, "b", 1) for part in range(3)]
-    a.server.adopt(placed(2, Holding("a", "b", since=1), a, b))
+    until(lambda: sum(isinstance(m, messages.PartCopiedMsg) for m in a.said) == 3)
+    assert a.server.outstanding() == [messages.PartCopiedMsg(part, "b", 1) for part in range(3)]
+    a.server.adopt(placed(2, PartAssignment("a", "b", since=1), a, b))
     assert a.server.outstanding() == []
-    a.server.adopt(placed(3, Holding("a", "b", since=1, handing=True), a, b))
+    a.server.adopt(placed(3, PartAssignment("a", "b", since=1, handing=True), a, b))
     until(lambda: len(a.server.outstanding()) == 3)
-    assert a.server.outstanding() == [messages.Yielded(part, 3) for part in range(3)]
+    assert a.server.outstanding() == [messages.PartReleasedMsg(part, 3) for part in range(3)]
 
 
 def test_a_server_makes_nothing_up(peers: list[Peer]) -> None:
@@ -233,11 +233,11 @@ def test_a_server_makes_nothing_up(peers: list[Peer]) -> None:
 def test_a_trainer_that_is_not_connected_for_a_lease_is_dropped_and_its_ticket_comes_again(peers: list[Peer]) -> None:
     a, b, t, u = peers
     replicated(a, b)
-    held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    held = t.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
     assert held is not None
     t.close()
     until(lambda: a.server.watch() or (a.server.ledger is not None and not a.server.ledger.trainers))
-    found = u.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    found = u.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
     assert found is not None
     assert found.ticket == held.ticket
     assert b.server.ledger == a.server.ledger
@@ -247,49 +247,49 @@ def test_a_trainer_that_connects_anew_keeps_its_ticket(peers: list[Peer]) -> Non
     a, b, t, u = peers
     a.settings.lease_s = 60.0
     replicated(a, b)
-    held = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    held = t.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
     assert held is not None
     t.hang_up()
     until(lambda: not a.server.connected("t", "1"))
     a.server.watch()
-    other = u.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    other = u.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
     assert other is not None
     assert other.ticket != held.ticket, "it was given to somebody else"
-    assert t.ask(a, Turn(1, 2, None, 0.0, True)).granted == held
+    assert t.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted == held
 
 
 def test_whoever_waits_hears_for_whom(peers: list[Peer]) -> None:
     a, b, t, u = peers
     replicated(a, b)
     for peer in (t, u):
-        assert peer.ask(a, Turn(1, 2, None, 0.0, True)).kind == "granted"
-    answer = Answer("")
+        assert peer.ask(a, TicketRequest(1, 2, None, 0.0, True)).kind == "granted"
+    answer = ServerReply("")
     while answer.kind != "wait":
-        granted = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+        granted = t.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
         assert granted is not None
-        answer = t.ask(a, Turn(1, 2, granted.ticket, 1.0, True))
+        answer = t.ask(a, TicketRequest(1, 2, granted.ticket, 1.0, True))
     assert answer.whom == ("u",)
     assert "ahead of u" in answer.reason
 
 
 def test_nobody_is_told_that_all_is_over_before_the_end_is_written(peers: list[Peer]) -> None:
     a, _, t, _ = peers
-    a.server.adopt(placed(1, Holding("a"), a))
+    a.server.adopt(placed(1, PartAssignment("a"), a))
     a.server.sealed = False
-    answer = t.ask(a, Turn(1, 1, None, 0.0, True))
+    answer = t.ask(a, TicketRequest(1, 1, None, 0.0, True))
     while answer.granted is not None:
-        answer = t.ask(a, Turn(1, 1, answer.granted.ticket, 1.0, True))
+        answer = t.ask(a, TicketRequest(1, 1, answer.granted.ticket, 1.0, True))
     assert (answer.kind, answer.reason) == ("wait", "the last checkpoint is written")
     a.server.sealed = True
-    answer = t.ask(a, Turn(1, 1, None, 0.0, True))
+    answer = t.ask(a, TicketRequest(1, 1, None, 0.0, True))
     assert (answer.kind, answer.finished_samples) == ("over", 64)
 
 
 def test_an_earlier_life_is_void(peers: list[Peer]) -> None:
     a, _, t, _ = peers
-    a.server.adopt(placed(1, Holding("a"), a))
+    a.server.adopt(placed(1, PartAssignment("a"), a))
     t.ask(a, push(0))
-    a.server.adopt(placed(2, Holding("a"), a, life=2))
+    a.server.adopt(placed(2, PartAssignment("a"), a, life=2))
     assert t.ask(a, push(1)).kind == "void"
     assert a.vault.sums[1] == 0
 
@@ -297,15 +297,15 @@ def test_an_earlier_life_is_void(peers: list[Peer]) -> None:
 def test_a_copy_for_a_checkpoint_can_be_gone_on_from(peers: list[Peer]) -> None:
     a, b, t, _ = peers
     replicated(a, b)
-    granted = t.ask(a, Turn(1, 2, None, 0.0, True)).granted
+    granted = t.ask(a, TicketRequest(1, 2, None, 0.0, True)).granted
     assert granted is not None
     t.ask(a, push(granted.ticket.step))
     found = a.server.gather()
     assert found is not None
-    saved = msgspec.msgpack.decode(found[0][0], type=Ledger)
+    saved = msgspec.msgpack.decode(found[0][0], type=TicketLedger)
     assert saved.again == (granted.ticket,), "it was not finished, so it comes again"
     b.server.restore(found)
-    b.server.adopt(placed(9, Holding("b"), b, life=2))
+    b.server.adopt(placed(9, PartAssignment("b"), b, life=2))
     again = msgspec.structs.replace(push(granted.ticket.step), life=2)
     assert t.ask(b, again).kind == "done"
     assert b.vault.sums[1] == 8, "the shard knew that it has it"
@@ -313,21 +313,21 @@ def test_a_copy_for_a_checkpoint_can_be_gone_on_from(peers: list[Peer]) -> None:
 
 def test_a_copy_made_while_a_checkpoint_is_gathered_does_not_remember_tickets_for_ever(peers: list[Peer]) -> None:
     a, b, t, _ = peers
-    first = placed(1, Holding("a"), a, b)
-    second = placed(2, Holding("a", learner="b", since=2), a, b)
+    first = placed(1, PartAssignment("a"), a, b)
+    second = placed(2, PartAssignment("a", learner="b", since=2), a, b)
     a.server.adopt(first)
     whole = a.server._copy_of
 
     def while_somebody_joins(number: int, placement: Placement) -> Any:
         for peer in (b, a):
             peer.server.adopt(second)
-        until(lambda: sum(isinstance(m, messages.Copied) for m in a.said) == 3)
+        until(lambda: sum(isinstance(m, messages.PartCopiedMsg) for m in a.said) == 3)
         a.server._copy_of = whole  # type: ignore[method-assign]
         return whole(number, placement)
 
     a.server._copy_of = while_somebody_joins  # type: ignore[method-assign]
     assert a.server.gather() is not None
-    assert t.ask(a, Turn(1, 2, None, 0.0, True)).kind == "granted"
+    assert t.ask(a, TicketRequest(1, 2, None, 0.0, True)).kind == "granted"
     assert b.server.ledger == a.server.ledger
     assert b.server.ledger is not None
     assert b.server.ledger.marked is None

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.agent.member_processes import Members
-from shoal.wire.member_messages import StartMember
+from shoal.agent.member_processes import MemberProcesses
+from shoal.wire.member_messages import StartMemberMsg
 
 
-def told(tmp_path: Path, *, apart: bool, project: str = "", seen: bool = True) -> StartMember:
+def told(tmp_path: Path, *, apart: bool, project: str = "", seen: bool = True) -> StartMemberMsg:
     """The order that a machine carries out, for one that a coordinator gave."""
     run_dir, cwd = tmp_path / "runs" / "r", tmp_path / "work"
     cwd.mkdir()
@@ -21,8 +21,8 @@ def told(tmp_path: Path, *, apart: bool, project: str = "", seen: bool = True) -
     laid_out = SimpleNamespace(lay_out=lambda name, run: tmp_path / "agent" / "runs" / run / name)
     home = SimpleNamespace(apart=apart, directory=tmp_path / "agent")
     stub = SimpleNamespace(_home=home, _luggage=laid_out)
-    order = StartMember("r", "m", "i", ("train.py",), str(cwd), {"SHOAL_RUN_DIR": str(run_dir)}, project=project)
-    return asyncio.run(Members._at_home(stub, order))  # type: ignore[arg-type]
+    order = StartMemberMsg("r", "m", "i", ("train.py",), str(cwd), {"SHOAL_RUN_DIR": str(run_dir)}, project=project)
+    return asyncio.run(MemberProcesses._at_home(stub, order))  # type: ignore[arg-type]
 
 
 def test_where_all_is_seen_nothing_changes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from shoal.agent.project_files import UNUSED_S, Luggage
+from shoal.agent.project_files import UNUSED_S, ProjectCache
 from shoal.pack import project
 
 
@@ -24,6 +24,6 @@ def test_what_no_run_has_needed_for_long_is_forgotten_and_what_is_needed_stays(t
         os.utime(cache / called, (0.0, time.time() - UNUSED_S - 60.0))
     recent = cache / ("2" * 64)
     recent.write_text("of a run of yesterday")
-    luggage = Luggage("http://nobody", "no token", cache, tmp_path / "runs")
+    luggage = ProjectCache("http://nobody", "no token", cache, tmp_path / "runs")
     assert (luggage.lay_out(name, "r") / "train.py").read_text() == "print(1)"
     assert {path.name for path in cache.iterdir()} == {*kept, recent.name}

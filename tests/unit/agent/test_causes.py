@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.exit_causes import Exit, Failure, Why, classify, root_cause
+from shoal.core.exit_causes import ExitFacts, MemberFailure, RecordedException, classify, root_cause
 
 
 def verdict(**known):
     return tuple(
-        getattr(classify(Exit(**{"exit_code": None, "signal": None, **known})), f) for f in ("cause", "detail")
+        getattr(classify(ExitFacts(**{"exit_code": None, "signal": None, **known})), f) for f in ("cause", "detail")
     )
 
 
@@ -31,21 +31,24 @@ def test_sigterm_is_a_preemption_only_after_a_notice():
 
 
 def test_an_exception_is_the_users_and_its_first_line_is_the_detail():
-    assert verdict(exit_code=1, why=Why("ValueError", "bad\nworse")) == ("user", "ValueError: bad")
-    assert verdict(exit_code=1, why=Why("KeyError", "")) == ("user", "KeyError")
+    assert verdict(exit_code=1, why=RecordedException("ValueError", "bad\nworse")) == ("user", "ValueError: bad")
+    assert verdict(exit_code=1, why=RecordedException("KeyError", "")) == ("user", "KeyError")
 
 
 @pytest.mark.parametrize(("code", "cause"), [("S209", "infrastructure"), ("S207", "infrastructure"), ("S303", "user")])
 def test_errors_of_shoal_are_told_apart_by_their_code(code, cause):
-    assert verdict(exit_code=1, why=Why("Whatever", "it broke", code)) == (cause, f"error[{code}] it broke")
+    assert verdict(exit_code=1, why=RecordedException("Whatever", "it broke", code)) == (
+        cause,
+        f"error[{code}] it broke",
+    )
 
 
 def test_a_model_that_differs_is_the_users_error():
-    assert verdict(exit_code=4, why=Why("ModelDiffers", "it has 3 layers", "S206"))[0] == "refused"
+    assert verdict(exit_code=4, why=RecordedException("ModelMismatch", "it has 3 layers", "S206"))[0] == "refused"
 
 
 def test_a_broken_exchange_is_not_the_users():
-    assert verdict(exit_code=1, why=Why("ExchangeBroken", "peer gone"))[0] == "infrastructure"
+    assert verdict(exit_code=1, why=RecordedException("ExchangeBroken", "peer gone"))[0] == "infrastructure"
 
 
 def test_a_kill_without_a_known_sender_may_be_want_of_memory():
@@ -67,7 +70,7 @@ def test_a_keyboard_interrupt_is_the_users():
 
 
 def failure(member, at, cause, detail):
-    return Failure(member, at, cause, detail)
+    return MemberFailure(member, at, cause, detail)
 
 
 def test_nothing_failed_has_no_cause():

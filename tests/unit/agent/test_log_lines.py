@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from shoal.agent.log_tail import BATCH_CHARACTERS, BATCH_LINES, LAST_LINES, Allowance, Lines, Tail, batches
+from shoal.agent.log_tail import BATCH_CHARACTERS, BATCH_LINES, LAST_LINES, LineSplitter, LogRateLimit, LogTail, batches
 
 
 def test_lines_are_whole_however_the_bytes_come():
-    lines = Lines()
+    lines = LineSplitter()
     assert lines.feed(b"on") == []
     assert lines.feed(b"e\ntwo\nth") == ["one", "two"]
     assert lines.feed("ré\n".encode()[:2]) == []
@@ -19,13 +19,13 @@ def test_lines_are_whole_however_the_bytes_come():
 
 
 def test_letters_cut_in_two_by_a_read_are_put_together():
-    lines = Lines()
+    lines = LineSplitter()
     data = "größe\n".encode()
     assert lines.feed(data[:3]) + lines.feed(data[3:]) == ["größe"]
 
 
 def test_a_progress_bar_shows_its_last_state_and_takes_no_memory():
-    lines = Lines()
+    lines = LineSplitter()
     for percent in range(1000):
         assert lines.feed(b"\r%d%% " % percent + b"#" * 1000) == []
     (shown,) = lines.feed(b"\r100%\n")
@@ -33,15 +33,15 @@ def test_a_progress_bar_shows_its_last_state_and_takes_no_memory():
 
 
 def test_windows_line_ends_leave_nothing():
-    assert Lines().feed(b"a\r\nb\r\n") == ["a", "b"]
+    assert LineSplitter().feed(b"a\r\nb\r\n") == ["a", "b"]
 
 
 def test_control_characters_are_replaced_but_tabs_and_colours_stay():
-    assert Lines().feed(b"a\x00b\x08\tc\x1b[31m\x7f\xff\n") == ["a\ufffdb\ufffd\tc\x1b[31m\ufffd\ufffd"]
+    assert LineSplitter().feed(b"a\x00b\x08\tc\x1b[31m\x7f\xff\n") == ["a\ufffdb\ufffd\tc\x1b[31m\ufffd\ufffd"]
 
 
 def test_a_line_without_end_takes_bounded_memory_and_says_how_much_is_missing():
-    lines = Lines()
+    lines = LineSplitter()
     for _ in range(100):
         assert lines.feed(b"x" * 100_000) == []
     (line,) = lines.feed(b"\n")
@@ -55,33 +55,33 @@ def test_batches_are_bounded_by_lines_and_by_size():
 
 
 def test_more_than_allowed_is_dropped_with_a_mark_and_time_refills():
-    allowance = Allowance(per_s=10.0, burst=5.0)
+    allowance = LogRateLimit(per_s=10.0, burst=5.0)
     assert allowance.pass_on(["a"] * 7, now=100.0) == ["a"] * 5
     assert allowance.pass_on(["b"], now=100.0) == []
     assert allowance.pass_on(["c"], now=100.2) == ["… 3 lines are in the member's file only", "c"]
 
 
 def test_the_last_words_are_never_dropped():
-    allowance = Allowance(per_s=10.0, burst=5.0)
+    allowance = LogRateLimit(per_s=10.0, burst=5.0)
     lines = [str(number) for number in range(1000)]
     passed = allowance.pass_on(lines, now=1.0, last=True)
     assert passed == [*lines[:5], f"… {995 - LAST_LINES} lines are in the member's file only", *lines[-LAST_LINES:]]
 
 
 def test_last_words_that_were_held_back_before_the_end_still_go():
-    allowance = Allowance(per_s=10.0, burst=5.0)
+    allowance = LogRateLimit(per_s=10.0, burst=5.0)
     allowance.pass_on(["a"] * 5, now=1.0)
     assert allowance.pass_on(["b", "ValueError: bad"], now=1.0) == []
     assert allowance.pass_on([], now=1.0, last=True) == ["b", "ValueError: bad"]
 
 
 def test_nothing_dropped_has_no_mark_at_the_end():
-    assert Allowance().pass_on(["a", "b"], now=1.0, last=True) == ["a", "b"]
+    assert LogRateLimit().pass_on(["a", "b"], now=1.0, last=True) == ["a", "b"]
 
 
 def test_a_tail_follows_a_file_that_does_not_exist_yet(tmp_path):
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.read(1.0) == []
     path.write_bytes(b"one\ntwo")
     assert tail.read(1.1) == ["one"]
@@ -95,7 +95,7 @@ def test_a_tail_follows_a_file_that_does_not_exist_yet(tmp_path):
 def test_a_tail_far_behind_skips_and_says_so(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"start\n")
-    tail = Tail(path)
+    tail = LogTail(path)
     tail.read(1.0)
     with path.open("ab") as file:
         file.write(b"x" * 99 + b"\n")
@@ -110,6 +110,6 @@ def test_a_tail_far_behind_skips_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"\r", b"\r\n", b"\n\n\n"])
 def test_odd_beginnings_do_no_harm(data):
-    lines = Lines()
+    lines = LineSplitter()
     lines.feed(data)
     lines.finish()

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from shoal.agent.processes.zygote_messages import MAX_ORDER_BYTES, Start, length_of, pack, receive_start
+from shoal.agent.processes.zygote_messages import MAX_ORDER_BYTES, ForkRequest, length_of, pack, receive_start
 
 
 def order(variables):
-    return Start("k", ("train.py",), False, "/", variables, "log", "why", 1)
+    return ForkRequest("k", ("train.py",), False, "/", variables, "log", "why", 1)
 
 
 def test_an_order_arrives_as_it_was_sent():

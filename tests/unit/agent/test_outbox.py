@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from shoal.agent.outbox import MAX_LOG_BATCHES, Outbox
-from shoal.wire.member_messages import AgentBeat, LogLines, MemberExited
+from shoal.wire.member_messages import AgentHeartbeatMsg, LogLinesMsg, MemberExitedMsg
 
 
 def exited(member="lab/0"):
-    return MemberExited("run", member, "one", 0, None, "done")
+    return MemberExitedMsg("run", member, "one", 0, None, "done")
 
 
 def lines(*texts, member="lab/0"):
-    return LogLines("run", member, texts)
+    return LogLinesMsg("run", member, texts)
 
 
 def drain(outbox, now=0.0):
@@ -25,8 +25,8 @@ def drain(outbox, now=0.0):
 def test_events_go_before_log_lines():
     outbox = Outbox()
     outbox.put(lines("a", member="lab/1"))
-    outbox.put(AgentBeat(0.0, 0))
-    assert drain(outbox) == [AgentBeat(0.0, 0), lines("a", member="lab/1")]
+    outbox.put(AgentHeartbeatMsg(0.0, 0))
+    assert drain(outbox) == [AgentHeartbeatMsg(0.0, 0), lines("a", member="lab/1")]
 
 
 def test_the_last_words_of_a_member_go_before_its_exit():

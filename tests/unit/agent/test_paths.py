@@ -75,6 +75,6 @@ def test_one_that_opens_too_late_is_closed_again():
 
 def test_if_all_fail_each_says_why():
     refused, unknown = ConnectionRefusedError("no"), OSError("what")
-    with pytest.raises(happy_eyeballs.NoneAnswered) as none:
+    with pytest.raises(happy_eyeballs.NoUrlReachable) as none:
         Doors(a=refused, b=unknown).first()
     assert none.value.failures == {"a": refused, "b": unknown}

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shoal.agent import machine_info
-from shoal.errors import Unreachable
+from shoal.errors import PeerUnreachable
 
 
 def put(root, path, text):
@@ -83,7 +83,7 @@ def test_a_coordinator_on_loopback_gets_a_loopback_address():
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(Unreachable, match="nope") as caught:
+    with pytest.raises(PeerUnreachable, match="nope") as caught:
         machine_info.hosts_to_announce("http://127.0.0.1:9", "nope")
     assert "lo" in caught.value.why
 

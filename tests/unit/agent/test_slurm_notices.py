@@ -11,61 +11,61 @@ import time
 import pytest
 
 from shoal.agent.notices import slurm
-from shoal.agent.notices.slurm import ASK_AGAIN_S, PATIENCE_S, End, SlurmJob, judge, parse_end, slurm_job, wake_in
+from shoal.agent.notices.slurm import ASK_AGAIN_S, PATIENCE_S, JobEnd, SlurmJob, judge, parse_end, slurm_job, wake_in
 from shoal.agent.notices.source import source
 from shoal.errors import BadNoticeSource
 
 NOW = 1000.0
 
 
-def told(end: End | None, warned: bool = True):
+def told(end: JobEnd | None, warned: bool = True):
     return judge(end, 60.0, NOW, "7", NOW if warned else None)
 
 
 def test_slurms_signal_before_the_time_limit_is_a_notice_until_then():
-    notice = told(End(NOW + 75))
+    notice = told(JobEnd(NOW + 75))
     assert (notice.within_s, notice.source, notice.detail) == (75.0, "slurm", "its time limit (job 7)")
 
 
 def test_a_preempted_job_has_its_grace_time():
-    notice = told(End(NOW + 10, preempted=True))
+    notice = told(JobEnd(NOW + 10, preempted=True))
     assert (notice.within_s, notice.detail) == (10.0, "another job takes its place (job 7)")
 
 
 def test_the_time_limit_is_a_notice_also_if_the_signal_does_not_come():
-    assert told(End(NOW + 60), warned=False).within_s == 60.0
-    assert told(End(NOW + 61), warned=False) is None, "it was prolonged"
-    assert told(End(None), warned=False) is None
+    assert told(JobEnd(NOW + 60), warned=False).within_s == 60.0
+    assert told(JobEnd(NOW + 61), warned=False) is None, "it was prolonged"
+    assert told(JobEnd(None), warned=False) is None
 
 
 def test_a_signal_that_slurm_does_not_explain_is_taken_at_its_word():
     assert told(None).within_s == 60.0
-    assert told(End(NOW + 9999)).within_s == 60.0
-    assert told(End(None)).within_s == 60.0
+    assert told(JobEnd(NOW + 9999)).within_s == 60.0
+    assert told(JobEnd(None)).within_s == 60.0
 
 
 def test_the_signal_and_the_time_limit_are_one_notice():
-    assert told(End(NOW + 60)).key == told(End(NOW + 60), warned=False).key
-    assert told(End(NOW + 60)).key != told(End(NOW + 10, preempted=True)).key
+    assert told(JobEnd(NOW + 60)).key == told(JobEnd(NOW + 60), warned=False).key
+    assert told(JobEnd(NOW + 60)).key != told(JobEnd(NOW + 10, preempted=True)).key
 
 
 def test_an_end_that_is_past_is_now():
-    assert told(End(NOW - 5)).within_s == 0.0
+    assert told(JobEnd(NOW - 5)).within_s == 0.0
 
 
 def test_slurm_is_asked_again_only_when_it_matters():
-    assert wake_in(End(NOW + 300), 60.0, NOW, told="") == 240.0
-    assert wake_in(End(NOW + 30), 60.0, NOW, told="") == 0.0
-    assert wake_in(End(None), 60.0, NOW, told="") is None, "there is no limit"
-    assert wake_in(End(NOW + 30), 60.0, NOW, told="said") is None
+    assert wake_in(JobEnd(NOW + 300), 60.0, NOW, told="") == 240.0
+    assert wake_in(JobEnd(NOW + 30), 60.0, NOW, told="") == 0.0
+    assert wake_in(JobEnd(None), 60.0, NOW, told="") is None, "there is no limit"
+    assert wake_in(JobEnd(NOW + 30), 60.0, NOW, told="said") is None
     assert wake_in(None, 60.0, NOW, told="") == ASK_AGAIN_S
 
 
 def test_slurm_is_asked_on_while_it_has_not_explained_its_signal():
-    for end in (None, End(None), End(NOW + 9999)):
+    for end in (None, JobEnd(None), JobEnd(NOW + 9999)):
         assert wake_in(end, 60.0, NOW + 50, told="said", warned_at=NOW) == PATIENCE_S
-    assert wake_in(End(None), 60.0, NOW + 61, told="said", warned_at=NOW) is None, "its time is up"
-    assert wake_in(End(NOW + 10, preempted=True), 60.0, NOW, told="said", warned_at=NOW) is None
+    assert wake_in(JobEnd(None), 60.0, NOW + 61, told="said", warned_at=NOW) is None, "its time is up"
+    assert wake_in(JobEnd(NOW + 10, preempted=True), 60.0, NOW, told="said", warned_at=NOW) is None
 
 
 def test_what_a_signal_grants_counts_from_the_signal():
@@ -77,13 +77,13 @@ def test_a_signal_is_passed_on_although_slurm_is_slow_to_explain_it(monkeypatch)
     monkeypatch.setattr(slurm, "PATIENCE_S", 0.01)
     answer = threading.Event()
 
-    def slow(job: str) -> End:
+    def slow(job: str) -> JobEnd:
         answer.wait(30)
-        return End(time.time() + 10, preempted=True)
+        return JobEnd(time.time() + 10, preempted=True)
 
     async def heard() -> list[str]:
         found = []
-        async for notice in SlurmJob(60.0, "7", End(None), slow).notices():
+        async for notice in SlurmJob(60.0, "7", JobEnd(None), slow).notices():
             found.append(notice.detail)
             answer.set()
             if len(found) == 2:
@@ -99,9 +99,9 @@ def test_a_signal_is_passed_on_although_slurm_is_slow_to_explain_it(monkeypatch)
 @pytest.mark.parametrize(
     ("said", "end"),
     [
-        ("1794812521|1794812511|\n", End(1_794_812_521.0, True)),
-        ("1794812521|N/A|\n", End(1_794_812_521.0)),
-        ("NONE|N/A|\n", End(None)),
+        ("1794812521|1794812511|\n", JobEnd(1_794_812_521.0, True)),
+        ("1794812521|N/A|\n", JobEnd(1_794_812_521.0)),
+        ("NONE|N/A|\n", JobEnd(None)),
         ("", None),
         ("slurm_load_jobs error: Invalid job id specified", None),
     ],
@@ -122,4 +122,4 @@ def test_it_is_a_source_of_jobs_only(monkeypatch):
 
 
 def test_a_newer_slurm_says_in_the_environment_when_the_job_ends():
-    assert slurm_job("", {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1794812521"})._end == End(1_794_812_521.0)
+    assert slurm_job("", {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1794812521"})._end == JobEnd(1_794_812_521.0)

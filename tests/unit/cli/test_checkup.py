@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from shoal.doctor.pool_check import Checkup, _Hire
-from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
+from shoal.doctor.pool_check import PoolCheck, _CheckedAllocation
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
 from shoal.errors import EngineUnreachable
-from shoal.launch.settings_layers import Choices
+from shoal.launch.settings_layers import ResolvedSettings
 
 
 class Cluster(Engine):
     """Remembers what runs; its first cancellations may fail."""
 
     def __init__(self, *running: str, trouble: tuple[BaseException, ...] = ()) -> None:
-        super().__init__("lab", Options())
+        super().__init__("lab", EngineOptions())
         self.running, self.trouble, self.closed = list(running), list(trouble), False
 
-    def render(self, ask: Ask) -> Rendered:
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
         raise NotImplementedError
 
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         raise NotImplementedError
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         assert tag == "doctors-tag"
-        return [Seen(name, name, "running") for name in self.running]
+        return [AllocationStatus(name, name, "running") for name in self.running]
 
     def cancel(self, handle: str) -> None:
         if self.trouble:
@@ -35,16 +35,16 @@ class Cluster(Engine):
         if handle in self.running:
             self.running.remove(handle)
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Capacity]:
         return []
 
     def close(self) -> None:
         self.closed = True
 
 
-def checkup(cluster: Cluster, *known: str) -> Checkup:
-    made = Checkup(Choices({}, None), ["lab"], 2, Path("doctors-tag"), 1.0, lambda _: None)
-    made._hires = [_Hire(name, "lab", cluster, handle=name) for name in known]
+def checkup(cluster: Cluster, *known: str) -> PoolCheck:
+    made = PoolCheck(ResolvedSettings({}, None), ["lab"], 2, Path("doctors-tag"), 1.0, lambda _: None)
+    made._hires = [_CheckedAllocation(name, "lab", cluster, handle=name) for name in known]
     return made
 
 

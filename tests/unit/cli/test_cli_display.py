@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.output import live_panel, table
-from shoal.cli.output.lines import Forgiving, JsonLines, Plain, decisions, progress, sentence
+from shoal.cli.output.lines import JsonLines, PlainOutput, SafeDisplay, decisions, progress, sentence
 from shoal.cli.verbs import status, why
-from shoal.wire.api import Decision
+from shoal.wire.api import AdjustmentView
 
 
 def drawn(renderable: Any, width: int = 100) -> str:
@@ -72,19 +72,19 @@ def test_markup_in_what_members_print_is_only_text() -> None:
 def test_plain_lines_come_with_their_member_and_progress_now_and_then(make: Any) -> None:
     said: list[str] = []
     now = [0.0]
-    shown = Plain(said.append, clock=lambda: now[0], every_s=10.0)
+    shown = PlainOutput(said.append, clock=lambda: now[0], every_s=10.0)
     for second in range(21):
         now[0] = float(second)
         shown.view(make.run(step=second))
     shown.logs([("local/1", "epoch 0")])
-    shown.story([make.line(1, "Say", "local/2 is lost", reason="signal 9")])
+    shown.story([make.line(1, "MembershipNote", "local/2 is lost", reason="signal 9")])
     assert [line.split("/")[0] for line in said[:3]] == ["step 0", "step 10", "step 20"]
     assert said[3:] == ["local/1 | epoch 0", "shoal: local/2 is lost (signal 9)"]
 
 
 def test_quiet_leaves_only_what_members_print(make: Any) -> None:
     said: list[str] = []
-    shown = Plain(said.append, quiet=True)
+    shown = PlainOutput(said.append, quiet=True)
     shown.view(make.run())
     shown.note("something")
     shown.logs([("local/0", "mine")])
@@ -97,7 +97,7 @@ def test_json_is_one_object_a_line(make: Any) -> None:
     shown.view(make.run())
     shown.view(make.run())
     shown.logs([("local/0", "a\nb")])
-    shown.story([make.line(1, "Say", "x")])
+    shown.story([make.line(1, "MembershipNote", "x")])
     assert [json.loads(line)["event"] for line in said] == ["progress", "log", "story"]
 
 
@@ -105,13 +105,13 @@ def test_a_terminal_that_is_gone_does_not_end_the_supervision(make: Any) -> None
     def broken(text: str) -> None:
         raise OSError(5, "Input/output error")
 
-    shown = Forgiving(Plain(broken))
+    shown = SafeDisplay(PlainOutput(broken))
     shown.note("hello")
     shown.view(make.run())
 
 
 def test_a_reason_that_is_in_the_text_is_not_said_twice(make: Any) -> None:
-    assert sentence(make.line(1, "Say", "lost: signal 9", reason="signal 9")) == "lost: signal 9"
+    assert sentence(make.line(1, "MembershipNote", "lost: signal 9", reason="signal 9")) == "lost: signal 9"
 
 
 def test_progress_of_a_waiting_run_says_why(make: Any) -> None:
@@ -139,7 +139,7 @@ def balanced(make: Any) -> Any:
         make.member("local/1", rank=1, share=13, data_s=0.0003, compute_s=0.052, exchange_s=0.004),
         make.member("local/2", status="spare", share=0, samples_per_s=0.0),
     )
-    told = Decision("shares", 12, {"local/0": 51, "local/1": 13}, "local/1 is slow: 51, 13 instead of 32, 32")
+    told = AdjustmentView("shares", 12, {"local/0": 51, "local/1": 13}, "local/1 is slow: 51, 13 instead of 32, 32")
     return make.run(members=members, batch=64, noise=1310.4, idle_before=0.38, idle_now=0.0172, decided=(told,))
 
 
@@ -166,7 +166,7 @@ def test_a_narrow_panel_says_that_a_member_is_silent_or_stuck(make: Any) -> None
 def test_changes_of_shares_leave_room_for_what_else_happens(make: Any) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     shown = live_panel.Panel(console)
-    shown.story([make.line(1, "Say", "local/2 is lost")])
+    shown.story([make.line(1, "MembershipNote", "local/2 is lost")])
     shown.story([make.line(n, "SharesDecided", f"shares {n}") for n in range(2, 50)])
     shown.view(make.run())
     shown.close()
@@ -176,7 +176,7 @@ def test_changes_of_shares_leave_room_for_what_else_happens(make: Any) -> None:
 
 
 def test_many_limits_of_memory_are_one_line(make: Any) -> None:
-    limits = tuple(Decision("memory", 10 - n, {f"m/{n}": 8}, f"m/{n} is full") for n in range(3))
+    limits = tuple(AdjustmentView("memory", 10 - n, {f"m/{n}": 8}, f"m/{n} is full") for n in range(3))
     assert decisions(make.run(decided=limits)) == [
         ("memory", "from step 10 on: m/0 is full (and 2 more members have a limit)")
     ]
@@ -185,7 +185,7 @@ def test_many_limits_of_memory_are_one_line(make: Any) -> None:
 def test_plain_lines_tell_few_of_many_changes_of_shares(make: Any) -> None:
     said: list[str] = []
     now = [0.0]
-    shown = Plain(said.append, clock=lambda: now[0], every_s=10.0)
+    shown = PlainOutput(said.append, clock=lambda: now[0], every_s=10.0)
     for number in range(200):
         now[0] = 0.1 * number
         shown.story([make.line(number, "SharesDecided", f"shares {number}")])
@@ -217,7 +217,12 @@ def test_status_of_a_run_that_has_not_begun_has_no_shares(make: Any) -> None:
 
 def test_why_folds_many_changes_of_shares(make: Any) -> None:
     many = [make.line(n, "SharesDecided", f"shares {n}", step=n) for n in range(100)]
-    lines = [make.line(100, "Say", "local/2 is lost"), *many, make.line(101, "Say", "done"), *many[:8]]
+    lines = [
+        make.line(100, "MembershipNote", "local/2 is lost"),
+        *many,
+        make.line(101, "MembershipNote", "done"),
+        *many[:8],
+    ]
     text = why.text(make.run(), lines)
     assert len(text.splitlines()) == 1 + 1 + 7 + 1 + 8 + 1
     assert "… 94 more changes of shares; shoal why --json tells them all" in text
@@ -228,8 +233,8 @@ def test_why_folds_many_changes_of_shares(make: Any) -> None:
 def test_the_story_of_a_member_has_the_shares_of_its_time(make: Any) -> None:
     lines = [
         make.line(1, "SharesDecided", "before its time"),
-        make.line(2, "Hello", "local/1 connected", member="local/1"),
-        make.line(3, "Hello", "local/0 connected", member="local/0"),
+        make.line(2, "MemberConnected", "local/1 connected", member="local/1"),
+        make.line(3, "MemberConnected", "local/0 connected", member="local/0"),
         make.line(4, "SharesDecided", "it is slow"),
         make.line(5, "ProcessExited", "local/1 ended", member="local/1"),
         make.line(6, "BatchDecided", "after its time"),

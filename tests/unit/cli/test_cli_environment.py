@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import BadEnvironment
 from shoal.launch import launch_plan as render
 from shoal.launch import settings_layers
-from shoal.wire.pool_files import Hires
+from shoal.wire.pool_files import CoordinatorPools
 
 POOLS = """
 [run]
@@ -62,7 +62,7 @@ def test_a_pool_that_is_described_no_more_gives_back_what_it_gave_and_needs_its_
     tmp_path: Path,
 ) -> None:
     (tmp_path / "shoal.toml").write_text('[pool.here]\nengine = "local"\n')
-    before = Hires({"old": {"engine": "slurm", "partition": "p", "limit": 3, "environment": "/gone.txt"}})
+    before = CoordinatorPools({"old": {"engine": "slurm", "partition": "p", "limit": 3, "environment": "/gone.txt"}})
     found = render.hires_of(settings_layers.choose(tmp_path, {}), before=before).pools
     assert found["old"] == {"engine": "slurm", "partition": "p", "limit": 0, "environment": ""}
     assert "limit" not in found["here"]

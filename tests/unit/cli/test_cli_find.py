@@ -9,13 +9,13 @@ import pytest
 
 from shoal.errors import AmbiguousRun, UnknownRun, UsageError
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
-from shoal.launch.offline_records import Past
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.offline_records import OfflineRecords
 
-HERE = run_lookup.Coordinator("c", "", "", None, None, Past(Path("nowhere")))
+HERE = run_lookup.CoordinatorRef("c", "", "", None, None, OfflineRecords(Path("nowhere")))
 
 
-def pairs(*views: Any) -> list[tuple[run_lookup.Coordinator, Any]]:
+def pairs(*views: Any) -> list[tuple[run_lookup.CoordinatorRef, Any]]:
     return [(HERE, view) for view in views]
 
 
@@ -51,24 +51,24 @@ def test_an_unknown_run_comes_with_the_nearest(make: Any) -> None:
 
 def test_a_directory_without_a_journal_is_no_coordinator(tmp_path: Path) -> None:
     (tmp_path / "coordinators" / "x").mkdir(parents=True)
-    assert run_lookup.coordinators(run_lookup.Place(tmp_path)) == []
+    assert run_lookup.coordinators(run_lookup.CoordinatorTarget(tmp_path)) == []
 
 
 def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: Any) -> None:
     from shoal.coordinator.storage.logs import Logs
-    from shoal.store.sqlite_views import Views
+    from shoal.store.sqlite_views import SqliteViews
 
     directory = tmp_path / "coordinators" / "x"
     directory.mkdir(parents=True)
     (directory / "journal.jsonl").touch()
     (directory / "pid").write_text("4194999")
-    views = Views(directory)
+    views = SqliteViews(directory)
     views.put_run(make.run("r1"))
     views.put_run(make.run("r2", status="done", started=50.0))
-    views.put_lines([make.line(1, "Say", "hello", run="r1")])
+    views.put_lines([make.line(1, "MembershipNote", "hello", run="r1")])
     views.close()
     Logs(directory).append("r1", "local/0", ["one", "two"])
-    ((coordinator, going), (_, over)) = run_lookup.all_runs(run_lookup.Place(tmp_path))
+    ((coordinator, going), (_, over)) = run_lookup.all_runs(run_lookup.CoordinatorTarget(tmp_path))
     assert coordinator.client is None
     assert (going.run, going.status, going.members) == ("r1", "resumable", ())
     assert (over.run, over.status) == ("r2", "done")
@@ -93,4 +93,4 @@ def test_an_ended_coordinator_shows_its_runs_as_resumable(tmp_path: Path, make: 
 def test_what_is_no_url_is_said_to_be_none(tmp_path: Path, url: str) -> None:
     (tmp_path / "token").write_text("secret\n")
     with pytest.raises(UsageError, match="is no URL of a coordinator"):
-        run_lookup.coordinators(Place(tmp_path, url, str(tmp_path / "token")))
+        run_lookup.coordinators(CoordinatorTarget(tmp_path, url, str(tmp_path / "token")))

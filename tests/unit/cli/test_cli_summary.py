@@ -25,12 +25,12 @@ def test_a_loss_is_shown_with_what_it_cost(make: Any) -> None:
     story = [
         make.line(1, "FormWorld", world=1, step=0),
         make.line(3, "DissolveWorld", world=1, reason="local/0 lost touch with local/1", at=110.0),
-        make.line(4, "WorldBroke", member="local/0", world=1, step=40, at=110.01),
+        make.line(4, "WorldBroken", member="local/0", world=1, step=40, at=110.01),
         make.line(5, "FormWorld", world=2, step=40, at=110.021),
         make.line(6, "ProcessExited", member="local/1", reason="killed by signal 9", at=110.03),
         make.line(7, "ProposeWorld", world=3, reason="local/1 joins", at=112.0),
         make.line(8, "ProposeWorld", world=4, reason="local/1, local/2 join", at=112.1),
-        make.line(9, "Say", "world 4 with 3 members from step 52", at=112.2),
+        make.line(9, "MembershipNote", "world 4 with 3 members from step 52", at=112.2),
     ]
     lost, joined = summary.changes(story)
     assert (lost.world, lost.step, lost.steps_lost) == (2, 40, 0)
@@ -46,7 +46,7 @@ def test_a_loss_is_shown_with_what_it_cost(make: Any) -> None:
 def test_a_state_that_falls_back_to_a_checkpoint_counts_its_steps(make: Any) -> None:
     story = [
         make.line(1, "FormWorld", world=1, step=0),
-        make.line(2, "WorldBroke", member="local/0", world=1, step=45),
+        make.line(2, "WorldBroken", member="local/0", world=1, step=45),
         make.line(3, "FormWorld", world=2, step=40),
     ]
     assert [change.steps_lost for change in summary.changes(story)] == [5]
@@ -54,8 +54,10 @@ def test_a_state_that_falls_back_to_a_checkpoint_counts_its_steps(make: Any) -> 
 
 def test_a_failure_shows_its_root_cause_first_and_folds_the_victims(make: Any) -> None:
     story = [
-        make.line(1, "MemberRaised", "local/1 raised ConnectionResetError: peer", member="local/1"),
-        make.line(2, "MemberRaised", "local/0 raised ValueError: no", member="local/0", reason='File "t.py", line 3'),
+        make.line(1, "ExceptionReported", "local/1 raised ConnectionResetError: peer", member="local/1"),
+        make.line(
+            2, "ExceptionReported", "local/0 raised ValueError: no", member="local/0", reason='File "t.py", line 3'
+        ),
         make.line(3, "ProcessExited", "the process of local/0 ended with exit code 1", member="local/0", reason="user"),
         make.line(
             4, "ProcessExited", "the process of local/2 ended by signal 15", member="local/2", reason="the run failed"
@@ -73,19 +75,19 @@ def test_a_stopped_run_says_how_to_go_on(make: Any) -> None:
 
 
 def test_the_sentence_of_a_planned_world_is_understood() -> None:
-    state = membership.State(membership.Rules(min_members=1, max_members=2, gather_s=0.0))
+    state = membership.MembershipState(membership.MembershipSettings(min_members=1, max_members=2, regroup_s=0.0))
     said: list[str] = []
     story: tuple[ev.Event, ...] = (
-        ev.Hello("a", "1", Address("h", 1)),
-        ev.BecameReady("a", "f", None),
+        ev.MemberConnected("a", "1", Address("h", 1)),
+        ev.MemberReady("a", "f", None),
         ev.TimerFired("gather"),
-        ev.Hello("b", "2", Address("h", 2)),
-        ev.BecameReady("b", "f", None),
-        ev.EnteredWorld("a", 2, 9),
+        ev.MemberConnected("b", "2", Address("h", 2)),
+        ev.MemberReady("b", "f", None),
+        ev.WorldEntered("a", 2, 9),
     )
     for now, event in enumerate(story):
         state, asked = membership.decide(state, event, float(now))
-        said += [one.text for one in asked if isinstance(one, ev.Say)]
+        said += [one.text for one in asked if isinstance(one, ev.MembershipNote)]
     assert [found.groups() for text in said if (found := summary.ENTERED.match(text))] == [("2", "9")]
 
 

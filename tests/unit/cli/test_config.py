@@ -11,7 +11,7 @@ from shoal.errors import BadConfigFile, BadSettings, UsageError
 from shoal.launch import settings_layers
 
 
-def chosen(cwd: Path, environ: dict[str, str] | None = None, *assignments: str) -> settings_layers.Choices:
+def chosen(cwd: Path, environ: dict[str, str] | None = None, *assignments: str) -> settings_layers.ResolvedSettings:
     return settings_layers.choose(cwd, environ or {}, assignments)
 
 
@@ -44,18 +44,18 @@ def test_a_file_is_found_upwards_and_named_with_its_line(tmp_path: Path) -> None
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
-    (tmp_path / "shoal.toml").write_text("[run]\nlease_s = 2\nbeat_s = 0.2\ngather_s = 0.1\nstall_s = 9\n")
+    (tmp_path / "shoal.toml").write_text("[run]\nlease_s = 2\nheartbeat_s = 0.2\nregroup_s = 0.1\nhang_timeout_s = 9\n")
     choices = settings_layers.choose(
         tmp_path,
-        {"SHOAL_BEAT_S": "0.3", "SHOAL_GATHER_S": "0.3", "SHOAL_STALL_S": "8"},
-        ("gather_s=0.4", "run.stall_s=7"),
-        {"stall_s": ("--stall", 6)},
+        {"SHOAL_HEARTBEAT_S": "0.3", "SHOAL_REGROUP_S": "0.3", "SHOAL_HANG_TIMEOUT_S": "8"},
+        ("regroup_s=0.4", "run.hang_timeout_s=7"),
+        {"hang_timeout_s": ("--stall", 6)},
     )
-    values = {name: choices.found[name].value for name in ("lease_s", "beat_s", "gather_s", "stall_s")}
-    assert values == {"lease_s": 2.0, "beat_s": 0.3, "gather_s": 0.4, "stall_s": 6.0}
-    assert choices.source("beat_s") == "environment SHOAL_BEAT_S"
-    assert choices.source("gather_s") == "--set gather_s=0.4"
-    assert choices.source("stall_s") == "--stall"
+    values = {name: choices.found[name].value for name in ("lease_s", "heartbeat_s", "regroup_s", "hang_timeout_s")}
+    assert values == {"lease_s": 2.0, "heartbeat_s": 0.3, "regroup_s": 0.4, "hang_timeout_s": 6.0}
+    assert choices.source("heartbeat_s") == "environment SHOAL_HEARTBEAT_S"
+    assert choices.source("regroup_s") == "--set regroup_s=0.4"
+    assert choices.source("hang_timeout_s") == "--stall"
 
 
 def test_pyproject_counts_only_with_a_tool_shoal(tmp_path: Path) -> None:
@@ -133,4 +133,4 @@ def test_set_without_a_value_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_settings_that_travel_fill_the_members_settings(tmp_path: Path) -> None:
     settings = shoal_settings.parse_settings(chosen(tmp_path, {}, "checkpoint.keep=7").for_run())
-    assert settings == shoal_settings.Settings(checkpoint_keep=7)
+    assert settings == shoal_settings.RunSettings(checkpoint_keep=7)

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 from shoal.cli.verbs import checkup
 from shoal.core.world import Address
-from shoal.doctor.diagnosis import Examined, Missing, Pair, Report, verdicts
-from shoal.wire.machine_check import Attempt, Facts
+from shoal.doctor.diagnosis import ConnectionReport, MachineReport, MissingMachine, PoolReport, verdicts
+from shoal.wire.machine_check import ConnectAttempt, MachineFacts
 
 GB = 1 << 30
 
 
 def machine(
     agent: str, *, disk: int = 90 * GB, python: str = "3.11.7", torch: str = "2.9.0", skew_s: float = 0.0
-) -> Examined:
+) -> MachineReport:
     listens = (Address(f"10.0.0.{agent[-1]}", 20000),)
     versions = {"shoal": "0.1.0", **({"torch": torch} if torch else {})}
-    facts = Facts(agent, python, "Linux x86_64", 4, (), 16 * GB, disk, versions, listens, (0.0002,))
-    return Examined(agent, "lab", "https://10.0.0.9:29300", facts, skew_s, 0.01)
+    facts = MachineFacts(agent, python, "Linux x86_64", 4, (), 16 * GB, disk, versions, listens, (0.0002,))
+    return MachineReport(agent, "lab", "https://10.0.0.9:29300", facts, skew_s, 0.01)
 
 
-def good(here: str, there: str, bytes_per_s: float = 1e9) -> Pair:
-    return Pair(here, there, (Attempt(f"10.0.0.{there[-1]}", 20000, round_trip_s=1e-4, bytes_per_s=bytes_per_s),))
+def good(here: str, there: str, bytes_per_s: float = 1e9) -> ConnectionReport:
+    return ConnectionReport(
+        here, there, (ConnectAttempt(f"10.0.0.{there[-1]}", 20000, round_trip_s=1e-4, bytes_per_s=bytes_per_s),)
+    )
 
 
-def bad(here: str, there: str, *causes: str) -> Pair:
-    return Pair(here, there, tuple(Attempt(f"10.0.{i}.3", 20000, cause, "no") for i, cause in enumerate(causes)))
+def bad(here: str, there: str, *causes: str) -> ConnectionReport:
+    return ConnectionReport(
+        here, there, tuple(ConnectAttempt(f"10.0.{i}.3", 20000, cause, "no") for i, cause in enumerate(causes))
+    )
 
 
 def report(
-    *machines: Examined, pairs: tuple[Pair, ...] = (), missing: tuple[Missing, ...] = (), ports: str = ""
-) -> Report:
-    return Report(machines, pairs, missing, ("https://10.0.0.9:29300",), ports)
+    *machines: MachineReport,
+    pairs: tuple[ConnectionReport, ...] = (),
+    missing: tuple[MissingMachine, ...] = (),
+    ports: str = "",
+) -> PoolReport:
+    return PoolReport(machines, pairs, missing, ("https://10.0.0.9:29300",), ports)
 
 
 A, B = machine("lab-1"), machine("lab-2")
@@ -57,12 +64,14 @@ def test_an_address_that_both_have_is_not_taken_for_a_firewall():
 
 
 def test_one_address_that_works_is_enough():
-    attempts = (Attempt("172.17.0.1", 20000, "somebody else", "no"), *good("lab-1", "lab-2").attempts)
-    assert verdicts(report(A, B, pairs=(Pair("lab-1", "lab-2", attempts),)))[0].verdict == "good"
+    attempts = (ConnectAttempt("172.17.0.1", 20000, "somebody else", "no"), *good("lab-1", "lab-2").attempts)
+    assert verdicts(report(A, B, pairs=(ConnectionReport("lab-1", "lab-2", attempts),)))[0].verdict == "good"
 
 
 def test_a_port_of_the_range_that_is_closed_is_named_though_another_is_open():
-    pair = Pair("lab-1", "lab-2", (*good("lab-1", "lab-2").attempts, Attempt("10.0.0.2", 20100, "silent", "no")))
+    pair = ConnectionReport(
+        "lab-1", "lab-2", (*good("lab-1", "lab-2").attempts, ConnectAttempt("10.0.0.2", 20100, "silent", "no"))
+    )
     found = verdicts(report(A, B, pairs=(pair,), ports="20000-20100"))
     assert "10.0.0.2:20100" in found[0].found
     assert found[0].verdict == "bad"
@@ -74,8 +83,8 @@ def test_a_slow_link_is_a_warning():
 
 
 def test_who_did_not_come_and_who_did_not_find_us_are_two_things():
-    lost = Missing("lab-1", "lab", "nothing was heard of it", started=True)
-    found = verdicts(report(missing=(Missing("spot-1", "spot", "no such partition", "set partition"), lost)))
+    lost = MissingMachine("lab-1", "lab", "nothing was heard of it", started=True)
+    found = verdicts(report(missing=(MissingMachine("spot-1", "spot", "no such partition", "set partition"), lost)))
     assert [one.verdict for one in found] == ["bad", "bad"]
     assert (found[0].found, found[0].do) == ("it did not come: no such partition", "set partition")
     assert "https://10.0.0.9:29300" in found[1].found
@@ -100,7 +109,7 @@ def test_a_machine_without_a_framework_is_a_warning():
 
 def test_the_report_reads_as_a_table_with_remedies():
     whole = report(A, B, pairs=(bad("lab-1", "lab-2", "refused"), good("lab-2", "lab-1")))
-    shown = checkup.text(Report(whole.machines, whole.pairs, (), whole.urls, "", verdicts(whole)))
+    shown = checkup.text(PoolReport(whole.machines, whole.pairs, (), whole.urls, "", verdicts(whole)))
     assert "NOT REACHED" in shown
     assert "1000 MB/s" in shown
     assert "do: a firewall rejects it" in shown

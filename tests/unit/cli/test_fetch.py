@@ -12,7 +12,7 @@ import pytest
 from shoal.cli.verbs.fetch import told
 from shoal.errors import FetchFailed
 from shoal.launch import project_upload
-from shoal.launch.download import Brought, Here, bring
+from shoal.launch.download import DownloadResult, LocalRunFolder, bring
 from shoal.wire.api import FileView
 
 
@@ -42,20 +42,20 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_only_what_is_missing_or_other_is_brought(saved: Path, tmp_path: Path) -> None:
-    source, to = Here(tmp_path / "c", "r"), tmp_path / "to"
-    assert bring(source, to) == Brought(("best.pt", "deep/model.pt"), 9, 0)
-    assert bring(source, to) == Brought((), 0, 2)
+    source, to = LocalRunFolder(tmp_path / "c", "r"), tmp_path / "to"
+    assert bring(source, to) == DownloadResult(("best.pt", "deep/model.pt"), 9, 0)
+    assert bring(source, to) == DownloadResult((), 0, 2)
     (saved / "best.pt").write_bytes(b"bett")
     os.utime(saved / "best.pt", (2000.0, 2000.5))
     (to / "deep" / "model.pt").unlink()
-    assert bring(source, to) == Brought(("best.pt", "deep/model.pt"), 9, 0)
+    assert bring(source, to) == DownloadResult(("best.pt", "deep/model.pt"), 9, 0)
     assert (to / "best.pt").read_bytes() == b"bett"
     assert sorted(path.name for path in to.rglob("*")) == ["best.pt", "deep", "model.pt"]
 
 
 def test_a_run_that_saved_nothing_brings_nothing(tmp_path: Path) -> None:
-    found = bring(Here(tmp_path, "r"), tmp_path / "to")
-    assert found == Brought((), 0, 0)
+    found = bring(LocalRunFolder(tmp_path, "r"), tmp_path / "to")
+    assert found == DownloadResult((), 0, 0)
     assert "nothing" in told(found, tmp_path)
     assert not (tmp_path / "to").exists()
 
@@ -75,7 +75,7 @@ def test_what_breaks_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None
 
 
 def test_what_is_told_is_short() -> None:
-    many = Brought(tuple(f"f{number}" for number in range(30)), 1, 2)
+    many = DownloadResult(tuple(f"f{number}" for number in range(30)), 1, 2)
     text = told(many, Path("to"))
     assert text.startswith("brought f0, f1,")
     assert text.endswith("… to to; 2 files were there already")

@@ -17,7 +17,7 @@ from shoal.experiment.roles import TRAINER
 from shoal.launch import launch_plan as render
 from shoal.launch import settings_layers
 from shoal.wire.api import CostView, RoleSpec, RunSpec
-from shoal.wire.pool_files import Hires, write
+from shoal.wire.pool_files import CoordinatorPools, write
 
 POOLS = """
 [pool.spot]
@@ -115,7 +115,7 @@ def test_what_is_no_amount_is_no_budget(capsys: pytest.CaptureFixture[str], verb
 def test_the_pools_that_a_coordinator_had_are_those_that_it_is_resumed_with(project: Path) -> None:
     directory = project / "home" / "before"
     directory.mkdir(parents=True)
-    write(directory, Hires({"lab": {"engine": "local", "limit": 1}, "gone": {"engine": "local"}}))
+    write(directory, CoordinatorPools({"lab": {"engine": "local", "limit": 1}, "gone": {"engine": "local"}}))
     launch = render.render(directory, settings_layers.choose(Path.cwd(), {}), None)
     assert launch.hires is not None
     assert launch.hires.pools == {"lab": {"engine": "local"}, "gone": {"engine": "local"}}, "as they are said now"

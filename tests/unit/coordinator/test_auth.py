@@ -24,7 +24,7 @@ def test_a_page_may_only_talk_to_where_it_came_from() -> None:
 
 
 def test_failures_are_counted_per_client_and_forgotten() -> None:
-    failures = auth.Failures()
+    failures = auth.FailedLogins()
     assert not any(failures.too_many("a", 1.0) for _ in range(auth.MAX_FAILURES))
     assert failures.too_many("a", 1.0)
     assert not failures.too_many("b", 1.0)

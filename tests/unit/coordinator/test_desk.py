@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.pools.pool_worker import Desk
+from shoal.coordinator.pools.pool_worker import PoolWorker
 from shoal.coordinator.pools.provisioner import tag_of
 from shoal.core.provisioning import events as se
-from shoal.engines.engine import Seen
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.engines.engine import AllocationStatus
+from shoal.errors import AllocationRefused, EngineUnreachable
 
 
 class Cluster:
@@ -22,8 +22,12 @@ class Cluster:
         self.cancelled: list[str] = []
         self.unendable = unendable
 
-    def watch(self, _tag: str) -> list[Seen]:
-        return [Seen("lab-1", "job-1", "running"), Seen("spot-1", "job-2", "running"), Seen("lab-2", "job-3", "gone")]
+    def watch(self, _tag: str) -> list[AllocationStatus]:
+        return [
+            AllocationStatus("lab-1", "job-1", "running"),
+            AllocationStatus("spot-1", "job-2", "running"),
+            AllocationStatus("lab-2", "job-3", "gone"),
+        ]
 
     def cancel(self, handle: str) -> None:
         if handle == self.unendable:
@@ -31,8 +35,8 @@ class Cluster:
         self.cancelled.append(handle)
 
 
-def desk(cluster: Any) -> Desk:
-    return Desk("lab", "tag", cluster, ask_of=lambda _: None, said=lambda _: None, ends=lambda _: None)  # type: ignore[arg-type,return-value]
+def desk(cluster: Any) -> PoolWorker:
+    return PoolWorker("lab", "tag", cluster, ask_of=lambda _: None, said=lambda _: None, ends=lambda _: None)  # type: ignore[arg-type,return-value]
 
 
 def test_each_pool_ends_its_own_and_what_they_left() -> None:
@@ -55,7 +59,7 @@ class Moody(Cluster):
 
     mood: Exception | None = None
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         self._vent()
         return super().watch(tag)
 
@@ -76,9 +80,9 @@ class Moody(Cluster):
 def test_an_engine_that_fails_as_none_should_is_asked_again(mood: Exception) -> None:
     said: list[se.Event] = []
     cluster = Moody()
-    one = Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
+    one = PoolWorker("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
     trouble = se.PoolUnreachable("lab", f"the engine failed: {type(mood).__name__}: {mood}")
-    for ask in (one._look, lambda: one._do(se.Cancel("lab", "lab-1", "job-1", "no run needs it"))):
+    for ask in (one._look, lambda: one._do(se.CancelAllocation("lab", "lab-1", "job-1", "no run needs it"))):
         cluster.mood = mood
         ask()
         assert said.pop() == trouble
@@ -101,14 +105,14 @@ def test_what_cannot_be_ended_for_any_cause_is_not_said_to_be_and_the_others_are
 def test_a_machine_that_the_engine_will_not_end_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[se.Event] = []
     cluster = Cluster()
-    one = Desk("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
+    one = PoolWorker("lab", "tag", cluster, lambda _: None, said.append, lambda _: None)  # type: ignore[arg-type,return-value]
     monkeypatch.setattr(cluster, "cancel", _refuse)
-    one._do(se.Cancel("lab", "lab-1", "job-1", "no run needs it"))
-    assert not [event for event in said if isinstance(event, se.Ended | se.Refused)]
+    one._do(se.CancelAllocation("lab", "lab-1", "job-1", "no run needs it"))
+    assert not [event for event in said if isinstance(event, se.AllocationEnded | se.AllocationRejected)]
 
 
 def _refuse(_handle: str) -> None:
-    raise HireRefused("scancel is not on this machine")
+    raise AllocationRefused("scancel is not on this machine")
 
 
 def test_the_hires_of_coordinators_are_told_apart_whatever_these_are_called(tmp_path: Path) -> None:

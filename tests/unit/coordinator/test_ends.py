@@ -7,7 +7,7 @@ from typing import Any
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Run, Runs
+from shoal.core.runs.state import CoordinatorState, RunState
 from shoal.core.world import Address
 from shoal.wire.api import RunSpec
 
@@ -16,17 +16,17 @@ class Ending:
     """A run of one member on an agent that may have places for more; its first member trains, the others are spares."""
 
     def __init__(self, slots: int = 1) -> None:
-        self.runs, self.now = Runs(), 1.0
+        self.runs, self.now = CoordinatorState(), 1.0
         self.incarnations: dict[str, str] = {}
         self.tell(runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1), project="p"), {}), "r")
-        self.tell(fe.AgentJoined("lab", slots, "h"))
+        self.tell(fe.AgentConnected("lab", slots, "h"))
         for member in list(self.incarnations):
-            self.tell(ev.Hello(member, self.incarnations[member], Address("h", 1)), "r")
-            self.tell(ev.BecameReady(member, "x", None), "r")
+            self.tell(ev.MemberConnected(member, self.incarnations[member], Address("h", 1)), "r")
+            self.tell(ev.MemberReady(member, "x", None), "r")
             self.tell(ev.TimerFired("gather"), "r", after_s=1.0)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunState:
         return self.runs.runs["r"]
 
     def tell(self, event: Any, run: str = "", after_s: float = 0.1) -> None:
@@ -59,7 +59,7 @@ def test_a_spare_that_fails_when_others_have_trained_to_the_end_fails_nobody() -
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_done() -> None:
     run = Ending()
-    run.tell(ev.StopAsked("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
+    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "done")
     assert (run.run.status, run.run.exit_code) == ("done", 0)
@@ -67,7 +67,7 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_don
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_has_no_time_for_the_end_of_its_script_is_not_done() -> None:
     run = Ending()
-    run.tell(ev.StopAsked("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
+    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "preempted")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)
@@ -75,12 +75,12 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_and_has_no_time_for_the_end
 
 def test_a_run_that_stops_is_not_done_because_the_script_of_one_left_the_loop() -> None:
     run = Ending(slots=2)
-    run.tell(ev.ScaleAsked(1, 2), "r")
-    run.tell(ev.EnteredWorld("lab/1", 2, 4), "r")
+    run.tell(ev.ScaleRequested(1, 2), "r")
+    run.tell(ev.WorldEntered("lab/1", 2, 4), "r")
     run.tell(ev.MemberDone("lab/0", 5, early=True), "r")
     run.exit("lab/0", "done")
-    run.tell(ev.Lost("lab/0", "its lease ran out"), "r")
-    run.tell(ev.StopAsked("asked", checkpoint=True, exit_code=75), "r")
+    run.tell(ev.MemberLost("lab/0", "its lease ran out"), "r")
+    run.tell(ev.StopRequested("asked", checkpoint=True, exit_code=75), "r")
     run.tell(ev.MemberLeft("lab/1", 6), "r")
     run.exit("lab/1", "preempted")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)

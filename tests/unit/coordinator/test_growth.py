@@ -18,7 +18,7 @@ from shoal.core.fleet import events as fe
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
 from shoal.core.runs.events import RunCreated
-from shoal.core.runs.state import Runs
+from shoal.core.runs.state import CoordinatorState
 from shoal.core.runs.story import tell
 from shoal.core.world import Address
 from shoal.wire import member_messages as ms
@@ -34,18 +34,18 @@ class Cluster:
     """So many agents with a place each, and one run that wants all of them; its members are in a world."""
 
     def __init__(self, members: int) -> None:
-        self.runs = Runs()
-        self.live = present.Live()
+        self.runs = CoordinatorState()
+        self.live = present.LiveRun()
         self.size = members
-        self.on(fe.Opened("s"), "")
+        self.on(fe.CoordinatorStarted("s"), "")
         for number in range(members):
             self.join(number)
         self.on(RunCreated(RunSpec("r", ("t.py",), "/", (members, members), on=("lab",)), {}))
         for name in self.names:
             self.start(name)
             self.on(self.ready(name))
-            self.live.beats[name] = mb.Beat(NOW, 1, 5, "compute", 0.1, 0.2)
-            self.live.said[name] = ms.Beat(1, 5, "compute", 0.1, share=8, samples_per_s=100.0)
+            self.live.beats[name] = mb.LastHeartbeat(NOW, 1, 5, "compute", 0.1, 0.2)
+            self.live.said[name] = ms.HeartbeatMsg(1, 5, "compute", 0.1, share=8, samples_per_s=100.0)
         assert self.state.world is not None
 
     @property
@@ -53,7 +53,7 @@ class Cluster:
         return [p.member for p in self.runs.fleet.of_run("r")]
 
     @property
-    def state(self) -> mb.State:
+    def state(self) -> mb.MembershipState:
         return self.runs.runs["r"].membership
 
     def on(self, event: Any, run: str = "r") -> list[Any]:
@@ -62,22 +62,22 @@ class Cluster:
         return [instruction for _, instruction in asked]
 
     def join(self, number: int) -> None:
-        self.on(fe.AgentJoined(f"node-{number}", 1, "10.0.0.1", (), pool="lab"), "")
+        self.on(fe.AgentConnected(f"node-{number}", 1, "10.0.0.1", (), pool="lab"), "")
 
     def start(self, name: str) -> None:
         p = self.runs.fleet.processes["r", name]
         self.on(fe.ProcessStarted("r", name, p.incarnation, 7, True))
-        self.on(ev.Hello(name, p.incarnation, Address("10.0.0.1", 1)))
+        self.on(ev.MemberConnected(name, p.incarnation, Address("10.0.0.1", 1)))
 
-    def ready(self, name: str) -> ev.BecameReady:
-        return ev.BecameReady(name, "model", None)
+    def ready(self, name: str) -> ev.MemberReady:
+        return ev.MemberReady(name, "model", None)
 
     def dissolve(self) -> None:
-        self.on(ev.Lost(self.names[0], "gone"))
+        self.on(ev.MemberLost(self.names[0], "gone"))
 
     def widen(self) -> str:
         """One more machine; the name of its member, which is not ready yet."""
-        self.on(ev.ScaleAsked(self.size, self.size + 1))
+        self.on(ev.ScaleRequested(self.size, self.size + 1))
         self.join(self.size)
         name = f"node-{self.size}/0"
         self.start(name)
@@ -121,7 +121,7 @@ def newcomer_is_entered_with(cluster: Cluster) -> Callable[[], object]:
     cluster.on(cluster.ready(cluster.widen()))
     proposal = cluster.state.proposal
     assert proposal is not None
-    return lambda: cluster.on(ev.EnteredWorld(cluster.names[0], proposal.number, 9))
+    return lambda: cluster.on(ev.WorldEntered(cluster.names[0], proposal.number, 9))
 
 
 def member_is_lost(cluster: Cluster) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def survivor_answers(cluster: Cluster) -> Callable[[], object]:
     world = cluster.state.world
     assert world is not None
     cluster.dissolve()
-    return lambda: cluster.on(ev.WorldBroke(cluster.names[1], world.number, 9))
+    return lambda: cluster.on(ev.WorldBroken(cluster.names[1], world.number, 9))
 
 
 def last_survivor_answers(cluster: Cluster) -> Callable[[], object]:
@@ -140,8 +140,8 @@ def last_survivor_answers(cluster: Cluster) -> Callable[[], object]:
     assert world is not None
     cluster.dissolve()
     for name in cluster.names[1:-1]:
-        cluster.on(ev.WorldBroke(name, world.number, 9))
-    return lambda: cluster.on(ev.WorldBroke(cluster.names[-1], world.number, 9))
+        cluster.on(ev.WorldBroken(name, world.number, 9))
+    return lambda: cluster.on(ev.WorldBroken(cluster.names[-1], world.number, 9))
 
 
 def process_ends(cluster: Cluster) -> Callable[[], object]:
@@ -152,7 +152,7 @@ def process_ends(cluster: Cluster) -> Callable[[], object]:
 def run_is_submitted(cluster: Cluster) -> Callable[[], object]:
     for number in range(cluster.size, 2 * cluster.size):
         # The first run may not use them, so they are free.
-        cluster.on(fe.AgentJoined(f"node-{number}", 1, "10.0.0.1", (), pool="other"), "")
+        cluster.on(fe.AgentConnected(f"node-{number}", 1, "10.0.0.1", (), pool="other"), "")
     spec = RunSpec("q", ("t.py",), "/", (cluster.size, cluster.size), on=("other",))
     return lambda: cluster.on(RunCreated(spec, {}), "q")
 

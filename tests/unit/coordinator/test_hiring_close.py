@@ -13,20 +13,20 @@ import pytest
 
 from shoal.coordinator.pools import provisioner
 from shoal.coordinator.pools.pool_worker import AT_ONCE
-from shoal.coordinator.pools.provisioner import Hiring
-from shoal.coordinator.service import Service
+from shoal.coordinator.pools.provisioner import Provisioner
+from shoal.coordinator.service import CoordinatorService
 from shoal.core.provisioning import events as se
-from shoal.engines.engine import Seen
+from shoal.engines.engine import AllocationStatus
 from shoal.engines.ray import driver
 from shoal.store.journal import Journal
-from shoal.store.sqlite_views import Views
-from shoal.wire.pool_files import LEAVING, Leaving, leaving_of
+from shoal.store.sqlite_views import SqliteViews
+from shoal.wire.pool_files import LEAVING, ReleaseProgress, leaving_of
 
 
 class Empty:
     """An engine that has nothing."""
 
-    def watch(self, _tag: str) -> list[Seen]:
+    def watch(self, _tag: str) -> list[AllocationStatus]:
         return []
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Empty:
 def test_that_a_pool_is_closed_is_journaled_by_the_thread_that_journals_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here")
+    service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     told: dict[type, int] = {}
 
     def record(_run: str, event: Any) -> None:
@@ -48,7 +48,7 @@ def test_that_a_pool_is_closed_is_journaled_by_the_thread_that_journals_all_else
     monkeypatch.setattr(service, "record", record)
 
     async def live() -> None:
-        await Hiring(service, "tag", {"lab": Empty()}, lambda _: None).close(end_all=True)  # type: ignore[dict-item,arg-type,return-value]
+        await Provisioner(service, "tag", {"lab": Empty()}, lambda _: None).close(end_all=True)  # type: ignore[dict-item,arg-type,return-value]
 
     asyncio.run(live())
     service.close()
@@ -60,11 +60,11 @@ class Full(Empty):
 
     def __init__(self, count: int) -> None:
         self.left = {f"job-{at}" for at in range(count)}
-        self.told: list[Leaving | None] = []
+        self.told: list[ReleaseProgress | None] = []
         self.directory = Path()
 
-    def watch(self, _tag: str) -> list[Seen]:
-        return [Seen(f"lab-{handle[4:]}", handle, "running") for handle in sorted(self.left)]
+    def watch(self, _tag: str) -> list[AllocationStatus]:
+        return [AllocationStatus(f"lab-{handle[4:]}", handle, "running") for handle in sorted(self.left)]
 
     def cancel(self, handle: str) -> None:
         deadline = time.monotonic() + 20.0
@@ -75,9 +75,9 @@ class Full(Empty):
         self.left.discard(handle)
 
 
-def closed(service: Service, engine: Any) -> None:
+def closed(service: CoordinatorService, engine: Any) -> None:
     async def live() -> None:
-        await Hiring(service, "tag", {"lab": engine}, lambda _: None).close(end_all=True)  # type: ignore[arg-type,return-value]
+        await Provisioner(service, "tag", {"lab": engine}, lambda _: None).close(end_all=True)  # type: ignore[arg-type,return-value]
 
     asyncio.run(live())
     service.close()
@@ -87,7 +87,7 @@ def test_all_are_given_back_however_many_there_are(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(provisioner, "CLOSE_S", 0.5)
     engine = Full(3 * AT_ONCE)
     engine.directory = tmp_path
-    closed(Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here"), engine)
+    closed(CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here"), engine)
     assert not engine.left
     last = engine.told[-1]
     assert last is not None, "who waits for the coordinator is told"
@@ -104,7 +104,7 @@ def test_an_engine_that_never_answers_is_given_up(
     monkeypatch.setattr(engine, "leave_s", lambda _grace_s: 1.0)
     monkeypatch.setattr(engine, "cancel", lambda _handle: answers.wait())
     with caplog.at_level(logging.ERROR):
-        closed(Service(tmp_path, Journal(tmp_path), Views(tmp_path), "here"), engine)
+        closed(CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here"), engine)
     answers.set()
     assert "may be left of this coordinator" in caplog.text
 

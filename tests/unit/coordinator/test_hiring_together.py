@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from shoal.coordinator.pools.pool_worker import together
-from shoal.core.provisioning.events import Cancel, Submit
+from shoal.core.provisioning.events import CancelAllocation, SubmitAllocation
 
 
-def hire(number: int) -> Submit:
-    return Submit("lab", f"lab-{number}", 1, "a run lacks a place")
+def hire(number: int) -> SubmitAllocation:
+    return SubmitAllocation("lab", f"lab-{number}", 1, "a run lacks a place")
 
 
-def end(number: int) -> Cancel:
-    return Cancel("lab", f"lab-{number}", f"job-{number}", "no run needs it")
+def end(number: int) -> CancelAllocation:
+    return CancelAllocation("lab", f"lab-{number}", f"job-{number}", "no run needs it")
 
 
 def test_machines_that_are_hired_in_a_row_are_asked_for_together():

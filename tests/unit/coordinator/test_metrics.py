@@ -6,15 +6,15 @@ from test_present import trained_by
 
 from shoal.coordinator import live_state as present
 from shoal.coordinator.http import prometheus
-from shoal.wire.member_messages import Beat, Spent
+from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
 def test_shares_waiting_and_noise_are_figures_too() -> None:
-    runs, live = trained_by(2), present.Live()
+    runs, live = trained_by(2), present.LiveRun()
     told = {"batch": 64, "noise": 310.0, "idle": (0.38, 0.02)}
     live.said = {
-        "m/0": Beat(1, 7, "compute", 0.0, share=51, spent=Spent(0.001, 0.05, 0.002, 0.003), **told),
-        "m/1": Beat(1, 7, "compute", 0.0, share=13, **told),
+        "m/0": HeartbeatMsg(1, 7, "compute", 0.0, share=51, spent=StepTimes(0.001, 0.05, 0.002, 0.003), **told),
+        "m/1": HeartbeatMsg(1, 7, "compute", 0.0, share=13, **told),
     }
     text = prometheus.render([present.run_view(runs.runs["r"], runs, live, "d", 6.0)], []).decode()
     for line in (
@@ -31,6 +31,6 @@ def test_shares_waiting_and_noise_are_figures_too() -> None:
 
 def test_what_is_not_known_is_no_figure() -> None:
     runs = trained_by(1)
-    text = prometheus.render([present.run_view(runs.runs["r"], runs, present.Live(), "d", 6.0)], []).decode()
+    text = prometheus.render([present.run_view(runs.runs["r"], runs, present.LiveRun(), "d", 6.0)], []).decode()
     assert "shoal_run_noise_scale{" not in text
     assert "shoal_run_idle_ratio{" not in text

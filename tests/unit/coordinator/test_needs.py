@@ -11,28 +11,28 @@ from shoal.core.membership import events as ev
 from shoal.core.provisioning import budget
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 from shoal.core.runs import admission, queue
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import BUDGET_REACHED, Runs
+from shoal.core.runs.state import BUDGET_REACHED, CoordinatorState
 from shoal.core.world import Address
-from shoal.errors import BadBudget, BadLabels, BadPool, BadRole, PlaceTooSmall
-from shoal.settings import Settings
+from shoal.errors import BadBudget, BadLabels, BadPool, BadRole, SlotTooSmall
+from shoal.settings import RunSettings
 from shoal.store import journal
 from shoal.wire.api import RoleSpec, RunSpec
 
-SPOT = Pool("spot", "slurm", limit=4, price_per_h=1.0, instead_per_h=3.0, labels={"gpu": "a100"}, sized=True)
-LAB = Pool("lab", "ssh", limit=2, labels={"gpu": "none"})
+SPOT = PoolInfo("spot", "slurm", limit=4, price_per_h=1.0, instead_per_h=3.0, labels={"gpu": "a100"}, sized=True)
+LAB = PoolInfo("lab", "ssh", limit=2, labels={"gpu": "none"})
 POOLS = {pool.name: pool for pool in (SPOT, LAB)}
 SPEC = RunSpec("t", ("t.py",), "/", (1, 2), on=("spot",))
 
 
 class Coordinator:
     def __init__(self) -> None:
-        self.runs, self.now = Runs(), 1000.0
-        self.entries: list[journal.Entry] = []
-        self.on("", fe.Opened("s"))
-        self.on("", se.PoolsKnown(tuple(POOLS.values())))
+        self.runs, self.now = CoordinatorState(), 1000.0
+        self.entries: list[journal.JournalEntry] = []
+        self.on("", fe.CoordinatorStarted("s"))
+        self.on("", se.PoolsConfigured(tuple(POOLS.values())))
 
     def on(self, run: str, event: object, after_s: float = 1.0) -> list[object]:
         self.now += after_s
@@ -40,19 +40,19 @@ class Coordinator:
         return [one for _, one in self.runs.apply(run, event, self.now)]
 
     def create(self, name: str, spec: RunSpec, **settings: object) -> None:
-        self.on(name, runs_events.RunCreated(spec, {**msgspec.to_builtins(Settings()), **settings}))
+        self.on(name, runs_events.RunCreated(spec, {**msgspec.to_builtins(RunSettings()), **settings}))
 
     def deliver(self) -> None:
         """Every machine that was asked for comes, and every process on it is ready to train."""
         for hire in [h for h in self.runs.supply.hires.values() if h.status == provisioning.ASKED]:
-            self.on("", se.Submitted(hire.pool, hire.name, hire.name))
+            self.on("", se.AllocationSubmitted(hire.pool, hire.name, hire.name))
             size = self.runs.size_of(hire.name)
-            self.on("", fe.AgentJoined(hire.name, hire.slots, "h", pool=hire.pool, size=size))
+            self.on("", fe.AgentConnected(hire.name, hire.slots, "h", pool=hire.pool, size=size))
         for p in list(self.runs.fleet.processes.values()):
             self.on(p.run, fe.ProcessStarted(p.run, p.member, p.incarnation, 7, False))
-            self.on(p.run, ev.Hello(p.member, p.incarnation, Address("h", 1)))
+            self.on(p.run, ev.MemberConnected(p.member, p.incarnation, Address("h", 1)))
             if "evaluator" not in p.member:
-                self.on(p.run, ev.BecameReady(p.member, "model", None))
+                self.on(p.run, ev.MemberReady(p.member, "model", None))
 
     def pay(self, seconds: float) -> None:
         until = self.now + seconds
@@ -71,8 +71,8 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
     roles = {"evaluator": RoleSpec(on=("lab",)), "trainer": RoleSpec(cpus=4, memory_bytes=7)}
     found.create("r", msgspec.structs.replace(SPEC, roles=roles), evaluator=True)
     assert found.runs.supply.needs == (
-        Need("r", ("lab",), 1, 1),
-        Need("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, begun=False),
+        MachineDemand("r", ("lab",), 1, 1),
+        MachineDemand("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, begun=False),
     )
     assert {hire.pool: (hire.cpus, hire.memory_bytes) for hire in found.runs.supply.hires.values()} == {
         "lab": (0, 0),
@@ -85,10 +85,10 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
 def test_servers_without_pools_of_their_own_are_counted_with_the_trainers() -> None:
     found = Coordinator()
     found.create("r", SPEC, sync="async", servers=2)
-    assert found.runs.supply.needs == (Need("r", ("spot",), 4, 3, begun=False),)
+    assert found.runs.supply.needs == (MachineDemand("r", ("spot",), 4, 3, begun=False),)
     found.create("apart", msgspec.structs.replace(SPEC, roles={"server": RoleSpec(on=("lab",))}), sync="async")
     assert found.runs.supply.needs[1:] == tuple(
-        Need("apart", pools, 2, least, begun=False) for pools, least in ((("lab",), 2), (("spot",), 1))
+        MachineDemand("apart", pools, 2, least, begun=False) for pools, least in ((("lab",), 2), (("spot",), 1))
     )
 
 
@@ -96,11 +96,11 @@ def test_a_run_that_is_told_to_stop_keeps_its_machines_until_its_processes_have_
     found = Coordinator()
     found.create("r", SPEC)
     found.deliver()
-    found.on("r", runs_events.StopRequested("enough", True, 30.0))
-    assert found.runs.supply.needs == (Need("r", (), 0, held=("spot-1", "spot-2")),)
+    found.on("r", runs_events.UserStopRequested("enough", True, 30.0))
+    assert found.runs.supply.needs == (MachineDemand("r", (), 0, held=("spot-1", "spot-2")),)
     one, two = found.runs.fleet.of_run("r")
     found.on("r", fe.ProcessExited("r", one.member, one.incarnation, "done"))
-    assert found.runs.supply.needs == (Need("r", (), 0, held=(two.agent,)),)
+    assert found.runs.supply.needs == (MachineDemand("r", (), 0, held=(two.agent,)),)
     found.on("r", fe.ProcessExited("r", two.member, two.incarnation, "done"))
     assert found.runs.supply.needs == ()
 
@@ -113,7 +113,7 @@ def test_an_evaluator_keeps_its_machine_while_it_scores_the_end_of_the_training(
     trainer = next(p for p in found.runs.fleet.of_run("r") if p.agent.startswith("spot"))
     found.on("r", ev.MemberDone(trainer.member, 10))
     found.on("r", fe.ProcessExited("r", trainer.member, trainer.incarnation, "done"))
-    assert found.runs.supply.needs == (Need("r", ("lab",), 1, 1), Need("r", (), 0, held=("lab-1",)))
+    assert found.runs.supply.needs == (MachineDemand("r", ("lab",), 1, 1), MachineDemand("r", (), 0, held=("lab-1",)))
 
 
 def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_for_more() -> None:
@@ -129,18 +129,18 @@ def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_fo
     found.on("r", fe.ProcessExited("r", p.member, p.incarnation, "asked", exit_code=BUDGET_REACHED))
     assert (run.status, run.exit_code) == ("resumable", BUDGET_REACHED)
     assert "the budget of 0.20 is spent but for 0.02" in run.reason
-    view = present.run_view(run, found.runs, present.Live(), "d", found.now)
+    view = present.run_view(run, found.runs, present.LiveRun(), "d", found.now)
     assert view.cost is not None
     assert 0.17 < view.cost.spent <= 0.2
     with pytest.raises(BadBudget, match="does not pay 1 members any longer"):
         admission.check_left(run.spec, run.budget, view.cost.spent, found.runs.supply.pools)
     found.on("r", runs_events.BudgetSet(5.0))
     found.on("r", runs_events.RunResumed(1, 2))
-    assert found.runs.supply.needs == (Need("r", ("spot",), 2, 1, budget=5.0),)
+    assert found.runs.supply.needs == (MachineDemand("r", ("spot",), 2, 1, budget=5.0),)
 
 
 def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
-    found, again = Coordinator(), Runs()
+    found, again = Coordinator(), CoordinatorState()
     roles = {"evaluator": RoleSpec(on=("lab",)), "trainer": RoleSpec(cpus=4)}
     found.create("r", msgspec.structs.replace(SPEC, budget=0.4, roles=roles, members=(1, 3)), evaluator=True)
     found.deliver()
@@ -159,7 +159,7 @@ def test_labels_mean_pools_and_machines_that_came_by_themselves_will_not_do() ->
     assert spec.on == ("spot",)
     found = Coordinator()
     found.create("r", spec)
-    found.on("", fe.AgentJoined("friend", 4, "h"))
+    found.on("", fe.AgentConnected("friend", 4, "h"))
     assert found.members("r") == []
     found.deliver()
     assert found.members("r") == ["spot-1/0", "spot-2/0"]
@@ -189,8 +189,8 @@ def test_what_cannot_be_had_is_refused(changes: dict[str, object], kind: type[Ex
 
 
 def test_a_role_that_is_larger_than_the_places_of_its_pool_is_refused() -> None:
-    small = {"spot": Pool("spot", "slurm", limit=4, slots=2, sized=True, cpus=4)}
-    with pytest.raises(PlaceTooSmall):
+    small = {"spot": PoolInfo("spot", "slurm", limit=4, slots=2, sized=True, cpus=4)}
+    with pytest.raises(SlotTooSmall):
         admission.settle(msgspec.structs.replace(SPEC, roles={"trainer": RoleSpec(cpus=4)}), small)
 
 
@@ -205,18 +205,20 @@ def test_runs_that_wait_are_in_line_by_priority_and_say_what_they_wait_for() -> 
     found.create("urgent", msgspec.structs.replace(SPEC, priority=5))
     assert queue.queue_of(found.runs) == ["urgent", "second"]
     told = queue.waiting_of(found.runs.runs["second"], found.runs, found.now)
-    assert told == queue.Waiting(2, "a place; held by first (4)")
+    assert told == queue.QueuedRun(2, "a place; held by first (4)")
     assert queue.waiting_of(found.runs.runs["first"], found.runs, found.now) is None
 
 
 def test_a_run_whose_machines_were_asked_for_says_since_when_and_why_they_are_not_there() -> None:
     found = Coordinator()
     found.create("r", msgspec.structs.replace(SPEC, members=(2, 2)))
-    seen = tuple(se.Sighting(name, name, False, "other jobs come before it") for name in found.runs.supply.hires)
-    found.on("", se.Observed("spot", seen))
+    seen = tuple(
+        se.ListedAllocation(name, name, False, "other jobs come before it") for name in found.runs.supply.hires
+    )
+    found.on("", se.PoolListed("spot", seen))
     found.now += 30.0
     told = queue.waiting_of(found.runs.runs["r"], found.runs, found.now)
     assert told is not None
     assert told.what == ("2 places; 2 of spot asked for 30 s ago (other jobs come before it); no machine is there")
-    view = present.run_view(found.runs.runs["r"], found.runs, present.Live(), "d", found.now)
+    view = present.run_view(found.runs.runs["r"], found.runs, present.LiveRun(), "d", found.now)
     assert (view.queued, view.waits_for) == (1, told.what)

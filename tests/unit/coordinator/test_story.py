@@ -9,42 +9,42 @@ import pytest
 
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
-from shoal.core.placement import Holding, Placement
+from shoal.core.placement import PartAssignment, Placement
 from shoal.core.runs import events as runs_events
 from shoal.core.runs import story
 from shoal.core.world import Address, Seat, World
 from shoal.wire.api import RunSpec
-from shoal.wire.member_messages import Machine
+from shoal.wire.member_messages import MachineInfo
 
 SILENT = {
-    "BecameReady": False,
-    "EnteredWorld": True,
-    "PreparationFailed": True,
-    "Lost": True,
-    "NoticeGiven": True,
+    "MemberReady": False,
+    "WorldEntered": True,
+    "WorldPrepareFailed": True,
+    "MemberLost": True,
+    "NoticeReceived": True,
     "MemberLeft": True,
-    "Claimed": True,
-    "Progressed": True,
-    "Decided": True,
-    "StopAsked": True,
-    "ScaleAsked": True,
+    "ClaimRequested": True,
+    "ProgressRecorded": True,
+    "AdjustmentReported": True,
+    "StopRequested": True,
+    "ScaleRequested": True,
     "TimerFired": True,
     "CoordinatorRestarted": True,
-    "Grant": True,
-    "TellFulfilled": True,
-    "Opened": True,
-    "RunWanted": True,
-    "MemberSilent": True,
-    "MemberBack": True,
-    "GuestsChanged": True,
-    "Scaled": True,
+    "GrantClaim": True,
+    "AnnounceClaimCompleted": True,
+    "CoordinatorStarted": True,
+    "RunRequested": True,
+    "MemberUnresponsive": True,
+    "MemberResponsive": True,
+    "UnmanagedMembersChanged": True,
+    "RunScaled": True,
     "RunStopping": True,
     "RunFinished": True,
-    "RunHopeless": True,
-    "WaitOver": True,
-    "MachineKnown": True,
-    "Measured": True,
-    "Evaluated": True,
+    "RunInfeasible": True,
+    "FleetTimerExpired": True,
+    "MachineReported": True,
+    "ProgressMeasured": True,
+    "EvaluationReported": True,
 }
 VALUES: dict[str, Any] = {
     "str": "x",
@@ -56,10 +56,12 @@ VALUES: dict[str, Any] = {
     "dict[str, int]": {"x": 3},
     "Address": Address("h", 1),
     "World": World(2, (Seat("x", "1", Address("h", 1)),), 5),
-    "Placement": Placement(2, 1, (Seat("x", "1", Address("h", 1)),), (Holding("x"), Holding("x", "y", "z"))),
+    "Placement": Placement(
+        2, 1, (Seat("x", "1", Address("h", 1)),), (PartAssignment("x"), PartAssignment("x", "y", "z"))
+    ),
     "RunSpec": RunSpec("t", ("t.py",), "/", (1, 2)),
-    "Machine": Machine("m", 1, 1),
-    "restart_policy.BudgetSettings": fe.DEFAULT_RESTARTS,
+    "MachineInfo": MachineInfo("m", 1, 1),
+    "restart_policy.RestartLimits": fe.DEFAULT_RESTARTS,
 }
 KINDS = [
     kind
@@ -89,30 +91,34 @@ def test_a_world_is_told_with_its_members_and_its_reason() -> None:
     assert (line.reason, line.world, line.step) == ("two of three", 2, 17)
 
 
-SHARES = ev.Decided("a/0", 12, "shares", {"a/0": 51, "b/0": 13}, "b/0 is slow: 51, 13 instead of 32, 32")
+SHARES = ev.AdjustmentReported("a/0", 12, "shares", {"a/0": 51, "b/0": 13}, "b/0 is slow: 51, 13 instead of 32, 32")
 
 
 def test_what_members_decided_is_one_line_of_a_kind_of_its_own() -> None:
-    (line,) = story.tell(1, 1.0, "r", SHARES, [("r", ev.Say("anything"))])
+    (line,) = story.tell(1, 1.0, "r", SHARES, [("r", ev.MembershipNote("anything"))])
     assert line.text == "shares from step 12 on: b/0 is slow: 51, 13 instead of 32, 32"
     assert (line.kind, line.member, line.step, line.reason) == ("SharesDecided", "", 12, SHARES.reason)
     assert story.tell(1, 1.0, "r", SHARES, []) == [], "said again, it is no news"
 
 
 def test_a_limit_of_memory_is_told_of_its_member() -> None:
-    limited = ev.Decided("b/0", 7, "memory", {"b/0": 16}, "b/0 ran out of memory with 32 samples at once")
-    (line,) = story.tell(1, 1.0, "r", limited, [("r", ev.Say("anything"))])
+    limited = ev.AdjustmentReported("b/0", 7, "memory", {"b/0": 16}, "b/0 ran out of memory with 32 samples at once")
+    (line,) = story.tell(1, 1.0, "r", limited, [("r", ev.MembershipNote("anything"))])
     assert (line.kind, line.member) == ("MemoryDecided", "b/0")
     assert line.text == "from step 7 on: b/0 ran out of memory with 32 samples at once"
 
 
 def test_an_exception_is_told_with_its_place() -> None:
-    raised = runs_events.MemberRaised("a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n')
+    raised = runs_events.ExceptionReported(
+        "a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n'
+    )
     (line,) = story.tell(1, 1.0, "r", raised, [])
     assert (line.text, line.reason) == ("a/0 raised ValueError: bad", 'File "t.py", line 3, in f')
 
 
 def test_lines_are_numbered_in_the_order_of_the_journal() -> None:
-    asked = [("r", ev.Say("one")), ("r", ev.Say("two"))]
-    lines = story.tell(3, 1.0, "r", ev.Disconnected("a/0"), asked) + story.tell(4, 1.0, "r", ev.Disconnected("a/0"), [])
+    asked = [("r", ev.MembershipNote("one")), ("r", ev.MembershipNote("two"))]
+    lines = story.tell(3, 1.0, "r", ev.MemberDisconnected("a/0"), asked) + story.tell(
+        4, 1.0, "r", ev.MemberDisconnected("a/0"), []
+    )
     assert [line.seq for line in lines] == [300, 301, 302, 400]

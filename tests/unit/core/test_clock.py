@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.parameter_server import ticket_ledger
-from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Over, Ticket, Unknown, Wait
+from shoal.core.parameter_server.ticket_ledger import (
+    Ticket,
+    TicketDelayed,
+    TicketGranted,
+    TicketLedger,
+    TicketsExhausted,
+    TrainerUnknown,
+)
 
-ORDER = Order(samples=100, size=20, epochs=2)
+ORDER = SampleOrder(samples=100, size=20, epochs=2)
 
 
-def begin(ledger: Ledger, name: str, done: Ticket | None = None, seconds: float = 1.0):
+def begin(ledger: TicketLedger, name: str, done: Ticket | None = None, seconds: float = 1.0):
     ledger = ticket_ledger.join(ledger, name, "1")
     return ticket_ledger.turn(ledger, ORDER, name, "1", done, seconds, wants=True)
 
 
-def finish(ledger: Ledger, name: str) -> Ledger:
+def finish(ledger: TicketLedger, name: str) -> TicketLedger:
     held = ledger.trainers[name].ticket
     assert held is not None
     ledger, _ = ticket_ledger.turn(ledger, ORDER, name, "1", held, 1.0, wants=False)
@@ -22,77 +29,77 @@ def finish(ledger: Ledger, name: str) -> Ledger:
 
 
 def test_a_lone_trainer_gets_whole_batches_in_order() -> None:
-    ledger, seen = Ledger(bound=0), []
+    ledger, seen = TicketLedger(bound=0), []
     ledger, outcome = begin(ledger, "a")
-    while isinstance(outcome, Granted):
+    while isinstance(outcome, TicketGranted):
         seen.append(outcome.ticket)
         ledger, outcome = begin(ledger, "a", outcome.ticket)
     assert seen == [Ticket(step, 0, 20) for step in range(10)]
-    assert outcome == Over(200)
+    assert outcome == TicketsExhausted(200)
 
 
 def test_two_trainers_share_a_batch() -> None:
-    ledger, first = begin(ticket_ledger.join(Ledger(bound=0), "b", "1"), "a")
+    ledger, first = begin(ticket_ledger.join(TicketLedger(bound=0), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
     assert (first.ticket, second.ticket) == (Ticket(0, 0, 10), Ticket(0, 10, 20))
 
 
 def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
-    ledger = ticket_ledger.join(Ledger(bound=1), "b", "1")
+    ledger = ticket_ledger.join(TicketLedger(bound=1), "b", "1")
     ledger, _ = begin(ledger, "b")
     for _ in range(2):
         ledger, outcome = begin(ledger, "a")
-        assert isinstance(outcome, Granted)
+        assert isinstance(outcome, TicketGranted)
         ledger = finish(ledger, "a")
     ledger, outcome = begin(ledger, "a")
-    assert isinstance(outcome, Wait)
+    assert isinstance(outcome, TicketDelayed)
     assert outcome.whom == ("b",)
     assert outcome.reason == "2 tickets ahead of b, and 1 are allowed"
     ledger, outcome = begin(finish(ledger, "b"), "a")
-    assert isinstance(outcome, Granted)
+    assert isinstance(outcome, TicketGranted)
 
 
 def test_without_a_bound_nobody_waits() -> None:
-    ledger, _ = begin(ticket_ledger.join(Ledger(bound=None), "b", "1"), "b")
+    ledger, _ = begin(ticket_ledger.join(TicketLedger(bound=None), "b", "1"), "b")
     for _ in range(8):
         ledger, outcome = begin(ledger, "a")
-        assert isinstance(outcome, Granted)
+        assert isinstance(outcome, TicketGranted)
         ledger = finish(ledger, "a")
 
 
 def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
-    ledger, lost = begin(ticket_ledger.join(Ledger(bound=0), "b", "1"), "b")
+    ledger, lost = begin(ticket_ledger.join(TicketLedger(bound=0), "b", "1"), "b")
     ledger, _ = begin(ledger, "a")
     ledger = finish(ledger, "a")
     _, outcome = begin(ledger, "a")
-    assert isinstance(outcome, Wait)
+    assert isinstance(outcome, TicketDelayed)
     ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
-    assert isinstance(outcome, Granted)
+    assert isinstance(outcome, TicketGranted)
     assert outcome.ticket == lost.ticket
 
 
 def test_a_newcomer_starts_at_the_slowest_clock() -> None:
-    ledger, _ = begin(Ledger(bound=5), "a")
+    ledger, _ = begin(TicketLedger(bound=5), "a")
     ledger = finish(ledger, "a")
     ledger = ticket_ledger.join(ledger, "b", "1")
     assert ledger.trainers["b"].clock == 1
 
 
 def test_a_newcomer_after_everybody_was_lost_starts_where_they_were() -> None:
-    ledger, _ = begin(Ledger(bound=5), "a")
+    ledger, _ = begin(TicketLedger(bound=5), "a")
     ledger = ticket_ledger.drop(finish(ledger, "a"), "a", "1")
     assert ticket_ledger.join(ledger, "b", "1").trainers["b"].clock == 1
 
 
 def test_asking_again_gives_the_same_ticket() -> None:
-    ledger, first = begin(Ledger(bound=0), "a")
+    ledger, first = begin(TicketLedger(bound=0), "a")
     same, again = begin(ledger, "a")
     assert again == first
     assert same == ledger
 
 
 def test_saying_done_twice_counts_once() -> None:
-    ledger, granted = begin(Ledger(bound=0), "a")
+    ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = finish(ledger, "a")
     again, _ = ticket_ledger.turn(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
     assert again == ledger
@@ -100,15 +107,15 @@ def test_saying_done_twice_counts_once() -> None:
 
 
 def test_another_process_of_the_same_name_is_a_newcomer() -> None:
-    ledger, granted = begin(Ledger(bound=0), "a")
+    ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = ticket_ledger.join(ledger, "a", "2")
     assert ledger.again == (granted.ticket,)
     ledger, outcome = ticket_ledger.turn(ledger, ORDER, "a", "1", None, 0.0, wants=True)
-    assert outcome == Unknown()
+    assert outcome == TrainerUnknown()
 
 
 def test_a_ticket_that_was_finished_by_one_given_up_is_not_issued_again() -> None:
-    ledger, granted = begin(Ledger(bound=0), "a")
+    ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = ticket_ledger.drop(ledger, "a", "1")
     ledger, _ = ticket_ledger.turn(
         ticket_ledger.join(ledger, "a", "1"), ORDER, "a", "1", granted.ticket, 1.0, wants=False
@@ -118,7 +125,7 @@ def test_a_ticket_that_was_finished_by_one_given_up_is_not_issued_again() -> Non
 
 
 def test_slow_trainers_get_smaller_tickets() -> None:
-    ledger = Ledger(bound=None)
+    ledger = TicketLedger(bound=None)
     ledger, fast = begin(ticket_ledger.join(ledger, "slow", "1"), "fast")
     ledger, slow = begin(ledger, "slow")
     ledger, _ = ticket_ledger.turn(ledger, ORDER, "fast", "1", fast.ticket, 1.0, wants=False)
@@ -127,7 +134,7 @@ def test_slow_trainers_get_smaller_tickets() -> None:
 
 
 def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
-    ledger = ticket_ledger.join(ticket_ledger.join(Ledger(bound=None, policy="staleness"), "a", "1"), "b", "1")
+    ledger = ticket_ledger.join(ticket_ledger.join(TicketLedger(bound=None, policy="staleness"), "a", "1"), "b", "1")
     for _ in range(5):
         ledger, _ = begin(ledger, "a")
         ledger = finish(ledger, "a")
@@ -135,16 +142,16 @@ def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
 
 
 def test_the_last_tickets_are_waited_for_because_they_may_come_again() -> None:
-    ledger, _ = begin(ticket_ledger.join(Ledger(bound=None, step=9, at=10), "b", "1"), "b")
+    ledger, _ = begin(ticket_ledger.join(TicketLedger(bound=None, step=9, at=10), "b", "1"), "b")
     ledger, outcome = begin(ledger, "a")
-    assert isinstance(outcome, Wait)
+    assert isinstance(outcome, TicketDelayed)
     assert outcome.whom == ("b",)
     ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
-    assert isinstance(outcome, Granted)
+    assert isinstance(outcome, TicketGranted)
 
 
 def test_a_checkpoint_issues_again_what_was_not_finished_when_it_began() -> None:
-    ledger, first = begin(ticket_ledger.join(Ledger(bound=None), "b", "1"), "a")
+    ledger, first = begin(ticket_ledger.join(TicketLedger(bound=None), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
     ledger = ticket_ledger.mark(finish(ledger, "b"))
     ledger, third = begin(ledger, "b")

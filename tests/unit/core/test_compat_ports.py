@@ -7,11 +7,11 @@ import json
 import pytest
 
 from shoal.core.fleet import launcher_env
-from shoal.core.fleet.launcher_env import Place
+from shoal.core.fleet.launcher_env import RankHost
 from shoal.errors import BadSettings
 from shoal.settings import parse_settings
 
-PLACES = [Place("a", "10.0.0.1"), Place("a", "10.0.0.1"), Place("b", "fd00::1")]
+PLACES = [RankHost("a", "10.0.0.1"), RankHost("a", "10.0.0.1"), RankHost("b", "fd00::1")]
 
 
 @pytest.mark.parametrize("size", [3, 4, 100])

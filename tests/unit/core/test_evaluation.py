@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import Beat
+from shoal.core.membership.state import LastHeartbeat
 from shoal.core.runs import evaluation as el
 from shoal.core.world import Address
 from shoal.errors import BadEvaluation
 
 ME = "lab/evaluator-0"
-HELLO = ev.Hello(ME, "1", Address("h", 0), None, None, False, False, "evaluator")
+HELLO = ev.MemberConnected(ME, "1", Address("h", 0), None, None, False, False, "evaluator")
 
 
 class Story:
     """A state, and all that followed from what happened to it."""
 
     def __init__(self) -> None:
-        self.state = el.State()
+        self.state = el.EvaluationState()
         self.asked: list[el.Instruction] = []
 
     def on(self, *happened: object, now: float = 1000.0) -> Story:
@@ -31,7 +31,8 @@ class Story:
     def scores(self, *values: float, best: str = "max:score", patience: int | None = None, export: str = "") -> Story:
         first = (self.state.standing.step or 0) + 10
         found = [
-            el.Evaluated(ME, first + 10 * i, {"score": value}, best, patience, export) for i, value in enumerate(values)
+            el.EvaluationReported(ME, first + 10 * i, {"score": value}, best, patience, export)
+            for i, value in enumerate(values)
         ]
         return self.on(*found)
 
@@ -55,7 +56,7 @@ def test_what_is_equal_is_no_better() -> None:
 
 
 def test_a_metric_that_was_no_number_is_no_better() -> None:
-    lacking = el.Evaluated(ME, 30, {}, "max:score", 5)
+    lacking = el.EvaluationReported(ME, 30, {}, "max:score", 5)
     standing = Story().scores(1.0).on(lacking).state.standing
     assert (standing.best_value, standing.without) == (1.0, 1)
 
@@ -82,22 +83,22 @@ def test_another_goal_begins_anew() -> None:
 
 
 def test_what_is_said_twice_counts_once_and_is_answered_twice() -> None:
-    said = el.Evaluated(ME, 10, {"score": 1.0}, "max:score", 3)
+    said = el.EvaluationReported(ME, 10, {"score": 1.0}, "max:score", 3)
     story = Story().on(said, said)
     assert story.state.standing.evaluations == 1
-    assert sum(isinstance(one, el.TellStanding) for one in story.asked) == 2
-    assert sum(isinstance(one, el.Judged) for one in story.asked) == 1
+    assert sum(isinstance(one, el.SendEvaluationStatus) for one in story.asked) == 2
+    assert sum(isinstance(one, el.EvaluationNote) for one in story.asked) == 1
 
 
 def test_whoever_connects_is_told_how_things_stand() -> None:
     story = Story().scores(1.0).on(HELLO)
-    assert story.asked == [el.TellStanding((ME,), story.state.standing)]
+    assert story.asked == [el.SendEvaluationStatus((ME,), story.state.standing)]
     assert story.state.standing.best_value == 1.0
 
 
 def test_the_story_says_what_was_found_and_what_it_means() -> None:
-    story = Story().scores(2.0, export="best.pt").on(el.Evaluated(ME, 20, {"score": 1.0}, "max:score"))
-    line = next(one for one in story.asked if isinstance(one, el.Judged))
+    story = Story().scores(2.0, export="best.pt").on(el.EvaluationReported(ME, 20, {"score": 1.0}, "max:score"))
+    line = next(one for one in story.asked if isinstance(one, el.EvaluationNote))
     assert line.text == f"{ME} evaluated step 20: score 1"
     assert line.reason == "the best is 2 at step 10"
     assert story.state.standing.export == "best.pt"
@@ -106,7 +107,7 @@ def test_the_story_says_what_was_found_and_what_it_means() -> None:
 def test_a_silent_evaluator_is_given_up_later_than_a_member() -> None:
     state = Story().on(HELLO, now=1000.0).state
     assert el.due(state, {}, 1000.0 + el.LEASE_S) == ()
-    assert el.due(state, {ME: Beat(1020.0)}, 1001.0 + el.LEASE_S) == ()
+    assert el.due(state, {ME: LastHeartbeat(1020.0)}, 1001.0 + el.LEASE_S) == ()
     assert [lost.member for lost in el.due(state, {}, 1001.0 + el.LEASE_S)] == [ME]
 
 
@@ -116,9 +117,9 @@ def test_silence_while_the_coordinator_was_away_is_no_silence() -> None:
 
 
 def test_whoever_is_gone_is_forgotten_and_what_it_found_is_not() -> None:
-    story = Story().on(HELLO).scores(1.0).on(ev.Disconnected(ME))
+    story = Story().on(HELLO).scores(1.0).on(ev.MemberDisconnected(ME))
     assert not story.state.members[ME].connected
-    story.on(ev.Lost(ME, "silent"))
+    story.on(ev.MemberLost(ME, "silent"))
     assert story.state.members == {}
     assert story.state.standing.best_value == 1.0
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
-from shoal.core.fleet.requirements import Size, Terms
+from shoal.core.fleet.requirements import MachineRequirements, SlotSize
 
-SPOT, LAB = Terms(("spot",)), Terms(("lab",), own=True, apart=True)
+SPOT, LAB = MachineRequirements(("spot",)), MachineRequirements(("lab",), own=True, apart=True)
 
 
 class Fleet:
     def __init__(self) -> None:
-        self.state, self.now = fl.State(salt="s"), 1000.0
+        self.state, self.now = fl.FleetState(salt="s"), 1000.0
 
     def on(self, event: fe.Event) -> None:
         self.now += 1.0
         self.state, _ = fl.decide(self.state, event, self.now)
 
-    def come(self, *agents: str, slots: int = 1, size: Size | None = None) -> None:
+    def come(self, *agents: str, slots: int = 1, size: SlotSize | None = None) -> None:
         for agent in agents:
-            self.on(fe.AgentJoined(agent, slots, "h", pool=agent.rpartition("-")[0], size=size))
+            self.on(fe.AgentConnected(agent, slots, "h", pool=agent.rpartition("-")[0], size=size))
 
-    def want(self, low: int, high: int, run: str = "r", servers: int = 0, evaluators: int = 1, **terms: Terms) -> None:
-        self.on(fe.RunWanted(run, low, high, servers=servers, evaluators=evaluators, terms=terms))
+    def want(
+        self, low: int, high: int, run: str = "r", servers: int = 0, evaluators: int = 1, **terms: MachineRequirements
+    ) -> None:
+        self.on(fe.RunRequested(run, low, high, servers=servers, evaluators=evaluators, terms=terms))
 
     def have(self, run: str = "r") -> list[str]:
         return sorted(p.member for p in self.state.of_run(run) if p.status != fl.ENDING)
@@ -39,7 +41,7 @@ def test_an_evaluator_with_a_pool_of_its_own_is_started_there_and_nowhere_else()
 
 def test_nobody_trains_on_the_machine_that_was_hired_for_the_evaluator() -> None:
     fleet = Fleet()
-    fleet.want(1, 3, trainer=Terms(("spot", "lab")), evaluator=LAB)
+    fleet.want(1, 3, trainer=MachineRequirements(("spot", "lab")), evaluator=LAB)
     fleet.come("lab-1", "spot-2")
     assert fleet.have() == ["lab-1/evaluator-0", "spot-2/0"]
     fleet.come("lab-3")
@@ -75,7 +77,7 @@ def test_a_run_whose_servers_have_no_place_yet_holds_nothing_that_another_could_
 
 def test_an_evaluator_that_crashed_finds_its_place_again() -> None:
     fleet = Fleet()
-    fleet.want(1, 2, trainer=Terms(("spot", "lab")), evaluator=LAB)
+    fleet.want(1, 2, trainer=MachineRequirements(("spot", "lab")), evaluator=LAB)
     fleet.come("lab-1", "spot-2")
     name = "lab-1/evaluator-0"
     known = fleet.state.processes["r", name]
@@ -85,7 +87,7 @@ def test_an_evaluator_that_crashed_finds_its_place_again() -> None:
 
 def test_members_go_only_to_places_that_are_large_enough() -> None:
     fleet = Fleet()
-    fleet.want(1, 3, evaluators=0, trainer=Terms(("spot",), cpus=4))
-    fleet.come("spot-1", size=Size(2))
-    fleet.come("spot-2", size=Size(4))
+    fleet.want(1, 3, evaluators=0, trainer=MachineRequirements(("spot",), cpus=4))
+    fleet.come("spot-1", size=SlotSize(2))
+    fleet.come("spot-2", size=SlotSize(4))
     assert fleet.have() == ["spot-2/0"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
-from shoal.core.fleet.requirements import Terms
+from shoal.core.fleet.requirements import MachineRequirements
 
 
 class Fleet:
     def __init__(self, **agents: int) -> None:
-        self.state, self.now = fl.State(salt="s"), 1000.0
+        self.state, self.now = fl.FleetState(salt="s"), 1000.0
         for name, slots in agents.items():
-            self.on(fe.AgentJoined(name, slots, "h"))
+            self.on(fe.AgentConnected(name, slots, "h"))
 
     def on(self, event: fe.Event) -> list[fe.Instruction]:
         self.now += 1.0
@@ -19,7 +19,11 @@ class Fleet:
         return list(asked)
 
     def want(self, run: str, low: int, high: int, priority: int = 0, pools: tuple[str, ...] = ()) -> None:
-        self.on(fe.RunWanted(run, low, high, terms={"trainer": Terms(pools)} if pools else {}, priority=priority))
+        self.on(
+            fe.RunRequested(
+                run, low, high, terms={"trainer": MachineRequirements(pools)} if pools else {}, priority=priority
+            )
+        )
 
     def have(self, run: str) -> list[str]:
         return sorted(p.member for p in self.state.of_run(run) if p.status != fl.ENDING)
@@ -65,9 +69,9 @@ def test_a_run_of_higher_priority_gets_what_becomes_free() -> None:
 
 def test_a_run_uses_only_machines_of_its_pools_and_those_that_came_by_themselves() -> None:
     fleet = Fleet()
-    fleet.on(fe.AgentJoined("spot-1", 1, "h", pool="spot"))
-    fleet.on(fe.AgentJoined("lab-1", 1, "h", pool="lab"))
-    fleet.on(fe.AgentJoined("friend", 1, "h"))
+    fleet.on(fe.AgentConnected("spot-1", 1, "h", pool="spot"))
+    fleet.on(fe.AgentConnected("lab-1", 1, "h", pool="lab"))
+    fleet.on(fe.AgentConnected("friend", 1, "h"))
     fleet.want("a", 1, 3, pools=("spot",))
     assert fleet.have("a") == ["friend/0", "spot-1/0"]
     fleet.want("b", 1, 3, pools=("lab",))

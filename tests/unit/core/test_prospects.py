@@ -9,33 +9,33 @@ import pytest
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning import feasibility
-from shoal.core.provisioning.decide import State
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.decide import ProvisioningState
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 
-SPOT = Pool("spot", "slurm", limit=8)
-LAB = Pool("lab", "ssh", limit=2)
+SPOT = PoolInfo("spot", "slurm", limit=8)
+LAB = PoolInfo("lab", "ssh", limit=2)
 
 
 class World:
     """A supply with one run that has not begun."""
 
-    def __init__(self, *pools: Pool, least: int = 1, most: int = 2, begun: bool = False) -> None:
-        self.state, self.now = State(), 100.0
-        self.tell(se.PoolsKnown(pools))
-        self.need = Need("run", tuple(pool.name for pool in pools), most, least, begun=begun, patience_s=60.0)
-        self.tell(se.NeedsChanged((self.need,)))
+    def __init__(self, *pools: PoolInfo, least: int = 1, most: int = 2, begun: bool = False) -> None:
+        self.state, self.now = ProvisioningState(), 100.0
+        self.tell(se.PoolsConfigured(pools))
+        self.need = MachineDemand("run", tuple(pool.name for pool in pools), most, least, begun=begun, patience_s=60.0)
+        self.tell(se.DemandChanged((self.need,)))
 
     def tell(self, event: se.Event, after_s: float = 0.0) -> None:
         self.now += after_s
         self.state, _ = provisioning.decide(self.state, event, self.now)
 
-    def given_up(self, after_s: float = 0.0) -> tuple[se.PoolTrouble, ...] | None:
+    def given_up(self, after_s: float = 0.0) -> tuple[se.PoolProblem, ...] | None:
         """What is wrong with the pools, if the run is given up now."""
         self.now += after_s
         for event in provisioning.due(self.state, self.now):
             self.state, asked = provisioning.decide(self.state, event, self.now)
             for one in asked:
-                if isinstance(one, se.GiveUp):
+                if isinstance(one, se.FailInfeasibleRun):
                     assert one.run == "run"
                     return one.troubles
         return None
@@ -43,14 +43,14 @@ class World:
     def refuse(self, *hires: str, final: bool = True) -> None:
         for hire in hires:
             pool = se.pool_of(hire)
-            self.tell(se.Refused(pool, hire, "no such partition", "[pool]", "correct it", final))
+            self.tell(se.AllocationRejected(pool, hire, "no such partition", "[pool]", "correct it", final))
 
 
 def test_a_pool_that_refuses_for_good_is_not_waited_for() -> None:
     world = World(SPOT, most=1)
     assert world.given_up() is None
     world.refuse("spot-1")
-    assert world.given_up() == (se.PoolTrouble("spot", "no such partition", "[pool]", "correct it"),)
+    assert world.given_up() == (se.PoolProblem("spot", "no such partition", "[pool]", "correct it"),)
 
 
 def test_as_long_as_another_pool_may_give_enough_the_run_waits() -> None:
@@ -67,10 +67,10 @@ def test_as_long_as_another_pool_may_give_enough_the_run_waits() -> None:
 
 def test_what_a_pool_has_given_before_it_refused_counts() -> None:
     world = World(SPOT, least=1)
-    world.tell(se.Submitted("spot", "spot-1", "job"))
+    world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.refuse("spot-2")
     assert world.given_up() is None
-    world.tell(se.Observed("spot", (), (("spot-1", "it was cancelled"),)))
+    world.tell(se.PoolListed("spot", (), (("spot-1", "it was cancelled"),)))
     assert world.given_up() is not None
 
 
@@ -88,8 +88,8 @@ def test_one_that_can_be_reached_again_has_all_the_time_again() -> None:
     world = World(LAB)
     world.tell(se.PoolUnreachable("lab", "h1 does not answer"))
     world.refuse("lab-1", "lab-2", final=False)
-    world.tell(se.Observed("lab", ()), after_s=50.0)
-    world.tell(se.Submitted("lab", sorted(world.state.hires)[0], "h"), after_s=1.0)
+    world.tell(se.PoolListed("lab", ()), after_s=50.0)
+    world.tell(se.AllocationSubmitted("lab", sorted(world.state.hires)[0], "h"), after_s=1.0)
     assert world.given_up(after_s=3600.0) is None, "it waits in the queue of the pool"
 
 
@@ -105,11 +105,11 @@ def test_machines_that_are_gone_before_they_are_of_use_are_tried_three_times() -
     for turn in (1, 2, 3):
         assert world.given_up(after_s=700.0) is None
         (hire,) = world.state.hires
-        world.tell(se.Submitted("spot", hire, "job"))
-        world.tell(se.Observed("spot", (), ((hire, "exit code 127"),)))
+        world.tell(se.AllocationSubmitted("spot", hire, "job"))
+        world.tell(se.PoolListed("spot", (), ((hire, "exit code 127"),)))
         del turn
     world.now += 700.0
-    world.tell(se.PatienceOver("pool", pool="spot"))
+    world.tell(se.ProvisioningTimerExpired("pool", pool="spot"))
     assert len(world.state.hires) == 1, "it is asked again, and not counted on"
     (trouble,) = world.given_up() or ()
     assert "3 machines in a row" in trouble.why
@@ -121,17 +121,17 @@ def test_an_agent_that_comes_makes_good_for_those_that_did_not() -> None:
     for _ in range(2):
         world.given_up(after_s=700.0)
         (hire,) = world.state.hires
-        world.tell(se.Submitted("spot", hire, "job"))
-        world.tell(se.Observed("spot", (), ((hire, "exit code 127"),)))
+        world.tell(se.AllocationSubmitted("spot", hire, "job"))
+        world.tell(se.PoolListed("spot", (), ((hire, "exit code 127"),)))
     world.given_up(after_s=700.0)
     (hire,) = world.state.hires
-    world.tell(se.Submitted("spot", hire, "job"))
-    world.tell(se.AgentHere(hire))
+    world.tell(se.AllocationSubmitted("spot", hire, "job"))
+    world.tell(se.AgentArrived(hire))
     assert world.state.standings["spot"].fruitless == 0
 
 
-@pytest.mark.parametrize("pool", [Pool("spot", "slurm", limit=0), Pool("spot", "slurm", limit=1)])
-def test_a_pool_that_may_give_too_little_is_known_at_once(pool: Pool) -> None:
+@pytest.mark.parametrize("pool", [PoolInfo("spot", "slurm", limit=0), PoolInfo("spot", "slurm", limit=1)])
+def test_a_pool_that_may_give_too_little_is_known_at_once(pool: PoolInfo) -> None:
     world = World(pool, least=2)
     (trouble,) = world.given_up() or ()
     assert "limit" in trouble.why + trouble.do
@@ -141,9 +141,9 @@ def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
     world = World(SPOT, most=1)
     world.refuse("spot-1")
     assert world.given_up() is not None
-    world.tell(se.NeedsChanged(()))
+    world.tell(se.DemandChanged(()))
     world.need = replace(world.need, run="later")
-    world.tell(se.NeedsChanged((world.need,)))
+    world.tell(se.DemandChanged((world.need,)))
     assert not feasibility.hopeless(world.state, world.need, world.now)
     assert list(world.state.hires) == ["spot-2"], "it is asked at once"
     world.refuse("spot-2")
@@ -152,8 +152,8 @@ def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
 
 def test_whom_a_run_waits_for_is_told_with_what_they_say() -> None:
     world = World(SPOT, LAB, most=9)
-    world.tell(se.Submitted("spot", "spot-1", "job"))
-    world.tell(se.Observed("spot", (se.Sighting("spot-1", "job", False, "no node is free (Resources)"),)))
+    world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
+    world.tell(se.PoolListed("spot", (se.ListedAllocation("spot-1", "job", False, "no node is free (Resources)"),)))
     assert feasibility.awaited(world.state, ("spot", "lab")) == (
         "waiting for machines: 8 of pool spot (no node is free (Resources)); 1 of pool lab"
     )

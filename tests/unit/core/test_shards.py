@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.placement import Holding, copied, cut, first, handed, settle, without
+from shoal.core.placement import PartAssignment, copied, cut, first, handed, settle, without
 
 
 def names(count: int) -> list[str]:
     return [f"s{i}" for i in range(count)]
 
 
-def complete(holdings: tuple[Holding, ...]) -> tuple[Holding, ...]:
+def complete(holdings: tuple[PartAssignment, ...]) -> tuple[PartAssignment, ...]:
     """The same when every learner has its copy."""
     return tuple(copied(h, h.learner, h.since) or h for h in holdings)
 
@@ -34,7 +34,7 @@ def test_primaries_are_dealt_out_and_learners_are_others() -> None:
 
 
 def test_a_lone_server_has_no_backup() -> None:
-    assert first(["s0"], 2, 1) == (Holding("s0"), Holding("s0"))
+    assert first(["s0"], 2, 1) == (PartAssignment("s0"), PartAssignment("s0"))
 
 
 def test_a_backup_stands_in_for_a_lost_primary() -> None:
@@ -57,14 +57,14 @@ def test_a_server_that_was_lost_and_came_back_holds_nothing() -> None:
 
 
 def test_old_news_of_a_learner_is_no_news() -> None:
-    holding = Holding("s0", learner="s1", since=5)
+    holding = PartAssignment("s0", learner="s1", since=5)
     assert copied(holding, "s1", since=4) is None
     assert copied(holding, "s2", since=5) is None
-    assert copied(holding, "s1", since=5) == Holding("s0", "s1", since=5)
+    assert copied(holding, "s1", since=5) == PartAssignment("s0", "s1", since=5)
 
 
 def test_a_server_that_leads_everything_hands_some_over() -> None:
-    lopsided = tuple(Holding("s0", "s1", since=1) for _ in range(4))
+    lopsided = tuple(PartAssignment("s0", "s1", since=1) for _ in range(4))
     found = settle(lopsided, names(2), (), 2)
     assert found is not None
     assert sum(h.handing for h in found) == 2
@@ -90,5 +90,5 @@ def test_whoever_leaves_keeps_its_copy_until_another_has_one() -> None:
 
 
 def test_a_backup_that_cannot_be_reached_is_none() -> None:
-    assert without(Holding("s0", "s1", handing=True), "s1") == Holding("s0")
-    assert without(Holding("s0", "s1", "s2"), "s2") == Holding("s0", "s1")
+    assert without(PartAssignment("s0", "s1", handing=True), "s1") == PartAssignment("s0")
+    assert without(PartAssignment("s0", "s1", "s2"), "s2") == PartAssignment("s0", "s1")

@@ -7,36 +7,36 @@ import pytest
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.budget import Kept
-from shoal.core.provisioning.decide import HERE, LEAVING, State
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.budget import AffordableMachine
+from shoal.core.provisioning.decide import HERE, LEAVING, ProvisioningState
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 
-SPOT = Pool("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0)
-DEAR = Pool("dear", "slurm", limit=8, price_per_h=4.0)
-OWN = Pool("own", "ssh", limit=2)
+SPOT = PoolInfo("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0)
+DEAR = PoolInfo("dear", "slurm", limit=8, price_per_h=4.0)
+OWN = PoolInfo("own", "ssh", limit=2)
 
 
 class World:
     """A supply with one run and its budget."""
 
-    def __init__(self, budget: float, *pools: Pool, slots: int = 3, least: int = 1) -> None:
-        self.state, self.now, self.over = State(), 0.0, ""
+    def __init__(self, budget: float, *pools: PoolInfo, slots: int = 3, least: int = 1) -> None:
+        self.state, self.now, self.over = ProvisioningState(), 0.0, ""
         self.told: list[str] = []
-        self.tell(se.PoolsKnown(pools))
-        self.need = Need("run", tuple(pool.name for pool in pools), slots, least, budget=budget)
-        self.tell(se.NeedsChanged((self.need,)))
+        self.tell(se.PoolsConfigured(pools))
+        self.need = MachineDemand("run", tuple(pool.name for pool in pools), slots, least, budget=budget)
+        self.tell(se.DemandChanged((self.need,)))
 
     def tell(self, event: se.Event) -> None:
         self.state, asked = provisioning.decide(self.state, event, self.now)
-        self.told += [one.text for one in asked if isinstance(one, se.Tell)]
+        self.told += [one.text for one in asked if isinstance(one, se.ProvisioningNote)]
         for one in asked:
-            if isinstance(one, se.OutOfMoney):
+            if isinstance(one, se.StopRunOverBudget):
                 self.over = one.reason
 
     def deliver(self) -> None:
         for hire in [one for one in self.state.hires.values() if one.status == provisioning.ASKED]:
-            self.tell(se.Submitted(hire.pool, hire.name, hire.name))
-            self.tell(se.AgentHere(hire.name))
+            self.tell(se.AllocationSubmitted(hire.pool, hire.name, hire.name))
+            self.tell(se.AgentArrived(hire.name))
 
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
@@ -45,7 +45,7 @@ class World:
             for event in (*provisioning.due(self.state, self.now), *provisioning.money_due(self.state, self.now)):
                 self.tell(event)
             for hire in [one for one in self.state.hires.values() if one.status == LEAVING]:
-                self.tell(se.Ended(hire.name))
+                self.tell(se.AllocationEnded(hire.name))
 
     def here(self) -> list[str]:
         return [name for name, hire in self.state.hires.items() if hire.status == HERE]
@@ -63,7 +63,7 @@ def test_while_the_budget_is_far_away_nothing_is_given_back() -> None:
 
 
 def test_as_the_budget_gets_low_the_dearest_machines_go_first() -> None:
-    world = World(1.4, Pool("dear", "slurm", limit=1, price_per_h=4.0), SPOT)
+    world = World(1.4, PoolInfo("dear", "slurm", limit=1, price_per_h=4.0), SPOT)
     world.deliver()
     assert world.here() == ["dear-1", "spot-2", "spot-3"]
     world.wait(360.0)
@@ -117,9 +117,9 @@ def test_a_cheaper_pool_is_asked_when_the_preferred_one_is_too_dear() -> None:
 
 
 def test_what_is_not_here_yet_goes_before_what_is_and_the_least_must_be_here() -> None:
-    kept = [Kept("here", 3.0, 1, True), Kept("coming", 1.0, 1, False)]
+    kept = [AffordableMachine("here", 3.0, 1, True), AffordableMachine("coming", 1.0, 1, False)]
     assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["coming"]
-    kept = [Kept("here", 3.0, 1, True), Kept("too", 1.0, 1, True)]
+    kept = [AffordableMachine("here", 3.0, 1, True), AffordableMachine("too", 1.0, 1, True)]
     assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["here"]
 
 
@@ -127,20 +127,20 @@ def test_a_coordinator_that_was_away_counts_what_its_machines_cost_meanwhile() -
     world = World(1.0, SPOT, slots=1)
     world.deliver()
     world.now += 1800.0
-    world.tell(se.AgentHere("spot-1"))
+    world.tell(se.AgentArrived("spot-1"))
     assert world.spent == pytest.approx(0.5)
 
 
 def test_what_a_loss_costs_is_what_machines_cost_while_they_start_or_go() -> None:
     world = World(100.0, SPOT, slots=1)
-    world.tell(se.Submitted("spot", "spot-1", "job"))
-    world.tell(se.Observed("spot", (se.Sighting("spot-1", "job", running=True),)))
+    world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
+    world.tell(se.PoolListed("spot", (se.ListedAllocation("spot-1", "job", running=True),)))
     world.now += 360.0
-    world.tell(se.AgentHere("spot-1"))
+    world.tell(se.AgentArrived("spot-1"))
     world.now += 3600.0
     world.tell(se.AgentLost("spot-1", "silent"))
     world.now += 36.0
-    world.tell(se.Ended("spot-1"))
+    world.tell(se.AllocationEnded("spot-1"))
     cost = world.state.account.of_run("run")
     assert cost.spent == pytest.approx(1.11)
     assert cost.unused == pytest.approx(0.11)
@@ -151,9 +151,9 @@ def test_what_the_coordinator_ended_when_it_ended_for_good_costs_nothing_more() 
     world = World(1.0, SPOT, slots=1)
     world.deliver()
     world.now += 360.0
-    world.tell(se.NeedsChanged(()))
+    world.tell(se.DemandChanged(()))
     world.tell(se.PoolClosed("spot"))
     world.now += 36000.0
-    world.tell(se.NeedsChanged((world.need,)))
+    world.tell(se.DemandChanged((world.need,)))
     assert world.spent == pytest.approx(0.1)
-    assert world.state.standings.get("spot", provisioning.Standing()).strikes == 0
+    assert world.state.standings.get("spot", provisioning.PoolHealth()).strikes == 0

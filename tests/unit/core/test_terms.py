@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.fleet import requirements as fleet_requirements
-from shoal.core.fleet.requirements import Size, Terms
-from shoal.core.provisioning.events import Pool
-from shoal.errors import BadLabels, PlaceTooSmall
+from shoal.core.fleet.requirements import MachineRequirements, SlotSize
+from shoal.core.provisioning.events import PoolInfo
+from shoal.errors import BadLabels, SlotTooSmall
 
-A100 = Pool("dear", "slurm", limit=4, price_per_h=4.0, labels={"gpu": "a100", "zone": "a"})
-CHEAP = Pool("cheap", "slurm", limit=4, price_per_h=1.0, labels={"gpu": "a100", "zone": "b"})
-LAB = Pool("lab", "ssh", limit=2)
+A100 = PoolInfo("dear", "slurm", limit=4, price_per_h=4.0, labels={"gpu": "a100", "zone": "a"})
+CHEAP = PoolInfo("cheap", "slurm", limit=4, price_per_h=1.0, labels={"gpu": "a100", "zone": "b"})
+LAB = PoolInfo("lab", "ssh", limit=2)
 POOLS = (A100, CHEAP, LAB)
 
 
@@ -38,22 +38,22 @@ def test_a_constraint_that_says_nothing_or_two_things_is_an_error(text: str) -> 
 
 
 def test_a_machine_that_came_by_itself_will_do_unless_pools_or_labels_are_asked_for() -> None:
-    assert fleet_requirements.admits(Terms(("spot",)), "", None)
-    assert not fleet_requirements.admits(Terms(("spot",), own=True), "", None)
-    assert not fleet_requirements.admits(Terms(("spot",)), "lab", None)
+    assert fleet_requirements.admits(MachineRequirements(("spot",)), "", None)
+    assert not fleet_requirements.admits(MachineRequirements(("spot",), own=True), "", None)
+    assert not fleet_requirements.admits(MachineRequirements(("spot",)), "lab", None)
 
 
 def test_a_place_must_be_large_enough_if_its_size_is_known() -> None:
-    asked = Terms(cpus=4, memory_bytes=2)
-    assert fleet_requirements.admits(asked, "spot", Size(4, 2))
-    assert not fleet_requirements.admits(asked, "spot", Size(4, 1))
+    asked = MachineRequirements(cpus=4, memory_bytes=2)
+    assert fleet_requirements.admits(asked, "spot", SlotSize(4, 2))
+    assert not fleet_requirements.admits(asked, "spot", SlotSize(4, 1))
     assert fleet_requirements.admits(asked, "ssh", None), "nobody could ask for one"
 
 
 def test_a_role_that_is_larger_than_a_place_is_refused_before_anything_is_hired() -> None:
-    pools = {"spot": Pool("spot", "slurm", limit=4, slots=2, sized=True, cpus=4, memory_bytes=8 << 30)}
-    fleet_requirements.check_size("trainer", Terms(("spot",), cpus=2, memory_bytes=4 << 30), pools)
-    with pytest.raises(PlaceTooSmall, match="a trainer needs 3 cpus, and a place of pool spot has 2"):
-        fleet_requirements.check_size("trainer", Terms(("spot",), cpus=3), pools)
-    with pytest.raises(PlaceTooSmall):
-        fleet_requirements.check_size("server", Terms(("spot",), memory_bytes=5 << 30), pools)
+    pools = {"spot": PoolInfo("spot", "slurm", limit=4, slots=2, sized=True, cpus=4, memory_bytes=8 << 30)}
+    fleet_requirements.check_size("trainer", MachineRequirements(("spot",), cpus=2, memory_bytes=4 << 30), pools)
+    with pytest.raises(SlotTooSmall, match="a trainer needs 3 cpus, and a place of pool spot has 2"):
+        fleet_requirements.check_size("trainer", MachineRequirements(("spot",), cpus=3), pools)
+    with pytest.raises(SlotTooSmall):
+        fleet_requirements.check_size("server", MachineRequirements(("spot",), memory_bytes=5 << 30), pools)

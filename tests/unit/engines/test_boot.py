@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from shoal.engines import agent_script, pool_config
-from shoal.engines.engine import Ask, Options
+from shoal.engines.engine import AllocationRequest, EngineOptions
 from shoal.engines.local import Local
 from shoal.engines.ray.engine import Ray, RayOptions, actor_options
 from shoal.engines.slurm.engine import Slurm, SlurmOptions
 from shoal.engines.ssh import command
 from shoal.engines.ssh.command import SshOptions
 from shoal.errors import BadPool
-from shoal.pack.environments.recipe import Environment
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.pack.remote import bootstrap
 from shoal.wire.credentials import Credentials
 
-MADE = Environment("5ea1", "4ec1")
-ASK = Ask(
+MADE = PublishedEnvironment("5ea1", "4ec1")
+ASK = AllocationRequest(
     "lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret", "PEM"), 4, ("--grace", "20"), environment=MADE
 )
 BEFORE = """\
@@ -43,7 +43,7 @@ exec python3 "$home/first.py" "${home%/*/*/*}/environments" https://10.0.0.1:424
 
 
 def test_any_python_fetches_shoal_and_becomes_the_agent() -> None:
-    options = Options(directory="~/scratch", setup=("module load python",), environment="requirements.txt")
+    options = EngineOptions(directory="~/scratch", setup=("module load python",), environment="requirements.txt")
     assert agent_script.script(ASK, options, python="python3") == BEFORE + inspect.getsource(bootstrap) + AFTER
 
 
@@ -63,8 +63,8 @@ def test_every_engine_takes_an_environment_and_shows_no_secret(engine: str) -> N
 
 
 def test_without_an_environment_nothing_is_made_here_or_there() -> None:
-    plain = msgspec.structs.replace(Options())
-    ask = Ask("lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret"))
+    plain = msgspec.structs.replace(EngineOptions())
+    ask = AllocationRequest("lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret"))
     assert Local("lab", plain).render(ask).argv[:4] == (sys.executable, "-P", "-m", "shoal.agent")
 
 
@@ -80,7 +80,9 @@ def test_a_host_needs_no_shoal_if_there_is_an_environment() -> None:
 
 def test_slurm_starts_an_image_that_sees_where_the_token_is() -> None:
     options = SlurmOptions(image="nvcr.io#nvidia/pytorch:26.01-py3", directory="/shared/me")
-    shown = Slurm("spot", options).render(Ask("spot-1", "c0ffee", "https://head:1", Credentials("s3cret")))
+    shown = Slurm("spot", options).render(
+        AllocationRequest("spot-1", "c0ffee", "https://head:1", Credentials("s3cret"))
+    )
     assert shown.argv[-2:] == (
         "--container-image=nvcr.io#nvidia/pytorch:26.01-py3",
         "--container-mounts=/shared/me:/shared/me",

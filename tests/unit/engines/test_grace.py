@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from shoal.engines import grace_period
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.slurm.jobs import kill_wait_s
 from shoal.wire.credentials import Credentials
 
-ASK = Ask("a-1", "t", "http://h:1", Credentials("x"), 1)
+ASK = AllocationRequest("a-1", "t", "http://h:1", Credentials("x"), 1)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 
 from shoal.engines import local, stale_dirs
 from shoal.engines.agent_script import KEEP_S
-from shoal.engines.engine import Options
+from shoal.engines.engine import EngineOptions
 from shoal.engines.ray import driver
 from shoal.engines.slurm import engine as slurm_engine
 from shoal.engines.slurm.engine import SlurmOptions
-from shoal.engines.slurm.jobs import Job
+from shoal.engines.slurm.jobs import SlurmJobRow
 from shoal.engines.ssh import remote_helper
 
 OLD_S = KEEP_S + 3600.0
@@ -43,7 +43,7 @@ def by_ssh(above: Path) -> None:
 
 
 def by_local(above: Path) -> None:
-    local.Local("spot", Options(directory=str(above))).tidy("mine", ["spot-9"])
+    local.Local("spot", EngineOptions(directory=str(above))).tidy("mine", ["spot-9"])
 
 
 @pytest.mark.parametrize("tidy", [by_ssh, by_local])
@@ -105,7 +105,7 @@ def test_an_agent_of_a_host_that_died_without_a_word_is_removed(tmp_path: Path) 
 
 
 def test_a_job_that_slurm_still_has_keeps_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [Job("7", "PENDING", "", None, None, None, 0, 0, "", "shoal-mine-spot-1")]
+    jobs = [SlurmJobRow("7", "PENDING", "", None, None, None, 0, 0, "", "shoal-mine-spot-1")]
     monkeypatch.setattr(slurm_engine.Slurm, "_jobs", lambda _self: jobs)
     leave(tmp_path, "mine/spot-1", job_log="", token="waits for days")
     leave(tmp_path, "mine/spot-2", job_log="", token="its job is gone")

@@ -8,13 +8,13 @@ import sys
 import msgspec
 import pytest
 
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.ray import engine as ray_engine
 from shoal.engines.ray import nodes as ray_nodes
 from shoal.engines.ray.engine import Ray, RayOptions
 from shoal.wire.credentials import Credentials
 
-ASK = Ask("spot-3", "c0ffee", "https://lab:7000", Credentials("very-secret", "PEM"), 2, ("--grace", "9"))
+ASK = AllocationRequest("spot-3", "c0ffee", "https://lab:7000", Credentials("very-secret", "PEM"), 2, ("--grace", "9"))
 BIG = {
     "total": {"CPU": 8.0, "GPU": 4.0, "memory": 64e9},
     "free": {"CPU": 5.0, "GPU": 1.0, "memory": 64e9},

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.slurm.engine import Slurm, SlurmOptions, boot_words
 from shoal.wire.credentials import Credentials
 
-ASK = Ask("lab-1", "c0ffee", "https://head:7077", Credentials("secret-token"), 2, ("--grace", "20"))
+ASK = AllocationRequest("lab-1", "c0ffee", "https://head:7077", Credentials("secret-token"), 2, ("--grace", "20"))
 
 
 def rendered(**options: object):

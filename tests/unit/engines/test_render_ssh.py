@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from shoal.engines import grace_period, pool_config
-from shoal.engines.engine import Ask
+from shoal.engines.engine import AllocationRequest
 from shoal.engines.ssh import command, remote_helper
-from shoal.engines.ssh.command import Place, SshOptions, order, places
+from shoal.engines.ssh.command import SshHost, SshOptions, order, places
 from shoal.engines.ssh.engine import Ssh
 from shoal.errors import BadPool
 from shoal.wire.credentials import Credentials
 
-ASK = Ask("lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret", "PEM"), 4, ("--grace", "20"))
+ASK = AllocationRequest("lab-2", "c0ffee", "https://10.0.0.1:4242", Credentials("s3cret", "PEM"), 4, ("--grace", "20"))
 
 SSH = (
     "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=1 -o ServerAliveInterval=5"
@@ -58,7 +58,7 @@ def test_all_that_a_pool_can_be_told_is_in_it() -> None:
         identity="~/.ssh/lab",
         config="/etc/lab/ssh config",
         accept_new=True,
-        connect_s=3,
+        connect_timeout_s=3,
         python="~/venv/bin/python",
         directory="/scratch/me",
     ).render(ASK)
@@ -102,7 +102,7 @@ def test_no_secret_is_in_it() -> None:
 
 
 def test_hires_that_follow_each_other_begin_with_different_hosts() -> None:
-    among = (Place("a", 1), Place("b", 1), Place("c", 1))
+    among = (SshHost("a", 1), SshHost("b", 1), SshHost("c", 1))
     assert [order(among, f"lab-{number}")[0].host for number in (1, 2, 3, 4)] == ["a", "b", "c", "a"]
     assert order(among, "lab-2") == (among[1], among[2], among[0])
     assert order(among, "evaluator") == order(among, "evaluator")
@@ -120,7 +120,7 @@ def test_a_pool_has_no_more_than_its_hosts_take() -> None:
 
 
 def test_a_host_says_itself_how_many_it_takes() -> None:
-    assert places("lab", SshOptions(hosts=("a", "me@b*3"), per_host=2)) == (Place("a", 2), Place("me@b", 3))
+    assert places("lab", SshOptions(hosts=("a", "me@b*3"), per_host=2)) == (SshHost("a", 2), SshHost("me@b", 3))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_host_says_itself_how_many_it_takes() -> None:
         {"hosts": [""]},
         {"per_host": 0},
         {"parallel": 0},
-        {"connect_s": 0},
+        {"connect_timeout_s": 0},
         {"jump": "-W"},
     ],
 )

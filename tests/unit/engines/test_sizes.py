@@ -7,14 +7,16 @@ import json
 import pytest
 
 from shoal.engines import pool_config
-from shoal.engines.engine import Ask, Rendered
+from shoal.engines.engine import AllocationRequest, RenderedRequest
 from shoal.errors import BadPool
 from shoal.wire.credentials import Credentials
 
-ASK = Ask("spot-1", "c0ffee", "http://h:1", Credentials("secret"), 2, (), cpus=8, memory_bytes=(5 << 30) + 1)
+ASK = AllocationRequest(
+    "spot-1", "c0ffee", "http://h:1", Credentials("secret"), 2, (), cpus=8, memory_bytes=(5 << 30) + 1
+)
 
 
-def rendered(**table: object) -> Rendered:
+def rendered(**table: object) -> RenderedRequest:
     return pool_config.parse("spot", table)[1].render(ASK)
 
 

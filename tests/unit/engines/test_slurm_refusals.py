@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.engines.slurm.errors import failure, in_short
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.errors import AllocationRefused, EngineUnreachable
 
 SBATCH = ("sbatch", "--parsable")
 
@@ -67,7 +67,7 @@ def test_a_full_queue_is_asked_again_because_it_empties():
 )
 def test_what_never_works_is_refused_with_the_option_and_a_remedy(said, what, option):
     error = told(said, **{option: "mine"})
-    assert isinstance(error, HireRefused)
+    assert isinstance(error, AllocationRefused)
     assert what in error.what
     assert error.where == f"[pool.lab] {option} = 'mine'"
     assert error.do
@@ -75,7 +75,7 @@ def test_what_never_works_is_refused_with_the_option_and_a_remedy(said, what, op
 
 def test_an_unknown_refusal_is_told_in_slurms_words():
     error = told("sbatch: error: The site's plug-in says: name your project\n")
-    assert isinstance(error, HireRefused)
+    assert isinstance(error, AllocationRefused)
     assert error.why == "The site's plug-in says: name your project"
 
 
@@ -85,7 +85,7 @@ def test_a_command_that_only_looks_is_asked_again_whatever_it_says():
 
 def test_a_machine_without_cluster_is_not_asked_again():
     said = "squeue: fatal: Could not establish a configuration source"
-    assert isinstance(told(said, ("squeue",)), HireRefused)
+    assert isinstance(told(said, ("squeue",)), AllocationRefused)
 
 
 def test_noise_around_slurms_words_is_left_out():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shoal.engines.ssh import host_connection
-from shoal.engines.ssh.command import Place, SshOptions
-from shoal.engines.ssh.errors import Trouble, of_answer, of_ssh, silent, skew
-from shoal.engines.ssh.host_connection import Contact
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.engines.ssh.command import SshHost, SshOptions
+from shoal.engines.ssh.errors import HostError, of_answer, of_ssh, silent, skew
+from shoal.engines.ssh.host_connection import HostConnection
+from shoal.errors import AllocationRefused, EngineUnreachable
 
 OPTIONS = SshOptions(hosts=("gpu1",))
 CHANGED = """\
@@ -24,7 +24,7 @@ Host key verification failed.
 @pytest.mark.parametrize(
     ("said", "kind", "what"),
     [
-        ("ssh: Could not resolve hostname gpu1: Name or service not known", HireRefused, "there is no host gpu1"),
+        ("ssh: Could not resolve hostname gpu1: Name or service not known", AllocationRefused, "there is no host gpu1"),
         (
             "ssh: Could not resolve hostname gpu1: Temporary failure in name resolution",
             EngineUnreachable,
@@ -33,11 +33,15 @@ Host key verification failed.
         ("ssh: connect to host gpu1 port 22: Connection refused", EngineUnreachable, "no sshd listens"),
         ("ssh: connect to host gpu1 port 22: Connection timed out", EngineUnreachable, "gpu1 does not answer"),
         ("ssh: connect to host gpu1 port 22: No route to host", EngineUnreachable, "gpu1 does not answer"),
-        ("me@gpu1: Permission denied (publickey).", HireRefused, "gpu1 does not let us in"),
-        ("Received disconnect from 1.2.3.4 port 22:2: Too many authentication failures", HireRefused, "let us in"),
-        ("Host key verification failed.", HireRefused, "the key of gpu1 is not known"),
-        (CHANGED, HireRefused, "gpu1 shows another key than before"),
-        ("/x: line 3: Bad configuration option: frob", HireRefused, "ssh cannot be used as it is configured"),
+        ("me@gpu1: Permission denied (publickey).", AllocationRefused, "gpu1 does not let us in"),
+        (
+            "Received disconnect from 1.2.3.4 port 22:2: Too many authentication failures",
+            AllocationRefused,
+            "let us in",
+        ),
+        ("Host key verification failed.", AllocationRefused, "the key of gpu1 is not known"),
+        (CHANGED, AllocationRefused, "gpu1 shows another key than before"),
+        ("/x: line 3: Bad configuration option: frob", AllocationRefused, "ssh cannot be used as it is configured"),
     ],
 )
 def test_what_ssh_says_before_a_session_means_that_nothing_was_done(said: str, kind: type, what: str) -> None:
@@ -75,7 +79,7 @@ def test_what_is_said_most_clearly_is_shown() -> None:
 
 def test_a_host_without_python() -> None:
     trouble = of_ssh("lab", "gpu1", 127, "bash: line 1: python3: command not found")
-    assert type(trouble.error) is HireRefused
+    assert type(trouble.error) is AllocationRefused
     assert trouble.error.what == "there is no such Python on gpu1"
     assert "python3: command not found" in trouble.error.why
     assert "[pool.lab]" in trouble.error.do
@@ -94,7 +98,7 @@ def test_a_host_without_python() -> None:
 def test_a_python_that_will_not_do(exit_code: int | None, said: str, erred: str, what: str) -> None:
     trouble = of_answer("lab", "gpu1", OPTIONS, {"state": "unfit", "exit": exit_code, "said": said, "erred": erred})
     assert trouble is not None
-    assert type(trouble.error) is HireRefused
+    assert type(trouble.error) is AllocationRefused
     assert trouble.error.what == what
     assert "python3" in trouble.error.why
 
@@ -132,13 +136,13 @@ def test_a_clock_is_wrong_only_if_the_time_of_the_call_does_not_explain_it() -> 
 def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls, waiting = 1000.0, [], []
 
-    def call(self: Contact, request: object, more_s: float) -> dict[str, object]:
+    def call(self: HostConnection, request: object, more_s: float) -> dict[str, object]:
         calls.append(now)
-        raise Trouble(silent("lab", "gpu1", 3.0).error)
+        raise HostError(silent("lab", "gpu1", 3.0).error)
 
-    monkeypatch.setattr(Contact, "call", call)
+    monkeypatch.setattr(HostConnection, "call", call)
     monkeypatch.setattr(host_connection.time, "monotonic", lambda: now)
-    contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c", waiting.append)
+    contact = HostConnection("lab", SshHost("gpu1", 1), OPTIONS, "/tmp/c", waiting.append)
     for _ in range(100):
         assert contact.look("tag") is None
         while waiting:
@@ -150,9 +154,9 @@ def test_a_host_that_does_not_answer_is_left_alone_for_longer_and_longer(monkeyp
 
 def test_a_machine_without_ssh_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    contact = Contact("lab", Place("gpu1", 1), OPTIONS, "/tmp/c", lambda _: None)
-    with pytest.raises(Trouble) as trouble:
+    contact = HostConnection("lab", SshHost("gpu1", 1), OPTIONS, "/tmp/c", lambda _: None)
+    with pytest.raises(HostError) as trouble:
         contact.call({"do": "look"}, 1.0)
-    assert type(trouble.value.error) is HireRefused
+    assert type(trouble.value.error) is AllocationRefused
     assert trouble.value.error.what == "ssh cannot be started here"
     assert not trouble.value.unsure

@@ -13,13 +13,13 @@ import pytest
 
 from shoal.errors import NotShippable, PackDamaged
 from shoal.pack import function, manifest
-from shoal.pack.manifest import Function, Manifest
+from shoal.pack.manifest import PackedFunction, PackManifest
 
 TOKEN = "secret"
 
 
-def packed(directory: Path, given: object) -> Manifest:
-    contents = Manifest(function.put(directory, given))  # type: ignore[arg-type]
+def packed(directory: Path, given: object) -> PackManifest:
+    contents = PackManifest(function.put(directory, given))  # type: ignore[arg-type]
     manifest.write(directory, contents, TOKEN)
     return contents
 
@@ -33,7 +33,7 @@ def forged(directory: Path, mark: Path) -> bytes:
 
 
 def test_a_function_of_a_module_travels_by_its_name(tmp_path: Path) -> None:
-    assert packed(tmp_path, manifest.read).function == Function("read", module="shoal.pack.manifest")
+    assert packed(tmp_path, manifest.read).function == PackedFunction("read", module="shoal.pack.manifest")
     assert not (tmp_path / manifest.BLOBS).exists()
     assert function.get(tmp_path, manifest.read(tmp_path, TOKEN)) is manifest.read
 
@@ -92,7 +92,7 @@ def test_an_exchanged_pickle_is_not_loaded(tmp_path: Path) -> None:
 
 def test_a_manifest_of_somebody_without_the_token_is_not_read(tmp_path: Path) -> None:
     evil = manifest.put_bytes(tmp_path, forged(tmp_path, tmp_path / "evil"))
-    manifest.write(tmp_path, Manifest(Function("f", pickled=evil)), "another token")
+    manifest.write(tmp_path, PackManifest(PackedFunction("f", pickled=evil)), "another token")
     with pytest.raises(PackDamaged, match="not signed"):
         manifest.read(tmp_path, TOKEN)
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.errors import BadFiles, PackDamaged
 from shoal.pack import project
-from shoal.pack.project import Entry, Project
+from shoal.pack.project import Project, ProjectFile
 
 
 @pytest.fixture
@@ -174,13 +174,13 @@ def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "", "a\0b"])
 def test_no_file_leaves_the_directory_of_its_project(path: str) -> None:
-    _, data = project.encode(Project((Entry(path, "0" * 64, 1),)))
+    _, data = project.encode(Project((ProjectFile(path, "0" * 64, 1),)))
     with pytest.raises(PackDamaged):
         project.decode(data)
 
 
 @pytest.mark.parametrize("digest", ["../../secret", "/etc/passwd", "", "0" * 63])
 def test_no_file_of_a_project_is_taken_from_elsewhere(digest: str) -> None:
-    _, data = project.encode(Project((Entry("train.py", digest, 1),)))
+    _, data = project.encode(Project((ProjectFile("train.py", digest, 1),)))
     with pytest.raises(PackDamaged, match="has no hash"):
         project.decode(data)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.report.tensorboard.rows import LINES_PER_STEP, Board, figures
+from shoal.report.tensorboard.rows import LINES_PER_STEP, RunRows, figures
 from shoal.wire.api import MemberView, RunView, StoryLine
 
 
@@ -34,7 +34,9 @@ def view(step: int = 7, **more: Any) -> RunView:
     return RunView(**(known | more))
 
 
-def line(text: str, step: int | None = None, kind: str = "Say", reason: str = "", at: float = 1.0) -> StoryLine:
+def line(
+    text: str, step: int | None = None, kind: str = "MembershipNote", reason: str = "", at: float = 1.0
+) -> StoryLine:
     return StoryLine(1, at, "r", kind, "", None, step, text, reason)
 
 
@@ -67,7 +69,7 @@ def test_what_is_not_known_is_no_figure() -> None:
 
 
 def test_there_is_at_most_one_row_a_second() -> None:
-    board = Board(0)
+    board = RunRows(0)
     for i in range(100):
         board.show(view(step=1 + i), 0.1, now=10.0 + 0.1 * i)
     assert [row.step for row in board.take()] == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91]
@@ -75,7 +77,7 @@ def test_there_is_at_most_one_row_a_second() -> None:
 
 def test_an_old_run_and_one_of_many_members_have_rows_less_often() -> None:
     for now, members, gap_s in ((35_900.0, (), 10), (10.0, tuple(member(f"m/{i}", 1) for i in range(128)), 4)):
-        board = Board(0)
+        board = RunRows(0)
         for i in range(41):
             seated = tuple(msgspec.structs.replace(one, step=i + 1) for one in members)
             board.show(view(step=i + 1, members=seated), 0.1, now=now + i)
@@ -84,7 +86,7 @@ def test_an_old_run_and_one_of_many_members_have_rows_less_often() -> None:
 
 
 def test_no_step_is_no_news_but_what_the_script_says_is() -> None:
-    board = Board(0)
+    board = RunRows(0)
     board.show(view(), 0.1, now=1.0)
     board.show(view(samples_per_s=1.0), 0.1, now=3.0)
     board.show(view(metrics={"accuracy": 0.9}), 0.1, now=5.0)
@@ -92,20 +94,20 @@ def test_no_step_is_no_news_but_what_the_script_says_is() -> None:
 
 
 def test_the_end_of_a_run_is_shown_however_soon_it_comes() -> None:
-    board = Board(0)
+    board = RunRows(0)
     board.show(view(), 0.1, now=1.0)
     board.show(view(step=9, loss=0.25, ended=1.1), 0.1, now=1.1)
     assert [(row.step, row.scalars["training/loss"]) for row in board.take()] == [(7, 0.5), (9, 0.25)]
 
 
 def test_a_run_that_was_set_back_is_shown_where_its_members_are() -> None:
-    board = Board(500)
+    board = RunRows(500)
     board.show(view(step=500, members=(member("m/0", 8, 400),)), 0.1, now=1.0)
     assert [row.step for row in board.take()] == [400]
 
 
 def test_worlds_decisions_and_all_else_are_told_apart() -> None:
-    board = Board(0)
+    board = RunRows(0)
     board.tell(line("m/0 connected"), 0)
     board.tell(line("world 1 begins at step 0 with m/0", 0, "FormWorld", "m/0 is ready"), 0)
     board.tell(line("shares from step 9 on: m/1 is slow", 9, "SharesDecided", "m/1 is slow"), 5)
@@ -117,7 +119,7 @@ def test_worlds_decisions_and_all_else_are_told_apart() -> None:
 
 
 def test_what_is_told_of_one_step_is_told_together_and_steps_never_go_back() -> None:
-    board = Board(0)
+    board = RunRows(0)
     board.tell(line("m/1 lost world 1", 40), 40)
     assert [(row.step, row.texts) for row in board.take()] == [(40, {"story": "m/1 lost world 1"})]
     board.tell(line("m/1 is started again", 38), 40)
@@ -130,7 +132,7 @@ def test_what_is_told_of_one_step_is_told_together_and_steps_never_go_back() -> 
 
 
 def test_a_run_that_tells_much_of_one_step_is_cut_short() -> None:
-    board = Board(0)
+    board = RunRows(0)
     for i in range(1000):
         board.tell(line(f"m/0 is started again, {i}"), 0)
     (row,) = board.take()
@@ -139,12 +141,12 @@ def test_a_run_that_tells_much_of_one_step_is_cut_short() -> None:
 
 
 def test_another_file_does_not_overwrite_what_was_told_of_the_same_step() -> None:
-    board = Board(500)
+    board = RunRows(500)
     board.tell(line("run resumed"), 500)
     assert [row.step for row in board.take()] == [501]
 
 
 def test_words_of_the_script_are_not_taken_for_markdown() -> None:
-    board = Board(0)
+    board = RunRows(0)
     board.tell(line("m/0 raised ValueError: <b>*x*</b> in __init__"), 0)
     assert board.take()[0].texts["story"] == r"m/0 raised ValueError: &lt;b&gt;\*x\*&lt;/b&gt; in \_\_init\_\_"

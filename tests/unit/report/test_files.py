@@ -11,12 +11,12 @@ from event_reader import read, read_folder, series
 from test_board import line, view
 
 from shoal.report.tensorboard import writer
-from shoal.report.tensorboard.rows import Row
-from shoal.report.tensorboard.writer import EventFile, Reports
+from shoal.report.tensorboard.rows import EventRow
+from shoal.report.tensorboard.writer import EventFile, EventFiles
 
 
-def rows(*steps: int) -> list[Row]:
-    return [Row(float(step), step, scalars={"a": float(step)}) for step in steps]
+def rows(*steps: int) -> list[EventRow]:
+    return [EventRow(float(step), step, scalars={"a": float(step)}) for step in steps]
 
 
 class FullDisk:
@@ -79,7 +79,7 @@ def test_a_file_that_was_deleted_between_two_lives_is_made_anew(tmp_path: Path) 
 def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
     (tmp_path / writer.FOLDER).write_text("in the way")
     warnings: list[str] = []
-    reports = Reports(warnings.append)
+    reports = EventFiles(warnings.append)
     for second in range(5):
         reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
@@ -95,7 +95,7 @@ def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / writer.FOLDER).write_text("in the way")
-    reports = Reports(lambda _: None)
+    reports = EventFiles(lambda _: None)
     for second in range(writer.MAX_WAITING + 5):
         reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
@@ -103,7 +103,7 @@ def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(tmp_path: Path) -> None:
-    reports = Reports(lambda _: None)
+    reports = EventFiles(lambda _: None)
     assert not reports.waiting
     reports.show(view(step=1, directory=str(tmp_path)), 0.1, now=1.0)
     assert reports.waiting
@@ -121,7 +121,7 @@ def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(t
 
 
 def test_old_runs_of_a_coordinator_that_was_started_again_are_left_alone(tmp_path: Path) -> None:
-    reports = Reports(lambda _: None)
+    reports = EventFiles(lambda _: None)
     reports.show(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
     reports.close()
     assert not (tmp_path / writer.FOLDER).exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_board import line, member, view
 
-from shoal.report.tensorboard.writer import Reports, folder_of
+from shoal.report.tensorboard.writer import EventFiles, folder_of
 
 pytest.importorskip("tensorboard")
 
@@ -30,7 +30,7 @@ def accumulator(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_tensorboard_reads_scalars_and_texts(accumulator: Any, tmp_path: Path) -> None:
     for life in range(2):
-        reports = Reports(pytest.fail)
+        reports = EventFiles(pytest.fail)
         reports.tell(str(tmp_path), line("world 1 begins at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
         for step in range(3 * life, 3 * life + 3):
             seated = (member("m/0", 51, step + 1), member("m/1", 13, step + 1))

@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
 from shoal.store import checkpoint
 from shoal.store.blob_store import LocalStore, RemoteStore
-from shoal.store.checkpoint_schedule import Schedule
-from shoal.store.checkpoint_writer import AsyncWriter
+from shoal.store.checkpoint_schedule import CheckpointSchedule
+from shoal.store.checkpoint_writer import CheckpointWriter
 from shoal.worker.transport.snapshot import PIECE_BYTES, Snapshot
 
 
@@ -24,7 +24,9 @@ def snapshot(step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> Snapshot:
     return Snapshot(step, f"header {step}".encode(), buffers, readers=1)
 
 
-def write(store, step: int, world: int = 1, sizes: tuple[int, ...] = (1000, 0, 77), **options) -> checkpoint.Entry:
+def write(
+    store, step: int, world: int = 1, sizes: tuple[int, ...] = (1000, 0, 77), **options
+) -> checkpoint.CheckpointInfo:
     options = {"run": "r", "meta": {"cursor": [0, step]}} | options
     return checkpoint.write(store, snapshot(step, sizes), "checkpoint", world=world, **options)
 
@@ -37,7 +39,7 @@ def steps(store) -> list[int]:
     return [entry.step for entry in checkpoint.entries(store)]
 
 
-def is_step(loaded: checkpoint.Loaded, step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> bool:
+def is_step(loaded: checkpoint.LoadedCheckpoint, step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> bool:
     truth = snapshot(step, sizes)
     same = all(
         got.tobytes() == b"".join(truth.piece("t", i, at, min(at + PIECE_BYTES, s)) for at in range(0, s, PIECE_BYTES))
@@ -328,8 +330,8 @@ class Ears:
     def __init__(self) -> None:
         self.done, self.errors, self.skipped = [], [], []
 
-    def writer(self, store, keep: int = 2) -> AsyncWriter:
-        return AsyncWriter(
+    def writer(self, store, keep: int = 2) -> CheckpointWriter:
+        return CheckpointWriter(
             store,
             "r",
             keep,
@@ -421,13 +423,13 @@ def test_closing_an_idle_writer_is_immediate(store):
 @pytest.mark.parametrize(
     ("schedule", "step", "now", "due"),
     [
-        (Schedule(), 1000, 1e9, False),
-        (Schedule(every_s=300), 11, 399.9, False),
-        (Schedule(every_s=300), 11, 400.0, True),
-        (Schedule(every_s=300), 10, 1000.0, False),
-        (Schedule(every_steps=5), 14, 1e9, False),
-        (Schedule(every_steps=5), 15, 100.0, True),
-        (Schedule(every_s=300, every_steps=5), 11, 500.0, True),
+        (CheckpointSchedule(), 1000, 1e9, False),
+        (CheckpointSchedule(every_s=300), 11, 399.9, False),
+        (CheckpointSchedule(every_s=300), 11, 400.0, True),
+        (CheckpointSchedule(every_s=300), 10, 1000.0, False),
+        (CheckpointSchedule(every_steps=5), 14, 1e9, False),
+        (CheckpointSchedule(every_steps=5), 15, 100.0, True),
+        (CheckpointSchedule(every_s=300, every_steps=5), 11, 500.0, True),
     ],
 )
 def test_a_checkpoint_is_due_by_time_or_by_steps(schedule, step, now, due):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shoal.worker.transport.snapshot import PIECE_BYTES, PieceGone, Snapshot
+from shoal.worker.transport.snapshot import PIECE_BYTES, ChunkReleased, Snapshot
 
 
 def memory(*sizes: int) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
     snapshot = Snapshot(0, b"", memory(100), readers=1)
     snapshot.piece("a", 0, 0, 40)
     snapshot.freeze()
-    with pytest.raises(PieceGone):
+    with pytest.raises(ChunkReleased):
         snapshot.piece("a", 0, 0, 40)
 
 
@@ -92,7 +92,7 @@ def test_copies_are_let_go_as_soon_as_everybody_has_read_them():
     for reader in "ab":
         snapshot.piece(reader, 0, 0, 100)
         snapshot.piece(reader, 1, 0, 10)
-    with pytest.raises(PieceGone):
+    with pytest.raises(ChunkReleased):
         snapshot.piece("a", 0, 0, 100)
     assert snapshot.piece("a", 1, 10, 50) == b"\x07" * 40
 
@@ -103,7 +103,7 @@ def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
     read_all(snapshot, "a")
     snapshot.freeze()
     live[0][:] = 9
-    with pytest.raises(PieceGone):
+    with pytest.raises(ChunkReleased):
         snapshot.piece("late", 0, 0, 10)
 
 
@@ -121,7 +121,7 @@ def test_an_abandoned_snapshot_costs_nothing():
     snapshot.abandon()
     assert snapshot.finished
     assert snapshot.freeze() == 0
-    with pytest.raises(PieceGone):
+    with pytest.raises(ChunkReleased):
         snapshot.piece("a", 0, 10, 20)
 
 

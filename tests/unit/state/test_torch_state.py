@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.errors import ModelDiffers, StateMalformed, StateUnsupported
+from shoal.errors import ModelMismatch, StateMalformed, StateUnsupported
 from shoal.torch.state import capture as state
 
 
@@ -275,7 +275,7 @@ def test_a_missing_part_is_named_before_anything_is_loaded():
     header, buffers = state.capture({"model": model(), "old": Own(1)})
     target, new = model(), Own("untouched")
     before = state.checksum({"model": target})
-    with pytest.raises(ModelDiffers) as caught:
+    with pytest.raises(ModelMismatch) as caught:
         state.restore({"model": target, "new": new}, header, copied(buffers))
     assert "only here: new" in caught.value.why
     assert "only there: old" in caught.value.why
@@ -293,7 +293,7 @@ def test_a_missing_part_is_named_before_anything_is_loaded():
 def test_a_model_that_differs_is_refused_before_anything_is_loaded(other, why):
     header, buffers = state.capture({"own": Own("sent"), "model": torch.nn.Linear(3, 4)})
     own = Own("untouched")
-    with pytest.raises(ModelDiffers) as caught:
+    with pytest.raises(ModelMismatch) as caught:
         state.restore({"own": own, "model": other}, header, copied(buffers))
     assert why in caught.value.why
     assert own.value == "untouched"
@@ -303,7 +303,7 @@ def test_an_optimizer_with_other_groups_is_refused():
     one, two = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     header, buffers = state.capture({"optimizer": torch.optim.SGD(one.parameters())})
     other = torch.optim.SGD([{"params": [two.weight]}, {"params": [two.bias]}])
-    with pytest.raises(ModelDiffers, match="does not fit"):
+    with pytest.raises(ModelMismatch, match="does not fit"):
         state.restore({"optimizer": other}, header, copied(buffers))
 
 

@@ -15,18 +15,18 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from shoal.coordinator.http.auth import USER
-from shoal.coordinator.http.file_routes import Filing
+from shoal.coordinator.http.file_routes import FileRoutes
 from shoal.coordinator.http.routes import _answering
-from shoal.coordinator.storage.run_files import Files
-from shoal.errors import CheckpointFailed, NotYours, StoreUnusable, UnknownRun
-from shoal.settings import Settings
+from shoal.coordinator.storage.run_files import RunFiles
+from shoal.errors import CheckpointFailed, PermissionDenied, StoreUnusable, UnknownRun
+from shoal.settings import RunSettings
 from shoal.store import checkpoint, coordinator_store
-from shoal.store.blob_store import Access, Blob, LocalStore, open_store
+from shoal.store.blob_store import Blob, CoordinatorAccess, LocalStore, open_store
 from shoal.store.coordinator_store import CoordinatorStore
-from shoal.testing.asgi_client import Answer, AsgiConnection
+from shoal.testing.asgi_client import AsgiConnection, FakeResponse
 from shoal.wire import credentials
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.training_state import Codec, StateKeeper
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.training_state import StateCodec, TrainingState
 from shoal.worker.transport.snapshot import Snapshot
 
 Fail = Callable[[str, str], None]
@@ -39,7 +39,7 @@ class Town:
         self.path, self.now, self.said, self.asked = path / "runs", 0.0, [], []
         self.fail: Fail = lambda _method, _target: None
         self.cut_at: Callable[[str, str], int | None] = lambda _method, _target: None
-        filing = Filing(Files(lambda run: str(self.path / run)), self.run_of)
+        filing = FileRoutes(RunFiles(lambda run: str(self.path / run)), self.run_of)
         inner = Starlette(routes=[Route(at, _answering(one), methods=[how]) for at, how, one in filing.endpoints()])
 
         async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -47,13 +47,13 @@ class Town:
 
         self.app = app
         credentials.write(path / "token", credentials.Credentials("secret"))
-        self.access = Access("http://there", str(path / "token"))
+        self.access = CoordinatorAccess("http://there", str(path / "token"))
 
     def run_of(self, user: str, run: str) -> str:
         if run != "r":
             raise UnknownRun(f"there is no run {run}")
         if user == "bob":
-            raise NotYours("not of bob")
+            raise PermissionDenied("not of bob")
         return run
 
     def connect(self) -> http.client.HTTPConnection:
@@ -171,7 +171,7 @@ def test_no_way_to_the_coordinator_is_an_error_of_the_storage(town: Town) -> Non
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     town.fail = cut_off
-    with pytest.raises(OSError, match=r"has not answered for 9. s: _Unreachable.*No route to host"):
+    with pytest.raises(OSError, match=r"has not answered for 9. s: _NoConnection.*No route to host"):
         town.store().put("a", [b"x"])
 
 
@@ -204,12 +204,12 @@ def test_reading_goes_on_after_any_error_of_the_line(town: Town, monkeypatch: py
     town.store().put("a", [bytes(range(200))])
     reading, broken = town.store().open("a"), []
 
-    def no_route(answer: Answer, _buffer: memoryview) -> int:
+    def no_route(answer: FakeResponse, _buffer: memoryview) -> int:
         broken.append(answer)
         monkeypatch.undo()
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-    monkeypatch.setattr(Answer, "readinto", no_route)
+    monkeypatch.setattr(FakeResponse, "readinto", no_route)
     assert reading.read() == bytes(range(200))
     assert len(broken) == 1
 
@@ -274,10 +274,10 @@ def test_a_step_does_not_wait_for_a_checkpoint_that_is_on_its_way(town: Town) ->
             assert may_go_on.wait(20)
 
     town.fail = fail
-    session = Solo()
-    session.settings = Settings(checkpoint_every_steps=1)
-    codec = Codec(lambda _parts: (b"", [np.zeros(40, np.uint8)]), lambda _parts, _header, _buffers: None)
-    keeper = StateKeeper(session, "r", "", codec)
+    session = StandaloneSession()
+    session.settings = RunSettings(checkpoint_every_steps=1)
+    codec = StateCodec(lambda _parts: (b"", [np.zeros(40, np.uint8)]), lambda _parts, _header, _buffers: None)
+    keeper = TrainingState(session, "r", "", codec)
     keeper.open = town.store  # type: ignore[method-assign]
     for step in (1, 2, 3):
         keeper.at_boundary(step)
@@ -303,7 +303,7 @@ def test_users_read_files_of_their_own_runs_and_write_none(tmp_path: Path) -> No
 
 
 def test_a_place_at_the_coordinator_needs_one(tmp_path: Path) -> None:
-    there = Access("http://there", str(tmp_path / "token"))
+    there = CoordinatorAccess("http://there", str(tmp_path / "token"))
     assert isinstance(open_store("coordinator://r/checkpoints", there), CoordinatorStore)
     for where, access in (("coordinator://r/checkpoints", None), ("coordinator://r", there), ("coordinator://", there)):
         with pytest.raises(StoreUnusable, match="cannot be used"):

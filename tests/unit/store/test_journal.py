@@ -16,10 +16,10 @@ from shoal.store import journal
 from shoal.store.journal import Journal
 
 EVENTS: list[ev.Event] = [
-    ev.Hello("a/0", "1", Address("h", 7)),
-    ev.WorldBroke("a/0", 3, 17, ("b/0", "c/0"), "reset"),
+    ev.MemberConnected("a/0", "1", Address("h", 7)),
+    ev.WorldBroken("a/0", 3, 17, ("b/0", "c/0"), "reset"),
     ev.CoordinatorRestarted(),
-    ev.StopAsked("enough", True, 75),
+    ev.StopRequested("enough", True, 75),
 ]
 KINDS = {kind.__name__: kind for kind in ev.Event.__args__}  # type: ignore[attr-defined]
 
@@ -82,11 +82,11 @@ def test_a_lost_line_in_the_middle_is_damage(tmp_path: Path) -> None:
 
 
 def test_an_event_of_a_newer_version_is_not_guessed_at(tmp_path: Path) -> None:
-    entry = journal.Entry(1, 0.0, "r", "Unheard", {})
+    entry = journal.JournalEntry(1, 0.0, "r", "Unheard", {})
     with pytest.raises(JournalDamaged, match="Unheard"):
         journal.event_of(entry, KINDS)
     with pytest.raises(JournalDamaged):
-        journal.event_of(journal.Entry(1, 0.0, "r", "Lost", {"member": 3}), KINDS)
+        journal.event_of(journal.JournalEntry(1, 0.0, "r", "MemberLost", {"member": 3}), KINDS)
 
 
 def test_a_directory_has_one_journal_open(tmp_path: Path) -> None:
@@ -120,7 +120,10 @@ def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "write", real)
     opened.append("run", EVENTS[2], 3.0)
     opened.close()
-    assert [entry.kind for entry in journal.read(tmp_path / journal.FILE)] == ["Hello", "CoordinatorRestarted"]
+    assert [entry.kind for entry in journal.read(tmp_path / journal.FILE)] == [
+        "MemberConnected",
+        "CoordinatorRestarted",
+    ]
 
 
 def test_what_cannot_even_be_taken_back_is_written_over_later(tmp_path: Path) -> None:

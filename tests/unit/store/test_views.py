@@ -11,19 +11,19 @@ from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
 from shoal.core.world import Address
 from shoal.errors import JournalDamaged
-from shoal.launch.offline_records import Past
+from shoal.launch.offline_records import OfflineRecords
 from shoal.store import sqlite_views
 from shoal.store.journal import Journal
-from shoal.store.sqlite_views import FILE, MetricRow, Views, WorldRow
+from shoal.store.sqlite_views import FILE, MetricRow, SqliteViews, WorldRow
 from shoal.wire.api import RunSpec, StoryLine
 
 
 def line(seq: int, run: str = "r", member: str = "", at: float = 5.0) -> StoryLine:
-    return StoryLine(seq, at, run, "Say", member, None, None, f"line {seq}", "")
+    return StoryLine(seq, at, run, "MembershipNote", member, None, None, f"line {seq}", "")
 
 
 def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
-    opened = Views(tmp_path)
+    opened = SqliteViews(tmp_path)
     opened.put_lines([line(100), line(200, member="a/0"), line(300, run="other"), line(400, run="", at=1.0)])
     opened.put_world("r", WorldRow(1, 0, None, 1.0, ("a/0", "b/0"), "first"))
     opened.put_world("r", WorldRow(2, None, None, 2.0, ("a/0",), "b/0 leaves"))
@@ -47,7 +47,7 @@ def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"this is no database, and it is long enough to be taken for one" * 100)
-    opened = Views(tmp_path)
+    opened = SqliteViews(tmp_path)
     assert opened.seq == 0
     opened.close()
 
@@ -61,7 +61,7 @@ def test_nothing_there_is_nothing_to_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])
 def test_they_are_read_wherever_they_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    opened = Views(tmp_path / name)
+    opened = SqliteViews(tmp_path / name)
     opened.put_checkpoint("r", 40, "there", 2.0)
     opened.flush()
     opened.close()
@@ -72,9 +72,9 @@ def test_they_are_read_wherever_they_are(tmp_path: Path, name: str) -> None:
 def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
-    journal.append("r", ev.Hello("a/0", "1", Address("h", 1)), 2.0)
-    journal.append("r", ev.BecameReady("a/0", "x", None), 3.0)
-    journal.append("r", runs_events.Measured(9, 1, 20, 0.25, 100.0, {}), 4.0)
+    journal.append("r", ev.MemberConnected("a/0", "1", Address("h", 1)), 2.0)
+    journal.append("r", ev.MemberReady("a/0", "x", None), 3.0)
+    journal.append("r", runs_events.ProgressMeasured(9, 1, 20, 0.25, 100.0, {}), 4.0)
     journal.close()
     for _ in range(2):
         rebuild(tmp_path)
@@ -95,9 +95,9 @@ def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
     journal.path.write_bytes(lines[0] + b"nonsense\n" + lines[2])
     for _ in range(2):
         with pytest.raises(JournalDamaged):
-            Past(tmp_path).runs()
+            OfflineRecords(tmp_path).runs()
     journal.path.write_bytes(b"".join(lines))
-    assert [view.run for view in Past(tmp_path).runs()] == ["r", "s", "t"]
+    assert [view.run for view in OfflineRecords(tmp_path).runs()] == ["r", "s", "t"]
     assert list(tmp_path.glob("views-*")) == []
 
 
@@ -105,7 +105,7 @@ def test_views_that_somebody_else_has_made_meanwhile_stay(tmp_path: Path) -> Non
     journal = Journal(tmp_path)
     journal.append("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
     journal.close()
-    theirs = Views(tmp_path)
+    theirs = SqliteViews(tmp_path)
     theirs.put_checkpoint("r", 40, "there", 2.0)
     theirs.flush()
     rebuild(tmp_path)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.testing import assertions
-from shoal.testing.scripts.task import Task
+from shoal.testing.scripts.task import TrainingTask
 
-TASK = Task(samples=20, batch=8, epochs=2)
+TASK = TrainingTask(samples=20, batch=8, epochs=2)
 STEPS = TASK.order.total_steps
 BOUND = 1e-10
 

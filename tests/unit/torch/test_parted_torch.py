@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.core.data.sample_order import Order
-from shoal.errors import ModelDiffers
-from shoal.torch.modes.server_shard import Vault
+from shoal.core.data.sample_order import SampleOrder
+from shoal.errors import ModelMismatch
+from shoal.torch.modes.server_shard import TorchShardStore
 from shoal.torch.modes.sharded_checkpoint import load
 from shoal.worker.parameter_server.sharded_checkpoint import Parts
 
-ORDER = Order(samples=32, size=8, epochs=4)
+ORDER = SampleOrder(samples=32, size=8, epochs=4)
 
 
 def body(width: int = 7, seed: int = 0) -> nn.Module:
@@ -24,7 +24,7 @@ def body(width: int = 7, seed: int = 0) -> nn.Module:
 
 def written(model: nn.Module, servers: int) -> Parts:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    vault = Vault(model, [optimizer], [], ORDER, 1 + servers)
+    vault = TorchShardStore(model, [optimizer], [], ORDER, 1 + servers)
     return {part: vault.capture(part) for part in range(1, 1 + servers)}
 
 
@@ -50,12 +50,12 @@ def test_a_model_becomes_that_of_the_servers(servers: int) -> None:
 def test_a_model_that_differs_is_refused_and_left_as_it_is(mine: Callable[[], nn.Module], why: str) -> None:
     model = mine()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ModelDiffers) as raised:
+    with pytest.raises(ModelMismatch) as raised:
         load({"model": model}, written(body(seed=1), 2))
     assert why in raised.value.why
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_what_could_be_stretched_to_fit_does_not_fit() -> None:
-    with pytest.raises(ModelDiffers):
+    with pytest.raises(ModelMismatch):
         load({"model": nn.Linear(1, 4, bias=False)}, written(nn.Linear(1, 1, bias=False), 1))

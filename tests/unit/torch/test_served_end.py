@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.core.data.sample_order import Order
-from shoal.core.parameter_server.ticket_ledger import Ledger
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.parameter_server.ticket_ledger import TicketLedger
 from shoal.core.placement import LEDGER
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
-from shoal.worker.parameter_server.server_main import END_TRIES, _Service
+from shoal.worker.parameter_server.server_main import END_TRIES, _ServerMain
 
-ORDER = Order(samples=32, size=8, epochs=1)
+ORDER = SampleOrder(samples=32, size=8, epochs=1)
 
 
 class Served:
@@ -26,7 +26,7 @@ class Served:
 
     def __init__(self, *, finished: int = 32, leads: bool = True, settles_after: int = 0) -> None:
         self.leads, self.sealed = leads, True
-        self.ledger = Ledger(2, finished_samples=finished)
+        self.ledger = TicketLedger(2, finished_samples=finished)
         self.gathered = 0
         self._settles_after = settles_after
 
@@ -39,14 +39,14 @@ class Served:
 
 def service(path: Path, server: Any, *, evaluator: bool = True) -> Any:
     session: Any = SimpleNamespace(
-        settings=Settings(evaluator=evaluator),
+        settings=RunSettings(evaluator=evaluator),
         me="local/server-0",
         environment=SimpleNamespace(run="r"),
         placement=SimpleNamespace(number=3),
         checkpointed=lambda *_told: None,
     )
     keeper = SimpleNamespace(where=str(path), open=lambda: open_store(str(path)))
-    return _Service(session, keeper, server, ORDER)  # type: ignore[arg-type]
+    return _ServerMain(session, keeper, server, ORDER)  # type: ignore[arg-type]
 
 
 def written(path: Path) -> list[int]:
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path: Path, capsys
     restored: list[int | None] = []
     served._session.phase, served._session.restored = lambda _name: None, restored.append
     assert served._write()
-    server.ledger = Ledger(2, finished_samples=16)
+    server.ledger = TicketLedger(2, finished_samples=16)
     assert served._write()
     [newest] = tmp_path.glob("step-000000000004.*.data")
     newest.write_bytes(b"\xff" + newest.read_bytes()[1:])

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.core.data.sample_order import Order
-from shoal.errors import NotForServers
-from shoal.torch.modes.server_shard import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
+from shoal.core.data.sample_order import SampleOrder
+from shoal.errors import UnsupportedWithServers
+from shoal.torch.modes.server_shard import (
+    PER_EPOCH,
+    PER_STEP,
+    TorchShardLayout,
+    TorchShardStore,
+    gradients_of,
+    take_over,
+)
 
-ORDER = Order(samples=32, size=8, epochs=4)
+ORDER = SampleOrder(samples=32, size=8, epochs=4)
 
 
 def build(kind: str = "adam") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -35,7 +42,7 @@ def compute(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     torch.nn.functional.mse_loss(model.eval()(x), y).backward()
 
 
-def as_push(layout: Layout, part: int, weight: float, pace: int) -> tuple[bytes, memoryview]:
+def as_push(layout: TorchShardLayout, part: int, weight: float, pace: int) -> tuple[bytes, memoryview]:
     how, pieces = gradients_of(layout, part, weight, pace)
     return how, memoryview(b"".join(piece.tobytes() for piece in pieces))
 
@@ -45,9 +52,9 @@ class Pair:
 
     def __init__(self, parts: int = 3, kind: str = "adam") -> None:
         self.model, _, _ = build(kind)
-        self.layout = Layout(self.model, parts)
+        self.layout = TorchShardLayout(self.model, parts)
         there, optimizer, scheduler = build(kind)
-        self.vault = Vault(there, [optimizer], [scheduler], ORDER, parts)
+        self.vault = TorchShardStore(there, [optimizer], [scheduler], ORDER, parts)
 
     def push(self, weight: int, pace: int = 0, parts: tuple[int, ...] | None = None) -> None:
         for part in parts or tuple(self.layout.parts):
@@ -185,11 +192,11 @@ def test_an_optimizer_that_needs_the_whole_model_says_so() -> None:
                     parameter.data -= parameter.grad
 
     model, _, _ = build()
-    vault = Vault(model, [Whole(model.parameters(), 0.1)], [], ORDER, 3)
+    vault = TorchShardStore(model, [Whole(model.parameters(), 0.1)], [], ORDER, 3)
     pair = Pair()
     compute(pair.model, *batch(0))
     how, body = as_push(pair.layout, 1, 8, 0)
-    with pytest.raises(NotForServers, match="Whole cannot step with a part of the model"):
+    with pytest.raises(UnsupportedWithServers, match="Whole cannot step with a part of the model"):
         vault.apply(1, how, 8, body)
 
 

@@ -12,11 +12,11 @@ from shoal.wire import codec
 from shoal.wire import member_messages as ms
 
 
-def form(members: int) -> ms.Form:
+def form(members: int) -> ms.EnterWorldMsg:
     seats = tuple(
         Seat(f"node-{n:04}/0", f"8f3a12bc-{n}", Address(f"10.0.{n}.7", 30_000 + n), 4e4) for n in range(members)
     )
-    return ms.Form(World(1, seats, 0, fresh=True, sources=dict.fromkeys(range(1, members), 0)), "formed")
+    return ms.EnterWorldMsg(World(1, seats, 0, fresh=True, sources=dict.fromkeys(range(1, members), 0)), "formed")
 
 
 def test_a_small_world_is_not_packed() -> None:

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from shoal.wire import member_messages as messages
-from shoal.worker.session.coordinator_client import Correspondence
+from shoal.worker.session.coordinator_client import CoordinatorClient
 
 
 @pytest.fixture
 def member() -> Any:
-    session: Any = object.__new__(Correspondence)
+    session: Any = object.__new__(CoordinatorClient)
     session.said = []
-    session._link = SimpleNamespace(beat_s=0.5, send=session.said.append)
+    session._link = SimpleNamespace(heartbeat_s=0.5, send=session.said.append)
     session._changed = threading.Condition()
     session._leaving = None
     return session
 
 
 def test_it_beats_as_seldom_as_the_coordinator_of_a_large_run_asks(member: Any) -> None:
-    member._on_welcome(messages.Welcome(beat_s=0.75, lease_s=3.0, coordinator="c", started=False))
-    assert member._link.beat_s == 0.75
+    member._on_welcome(messages.WelcomeMsg(heartbeat_s=0.75, lease_s=3.0, coordinator="c", started=False))
+    assert member._link.heartbeat_s == 0.75
 
 
 def test_a_later_notice_counts_if_it_leaves_less_time(member: Any) -> None:

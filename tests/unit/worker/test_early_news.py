@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.core.world import Address, Seat, World
 from shoal.wire import member_messages as messages
-from shoal.worker.session.pending_worlds import Entrance
+from shoal.worker.session.pending_worlds import PendingWorld
 from shoal.worker.session.session import Session
 
 NAMES = ("local/0", "local/1", "local/2")
@@ -29,7 +29,7 @@ def member_about_to_cross() -> tuple[Any, list[tuple[int, int | None]]]:
     )
     session.me, session.step, session.rank = "local/0", 18, 0
     session.world, session.exchange, session._broken = world(3, 2), None, False
-    session._prepared = session._announced = Entrance(world(4, 2), None, 3)
+    session._prepared = session._announced = PendingWorld(world(4, 2), None, 3)
     session._formed = session._entering = session._early = session._keeper = session._offered = None
     session._agreed, session._over_up_to, session._decided = 4, 0, {}
     session._changed = threading.Condition()
@@ -39,7 +39,7 @@ def member_about_to_cross() -> tuple[Any, list[tuple[int, int | None]]]:
 
 def test_what_another_that_crossed_before_us_brought_about_is_not_missed() -> None:
     session, connected = member_about_to_cross()
-    session._on_prepare(messages.Prepare(4, world(5, 3), "local/2 joins"))
+    session._on_prepareworld(messages.PrepareWorldMsg(4, world(5, 3), "local/2 joins"))
     assert connected == []
     session._cross(4)
     assert session.world.number == 4
@@ -48,7 +48,7 @@ def test_what_another_that_crossed_before_us_brought_about_is_not_missed() -> No
 
 def test_it_is_forgotten_if_the_world_is_over_before() -> None:
     session, connected = member_about_to_cross()
-    session._on_prepare(messages.Prepare(4, world(5, 3), "local/2 joins"))
+    session._on_prepareworld(messages.PrepareWorldMsg(4, world(5, 3), "local/2 joins"))
     session._forget_prepared()
     assert session._early is None
     assert connected == []

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.training_state import Codec, StateKeeper
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.training_state import StateCodec, TrainingState
 
 
 class Busy:
@@ -22,12 +22,12 @@ class Busy:
         return wait_s > 0
 
 
-def keeper_at(path: Path, step: int, *, evaluator: bool = True) -> StateKeeper:
-    session = Solo()
-    session.settings = Settings(evaluator=evaluator, checkpoint_every_steps=1)
+def keeper_at(path: Path, step: int, *, evaluator: bool = True) -> TrainingState:
+    session = StandaloneSession()
+    session.settings = RunSettings(evaluator=evaluator, checkpoint_every_steps=1)
     session.step = step
-    codec = Codec(lambda _parts: (b"", [np.zeros(8, np.uint8)]), lambda _parts, _header, _buffers: None)
-    return StateKeeper(session, "r", str(path), codec)
+    codec = StateCodec(lambda _parts: (b"", [np.zeros(8, np.uint8)]), lambda _parts, _header, _buffers: None)
+    return TrainingState(session, "r", str(path), codec)
 
 
 def written(path: Path) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from shoal.errors import BadMetric
 from shoal.torch.run import Run
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.metrics import checked, finite
 
 NUMBERS = [
@@ -34,7 +34,7 @@ class Unknown:
 
 @pytest.fixture
 def run(tmp_path: Any) -> Run:
-    return Run(Solo(), "alone", str(tmp_path))
+    return Run(StandaloneSession(), "alone", str(tmp_path))
 
 
 @pytest.mark.parametrize("value", NUMBERS)

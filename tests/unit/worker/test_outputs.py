@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import OutputLost
+from shoal.errors import OutputUploadFailed
 from shoal.worker import join as worker_join
 from shoal.worker.evaluation import evaluate
 from shoal.worker.session import environment, output_upload
@@ -90,7 +90,7 @@ def test_with_a_shared_disk_nothing_is_sent(kept: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"model")
     full = Kept(OSError(errno.ENOSPC, "no room"))
-    with pytest.raises(OutputLost) as raised:
+    with pytest.raises(OutputUploadFailed) as raised:
         output_upload.send(full, "model.pt", str(tmp_path / "model.pt"), "far/0")  # type: ignore[arg-type]
     assert "far/0" in raised.value.where
     assert str(tmp_path / "model.pt") in raised.value.where
@@ -108,7 +108,7 @@ def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path)
     ],
 )
 def test_checkpoints_go_where_all_members_find_them(to: str, store: str, found: str) -> None:
-    told = replace(TOLD, store=store, values=environment.Settings(checkpoint_to=to))
+    told = replace(TOLD, store=store, values=environment.RunSettings(checkpoint_to=to))
     assert worker_join.checkpoints_of(told) == found
 
 

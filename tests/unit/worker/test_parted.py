@@ -10,14 +10,14 @@ import pytest
 
 from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
-from shoal.worker.parameter_server.parts import Shard
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.training_state import Codec
+from shoal.worker.parameter_server.parts import ParameterShard
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.training_state import StateCodec
 
-USUAL = Codec(lambda _parts: (b"", []), lambda _parts, _header, _buffers: None)
+USUAL = StateCodec(lambda _parts: (b"", []), lambda _parts, _header, _buffers: None)
 
 
 class Bytes:
@@ -28,7 +28,7 @@ class Bytes:
 
 
 def shard(number: int) -> tuple[bytes, list[Any]]:
-    return Shard(number, 1, Bytes()).capture()  # type: ignore[arg-type]
+    return ParameterShard(number, 1, Bytes()).capture()  # type: ignore[arg-type]
 
 
 PARTS = {LEDGER: (b"ledger", []), 1: shard(1), 2: shard(2)}
@@ -36,7 +36,7 @@ PARTS = {LEDGER: (b"ledger", []), 1: shard(1), 2: shard(2)}
 
 def evaluator(sync: str) -> EvaluatorSession:
     session = EvaluatorSession.__new__(EvaluatorSession)
-    session.settings = Settings(sync=sync)
+    session.settings = RunSettings(sync=sync)
     return session
 
 
@@ -58,7 +58,7 @@ def test_what_the_vaults_captured_is_loaded_and_the_ledger_is_not() -> None:
     assert {n: (header, len(owned)) for n, (header, owned) in shards.items()} == {1: (b"part 1", 1), 2: (b"part 2", 2)}
 
 
-@pytest.mark.parametrize("session", [Solo(), evaluator("step"), evaluator("local:4")])
+@pytest.mark.parametrize("session", [StandaloneSession(), evaluator("step"), evaluator("local:4")])
 def test_all_others_read_checkpoints_as_ever(session: Any) -> None:
     assert parameter_server_sharded_checkpoint.reading(session, USUAL, lambda _parts, _shards: None) is USUAL
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shoal.core.placement import Holding, Placement
+from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Address, Seat
-from shoal.worker.parameter_server.server_main import _Service
+from shoal.worker.parameter_server.server_main import _ServerMain
 
 
 class Leaver:
@@ -18,7 +18,7 @@ class Leaver:
     def __init__(self, *servers: str, leads: bool = True) -> None:
         self.me, self.left_s, self.leads = "s0", 60.0, leads
         seats = tuple(Seat(name, "1", Address("h", 1)) for name in servers)
-        self.placement = Placement(1, 1, seats, (Holding("s0"),))
+        self.placement = Placement(1, 1, seats, (PartAssignment("s0"),))
         self.gathers: list[bool] = []
         self.wrote = 0
 
@@ -32,7 +32,7 @@ class Leaver:
 
 
 def service(leaver: Leaver) -> Any:
-    made: Any = object.__new__(_Service)
+    made: Any = object.__new__(_ServerMain)
     made._session = made._server = leaver
     made._left_behind, made._pen = False, threading.Lock()
     made._write_one = leaver.write

@@ -32,7 +32,7 @@ PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class JobEnd:
     """When a job will be ended, None if never or not known; `preempted` says that another job takes its place."""
 
     at: float | None
@@ -42,12 +42,12 @@ class End:
 class SlurmJob:
     """The job that this process is in. `before_s` is how long before its end notice is given; `end` is as known now."""
 
-    def __init__(self, before_s: float, job: str, end: End | None, ask: Callable[[str], End | None]) -> None:
+    def __init__(self, before_s: float, job: str, end: JobEnd | None, ask: Callable[[str], JobEnd | None]) -> None:
         self._before_s = before_s
         self._job = job
         self._end = end
         self._ask = ask
-        self._asking: asyncio.Task[End | None] | None = None
+        self._asking: asyncio.Task[JobEnd | None] | None = None
 
     async def notices(self) -> AsyncIterator[Notice]:
         signalled = asyncio.Event()
@@ -86,10 +86,10 @@ def slurm_job(rest: str, environ: Mapping[str, str]) -> SlurmJob:
     except ValueError as error:
         raise BadNoticeSource(f"not a number of seconds: slurm:{rest}", do="use slurm:60") from error
     at = timestamp(environ.get("SLURM_JOB_END_TIME", ""))
-    return SlurmJob(before_s, job, End(at) if at is not None else None, ask_slurm)
+    return SlurmJob(before_s, job, JobEnd(at) if at is not None else None, ask_slurm)
 
 
-def wake_in(end: End | None, before_s: float, now: float, told: str, warned_at: float | None = None) -> float | None:
+def wake_in(end: JobEnd | None, before_s: float, now: float, told: str, warned_at: float | None = None) -> float | None:
     """How long to wait for Slurm's signal before Slurm is asked again; None is for ever."""
     if warned_at is not None and now < warned_at + before_s and not explains(end, before_s, now):
         return PATIENCE_S
@@ -100,7 +100,7 @@ def wake_in(end: End | None, before_s: float, now: float, told: str, warned_at: 
     return max(0.0, end.at - before_s - now)
 
 
-def judge(end: End | None, before_s: float, now: float, job: str, warned_at: float | None) -> Notice | None:
+def judge(end: JobEnd | None, before_s: float, now: float, job: str, warned_at: float | None) -> Notice | None:
     """What the end that Slurm names and its signal, if it has come, amount to; None if there is time yet."""
     if end is not None and end.at is not None and explains(end, before_s, now):
         left_s = end.at - now
@@ -112,7 +112,7 @@ def judge(end: End | None, before_s: float, now: float, job: str, warned_at: flo
     return None
 
 
-def explains(end: End | None, before_s: float, now: float) -> bool:
+def explains(end: JobEnd | None, before_s: float, now: float) -> bool:
     """Whether this end is so near that Slurm's signal is about it."""
     return end is not None and end.at is not None and end.at - now <= before_s + EARLY_S
 
@@ -129,7 +129,7 @@ async def _within(event: asyncio.Event, wait_s: float | None) -> bool:
     return True
 
 
-def ask_slurm(job: str) -> End | None:
+def ask_slurm(job: str) -> JobEnd | None:
     """What squeue says of the job; None if it says nothing."""
     argv = ("squeue", "--noheader", f"--jobs={job}", "--Format=EndTime:|,PreemptTime:|")
     env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
@@ -143,9 +143,9 @@ def ask_slurm(job: str) -> End | None:
     return parse_end(done.stdout)
 
 
-def parse_end(said: str) -> End | None:
+def parse_end(said: str) -> JobEnd | None:
     line = said.strip().partition("\n")[0]
     if line.count("|") < 2:
         return None
     end, preempted, _ = line.split("|", 2)
-    return End(timestamp(end), timestamp(preempted) is not None)
+    return JobEnd(timestamp(end), timestamp(preempted) is not None)

@@ -41,25 +41,25 @@ class Notice:
     key: str
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Yields each notice once, for as long as it is listened to."""
 
     def notices(self) -> AsyncIterator[Notice]: ...
 
 
-def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0) -> Source:
+def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0) -> NoticeSource:
     """The source of this name; `url` replaces the address that the cloud's machines usually ask."""
     kind, _, rest = name.partition(":")
-    web = Web(url, timeout_s)
+    web = MetadataClient(url, timeout_s)
     match kind:
         case "aws":
-            return Polled(Aws(web, also_rebalance=rest == "rebalance").look, poll_s)
+            return PollingSource(Aws(web, also_rebalance=rest == "rebalance").look, poll_s)
         case "gcp":
-            return Polled(Gcp(web).look, poll_s)
+            return PollingSource(Gcp(web).look, poll_s)
         case "azure":
-            return Polled(Azure(web).look, poll_s)
+            return PollingSource(Azure(web).look, poll_s)
         case "file":
-            return Polled(File(Path(rest)).look, min(poll_s, 0.5))
+            return PollingSource(FileSource(Path(rest)).look, min(poll_s, 0.5))
         case "slurm":
             # Late, because it makes notices of ours.
             from shoal.agent.notices.slurm import slurm_job
@@ -67,7 +67,7 @@ def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0
             return slurm_job(rest, os.environ)
     for entry in entry_points(group=GROUP):
         if entry.name == name:
-            found: Source = entry.load()(url)
+            found: NoticeSource = entry.load()(url)
             return found
     raise BadNoticeSource(
         f"there is no source of notices called {name!r}",
@@ -75,7 +75,7 @@ def source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float = 3.0
     )
 
 
-class Polled:
+class PollingSource:
     """Asks again and again, politely; a source that does not answer is no notice, and said once."""
 
     def __init__(self, look: Callable[[], Notice | None], every_s: float) -> None:
@@ -100,7 +100,7 @@ class Polled:
             await asyncio.sleep(self._every_s)
 
 
-class Web:
+class MetadataClient:
     """Small requests to a metadata service: bounded in time and size, and never through a proxy."""
 
     def __init__(self, base: str, timeout_s: float) -> None:
@@ -139,7 +139,7 @@ class Aws:
 
     USUAL = "http://169.254.169.254"
 
-    def __init__(self, web: Web, also_rebalance: bool = False) -> None:
+    def __init__(self, web: MetadataClient, also_rebalance: bool = False) -> None:
         self._web = web
         self._also_rebalance = also_rebalance
         self._token = ""
@@ -187,7 +187,7 @@ class Gcp:
 
     USUAL = "http://metadata.google.internal"
 
-    def __init__(self, web: Web) -> None:
+    def __init__(self, web: MetadataClient) -> None:
         self._web = web
 
     def look(self) -> Notice | None:
@@ -209,7 +209,7 @@ class Azure:
 
     USUAL = "http://169.254.169.254"
 
-    def __init__(self, web: Web) -> None:
+    def __init__(self, web: MetadataClient) -> None:
         self._web = web
         self._name: str | None = None
 
@@ -244,7 +244,7 @@ def azure_events(body: str, machine: str, now: float) -> Notice | None:
     return None
 
 
-class File:
+class FileSource:
     """A file that appears, such as a batch script leaves on its signal: `SECONDS WHY`, both optional."""
 
     def __init__(self, path: Path) -> None:

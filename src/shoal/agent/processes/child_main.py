@@ -24,7 +24,7 @@ _MACHINERY = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 _MAX_TRACEBACK = 20_000
 
 
-def live(order: zygote_messages.Start, zygote: int, search_path: list[str]) -> None:
+def live(order: zygote_messages.ForkRequest, zygote: int, search_path: list[str]) -> None:
     """Become the member; returns or raises as its script does."""
     os.setsid()
     process_tree.die_with_parent(zygote, signal.SIGKILL)
@@ -96,7 +96,7 @@ def _redirect(log_path: str) -> None:
             stream.reconfigure(line_buffering=True, write_through=True)
 
 
-def _become_python(order: zygote_messages.Start) -> NoReturn:
+def _become_python(order: zygote_messages.ForkRequest) -> NoReturn:
     command = [sys.executable, "-u", *(["-m"] if order.module else []), *order.argv]
     os.execve(sys.executable, command, order.env)
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 
 import psutil
 
-from shoal.errors import NotOurs
+from shoal.errors import ForeignProcess
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +72,7 @@ def own(pid: int, ancestor: int | None = None) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         if ancestor not in {parent.pid for parent in process.parents()}:
-            raise NotOurs(f"process {pid} was not started by this agent", do="end it by hand if it is yours")
+            raise ForeignProcess(f"process {pid} was not started by this agent", do="end it by hand if it is yours")
         return process if is_alive(process) else None
     except _GONE:
         return None

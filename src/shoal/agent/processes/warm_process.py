@@ -55,7 +55,7 @@ class WarmProcess:
         process_tree.adopt_orphans()
         self._keeper = asyncio.create_task(self._keep_one_up())
 
-    async def start(self, order: zygote_messages.Start, timeout_s: float) -> None:
+    async def start(self, order: zygote_messages.ForkRequest, timeout_s: float) -> None:
         """Start a member; returns when it is there."""
         born: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[order.key] = born
@@ -122,21 +122,21 @@ class WarmProcess:
 
     def _hear(self, report: zygote_messages.FromZygote) -> None:
         match report:
-            case zygote_messages.Warm():
+            case zygote_messages.ZygoteReady():
                 log.info("the warm process is ready after %.2f s", report.seconds)
                 for module, why in report.failed.items():
                     log.warning("the warm process could not import %s: %s", module, why)
                 if report.tasks > 1:
                     log.warning("the warm process has %d threads; forking from it may hang", report.tasks)
-            case zygote_messages.Started():
+            case zygote_messages.ForkStarted():
                 self._pids[report.key] = report.pid
                 self._on_start(report.key, report.pid)
                 if (born := self._waiting.get(report.key)) and not born.done():
                     born.set_result(None)
-            case zygote_messages.NotStarted():
+            case zygote_messages.ForkFailed():
                 if (born := self._waiting.get(report.key)) and not born.done():
                     born.set_exception(WarmProcessFailed("a member could not be started", why=report.why))
-            case zygote_messages.Exited():
+            case zygote_messages.ChildExited():
                 if self._pids.pop(report.key, None) is not None:
                     self._on_exit(report.key, report.status)
 

@@ -46,7 +46,7 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):
         channel.sendall(zygote_messages.pack(ready))
     zygote = os.getpid()
-    start = Nursery(channel).serve()
+    start = ForkServer(channel).serve()
     if start is None:
         process_tree.kill_descendants()
         return
@@ -70,7 +70,7 @@ def _vanish(exit_code: int) -> NoReturn:
     os._exit(exit_code & 0xFF)
 
 
-def preload(modules: list[str]) -> zygote_messages.Warm:
+def preload(modules: list[str]) -> zygote_messages.ZygoteReady:
     """Import these; one that fails is reported, and imported again by whoever needs it.
 
     Without the collector imports are a fifth faster; what is frozen then is not touched by the members' collectors,
@@ -86,20 +86,20 @@ def preload(modules: list[str]) -> zygote_messages.Warm:
             failed[name] = f"{type(error).__name__}: {error}"
     gc.freeze()
     gc.enable()
-    return zygote_messages.Warm(
+    return zygote_messages.ZygoteReady(
         seconds=time.monotonic() - began, tasks=len(os.listdir("/proc/self/task")), failed=failed
     )
 
 
-class Nursery:
+class ForkServer:
     """Forks members on order and reports their exits."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._alive: dict[int, zygote_messages.Start] = {}
+        self._alive: dict[int, zygote_messages.ForkRequest] = {}
         self._wakeup, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def serve(self) -> zygote_messages.Start | None:
+    def serve(self) -> zygote_messages.ForkRequest | None:
         """Runs until the agent is gone (None); in a forked member, returns what it is to do."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
@@ -122,18 +122,18 @@ class Nursery:
                     return order
         return None
 
-    def _is_the_fork(self, order: zygote_messages.Start) -> bool:
+    def _is_the_fork(self, order: zygote_messages.ForkRequest) -> bool:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.sendall(zygote_messages.pack(zygote_messages.NotStarted(order.key, f"fork: {error}")))
+            self._channel.sendall(zygote_messages.pack(zygote_messages.ForkFailed(order.key, f"fork: {error}")))
             return False
         if pid == 0:
             return True
         self._alive[pid] = order
-        self._channel.sendall(zygote_messages.pack(zygote_messages.Started(order.key, pid)))
+        self._channel.sendall(zygote_messages.pack(zygote_messages.ForkStarted(order.key, pid)))
         return False
 
     def _forget(self) -> None:
@@ -155,7 +155,7 @@ class Nursery:
                 if pid == 0:
                     break
                 if pid in self._alive:
-                    ended.append(zygote_messages.Exited(self._alive.pop(pid).key, pid, status))
+                    ended.append(zygote_messages.ChildExited(self._alive.pop(pid).key, pid, status))
         if ended:
             process_tree.signal_to(self._orphans(), signal.SIGKILL)
         for report in ended:

@@ -13,11 +13,11 @@ MAX_ORDER_BYTES = 4 << 20
 _LENGTH = struct.Struct("!I")
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class ZygoteMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all of them; the tag is the class name."""
 
 
-class Start(Order, frozen=True):
+class ForkRequest(ZygoteMessage, frozen=True):
     """Fork a member; `cold` executes a new interpreter in the fork.
 
     `variables` are its whole environment, as bytes, because the user's may be in any encoding.
@@ -38,7 +38,7 @@ class Start(Order, frozen=True):
         return {os.fsdecode(name): os.fsdecode(value) for name, value in self.variables.items()}
 
 
-class Warm(Order, frozen=True):
+class ZygoteReady(ZygoteMessage, frozen=True):
     """The imports are done. `failed` maps a module that could not be imported to why."""
 
     seconds: float
@@ -46,17 +46,17 @@ class Warm(Order, frozen=True):
     failed: dict[str, str] = {}
 
 
-class Started(Order, frozen=True):
+class ForkStarted(ZygoteMessage, frozen=True):
     key: str
     pid: int
 
 
-class NotStarted(Order, frozen=True):
+class ForkFailed(ZygoteMessage, frozen=True):
     key: str
     why: str
 
 
-class Exited(Order, frozen=True):
+class ChildExited(ZygoteMessage, frozen=True):
     """A member is gone; `status` is what waitpid gave."""
 
     key: str
@@ -64,13 +64,13 @@ class Exited(Order, frozen=True):
     status: int
 
 
-FromZygote = Union[Warm, Started, NotStarted, Exited]
+FromZygote = Union[ZygoteReady, ForkStarted, ForkFailed, ChildExited]
 
-_to_zygote = msgspec.msgpack.Decoder(Start)
+_to_zygote = msgspec.msgpack.Decoder(ForkRequest)
 _from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
 
 
-def pack(order: Order) -> bytes:
+def pack(order: ZygoteMessage) -> bytes:
     """An order as it travels; ValueError if it cannot."""
     body = msgspec.msgpack.encode(order)
     if len(body) > MAX_ORDER_BYTES:
@@ -90,7 +90,7 @@ def unpack_from_zygote(body: bytes) -> FromZygote:
     return _from_zygote.decode(body)
 
 
-def receive_start(channel: socket.socket) -> Start | None:
+def receive_start(channel: socket.socket) -> ForkRequest | None:
     """The next order to the warm process; None when the agent is gone."""
     header = _exactly(channel, _LENGTH.size)
     body = _exactly(channel, length_of(header)) if header else None

@@ -114,7 +114,7 @@ def _scale(noise: float) -> str:
     return table.count(noise) if noise >= 10 else f"{noise:.2g}"
 
 
-class Plain:
+class PlainOutput:
     """One line for each thing that happens, and one for the progress now and then."""
 
     def __init__(
@@ -202,7 +202,7 @@ class JsonLines:
         self._say(msgspec.json.encode({"event": event, **fields}).decode())
 
 
-class Forgiving:
+class SafeDisplay:
     """Passes everything on until the terminal is gone; then the run must still be stopped in order."""
 
     def __init__(self, inner: Display) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.cli.output import table
 from shoal.cli.output.lines import SHARES, cost, evaluation, event_files, saved
-from shoal.core.exit_causes import TOGETHER_S, Failure, root_cause
+from shoal.core.exit_causes import TOGETHER_S, MemberFailure, root_cause
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership.state import EVALUATOR
 from shoal.wire.api import RunView, StoryLine
@@ -25,7 +25,7 @@ PLANNED = ("exit code 0", "exit code 75", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
 
 
-class Change(msgspec.Struct, frozen=True):
+class WorldChange(msgspec.Struct, frozen=True):
     """One change of the world, and what it cost; a planned one (`formed_s` None) costs no wait."""
 
     world: int
@@ -49,7 +49,7 @@ class Summary(msgspec.Struct, frozen=True):
     loss: float | None
     losses: int
     joins: int
-    changes: tuple[Change, ...]
+    changes: tuple[WorldChange, ...]
     checkpoint_step: int | None
     checkpoint_path: str
     directory: str
@@ -109,19 +109,19 @@ def exit_code(view: RunView, *, abandoned: bool = False) -> int:
     return EXIT_CODES.get(view.status, 1)
 
 
-def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
+def changes(story: Sequence[StoryLine]) -> tuple[WorldChange, ...]:
     """The worlds after the first: why each came, how long it took to form, and the steps that had to be done again."""
-    found: list[Change] = []
+    found: list[WorldChange] = []
     planned: dict[int, str] = {}
     began: float | None = None
     cause, reached, worlds = "", 0, 0
     for line in story:
-        if line.kind in ("WorldBroke", "DissolveWorld", "ProcessExited") and began is None and worlds:
+        if line.kind in ("WorldBroken", "DissolveWorld", "ProcessExited") and began is None and worlds:
             # Whoever left in order held nobody up.
             began = None if line.kind == "ProcessExited" and line.text.endswith(PLANNED) else line.at
         if line.kind == "DissolveWorld":
             cause = line.reason
-        elif line.kind == "WorldBroke":
+        elif line.kind == "WorldBroken":
             reached = max(reached, line.step or 0)
         elif line.kind == "ProposeWorld":
             planned[line.world or 0] = line.reason
@@ -129,11 +129,11 @@ def changes(story: Sequence[StoryLine]) -> tuple[Change, ...]:
             if worlds:
                 lost = max(0, reached - (line.step or 0))
                 text = _who_was_lost(story, line.at) or cause
-                found.append(Change(line.world or 0, line.step, text, line.at - (began or line.at), lost))
+                found.append(WorldChange(line.world or 0, line.step, text, line.at - (began or line.at), lost))
             worlds, began, cause, reached = worlds + 1, None, "", 0
         elif entered := ENTERED.match(line.text):
             number = int(entered[1])
-            found.append(Change(number, int(entered[2]), planned.get(number, ""), None, 0))
+            found.append(WorldChange(number, int(entered[2]), planned.get(number, ""), None, 0))
     return tuple(found)
 
 
@@ -201,7 +201,7 @@ def _shares(facts: Summary) -> list[str]:
     return [f"shares      changed {times}{idle}"]
 
 
-def _where(change: Change) -> str:
+def _where(change: WorldChange) -> str:
     return (
         f"world {change.world}, step {table.count(change.step)}: "
         if change.step is not None
@@ -209,7 +209,7 @@ def _where(change: Change) -> str:
     )
 
 
-def _cost(change: Change) -> str:
+def _cost(change: WorldChange) -> str:
     if change.formed_s is None:
         return " (planned: nobody waited for it)"
     lost = f"{change.steps_lost} steps lost" if change.steps_lost != 1 else "1 step lost"
@@ -228,17 +228,19 @@ def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[s
     return first, tuple(victim for victim in victims if victim != first)
 
 
-def _failures(story: Sequence[StoryLine]) -> list[Failure]:
+def _failures(story: Sequence[StoryLine]) -> list[MemberFailure]:
     """What members raised, and how processes ended that had not raised before."""
     raised: dict[str, float] = {}
     found = []
     for line in story:
-        if line.kind == "MemberRaised":
+        if line.kind == "ExceptionReported":
             raised[line.member] = line.at
             detail = line.text.removeprefix(f"{line.member} raised ")
-            found.append(Failure(line.member, line.at, "user", f"{detail} ({line.reason})" if line.reason else detail))
+            found.append(
+                MemberFailure(line.member, line.at, "user", f"{detail} ({line.reason})" if line.reason else detail)
+            )
         elif line.kind == "ProcessExited" and line.at - raised.get(line.member, -TOGETHER_S) >= TOGETHER_S:
             cause = "infrastructure" if "signal" in line.text else "user"
             if not line.text.endswith(PLANNED):
-                found.append(Failure(line.member, line.at, cause, line.reason))
+                found.append(MemberFailure(line.member, line.at, cause, line.reason))
     return found

@@ -10,27 +10,27 @@ from types import FrameType
 
 import click
 
-from shoal.cli.options import Frame
+from shoal.cli.options import OutputOptions
 from shoal.cli.output import table
 from shoal.cli.signals import CAUGHT
 from shoal.cli.verbs import doctor
 from shoal.core import addresses
-from shoal.doctor.diagnosis import Examined, Pair, Report
-from shoal.doctor.pool_check import Checkup
+from shoal.doctor.diagnosis import ConnectionReport, MachineReport, PoolReport
+from shoal.doctor.pool_check import PoolCheck
 from shoal.launch import launch_plan as render
 from shoal.launch.coordinator_target import LOCAL, home
-from shoal.launch.settings_layers import Choices
+from shoal.launch.settings_layers import ResolvedSettings
 
 INTERRUPTED = 130
 UNWELL = 4
 PACKAGES = ("torch", "tensorflow", "keras", "numpy")
 
 
-def examine(frame: Frame, choices: Choices, machines: int | None, wait_s: float) -> int:
+def examine(frame: OutputOptions, choices: ResolvedSettings, machines: int | None, wait_s: float) -> int:
     """Hire, look, give back, show; the exit code."""
     names = render.checked_pools(choices) or (LOCAL,)
     count = machines if machines is not None else 2 if len(names) == 1 else 1
-    checkup = Checkup(choices, names, count, render.new_directory(home()), wait_s, frame.say)
+    checkup = PoolCheck(choices, names, count, render.new_directory(home()), wait_s, frame.say)
     try:
         with _interrupted_once():
             report = checkup.examine()
@@ -43,7 +43,7 @@ def examine(frame: Frame, choices: Choices, machines: int | None, wait_s: float)
     return UNWELL if checkup.left or any(one.verdict == "bad" for one in report.verdicts) else 0
 
 
-def text(report: Report) -> str:
+def text(report: PoolReport) -> str:
     """The report for people."""
     parts = []
     if report.machines:
@@ -57,7 +57,7 @@ def text(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def _machine(one: Examined) -> tuple[str, ...]:
+def _machine(one: MachineReport) -> tuple[str, ...]:
     facts = one.facts
     has = ", ".join(f"{name} {facts.versions[name]}" for name in PACKAGES if name in facts.versions)
     trip = _latency(statistics.median(facts.round_trips_s)) if facts.round_trips_s else "-"
@@ -67,7 +67,7 @@ def _machine(one: Examined) -> tuple[str, ...]:
     return one.agent, facts.machine, facts.python, has or "-", str(facts.cores), devices, free, trip, clock, via
 
 
-def _pair(one: Pair) -> tuple[str, ...]:
+def _pair(one: ConnectionReport) -> tuple[str, ...]:
     taken = one.taken
     if taken is None:
         return one.here, one.there, "-", "-", "NOT REACHED"
@@ -80,7 +80,7 @@ def _latency(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 0.001 else table.short(seconds)
 
 
-def _show_left(checkup: Checkup) -> None:
+def _show_left(checkup: PoolCheck) -> None:
     for one in checkup.left:
         click.echo(f"may be left: {one}; end it by the means of its engine", err=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.errors import UsageError
 
 LINES = {
@@ -18,7 +18,7 @@ LINES = {
 @click.command()
 @click.argument("shell", type=click.Choice(list(LINES)), required=False)
 @with_frame
-def command(frame: Frame, shell: str | None) -> None:
+def command(frame: OutputOptions, shell: str | None) -> None:
     """Print shell completion for bash, zsh or fish."""
     if shell is None:
         frame.answer(LINES, lambda: "\n".join(LINES.values()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.cli.output import table
 from shoal.launch import settings_layers
 
@@ -15,7 +15,7 @@ from shoal.launch import settings_layers
 @click.command()
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Try a value.")
 @with_frame
-def command(frame: Frame, assignments: tuple[str, ...]) -> None:
+def command(frame: OutputOptions, assignments: tuple[str, ...]) -> None:
     """Print every setting with its value and source.
 
     Later sources win: defaults, shoal.toml (or [tool.shoal] of pyproject.toml, from here upwards), environment

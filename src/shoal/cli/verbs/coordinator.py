@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.launch import launch_plan as launching
 from shoal.launch import settings_layers
 from shoal.launch.address import LOOPBACK
@@ -27,7 +27,9 @@ READY_S = 60.0
 @click.option("--address", help="Addresses that machines elsewhere try first, with commas.")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Where it keeps everything.")
 @with_frame
-def command(frame: Frame, host: str | None, port: int | None, address: str | None, directory: Path | None) -> None:
+def command(
+    frame: OutputOptions, host: str | None, port: int | None, address: str | None, directory: Path | None
+) -> None:
     """Run a standing coordinator.
 
     Stays in the foreground, and prints its URL and token file. Submit to it with shoal submit --url, add machines with
@@ -53,7 +55,7 @@ def command(frame: Frame, host: str | None, port: int | None, address: str | Non
     click.get_current_context().exit(code)
 
 
-def _announce(frame: Frame, directory: Path) -> None:
+def _announce(frame: OutputOptions, directory: Path) -> None:
     """Say where it is, once it is there."""
     deadline = time.monotonic() + READY_S
     while read_text(directory / "pid") != str(os.getpid()) or not read_text(directory / "url"):

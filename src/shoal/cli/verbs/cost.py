@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 import msgspec
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.cli.output.lines import budget
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import CostView, RunView
 
 NOTHING = CostView(0.0, 0.0, 0.0)
 
 
-class Bill(msgspec.Struct, frozen=True):
+class RunCosts(msgspec.Struct, frozen=True):
     """What a run has cost: in all, and by pool."""
 
     run: str
@@ -32,7 +32,7 @@ class Bill(msgspec.Struct, frozen=True):
 @click.argument("run", required=False)
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str | None) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, run: str | None) -> None:
     """Show what the machines of runs have cost.
 
     Without RUN, of all runs that took machines from pools, those that are over included. SAVED is against the price of
@@ -48,13 +48,13 @@ def command(frame: Frame, place: Place, run: str | None) -> None:
     frame.answer(bills, lambda: _table(bills) if bills else "no run has taken machines from pools yet")
 
 
-def bill_of(view: RunView) -> Bill:
+def bill_of(view: RunView) -> RunCosts:
     """The costs of a run, from what is known of it."""
     whole = view.cost or NOTHING
-    return Bill(view.run, view.name, view.user, view.status, whole, view.costs, view.rate_per_h, view.budget)
+    return RunCosts(view.run, view.name, view.user, view.status, whole, view.costs, view.rate_per_h, view.budget)
 
 
-def _text(view: RunView, bill: Bill) -> str:
+def _text(view: RunView, bill: RunCosts) -> str:
     rows = [(name, *_figures(cost)) for name, cost in sorted(bill.pools.items())]
     rows = [*rows, ("all", *_figures(bill.total))] if len(rows) != 1 else rows
     lines = [table.columns(("pool", *HEAD), rows)]
@@ -68,7 +68,7 @@ def _text(view: RunView, bill: Bill) -> str:
 HEAD = ("machine hours", "spent", "saved", "unused", "lost")
 
 
-def _table(bills: list[Bill]) -> str:
+def _table(bills: list[RunCosts]) -> str:
     rows = [(bill.run, bill.user or "-", bill.status, *_figures(bill.total)) for bill in bills]
     whole = _sum([bill.total for bill in bills])
     rows += [("all", "", "", *_figures(whole))] if len(bills) > 1 else []

@@ -10,9 +10,9 @@ from typing import Literal
 
 import click
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.cli.output import table
-from shoal.doctor.diagnosis import Verdict as Finding
+from shoal.doctor.diagnosis import CheckVerdict as Finding
 from shoal.launch import settings_layers
 from shoal.launch.coordinator_target import home
 
@@ -31,7 +31,7 @@ MARKS = {"good": "ok  ", "warning": "warn", "bad": "BAD "}
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Look with this setting.")
 @with_frame
 def command(
-    frame: Frame,
+    frame: OutputOptions,
     pools: tuple[str, ...],
     on: str | None,
     machines: int | None,
@@ -54,7 +54,7 @@ def command(
     here(frame, choices, end_leftovers)
 
 
-def here(frame: Frame, choices: settings_layers.Choices, end_leftovers: bool) -> None:
+def here(frame: OutputOptions, choices: settings_layers.ResolvedSettings, end_leftovers: bool) -> None:
     """Look at this machine."""
     from shoal.doctor import leftovers
 

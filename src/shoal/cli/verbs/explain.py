@@ -8,7 +8,7 @@ import inspect
 import click
 
 from shoal import errors
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 
 
 def catalog() -> dict[str, type[errors.ShoalError]]:
@@ -20,7 +20,7 @@ def catalog() -> dict[str, type[errors.ShoalError]]:
 @click.command()
 @click.argument("code", required=False)
 @with_frame
-def command(frame: Frame, code: str | None) -> None:
+def command(frame: OutputOptions, code: str | None) -> None:
     """Explain an error code.
 
     Without CODE, all are listed.

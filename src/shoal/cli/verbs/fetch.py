@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.launch import download, run_lookup
-from shoal.launch.coordinator_target import Place
-from shoal.launch.download import Brought
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.download import DownloadResult
 
 CHECKPOINTS, REPORTS = "checkpoints", "tensorboard"
 SHOWN = 10
@@ -22,7 +22,9 @@ SHOWN = 10
 @click.option("--tensorboard", is_flag=True, help="Its event files for TensorBoard too, in a folder of that name.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, directory: Path, checkpoints: bool, tensorboard: bool) -> None:
+def command(
+    frame: OutputOptions, place: CoordinatorTarget, run: str, directory: Path, checkpoints: bool, tensorboard: bool
+) -> None:
     """Bring what a run has saved.
 
     Members on machines that do not share a disk with yours send what they save to the run's coordinator. This brings
@@ -32,14 +34,16 @@ def command(frame: Frame, place: Place, run: str, directory: Path, checkpoints: 
     found = [download.bring(download.source_of(coordinator, view.run), directory)]
     for folder in [name for name, asked in ((CHECKPOINTS, checkpoints), (REPORTS, tensorboard)) if asked]:
         brought = download.bring(download.source_of(coordinator, view.run, folder), directory / folder)
-        found.append(Brought(tuple(f"{folder}/{name}" for name in brought.names), brought.size_bytes, brought.present))
+        found.append(
+            DownloadResult(tuple(f"{folder}/{name}" for name in brought.names), brought.size_bytes, brought.present)
+        )
     names = tuple(name for one in found for name in one.names)
-    whole = Brought(names, sum(one.size_bytes for one in found), sum(one.present for one in found))
+    whole = DownloadResult(names, sum(one.size_bytes for one in found), sum(one.present for one in found))
     answer = {"run": view.run, "to": str(directory), "brought": names, "present": whole.present}
     frame.answer(answer, lambda: told(whole, directory))
 
 
-def told(brought: Brought, directory: Path) -> str:
+def told(brought: DownloadResult, directory: Path) -> str:
     """What was brought, for people."""
     if not brought.names and not brought.present:
         return "the run has nothing at its coordinator that members saved"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.launch import launch_plan as launching
 from shoal.launch import settings_layers
 from shoal.launch.api_client import open_client
@@ -24,7 +24,7 @@ from shoal.launch.coordinator_target import home
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config.")
 @with_frame
 def command(
-    frame: Frame, url: str, token_file: str, name: str | None, slots: int | None, assignments: tuple[str, ...]
+    frame: OutputOptions, url: str, token_file: str, name: str | None, slots: int | None, assignments: tuple[str, ...]
 ) -> None:
     """Lend this machine to a coordinator's runs.
 

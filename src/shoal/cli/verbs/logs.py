@@ -6,11 +6,11 @@ import time
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.errors import CoordinatorUnreachable
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
-from shoal.launch.run_lookup import Records
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.run_lookup import RunRecords
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5
@@ -23,7 +23,9 @@ FOLLOW_EVERY_S = 0.5
 @click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last so many lines.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str | None, follow: bool, member: str, lines: int | None) -> None:
+def command(
+    frame: OutputOptions, place: CoordinatorTarget, run: str | None, follow: bool, member: str, lines: int | None
+) -> None:
     """Print what the members of a run print."""
     coordinator, view = run_lookup.find_run(place, run)
     after = _print_so_far(frame, coordinator.records, view.run, member, lines)
@@ -45,7 +47,7 @@ def command(frame: Frame, place: Place, run: str | None, follow: bool, member: s
             time.sleep(FOLLOW_EVERY_S)
 
 
-def _print_so_far(frame: Frame, records: Records, run: str, member: str, lines: int | None) -> int:
+def _print_so_far(frame: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:
     after = -lines if lines else 0
     while True:
         page = records.logs(run, member, after, PAGE)
@@ -55,7 +57,7 @@ def _print_so_far(frame: Frame, records: Records, run: str, member: str, lines: 
         after = page.next
 
 
-def _print(frame: Frame, lines: tuple[tuple[str, str], ...]) -> None:
+def _print(frame: OutputOptions, lines: tuple[tuple[str, str], ...]) -> None:
     import msgspec
 
     for member, text in lines:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import AgentView
 
 
 @click.command()
 @with_place
 @with_frame
-def command(frame: Frame, place: Place) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget) -> None:
     """List the machines of the coordinators."""
     pairs = [
         (one.id, agent)

@@ -9,17 +9,17 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.engines import pool_config
-from shoal.engines.engine import Offer
+from shoal.engines.engine import Capacity
 from shoal.errors import ShoalError
 from shoal.launch import run_lookup, settings_layers
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import PoolView
 
 
-class Described(msgspec.Struct, frozen=True):
+class PoolListing(msgspec.Struct, frozen=True):
     """A pool of shoal.toml; `trouble` is why nobody knows what it offers."""
 
     pool: str
@@ -27,14 +27,14 @@ class Described(msgspec.Struct, frozen=True):
     limit: int
     slots: int
     price_per_h: float
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[Capacity, ...] = ()
     trouble: str = ""
 
 
 @click.command()
 @with_place
 @with_frame
-def command(frame: Frame, place: Place) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget) -> None:
     """List pools of machines.
 
     Those of shoal.toml are asked what they could give now; those of coordinators that run are shown with what they
@@ -54,9 +54,9 @@ def command(frame: Frame, place: Place) -> None:
     frame.answer(found, lambda: _text(described, hiring))
 
 
-def _ask(name: str, written: pool_config.Table, where: str) -> Described:
+def _ask(name: str, written: pool_config.Table, where: str) -> PoolListing:
     pool, engine = pool_config.parse(name, written, where)
-    known = Described(name, pool.engine, pool.limit, pool.slots, pool.price_per_h)
+    known = PoolListing(name, pool.engine, pool.limit, pool.slots, pool.price_per_h)
     try:
         return msgspec.structs.replace(known, offers=tuple(engine.offers()))
     except ShoalError as error:
@@ -65,7 +65,7 @@ def _ask(name: str, written: pool_config.Table, where: str) -> Described:
         engine.close()
 
 
-def _text(described: list[Described], hiring: list[tuple[str, PoolView]]) -> str:
+def _text(described: list[PoolListing], hiring: list[tuple[str, PoolView]]) -> str:
     if not described and not hiring:
         return "no pools: describe one under [pool.NAME] in shoal.toml"
     parts = []
@@ -78,7 +78,7 @@ def _text(described: list[Described], hiring: list[tuple[str, PoolView]]) -> str
     return "\n\n".join(parts)
 
 
-def _described(one: Described) -> tuple[str, ...]:
+def _described(one: PoolListing) -> tuple[str, ...]:
     return one.pool, one.engine, _price(one.price_per_h), str(one.limit), str(one.slots), _offered(one)
 
 
@@ -88,13 +88,13 @@ def _hiring(coordinator: str, one: PoolView) -> tuple[str, ...]:
     return one.pool, coordinator, *counts, hours, spent, one.trouble or "-"
 
 
-def _offered(one: Described) -> str:
+def _offered(one: PoolListing) -> str:
     if one.trouble:
         return one.trouble
     return "; ".join(_one_offer(offer) for offer in one.offers) or "nothing"
 
 
-def _one_offer(offer: Offer) -> str:
+def _one_offer(offer: Capacity) -> str:
     many = "any number" if offer.count is None else str(offer.count)
     sizes = [f"{offer.cpus} cores" if offer.cpus else "", f"{offer.gpus} GPUs" if offer.gpus else ""]
     sizes.append(table.size(offer.memory_bytes) if offer.memory_bytes else "")

@@ -6,10 +6,10 @@ import time
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import RunView
 
 
@@ -17,7 +17,7 @@ from shoal.wire.api import RunView
 @click.option("-a", "--all", "everything", is_flag=True, help="Also all runs that are over, not only the last ten.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, everything: bool) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, everything: bool) -> None:
     """List runs."""
     views = [view for _, view in run_lookup.all_runs(place)]
     going = [view for view in views if view.status not in run_lookup.OVER]

@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.verbs.run import start
-from shoal.errors import NotOver
+from shoal.errors import RunStillActive
 from shoal.launch import launch_plan as launching
 from shoal.launch import run_lookup, settings_layers
-from shoal.launch.coordinator_target import Place
-from shoal.launch.launch_plan import Launch
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import COORDINATOR_LOG, port_if_free
 from shoal.wire.api import RunView
 
@@ -31,7 +31,9 @@ EVERY_S = 0.2
 @click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, members: str | None, budget: float | None, detach: bool) -> None:
+def command(
+    frame: OutputOptions, place: CoordinatorTarget, run: str, members: str | None, budget: float | None, detach: bool
+) -> None:
     """Go on with a run that was stopped or lost all its members.
 
     It continues at the exact step of its newest checkpoint, in the middle of an epoch if need be.
@@ -45,9 +47,9 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
         coordinator, view = run_lookup.find_run(place, view.run)
     if coordinator.client is not None:
         if view.status not in run_lookup.OVER:
-            raise NotOver(f"run {view.run} goes on ({view.status})", do=f"shoal status {view.run}")
-        standing = Place(place.home, coordinator.url, coordinator.token_file)
-        again = Launch(directory="", coordinator=(), agent=(), resume=view.run, members=bounds, budget=budget)
+            raise RunStillActive(f"run {view.run} goes on ({view.status})", do=f"shoal status {view.run}")
+        standing = CoordinatorTarget(place.home, coordinator.url, coordinator.token_file)
+        again = LaunchPlan(directory="", coordinator=(), agent=(), resume=view.run, members=bounds, budget=budget)
         start(frame, standing, again, detach=detach)
         return
     assert coordinator.directory is not None
@@ -56,7 +58,7 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
     start(frame, place, msgspec.structs.replace(launch, resume=view.run, members=bounds, budget=budget), detach=detach)
 
 
-def _about_to_end(coordinator: run_lookup.Coordinator, view: RunView) -> bool:
+def _about_to_end(coordinator: run_lookup.CoordinatorRef, view: RunView) -> bool:
     """An embedded coordinator ends right after its run; a run that it was asked to resume meanwhile would end too."""
     if coordinator.client is None or coordinator.directory is None or view.status not in run_lookup.OVER:
         return False

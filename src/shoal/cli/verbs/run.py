@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.core.fleet.launcher_env import no_evaluator
 from shoal.errors import BadEmulation, BadSync
 from shoal.launch import launch_plan as launching
 from shoal.launch import settings_layers
-from shoal.launch.coordinator_target import Place
-from shoal.launch.launch_plan import Launch
-from shoal.launch.settings_layers import Choices, Option
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.settings_layers import Option, ResolvedSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ def with_run(function: F) -> F:
 @click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, detach: bool, **asked: Any) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, detach: bool, **asked: Any) -> None:
     """Train a script, and keep it training whoever dies.
 
     Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
@@ -84,8 +84,8 @@ def command(frame: Frame, place: Place, detach: bool, **asked: Any) -> None:
 
 
 def launch_of(
-    frame: Frame,
-    place: Place,
+    frame: OutputOptions,
+    place: CoordinatorTarget,
     script: str,
     args: tuple[str, ...],
     evaluator: bool,
@@ -94,7 +94,7 @@ def launch_of(
     assignments: tuple[str, ...],
     dry_run: bool,
     **given: str | None,
-) -> Launch | None:
+) -> LaunchPlan | None:
     """What is to be started for the options of a run, checked; None if it was only to be shown."""
     choices = settings_layers.choose(Path.cwd(), os.environ, assignments, _options(given, evaluator))
     _check_compat(choices, compat)
@@ -102,7 +102,7 @@ def launch_of(
     spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
     if standing:
         ship = launching.sent_away(choices, spec)
-        launch = Launch("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=place.token_file)
+        launch = LaunchPlan("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=place.token_file)
     else:
         launch = launching.render(launching.new_directory(place.home), choices, spec)
     launch = launching.with_script(launch)
@@ -129,7 +129,7 @@ def _options(given: Mapping[str, str | None], evaluator: bool) -> dict[str, Opti
     return options
 
 
-def _check_compat(choices: Choices, compat: str | None) -> None:
+def _check_compat(choices: ResolvedSettings, compat: str | None) -> None:
     if compat and choices.text("emulate"):
         raise BadEmulation(
             f"--compat {compat} cannot emulate other machines",
@@ -146,7 +146,7 @@ def _check_compat(choices: Choices, compat: str | None) -> None:
         raise no_evaluator(compat, choices.source("evaluator"))
 
 
-def start(frame: Frame, place: Place, launch: Launch, *, detach: bool) -> None:
+def start(frame: OutputOptions, place: CoordinatorTarget, launch: LaunchPlan, *, detach: bool) -> None:
     """Start, submit and follow, here or in the background; ends the command with the run's exit code."""
     from shoal.cli import foreground
 
@@ -165,14 +165,14 @@ def options_of(**given: tuple[str, str | None]) -> dict[str, Option]:
     return {key: (option, value) for key, (option, value) in given.items() if value is not None}
 
 
-def evaluating(choices: Choices) -> bool:
+def evaluating(choices: ResolvedSettings) -> bool:
     return bool(choices.found["evaluator"].value)
 
 
-def _describe_pools(launch: Launch) -> list[str]:
+def _describe_pools(launch: LaunchPlan) -> list[str]:
     """What each pool would be asked for, as its engine would be."""
     from shoal.engines import pool_config
-    from shoal.engines.engine import Ask, agent_options
+    from shoal.engines.engine import AllocationRequest, agent_options
     from shoal.pack.environments.recipe import SHOWN
     from shoal.wire.credentials import Credentials
 
@@ -188,14 +188,16 @@ def _describe_pools(launch: Launch) -> list[str]:
         ]
         made = SHOWN if engine.options.environment else None
         told = agent_options(launch.hires.agent, engine)
-        ask = Ask(f"{name}-1", coordinator, launching.URL, Credentials("<token>"), pool.slots, told, environment=made)
+        ask = AllocationRequest(
+            f"{name}-1", coordinator, launching.URL, Credentials("<token>"), pool.slots, told, environment=made
+        )
         shown = engine.render(ask)
         lines += [f"             {shlex.join(shown.argv)}"]
         lines += [f"             | {line}" for line in shown.text.splitlines()]
     return lines
 
 
-def describe(launch: Launch, choices: Choices, place: Place) -> str:
+def describe(launch: LaunchPlan, choices: ResolvedSettings, place: CoordinatorTarget) -> str:
     """What would be started, for people."""
     spec = launch.spec
     lines = []

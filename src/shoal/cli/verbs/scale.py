@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.launch_plan import check_budget, parse_members
-from shoal.wire.api import ScaleAsk
+from shoal.wire.api import ScaleRequest
 
 
 @click.command()
@@ -18,7 +18,9 @@ from shoal.wire.api import ScaleAsk
 @click.option("--budget", type=float, metavar="AMOUNT", help="What machines may cost in all from now on.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, members: str | None, budget: float | None) -> None:
+def command(
+    frame: OutputOptions, place: CoordinatorTarget, run: str, members: str | None, budget: float | None
+) -> None:
     """Change how many members a run may have.
 
     Or, with --budget, what they may cost. Nobody restarts: joiners come in while the others train, and leavers go at
@@ -31,6 +33,6 @@ def command(frame: Frame, place: Place, run: str, members: str | None, budget: f
     low, high = parse_members(members) if members is not None else (view.members_min, view.members_max)
     if view.status in run_lookup.OVER:
         raise UsageError(f"run {view.run} is over ({view.status})", do=f"shoal resume {view.run} -n {low}:{high}")
-    view = run_lookup.live(coordinator).scale(view.run, ScaleAsk(low, high, budget))
+    view = run_lookup.live(coordinator).scale(view.run, ScaleRequest(low, high, budget))
     money = f" for {budget:.2f} in all" if budget is not None else ""
     frame.answer(view, lambda: f"run {view.run} may have {low} to {high} members{money}, and has {view.world_size}")

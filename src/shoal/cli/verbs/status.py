@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.cli.output.lines import (
     PARTS,
@@ -22,7 +22,7 @@ from shoal.cli.output.lines import (
     spent,
 )
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import MemberView, RunView
 
 
@@ -30,7 +30,7 @@ from shoal.wire.api import MemberView, RunView
 @click.argument("run", required=False)
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str | None) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, run: str | None) -> None:
     """Show a run and its members.
 
     RUN is an id, a name, or the beginning of one; without it, the run that goes on or the newest.

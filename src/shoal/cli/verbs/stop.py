@@ -6,11 +6,11 @@ import time
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.errors import CoordinatorUnreachable
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
-from shoal.wire.api import RunView, StopAsk
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.wire.api import RunView, StopRequest
 
 EVERY_S = 0.2
 
@@ -22,14 +22,14 @@ EVERY_S = 0.2
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait until it is over; 0 for none.")
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str, now: bool, reason: str, wait_s: float) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, run: str, now: bool, reason: str, wait_s: float) -> None:
     """Stop a run after a checkpoint."""
     coordinator, view = run_lookup.find_run(place, run)
     if view.status in run_lookup.OVER:
         frame.answer(view, lambda: f"run {view.run} is over already: {view.status}")
         return
     client = run_lookup.live(coordinator)
-    ask = StopAsk(reason, checkpoint=False, grace_s=1.0) if now else StopAsk(reason)
+    ask = StopRequest(reason, checkpoint=False, grace_s=1.0) if now else StopRequest(reason)
     view = client.stop(view.run, ask)
     deadline = time.monotonic() + wait_s
     while view.status not in run_lookup.OVER and time.monotonic() < deadline:

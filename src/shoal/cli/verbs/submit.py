@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.verbs.run import launch_of, with_run
 from shoal.errors import UsageError
-from shoal.launch.coordinator_target import Place
+from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import RunView
 
 SETTLED_S = 0.3
@@ -20,7 +20,7 @@ SETTLED_S = 0.3
 @with_run
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, **asked: Any) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, **asked: Any) -> None:
     """Hand a run to a standing coordinator, and leave it there.
 
     Returns as soon as it is accepted, with the name of the run and its place in the queue. The coordinator is that of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import Frame, with_frame
+from shoal.cli.options import OutputOptions, with_frame
 from shoal.errors import UsageError
 from shoal.launch import launch_plan as launching
 from shoal.wire import credentials
@@ -24,7 +24,7 @@ NAME = r"[A-Za-z0-9_.-]{1,64}"
 @click.option("--revoke", is_flag=True, help="Take the token back.")
 @click.option("--renew", is_flag=True, help="Make another in its place; the one before is not accepted any more.")
 @with_frame
-def command(frame: Frame, name: str, directory: Path, revoke: bool, renew: bool) -> None:
+def command(frame: OutputOptions, name: str, directory: Path, revoke: bool, renew: bool) -> None:
     """Make or revoke the token of a user of a standing coordinator.
 
     Prints the file to give to NAME. With it NAME submits runs, sees all runs, and stops or scales its own.

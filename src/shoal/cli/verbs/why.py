@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli.options import Frame, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_frame, with_place
 from shoal.cli.output import table
 from shoal.cli.output.lines import SHARES, sentence
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
-from shoal.launch.coordinator_target import Place
-from shoal.launch.run_lookup import Records
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.run_lookup import RunRecords
 from shoal.wire.api import RunView, StoryLine
 
 PAGE = 1000
@@ -26,7 +26,7 @@ FOLD_ABOVE, FIRST, LAST = 8, 3, 3
 @click.argument("member", required=False)
 @with_place
 @with_frame
-def command(frame: Frame, place: Place, run: str | None, member: str | None) -> None:
+def command(frame: OutputOptions, place: CoordinatorTarget, run: str | None, member: str | None) -> None:
     """Tell what happened to a run or a member, and why.
 
     A member looks like local/2; the run may be left out if there is only one.
@@ -43,7 +43,7 @@ def command(frame: Frame, place: Place, run: str | None, member: str | None) -> 
     frame.answer(lines, lambda: text(view, lines))
 
 
-def story(records: Records, run: str) -> list[StoryLine]:
+def story(records: RunRecords, run: str) -> list[StoryLine]:
     """All of a story, page by page."""
     lines: list[StoryLine] = []
     while True:

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.http.tokens import OWNER, Keys
-from shoal.errors import NotYours, WrongToken
-from shoal.wire.api import Problem
+from shoal.coordinator.http.tokens import OWNER, TokenStore
+from shoal.errors import PermissionDenied, WrongToken
+from shoal.wire.api import ErrorView
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -30,7 +30,7 @@ MAX_CLIENTS = 1000
 HEARD_S = 5.0
 
 
-class Failures:
+class FailedLogins:
     """How often each client came with a wrong token lately."""
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class Failures:
         return len(times) > MAX_FAILURES
 
 
-class Guard:
+class AuthMiddleware:
     """Lets authenticated requests and sockets through to the app, and answers the others itself.
 
     Users ask for runs; only who has the coordinator's own token may be an agent or a member, or end the coordinator.
     """
 
-    def __init__(self, app: App, keys: Keys, loopback_only: bool) -> None:
+    def __init__(self, app: App, keys: TokenStore, loopback_only: bool) -> None:
         self._app, self._keys = app, keys
         self._loopback_only = loopback_only
-        self._failures = Failures()
+        self._failures = FailedLogins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -69,10 +69,10 @@ class Guard:
         else:
             await _answer(scope, receive, send, *refusal)
 
-    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[int, Problem] | None:
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[int, ErrorView] | None:
         foreign = why_foreign(headers.get(b"host", b""), headers.get(b"origin", b""), self._loopback_only)
         if foreign:
-            return 403, Problem(WrongToken.code, "the request was not meant for this coordinator", why=foreign)
+            return 403, ErrorView(WrongToken.code, "the request was not meant for this coordinator", why=foreign)
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return None
         user = self._keys.who(headers.get(b"authorization", b""))
@@ -80,13 +80,15 @@ class Guard:
             scope[USER] = user
             if user == OWNER or (scope["type"] == "http" and scope["path"] not in OWNERS_PATHS):
                 return None
-            return 403, Problem(NotYours.code, f"{user} may not do this", do="use the coordinator's own token file")
+            return 403, ErrorView(
+                PermissionDenied.code, f"{user} may not do this", do="use the coordinator's own token file"
+            )
         client = str((scope.get("client") or ("",))[0])
         if self._failures.too_many(client, time.monotonic()):
-            return 429, Problem(WrongToken.code, "too many wrong tokens", do="wait ten seconds")
+            return 429, ErrorView(WrongToken.code, "too many wrong tokens", do="wait ten seconds")
         given = b"authorization" in headers
         what = "the token is not this coordinator's" if given else "a token is needed"
-        return 401, Problem(WrongToken.code, what, do="pass the coordinator's token file with --token-file")
+        return 401, ErrorView(WrongToken.code, what, do="pass the coordinator's token file with --token-file")
 
 
 def why_foreign(host: bytes, origin: bytes, loopback_only: bool) -> str:
@@ -117,7 +119,7 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-async def _answer(scope: Scope, receive: Receive, send: Send, status: int, problem: Problem) -> None:
+async def _answer(scope: Scope, receive: Receive, send: Send, status: int, problem: ErrorView) -> None:
     body = msgspec.json.encode(problem)
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     prefix = "http"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.coordinator.service import Service
+from shoal.coordinator.service import CoordinatorService
 from shoal.core import sync_mode
 from shoal.core.fleet import launcher_env
 from shoal.core.membership import events as ev
@@ -18,7 +18,7 @@ from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.runs import admission
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import DONE, Run
+from shoal.core.runs.state import DONE, RunState
 from shoal.errors import (
     AmbiguousRun,
     BadCount,
@@ -27,27 +27,27 @@ from shoal.errors import (
     BadScript,
     BadSync,
     JournalUnwritable,
-    NotOver,
-    NotYours,
-    RunOver,
+    PermissionDenied,
+    RunAlreadyEnded,
+    RunStillActive,
     UnknownRun,
 )
-from shoal.settings import Settings, parse_settings
+from shoal.settings import RunSettings, parse_settings
 from shoal.wire import member_messages as ms
-from shoal.wire.api import HireWord, RunSpec, RunView, ScaleAsk, StopAsk
+from shoal.wire.api import RunSpec, RunView, ScaleRequest, SetupReport, StopRequest
 
 ROLES = (TRAINER, SERVER, EVALUATOR)
 WORDS = 1000
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
-class Requests:
+class RunCommands:
     """The changes that the API can make."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: CoordinatorService) -> None:
         self._service = service
 
-    def find(self, text: str) -> Run:
+    def find(self, text: str) -> RunState:
         """A run by id, by name, or by the beginning of its id."""
         runs = self._service.runs.runs
         if text in runs:
@@ -64,13 +64,13 @@ class Requests:
             raise AmbiguousRun(f"several runs are meant by {text}", why=names, do="use more of the id")
         return matching[0]
 
-    def of(self, user: str, text: str) -> Run:
+    def of(self, user: str, text: str) -> RunState:
         """A run that this user may change: its own, or any if it is the coordinator's owner."""
         run = self.find(text)
         if user and run.user != user:
             whose = run.user or "the coordinator itself"
             do = f"ask {run.user or 'its owner'}, or use the coordinator's own token file"
-            raise NotYours(f"{run.name} is a run of {whose}, not of {user}", do=do)
+            raise PermissionDenied(f"{run.name} is a run of {whose}, not of {user}", do=do)
         return run
 
     def _writable(self) -> None:
@@ -114,33 +114,33 @@ class Requests:
             if found not in self._service.runs.runs:
                 return found
 
-    def stop(self, run: Run, ask: StopAsk) -> RunView:
+    def stop(self, run: RunState, ask: StopRequest) -> RunView:
         if run.over:
-            raise RunOver(f"the run {run.name} has ended", why=run.reason)
+            raise RunAlreadyEnded(f"the run {run.name} has ended", why=run.reason)
         self._writable()
-        self._service.handle(run.name, runs_events.StopRequested(ask.reason, ask.checkpoint, ask.grace_s))
+        self._service.handle(run.name, runs_events.UserStopRequested(ask.reason, ask.checkpoint, ask.grace_s))
         return self._service.view(run.name)
 
-    def scale(self, run: Run, ask: ScaleAsk) -> RunView:
+    def scale(self, run: RunState, ask: ScaleRequest) -> RunView:
         if run.over:
-            raise RunOver(f"the run {run.name} has ended", why=run.reason)
+            raise RunAlreadyEnded(f"the run {run.name} has ended", why=run.reason)
         _check_count(ask.min, ask.max)
         self._writable()
         self._set_budget(run, ask)
-        self._service.handle(run.name, ev.ScaleAsked(ask.min, ask.max))
+        self._service.handle(run.name, ev.ScaleRequested(ask.min, ask.max))
         return self._service.view(run.name)
 
-    def _set_budget(self, run: Run, ask: ScaleAsk | None) -> None:
+    def _set_budget(self, run: RunState, ask: ScaleRequest | None) -> None:
         budget = ask.budget if ask is not None else None
         if budget is not None:
             admission.check_budget(msgspec.structs.replace(run.spec, budget=budget), self._service.runs.supply.pools)
             self._service.handle(run.name, runs_events.BudgetSet(budget))
 
-    def resume(self, run: Run, ask: ScaleAsk | None) -> RunView:
+    def resume(self, run: RunState, ask: ScaleRequest | None) -> RunView:
         if not run.over:
-            raise NotOver(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
+            raise RunStillActive(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
         if run.status == DONE:
-            raise RunOver(f"the run {run.name} is done", why=run.reason)
+            raise RunAlreadyEnded(f"the run {run.name} is done", why=run.reason)
         rules = run.membership.rules
         low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
         _check_count(low, high)
@@ -152,14 +152,14 @@ class Requests:
         self._service.handle(run.name, runs_events.RunResumed(low, high))
         return self._service.view(run.name)
 
-    def heard(self, user: str, hire: str, word: HireWord) -> None:
+    def heard(self, user: str, hire: str, word: SetupReport) -> None:
         """A hired machine says how it is getting on; only what was hired has the coordinator's own token."""
         if user:
-            raise NotYours(f"{user} is not a machine that was hired", do="only agents may say this")
+            raise PermissionDenied(f"{user} is not a machine that was hired", do="only agents may say this")
         if hire not in self._service.runs.supply.hires:
             return
         why, where, do = (text[:WORDS] for text in (word.why, word.where, word.do))
-        said = se.Unprepared(hire, why, where, do, word.final) if word.failed else se.Preparing(hire, why)
+        said = se.SetupFailed(hire, why, where, do, word.final) if word.failed else se.SetupProgressed(hire, why)
         self._service.handle("", said)
 
     @property
@@ -175,10 +175,12 @@ class Requests:
         for run in self._service.runs.runs.values():
             if not run.over:
                 self._service.attempt(
-                    partial(self._service.handle, run.name, runs_events.StopRequested(reason, False, 0.0, "resumable"))
+                    partial(
+                        self._service.handle, run.name, runs_events.UserStopRequested(reason, False, 0.0, "resumable")
+                    )
                 )
         for link in list(self._service.agents.values()):
-            link.send(ms.ShutDown(reason))
+            link.send(ms.ShutDownMsg(reason))
 
 
 def _check_count(low: int, high: int) -> None:
@@ -200,7 +202,7 @@ def _with_evaluator(spec: RunSpec, settings: dict[str, runs_events.Value]) -> di
         return settings
     if spec.compat:
         raise launcher_env.no_evaluator(spec.compat)
-    usual = Settings()
+    usual = RunSettings()
     # The command sends all settings, set or not: what differs from the default is somebody's wish.
     if (settings["checkpoint.every_s"], settings["checkpoint.every_steps"]) == (usual.checkpoint_every_s, 0):
         settings["checkpoint.every_s"] = settings["evaluate.every_s"]

@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse
 
 from shoal.coordinator.http.auth import USER
-from shoal.coordinator.storage.run_files import MAX_PIECE_BYTES, Files, number_of, whole_of
-from shoal.errors import BadRequest, NotYours
+from shoal.coordinator.storage.run_files import MAX_PIECE_BYTES, RunFiles, number_of, whole_of
+from shoal.errors import BadRequest, PermissionDenied
 
 AT = "/v1/runs/{run}/files"
 NAMED = AT + "/{name:path}"
@@ -18,10 +18,10 @@ NAMED = AT + "/{name:path}"
 Endpoint = Callable[[Request], Awaitable[object]]
 
 
-class Filing:
+class FileRoutes:
     """The endpoints around the files. `run_of` finds the run that a user may ask for by what it calls it."""
 
-    def __init__(self, files: Files, run_of: Callable[[str, str], str]) -> None:
+    def __init__(self, files: RunFiles, run_of: Callable[[str, str], str]) -> None:
         self._files, self._run_of = files, run_of
 
     def endpoints(self) -> list[tuple[str, str, Endpoint]]:
@@ -67,7 +67,7 @@ class Filing:
     def _writable(self, request: Request) -> str:
         """Only members write, and they have the coordinator's own token."""
         if _user(request):
-            raise NotYours(f"{_user(request)} may not write files of runs", why="that is what their members do")
+            raise PermissionDenied(f"{_user(request)} may not write files of runs", why="that is what their members do")
         return self._run(request)
 
 

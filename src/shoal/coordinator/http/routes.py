@@ -16,32 +16,32 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 import shoal
-from shoal.coordinator.agent_handler import Agents
-from shoal.coordinator.connections import AgentLink, Link, MemberLink
+from shoal.coordinator.agent_handler import AgentHandler
+from shoal.coordinator.connections import AgentConnection, Connection, MemberConnection
 from shoal.coordinator.http.auth import USER
-from shoal.coordinator.http.commands import Requests
-from shoal.coordinator.http.file_routes import Filing
+from shoal.coordinator.http.commands import RunCommands
+from shoal.coordinator.http.file_routes import FileRoutes
 from shoal.coordinator.http.tokens import OWNER
-from shoal.coordinator.member_handler import MAX_NAME, Members
+from shoal.coordinator.member_handler import MAX_NAME, MemberHandler
 from shoal.coordinator.server.websocket import SCOPE, Hear
-from shoal.coordinator.service import Service
+from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.storage import blobs, logs
 from shoal.coordinator.storage.blobs import FOLDER, STOWED, Blobs
-from shoal.coordinator.storage.run_files import Files, sweep_every
+from shoal.coordinator.storage.run_files import RunFiles, sweep_every
 from shoal.errors import (
     BadMessage,
     BadRequest,
-    NotYours,
+    PermissionDenied,
     ShoalError,
     StorageError,
     UnknownBlob,
     UnknownFile,
     UnknownRun,
-    UploadBroken,
+    UploadCorrupt,
 )
 from shoal.wire import codec
-from shoal.wire.api import Health, HireWord, Problem, RunSpec, ScaleAsk, StopAsk
-from shoal.wire.machine_check import Question
+from shoal.wire.api import ErrorView, Health, RunSpec, ScaleRequest, SetupReport, StopRequest
+from shoal.wire.machine_check import CheckRequest
 from shoal.wire.member_messages import PROTOCOL
 
 HELLO_WITHIN_S = 10.0
@@ -57,18 +57,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Gone = Callable[[], None]
 
 
-class Api:
+class ApiRoutes:
     """The endpoints around one service."""
 
-    def __init__(self, service: Service, leave: Callable[[], None]) -> None:
+    def __init__(self, service: CoordinatorService, leave: Callable[[], None]) -> None:
         self._service = service
-        self._members = Members(service)
-        self._agents = Agents(service)
-        self._requests = Requests(service)
+        self._members = MemberHandler(service)
+        self._agents = AgentHandler(service)
+        self._requests = RunCommands(service)
         self._blobs, self._stowed = Blobs(service.directory / FOLDER), Blobs(service.directory / STOWED)
         service.at_every_tick(blobs.sweep_every(self._blobs, service.runs.projects, SWEEP_BLOBS_S))
-        self._files = Files(service.run_dir)
-        self._filing = Filing(self._files, lambda user, run: self._requests.of(user, run).name)
+        self._files = RunFiles(service.run_dir)
+        self._filing = FileRoutes(self._files, lambda user, run: self._requests.of(user, run).name)
         service.at_every_tick(sweep_every(self._files, lambda: list(service.runs.runs), SWEEP_S))
         self._leave = leave
         self._leaving: asyncio.Task[None] | None = None
@@ -121,16 +121,16 @@ class Api:
         return await asyncio.to_thread(logs.page, self._service.directory, run.name, member, after, limit)
 
     async def stop(self, request: Request) -> object:
-        ask = await _body(request, StopAsk, StopAsk())
+        ask = await _body(request, StopRequest, StopRequest())
         return self._requests.stop(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def scale(self, request: Request) -> object:
-        ask = await _body(request, ScaleAsk)
+        ask = await _body(request, ScaleRequest)
         return self._requests.scale(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def resume(self, request: Request) -> object:
         data = await _read(request)
-        ask = _parsed(data, ScaleAsk) if data else None
+        ask = _parsed(data, ScaleRequest) if data else None
         return self._requests.resume(self._requests.of(_user(request), request.path_params["run"]), ask)
 
     async def agents(self, _request: Request) -> object:
@@ -138,15 +138,15 @@ class Api:
 
     async def examine(self, request: Request) -> object:
         if _user(request) != OWNER:
-            raise NotYours("only the coordinator's owner may examine its machines")
-        return await self._agents.examine(request.path_params["agent"], await _body(request, Question))
+            raise PermissionDenied("only the coordinator's owner may examine its machines")
+        return await self._agents.examine(request.path_params["agent"], await _body(request, CheckRequest))
 
     async def pools(self, _request: Request) -> object:
         return self._service.pool_views()
 
     async def hire(self, request: Request) -> object:
         """What a machine says of itself before its agent is there."""
-        self._requests.heard(_user(request), request.path_params["hire"], await _body(request, HireWord))
+        self._requests.heard(_user(request), request.path_params["hire"], await _body(request, SetupReport))
         return {}
 
     async def missing(self, request: Request) -> object:
@@ -188,25 +188,25 @@ class Api:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def member(self, socket: WebSocket) -> None:
-        link = MemberLink(codec.to_member, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
+        link = MemberConnection(codec.to_member, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
         members, decode = self._members, codec.from_member.decode
         take, gone = lambda data: members.said(link, decode(data)), lambda: members.gone(link)
         await _converse(socket, link, take, lambda: bool(link.member), gone)
 
     async def agent(self, socket: WebSocket) -> None:
-        link = AgentLink(codec.to_agent, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
+        link = AgentConnection(codec.to_agent, _peer(socket), _base_url(socket), socket.scope[SCOPE])  # type: ignore[arg-type]
         agents, decode = self._agents, codec.from_agent.decode
         take, gone = lambda data: agents.said(link, decode(data)), lambda: agents.gone(link)
         # What a member said before its process ended was sent before, but may be read after: members are heard first.
         await _converse(socket, link, take, lambda: bool(link.agent), gone, last=True)
 
 
-def make_app(service: Service, leave: Callable[[], None]) -> Starlette:
-    return Starlette(routes=Api(service, leave).routes())
+def make_app(service: CoordinatorService, leave: Callable[[], None]) -> Starlette:
+    return Starlette(routes=ApiRoutes(service, leave).routes())
 
 
 async def _converse(
-    socket: WebSocket, link: Link, take: Hear, known: Callable[[], bool], gone: Gone, *, last: bool = False
+    socket: WebSocket, link: Connection, take: Hear, known: Callable[[], bool], gone: Gone, *, last: bool = False
 ) -> None:
     """Let a connection be heard until either side closes it; nothing that is read there can disturb anybody else.
 
@@ -259,7 +259,7 @@ def _answering(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
 
 
 def _problem(error: ShoalError) -> Response:
-    problem = Problem(error.code, error.what, error.where, error.why, error.do)
+    problem = ErrorView(error.code, error.what, error.where, error.why, error.do)
     return Response(msgspec.json.encode(problem), _status(error), media_type="application/json")
 
 
@@ -267,7 +267,7 @@ def _status(error: ShoalError) -> int:
     match error:
         case UnknownRun() | UnknownBlob() | UnknownFile():
             return 404
-        case UploadBroken():
+        case UploadCorrupt():
             return 409
         case StorageError():
             return 507

@@ -15,7 +15,7 @@ OWNER = ""
 LOOK_S = 1.0
 
 
-class Keys:
+class TokenStore:
     """The tokens that a coordinator accepts; files that come or go in its folder of tokens are noticed."""
 
     def __init__(self, directory: Path, token: str, clock: Callable[[], float] = time.monotonic) -> None:

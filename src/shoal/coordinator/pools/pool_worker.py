@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from shoal.core.provisioning import events as se
-from shoal.engines.engine import Ask, Engine, Seen
-from shoal.errors import EngineUnreachable, HireRefused, ShoalError
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Engine
+from shoal.errors import AllocationRefused, EngineUnreachable, ShoalError
 
 LOOK_S = 1.0
 CALM_LOOK_S = 5.0
@@ -31,7 +31,7 @@ Ends = tuple[tuple[str, float], ...]
 log = logging.getLogger("shoal.hiring")
 
 
-class Desk(threading.Thread):
+class PoolWorker(threading.Thread):
     """Where one pool is asked. `asking` are those whose submission has not been heard of, `known` all that it has.
 
     `done` counts what its engine has done. `all_ended` says after its end that none of its hires is left.
@@ -42,14 +42,14 @@ class Desk(threading.Thread):
         pool: str,
         tag: str,
         engine: Engine,
-        ask_of: Callable[[se.Submit], Ask],
+        ask_of: Callable[[se.SubmitAllocation], AllocationRequest],
         said: Callable[[se.Event], None],
         ends: Callable[[Ends], None],
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
         self._pool, self._engine, self._ask_of, self._said, self._ends = pool, engine, ask_of, said, ends
         self._tag = tag
-        self._line: queue.Queue[se.Submit | se.Cancel | None] = queue.Queue()
+        self._line: queue.Queue[se.SubmitAllocation | se.CancelAllocation | None] = queue.Queue()
         self._stopped = threading.Event()
         self._end_all = False
         self.asking: set[str] = set()
@@ -67,8 +67,8 @@ class Desk(threading.Thread):
         """How long it may take to end all of them, if agents have so long to hand over."""
         return self._engine.leave_s(grace_s) * max(1, math.ceil(self.left / AT_ONCE))
 
-    def put(self, instruction: se.Submit | se.Cancel) -> None:
-        if isinstance(instruction, se.Submit):
+    def put(self, instruction: se.SubmitAllocation | se.CancelAllocation) -> None:
+        if isinstance(instruction, se.SubmitAllocation):
             self.asking.add(instruction.hire)
         self._line.put(instruction)
 
@@ -97,7 +97,7 @@ class Desk(threading.Thread):
             self._end_everything()
         self._engine.close()
 
-    def _waiting(self) -> list[se.Submit | se.Cancel | None]:
+    def _waiting(self) -> list[se.SubmitAllocation | se.CancelAllocation | None]:
         """What was asked for meanwhile."""
         found = []
         with contextlib.suppress(queue.Empty):
@@ -105,7 +105,7 @@ class Desk(threading.Thread):
                 found.append(self._line.get_nowait())
         return found
 
-    def _do_all(self, group: Sequence[se.Submit | se.Cancel]) -> None:
+    def _do_all(self, group: Sequence[se.SubmitAllocation | se.CancelAllocation]) -> None:
         if len(group) == 1:
             self._do(group[0])
             return
@@ -114,46 +114,48 @@ class Desk(threading.Thread):
                 one.result()
                 self.done += 1
 
-    def _do(self, asked: se.Submit | se.Cancel) -> None:
+    def _do(self, asked: se.SubmitAllocation | se.CancelAllocation) -> None:
         try:
             with _blamed():
-                if isinstance(asked, se.Submit):
+                if isinstance(asked, se.SubmitAllocation):
                     self._submit(asked)
                 elif asked.handle:
                     self._engine.cancel(asked.handle)
-                    self._said(se.Ended(asked.hire))
+                    self._said(se.AllocationEnded(asked.hire))
         except EngineUnreachable as error:
             # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
             self._said(se.PoolUnreachable(self._pool, *_told(error)))
-            if isinstance(asked, se.Submit):
-                self._said(se.Refused(self._pool, asked.hire, *_told(error)))
+            if isinstance(asked, se.SubmitAllocation):
+                self._said(se.AllocationRejected(self._pool, asked.hire, *_told(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
-            if isinstance(asked, se.Submit):
-                final = isinstance(error, HireRefused)
-                self._said(se.Refused(self._pool, asked.hire, *_told(error), final=final))
+            if isinstance(asked, se.SubmitAllocation):
+                final = isinstance(error, AllocationRefused)
+                self._said(se.AllocationRejected(self._pool, asked.hire, *_told(error), final=final))
 
-    def _submit(self, asked: se.Submit) -> None:
+    def _submit(self, asked: se.SubmitAllocation) -> None:
         try:
             handle = self._engine.submit(self._ask_of(asked))
         except OSError as error:
-            raise HireRefused("the engine could not be asked", why=str(error)) from error
-        self._said(se.Submitted(self._pool, asked.hire, handle))
+            raise AllocationRefused("the engine could not be asked", why=str(error)) from error
+        self._said(se.AllocationSubmitted(self._pool, asked.hire, handle))
 
     def _look(self) -> None:
         try:
             with _blamed():
                 found = self._engine.watch(self._tag)
         except ShoalError as error:
-            final = isinstance(error, HireRefused)
+            final = isinstance(error, AllocationRefused)
             self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
             return
         # Two pools may be of one cluster: each looks after its own.
         mine = [one for one in sorted(found, key=lambda one: one.hire) if se.pool_of(one.hire) == self._pool]
         seen = tuple(
-            se.Sighting(one.hire, one.handle, one.state == "running", one.why) for one in mine if one.state != "gone"
+            se.ListedAllocation(one.hire, one.handle, one.state == "running", one.why)
+            for one in mine
+            if one.state != "gone"
         )
-        self._said(se.Observed(self._pool, seen, tuple((one.hire, one.why) for one in mine if one.state == "gone")))
+        self._said(se.PoolListed(self._pool, seen, tuple((one.hire, one.why) for one in mine if one.state == "gone")))
         self._ends(tuple((one.hire, one.until) for one in mine if one.until is not None and one.state == "running"))
 
     def _tidy(self) -> None:
@@ -181,7 +183,7 @@ class Desk(threading.Thread):
                 self._ending, self.done = self._ending - 1, self.done + 1
         self.all_ended = all(one.result() for one in ends)
 
-    def _end(self, one: Seen) -> bool:
+    def _end(self, one: AllocationStatus) -> bool:
         try:
             with _blamed():
                 self._engine.cancel(one.handle)
@@ -192,7 +194,9 @@ class Desk(threading.Thread):
         return True
 
 
-def together(asked: Iterable[se.Submit | se.Cancel | None]) -> list[list[se.Submit | se.Cancel]]:
+def together(
+    asked: Iterable[se.SubmitAllocation | se.CancelAllocation | None],
+) -> list[list[se.SubmitAllocation | se.CancelAllocation]]:
     """What can be asked at the same time: what is of one kind and in a row; None asks for nothing."""
     real = [one for one in asked if one is not None]
     return [list(group) for _, group in itertools.groupby(real, key=type)]

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from shoal.coordinator.pools.pool_worker import Desk, Ends
-from shoal.coordinator.service import Service
+from shoal.coordinator.pools.pool_worker import Ends, PoolWorker
+from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.storage.blobs import STOWED, Blobs
 from shoal.core.fleet import events as fe
 from shoal.core.provisioning import budget
@@ -23,11 +23,11 @@ from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning.decide import ASKED
 from shoal.engines import grace_period, pool_config
-from shoal.engines.engine import Ask, Engine, agent_options
+from shoal.engines.engine import AllocationRequest, Engine, agent_options
 from shoal.pack.environments import recipe
-from shoal.pack.environments.recipe import Environment
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.wire import credentials
-from shoal.wire.pool_files import LEAVING, Leaving, hiring_of, say_leaving, urls_of
+from shoal.wire.pool_files import LEAVING, ReleaseProgress, hiring_of, say_leaving, urls_of
 
 CLOSE_S = 45.0
 TELL_S = 0.2
@@ -39,7 +39,7 @@ AGENT_BYTES = 512 << 20
 log = logging.getLogger("shoal.hiring")
 
 
-class Hiring:
+class Provisioner:
     """The pools of one coordinator, whose hires have this `tag`.
 
     `ask_of` makes what the supply asks for into what is to be started.
@@ -47,17 +47,17 @@ class Hiring:
 
     def __init__(
         self,
-        service: Service,
+        service: CoordinatorService,
         tag: str,
         engines: Mapping[str, Engine],
-        ask_of: Callable[[se.Submit], Ask],
+        ask_of: Callable[[se.SubmitAllocation], AllocationRequest],
         grace_s: float = grace_period.USUAL_S,
     ) -> None:
         self._service, self._grace_s = service, grace_s
         self._loop = asyncio.get_running_loop()
         self._money_at = 0.0
         self._desks = {
-            name: Desk(name, tag, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
+            name: PoolWorker(name, tag, engine, ask_of, self._said, self._told_ends) for name, engine in engines.items()
         }
         service.hire = self.carry_out
         service.at_every_tick(self._look_out)
@@ -65,7 +65,7 @@ class Hiring:
             desk.start()
 
     def carry_out(self, instruction: se.Instruction) -> None:
-        if isinstance(instruction, se.Submit | se.Cancel) and instruction.pool in self._desks:
+        if isinstance(instruction, se.SubmitAllocation | se.CancelAllocation) and instruction.pool in self._desks:
             self._desks[instruction.pool].put(instruction)
 
     async def close(self, end_all: bool) -> None:
@@ -86,7 +86,7 @@ class Hiring:
 
     def _give_back(self) -> None:
         """Until nothing is left, or nothing has ended for as long as all that is left may take."""
-        heard: dict[Desk, tuple[int, float]] = {}
+        heard: dict[PoolWorker, tuple[int, float]] = {}
         while busy := [desk for desk in self._desks.values() if desk.is_alive()]:
             now = time.monotonic()
             for desk in busy:
@@ -97,7 +97,7 @@ class Hiring:
                 log.error("%d hires may be left of this coordinator: its engines do not answer", left)
                 break
             with contextlib.suppress(OSError):  # a full disk keeps nothing from being given back
-                say_leaving(self._service.directory, Leaving(left, time.time() + left_s))
+                say_leaving(self._service.directory, ReleaseProgress(left, time.time() + left_s))
             busy[0].join(TELL_S)
         (self._service.directory / LEAVING).unlink(missing_ok=True)
 
@@ -132,31 +132,31 @@ class Hiring:
 
     def _take(self, event: se.Event) -> None:
         state = self._service.runs.supply
-        if isinstance(event, se.Observed):
+        if isinstance(event, se.PoolListed):
             asking = self._desks[event.pool].asking
             mine = [hire for hire in state.hires.values() if hire.pool == event.pool]
             unanswered = tuple(h.name for h in mine if h.status == ASKED and h.name not in asking)
-            event = se.Observed(event.pool, event.seen, event.ended, unanswered)
+            event = se.PoolListed(event.pool, event.seen, event.ended, unanswered)
             if not provisioning.is_news(state, event):
                 return
         elif isinstance(event, se.PoolUnreachable):
-            standing = state.standings.get(event.pool, provisioning.Standing())
+            standing = state.standings.get(event.pool, provisioning.PoolHealth())
             if standing.unreachable_since is not None:
                 return
-        if isinstance(event, se.Submitted | se.Refused):
+        if isinstance(event, se.AllocationSubmitted | se.AllocationRejected):
             self._desks[event.pool].asking.discard(event.hire)
         self._service.attempt(partial(self._service.handle, "", event))
 
 
-class Wardrobe:
+class PoolEnvironments:
     """The environments of pools, put where machines can fetch them when one is first asked for."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self._made: dict[str, Environment] = {}
+        self._made: dict[str, PublishedEnvironment] = {}
         self._lock = threading.Lock()
 
-    def get(self, text: str) -> Environment | None:
+    def get(self, text: str) -> PublishedEnvironment | None:
         """The environment that a pool names, None if it names none; in the thread of a desk."""
         if not text:
             return None
@@ -166,7 +166,7 @@ class Wardrobe:
             return self._made[text]
 
 
-def open_pools(service: Service, directory: Path) -> Hiring | None:
+def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | None:
     """Hire from the pools that the coordinator's directory describes; None if there are none."""
     hires = hiring_of(directory)
     if hires is None:
@@ -179,20 +179,20 @@ def open_pools(service: Service, directory: Path) -> Hiring | None:
     if not service.runs.supply.hires:
         # Only hires fetch from there, also those that were queued before this coordinator was started.
         shutil.rmtree(directory / STOWED, ignore_errors=True)
-    wardrobe = Wardrobe(Blobs(directory / STOWED))
+    wardrobe = PoolEnvironments(Blobs(directory / STOWED))
 
-    def ask_of(asked: se.Submit) -> Ask:
+    def ask_of(asked: se.SubmitAllocation) -> AllocationRequest:
         engine = found[asked.pool][1]
         options = agent_options(hires.agent, engine)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
-        return Ask(asked.hire, tag, url, token, asked.slots, options, *size, made)
+        return AllocationRequest(asked.hire, tag, url, token, asked.slots, options, *size, made)
 
     engines = {name: engine for name, (_, engine) in found.items()}
-    hiring = Hiring(service, tag, engines, ask_of, grace_period.in_options(hires.agent))
+    hiring = Provisioner(service, tag, engines, ask_of, grace_period.in_options(hires.agent))
     known = tuple(pool for pool, _ in found.values())
     if known != tuple(service.runs.supply.pools.values()):
-        service.handle("", se.PoolsKnown(known))
+        service.handle("", se.PoolsConfigured(known))
     return hiring
 
 

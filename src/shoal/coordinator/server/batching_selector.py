@@ -16,7 +16,7 @@ MANY = 256
 LATER_S = 5e-6
 
 
-class PatientSelector(selectors.DefaultSelector):
+class BatchingSelector(selectors.DefaultSelector):
     """Looks at once while there are few connections, and else a moment later."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -29,4 +29,4 @@ class PatientSelector(selectors.DefaultSelector):
 
 def new_loop() -> asyncio.AbstractEventLoop:
     """The loop that a coordinator runs in."""
-    return asyncio.SelectorEventLoop(PatientSelector())
+    return asyncio.SelectorEventLoop(BatchingSelector())

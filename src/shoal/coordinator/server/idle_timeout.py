@@ -17,7 +17,7 @@ def _if_alive(action: weakref.WeakMethod[Callable[[], None]]) -> None:
         found()
 
 
-class ImpatientProtocol(H11Protocol):
+class IdleTimeoutProtocol(H11Protocol):
     """Closes a connection on which no request has arrived, so that the silent cannot use up all descriptors.
 
     Nor can those who have asked for something before: half of another request would be waited for without an end.

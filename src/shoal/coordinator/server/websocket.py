@@ -36,13 +36,13 @@ GOOD_BYE = 1000
 Hear = Callable[[bytes | str], None]
 
 
-class _Nobody:
+class _NullQueue:
     """Where to put what nobody waits for."""
 
     def put_nowait(self, _event: object) -> None: ...
 
 
-NOBODY = _Nobody()
+NOBODY = _NullQueue()
 
 
 class DirectSocket(WebSocketsSansIOProtocol):

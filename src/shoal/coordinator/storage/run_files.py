@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from shoal.errors import BadRequest, CoordinatorFull, StorageError, UnknownFile, UploadBroken
+from shoal.errors import BadRequest, CoordinatorFull, StorageError, UnknownFile, UploadCorrupt
 from shoal.wire.api import FilePage, FileView
 
 CHECKPOINTS, OUTPUTS, REPORTS = "checkpoints", "outputs", "tensorboard"
@@ -42,14 +42,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ExpectedFile:
     """What a file has to be when all its pieces are there."""
 
     size_bytes: int
     digest: str
 
 
-class Files:
+class RunFiles:
     """The files of all runs of one coordinator; `directory_of` is where a run has its own."""
 
     def __init__(self, directory_of: Callable[[str], str]) -> None:
@@ -70,7 +70,9 @@ class Files:
             raise UnknownFile(f"the run {run} has no file {name}", do=f"shoal fetch {run} brings what there is")
         return path
 
-    def take(self, run: str, name: str, upload: str, offset: int, piece: bytes, whole: Whole | None = None) -> None:
+    def take(
+        self, run: str, name: str, upload: str, offset: int, piece: bytes, whole: ExpectedFile | None = None
+    ) -> None:
         """Keep a piece of a file; with the last one comes what the whole has to be. Said twice, it is the same."""
         path, part = self._path(run, name, WRITABLE), self._part(run, upload)
         if offset < 0 or offset + len(piece) > MAX_FILE_BYTES:
@@ -132,12 +134,12 @@ def checked(name: str) -> tuple[str, tuple[str, ...]]:
     return parts[0], tuple(parts[1:])
 
 
-def whole_of(size: str, digest: str) -> Whole:
+def whole_of(size: str, digest: str) -> ExpectedFile:
     """What the last piece of a file says of all of it."""
     size_bytes = number_of(size)
     if size_bytes is None or not _DIGEST.fullmatch(digest):
         raise BadRequest("the end of a file needs its size and its SHA-256", why=repr((size[:20], digest[:80])))
-    return Whole(size_bytes, digest)
+    return ExpectedFile(size_bytes, digest)
 
 
 def number_of(text: str) -> int | None:
@@ -174,7 +176,7 @@ def _put(part: Path, offset: int, piece: bytes, name: str) -> None:
         raise OSError(errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB are the journal's")
     has = part.stat().st_size if part.exists() else 0
     if offset > has:
-        raise UploadBroken(f"{name} did not arrive whole", why=f"{has} bytes are here, and the next were {offset}")
+        raise UploadCorrupt(f"{name} did not arrive whole", why=f"{has} bytes are here, and the next were {offset}")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         file.seek(offset)
         file.write(piece)
@@ -182,10 +184,10 @@ def _put(part: Path, offset: int, piece: bytes, name: str) -> None:
         file.truncate(offset + len(piece))
 
 
-def _finish(part: Path, path: Path, whole: Whole, name: str) -> None:
+def _finish(part: Path, path: Path, whole: ExpectedFile, name: str) -> None:
     try:
         if not _is(part, whole):
-            raise UploadBroken(f"{name} did not arrive whole", why="what came is not what was sent")
+            raise UploadCorrupt(f"{name} did not arrive whole", why="what came is not what was sent")
         _sync(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, path)
@@ -194,7 +196,7 @@ def _finish(part: Path, path: Path, whole: Whole, name: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _is(path: Path, whole: Whole) -> bool:
+def _is(path: Path, whole: ExpectedFile) -> bool:
     return path.is_file() and path.stat().st_size == whole.size_bytes and digest_of(path) == whole.digest
 
 
@@ -221,7 +223,7 @@ def _refusal(error: OSError, name: str, part: Path) -> StorageError:
     return StorageError(f"the coordinator cannot keep {name}", why=str(error))
 
 
-def sweep_every(files: Files, runs: Callable[[], list[str]], every_s: float) -> Callable[[float], None]:
+def sweep_every(files: RunFiles, runs: Callable[[], list[str]], every_s: float) -> Callable[[float], None]:
     """What to call at every tick, so that leftovers are swept now and then."""
     swept = 0.0
 

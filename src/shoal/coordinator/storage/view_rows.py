@@ -7,14 +7,14 @@ from typing import Any
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import Asked, Run
+from shoal.core.runs.state import Asked, RunState
 from shoal.core.runs.story import tell
-from shoal.store.journal import Entry
-from shoal.store.sqlite_views import MetricRow, Views, WorldRow
+from shoal.store.journal import JournalEntry
+from shoal.store.sqlite_views import MetricRow, SqliteViews, WorldRow
 from shoal.wire.api import StoryLine
 
 
-def put(views: Views, entry: Entry, event: Any, asked: Asked, run: Run | None) -> list[StoryLine]:
+def put(views: SqliteViews, entry: JournalEntry, event: Any, asked: Asked, run: RunState | None) -> list[StoryLine]:
     """Put all rows of one entry; its story is returned as well."""
     lines = tell(entry.seq, entry.at, entry.run, event, asked)
     views.put_lines(lines)
@@ -31,18 +31,18 @@ def put(views: Views, entry: Entry, event: Any, asked: Asked, run: Run | None) -
 
 
 def _put_world(
-    views: Views, run: str, number: int, step: int | None, at: float, told: ev.FormWorld | ev.ProposeWorld
+    views: SqliteViews, run: str, number: int, step: int | None, at: float, told: ev.FormWorld | ev.ProposeWorld
 ) -> None:
     members = tuple(seat.member for seat in told.world.seats)
     views.put_world(run, WorldRow(number, step, None, at, members, told.reason))
 
 
-def _put_event(views: Views, entry: Entry, event: Any) -> None:
+def _put_event(views: SqliteViews, entry: JournalEntry, event: Any) -> None:
     run, at = entry.run, entry.at
     match event:
-        case ev.Hello(member, incarnation):
+        case ev.MemberConnected(member, incarnation):
             views.put_member(run, member, incarnation, at)
-        case ev.Lost(member, reason):
+        case ev.MemberLost(member, reason):
             views.end_member(run, member, at, reason)
         case ev.MemberLeft(member):
             views.end_member(run, member, at, "it left")
@@ -50,9 +50,9 @@ def _put_event(views: Views, entry: Entry, event: Any) -> None:
             views.end_member(run, member, at, f"done at step {step}")
         case fe.ProcessExited(run=of, member=member, cause=cause, detail=detail):
             views.end_member(of, member, at, detail or cause)
-        case ev.EnteredWorld(_, world, step):
+        case ev.WorldEntered(_, world, step):
             views.begin_world(run, world, step)
         case ev.CheckpointWritten(_, step, path):
             views.put_checkpoint(run, step, path, at)
-        case runs_events.Measured(step=step, loss=loss, samples_per_s=rate):
+        case runs_events.ProgressMeasured(step=step, loss=loss, samples_per_s=rate):
             views.put_metric(run, MetricRow(at, step, loss, rate))

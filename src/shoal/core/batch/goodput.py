@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf, isfinite, isqrt, sqrt
 from typing import Any, Literal
 
-from shoal.core.batch.gradient_noise import Noise
+from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.validation import whole
 from shoal.errors import BadSize
 
@@ -52,7 +52,7 @@ def gain(law: Law, size: int, base: int, scale: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchChoice:
     """The best batch, how much goodput it gains over the present one, and why it was chosen."""
 
     size: int
@@ -72,7 +72,7 @@ def best(
     left_s: float = inf,
     least_gain: float = LEAST_GAIN,
     leap: float = LEAP,
-) -> Choice:
+) -> BatchChoice:
     """The batch within `bounds` that makes most progress per second; the present one unless that pays.
 
     A change costs `cost_s` seconds out of the `left_s` in which it could pay. The batch grows or shrinks by a factor of
@@ -88,19 +88,19 @@ def best(
     found = {size: goodput(size) for size in candidates(bounds, multiple)}
     ideal = max(found, key=lambda size: (found[size], -abs(size - batch_now)))
     if not bounds[0] <= batch_now <= bounds[1]:
-        return Choice(ideal, 0.0, f"a batch of {batch_now} is not within {bounds[0]}…{bounds[1]}")
+        return BatchChoice(ideal, 0.0, f"a batch of {batch_now} is not within {bounds[0]}…{bounds[1]}")
     now = goodput(batch_now)
     paid = max(0.0, 1.0 - cost_s / left_s) if left_s > 0 else 0.0
     pays = found[ideal] * paid / now - 1.0 if now else 0.0
     if pays <= least_gain:
-        return Choice(batch_now, 0.0, f"no batch gains more than {least_gain:.0%} of goodput: the best is {ideal}")
+        return BatchChoice(batch_now, 0.0, f"no batch gains more than {least_gain:.0%} of goodput: the best is {ideal}")
     low, high = sorted((ideal, batch_now))
     near = [s for s in found if low <= s <= high and s != batch_now and batch_now / leap <= s <= batch_now * leap]
     size = max(near, key=found.__getitem__, default=batch_now)
     if found.get(size, now) <= now:
-        return Choice(batch_now, 0.0, f"{ideal} would be better, but what lies between would be worse")
+        return BatchChoice(batch_now, 0.0, f"{ideal} would be better, but what lies between would be worse")
     gained = found[size] / now - 1.0
-    return Choice(size, gained, _reason(size, batch_now, gained, step_seconds, noise_scale))
+    return BatchChoice(size, gained, _reason(size, batch_now, gained, step_seconds, noise_scale))
 
 
 def candidates(bounds: Bounds, multiple: int = 1) -> list[int]:
@@ -134,7 +134,7 @@ def _reason(size: int, now: int, gained: float, step_seconds: StepSeconds, scale
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class BatchChange:
     """The global batch from a step on, and why."""
 
     step: int
@@ -143,7 +143,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class _State:
+class _AutoBatchState:
     size: int
     progress: float = 0.0
     looked: int = -1
@@ -177,8 +177,8 @@ class AutoBatch:
         self.base, self.bounds, self.law = base, (low, high), law
         self._multiple, self._every, self._ahead = multiple, every, ahead
         self._patience, self._probes = patience, probes
-        self._state = _State(min(max(base, low), high))
-        self._pending: Decision | None = None
+        self._state = _AutoBatchState(min(max(base, low), high))
+        self._pending: BatchChange | None = None
 
     def size_at(self, step: int) -> int:
         """The global batch of a step, as far as has been decided."""
@@ -197,14 +197,14 @@ class AutoBatch:
     def committed(
         self,
         step: int,
-        noise: Noise,
+        noise: GradientNoise,
         step_seconds: StepSeconds,
         *,
         sure: bool = True,
         cap: int | None = None,
         cost_s: float = 0.0,
         left_s: float = inf,
-    ) -> Decision | None:
+    ) -> BatchChange | None:
         """Take note of a committed step; perhaps the batch changes.
 
         `sure` says whether the cost models have seen more than one size: if not, a change tells them what a step costs
@@ -237,7 +237,7 @@ class AutoBatch:
         )
         return self._weigh(step, choice, known is None)
 
-    def _weigh(self, step: int, choice: Choice, unsure: bool) -> Decision | None:
+    def _weigh(self, step: int, choice: BatchChoice, unsure: bool) -> BatchChange | None:
         """Act on a choice that has been the same long enough."""
         state = self._state
         way = (choice.size > state.size) - (choice.size < state.size)
@@ -248,7 +248,7 @@ class AutoBatch:
             return None
         return self._decide(step, choice.size, choice.reason)
 
-    def _probe(self, step: int) -> Decision | None:
+    def _probe(self, step: int) -> BatchChange | None:
         """Try another size, once or twice, to learn what a step costs and what a sample."""
         state = self._state
         if state.probes >= self._probes:
@@ -263,8 +263,8 @@ class AutoBatch:
         state.probes += 1
         return self._decide(step, size, f"{size} instead of {state.size} samples show what a step costs by itself")
 
-    def _decide(self, step: int, size: int, reason: str) -> Decision:
-        self._pending = Decision(step + 1 + self._ahead, size, reason)
+    def _decide(self, step: int, size: int, reason: str) -> BatchChange:
+        self._pending = BatchChange(step + 1 + self._ahead, size, reason)
         self._state.looked = self._pending.step
         return self._pending
 
@@ -274,8 +274,8 @@ class AutoBatch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         values = dict(state)
         pending = values.pop("pending")
-        self._state = _State(**values)
-        self._pending = Decision(**pending) if pending is not None else None
+        self._state = _AutoBatchState(**values)
+        self._pending = BatchChange(**pending) if pending is not None else None
 
 
 def _larger(one: float | None, other: float | None) -> float | None:

@@ -21,14 +21,14 @@ AVERAGES = ("variance", "signal", "inverse", "size")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class NoiseSample:
     """What one step says: the variance of one sample's gradient, and the squared norm of the true gradient."""
 
     variance: float
     signal: float
 
 
-def estimate(shares: Sequence[float], squares: Sequence[float], total_sq: float) -> Sight | None:
+def estimate(shares: Sequence[float], squares: Sequence[float], total_sq: float) -> NoiseSample | None:
     """Unbiased for any two or more shares; `squares` are those of their mean gradients, `total_sq` that of the batch's.
 
     None if fewer than two shares are not empty, or if a gradient is not finite.
@@ -42,17 +42,17 @@ def estimate(shares: Sequence[float], squares: Sequence[float], total_sq: float)
     return estimate_from_sums(sum(share * square for share, square in some), size, len(some), total_sq)
 
 
-def estimate_from_sums(weighted_sq: float, size: float, groups: int, total_sq: float) -> Sight | None:
+def estimate_from_sums(weighted_sq: float, size: float, groups: int, total_sq: float) -> NoiseSample | None:
     """The same from sums over `groups` of samples: of the shares, and of share times squared mean gradient."""
     if groups < 2 or not (0 < size < inf) or not isfinite(weighted_sq) or not isfinite(total_sq):
         return None
     variance = (weighted_sq - size * total_sq) / (groups - 1)
     signal = total_sq - variance / size
-    return Sight(variance, signal) if max(abs(variance), abs(signal)) < HUGE else None
+    return NoiseSample(variance, signal) if max(abs(variance), abs(signal)) < HUGE else None
 
 
 @dataclass(slots=True)
-class Average:
+class RunningMean:
     """A running mean that forgets, without the bias of its start, and how sure it is.
 
     `count` is the sum of the weights of what was seen, `squares` that of their squares, as in any weighted mean.
@@ -83,7 +83,7 @@ class Average:
         return sqrt(spread / (effective - 1.0))
 
 
-class Noise:
+class GradientNoise:
     """The gradient noise of a run, as every member computes it from the same pulses.
 
     >>> noise = Noise()
@@ -98,7 +98,12 @@ class Noise:
         self._memory = memory
         self._observations = 0
         # Squared norms in units of what is usual; `inverse` turns them back.
-        self._variance, self._signal, self._inverse, self._size = Average(), Average(), Average(), Average()
+        self._variance, self._signal, self._inverse, self._size = (
+            RunningMean(),
+            RunningMean(),
+            RunningMean(),
+            RunningMean(),
+        )
         self._usual = self._next = 0.0
 
     def observe(
@@ -118,7 +123,7 @@ class Noise:
         """The same from what the pulses carry; see `estimate_from_sums`."""
         self._take(estimate_from_sums(weighted_sq, size, groups, total_sq), size, groups, samples)
 
-    def _take(self, seen: Sight | None, size: float, groups: int, samples: float | None) -> None:
+    def _take(self, seen: NoiseSample | None, size: float, groups: int, samples: float | None) -> None:
         if seen is None:
             return
         # The mean square of the groups' gradients.
@@ -189,7 +194,7 @@ class Noise:
         self._variance, self._signal, self._inverse, self._size = (_average(state[name]) for name in AVERAGES)
 
 
-def _average(state: object) -> Average:
+def _average(state: object) -> RunningMean:
     if not isinstance(state, Mapping):
         raise TypeError(f"{state!r} is not the state of an average")
-    return Average(**{name: float(value) for name, value in state.items()})
+    return RunningMean(**{name: float(value) for name, value in state.items()})

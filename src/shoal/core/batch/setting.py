@@ -11,14 +11,14 @@ SMALLER, LARGER = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchSetting:
     """A global batch to begin with, and the bounds within which it may be chosen while training; None to keep it."""
 
     size: int
     bounds: Bounds | None = None
 
 
-def wanted(text: str, size: int, samples: int) -> Wanted:
+def wanted(text: str, size: int, samples: int) -> BatchSetting:
     """What the setting says of a script that asks for `size` out of `samples`: nothing, a number, or ``auto:32:1024``.
 
     Without bounds of its own, `auto` stays between a quarter and sixteen times the size, and gives every epoch at
@@ -26,17 +26,17 @@ def wanted(text: str, size: int, samples: int) -> Wanted:
     """
     kind, _, rest = text.strip().partition(":")
     if not kind:
-        return Wanted(size)
+        return BatchSetting(size)
     if kind != "auto":
-        return Wanted(_number(text, text))
+        return BatchSetting(_number(text, text))
     if not rest:
         most = max(size, min(size * LARGER, samples // 4))
-        return Wanted(size, (max(1, size // SMALLER), most))
+        return BatchSetting(size, (max(1, size // SMALLER), most))
     low, _, high = rest.partition(":")
     bounds = (_number(low, text), _number(high, text))
     if bounds[0] > bounds[1]:
         raise BadSize(f"batch={text!r}", why="the lower bound is above the upper one", do="for example auto:32:1024")
-    return Wanted(min(max(size, bounds[0]), bounds[1]), (bounds[0], min(bounds[1], samples)))
+    return BatchSetting(min(max(size, bounds[0]), bounds[1]), (bounds[0], min(bounds[1], samples)))
 
 
 def _number(text: str, setting: str) -> int:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.data.sample_order import Last, Order, permute
+from shoal.core.data.sample_order import Last, SampleOrder, permute
 from shoal.core.shares.split import split
 
 
 @dataclass(frozen=True)
-class Rounds(Order):
+class RoundOrder(SampleOrder):
     """The order of a dataset of `drawn` samples, of which each "global batch" is a round of several of `batch` samples.
 
     A round never crosses the end of an epoch; the last one of an epoch has what is left. `ends` are the first rounds
@@ -36,15 +36,17 @@ class Rounds(Order):
         last: Last = "keep",
         shuffle: bool = True,
         every: int | None = None,
-    ) -> Rounds:
+    ) -> RoundOrder:
         """Rounds of `length` global batches each; none crosses a multiple of `every` global batches."""
-        plain = Order(samples, batch, epochs, seed, last, shuffle)
+        plain = SampleOrder(samples, batch, epochs, seed, last, shuffle)
         # A batch that would be dropped is of no round; all other samples are.
         used = samples if plain.last == "keep" else plain.steps_per_epoch * batch
         size = min(length * batch, used)
         cuts, ends = _cut(plain.steps_per_epoch, epochs, length, every) if every else ({}, [])
         sizes = tuple((step, min(batches * batch, size)) for step, batches in cuts.items())
-        return Rounds(used, size, epochs, seed, "keep", shuffle, sizes, batch=batch, drawn=samples, ends=tuple(ends))
+        return RoundOrder(
+            used, size, epochs, seed, "keep", shuffle, sizes, batch=batch, drawn=samples, ends=tuple(ends)
+        )
 
     def batches_in(self, step: int) -> int:
         """How many global batches a round is worth."""

@@ -32,7 +32,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BatchPosition:
     """Where a global batch lies: `size` samples from position `first` of an epoch; it is the epoch's batch `index`."""
 
     epoch: int
@@ -42,22 +42,22 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _EqualSizeSteps:
     """The steps from `step` on, of one size, which begin at `place`; `head` of them still belong to its epoch."""
 
     step: int
-    place: Place
+    place: BatchPosition
     head: int
     per_epoch: int
 
-    def locate(self, step: int, samples: int) -> Place:
+    def locate(self, step: int, samples: int) -> BatchPosition:
         place, on = self.place, step - self.step
         if on < self.head:
             first = place.first + on * place.size
-            return Place(place.epoch, place.index + on, first, min(place.size, samples - first))
+            return BatchPosition(place.epoch, place.index + on, first, min(place.size, samples - first))
         epochs, index = divmod(on - self.head, self.per_epoch)
         first = index * place.size
-        return Place(place.epoch + 1 + epochs, index, first, min(place.size, samples - first))
+        return BatchPosition(place.epoch + 1 + epochs, index, first, min(place.size, samples - first))
 
     def end(self, epochs: int) -> int:
         """The first step after the last epoch, if the size does not change again."""
@@ -65,7 +65,7 @@ class _Stretch:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order in which `epochs` passes over `samples` samples are cut into global batches of `size`.
 
     `decisions` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
@@ -103,7 +103,7 @@ class Order:
         if any(step < 0 for step in steps) or any(a >= b for a, b in pairwise(steps)):
             raise ValueError(f"decisions at steps {steps} do not follow one another")
 
-    def change(self, from_step: int, size: int) -> Order:
+    def change(self, from_step: int, size: int) -> SampleOrder:
         """The same order with global batches of `size` from that step on; a later step's decision must not be known."""
         before = tuple(one for one in self.decisions if one[0] < from_step)
         if from_step < 0 or len(self.decisions) - len(before) > 1 or any(s > from_step for s, _ in self.decisions):
@@ -132,7 +132,7 @@ class Order:
         place = self._locate(step)
         return Cursor(place.epoch, place.index)
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> BatchPosition:
         """Where global batch `step` lies; with `ids_at` it is all that a reader needs, whatever is decided later."""
         if not 0 <= step < self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps - 1}")
@@ -170,8 +170,8 @@ class Order:
         return permute(positions, self.samples, self.seed, epoch) if self.shuffle else positions
 
     @cached_property
-    def _stretches(self) -> tuple[_Stretch, ...]:
-        found = [self._stretch(0, Place(0, 0, 0, self.size))]
+    def _stretches(self) -> tuple[_EqualSizeSteps, ...]:
+        found = [self._stretch(0, BatchPosition(0, 0, 0, self.size))]
         for step, size in self.decisions:
             # What is decided for a time after the end never happens.
             if step >= found[-1].end(self.epochs):
@@ -179,11 +179,11 @@ class Order:
             found.append(self._stretch(step, replace(found[-1].locate(step, self.samples), size=size)))
         return tuple(found)
 
-    def _stretch(self, step: int, place: Place) -> _Stretch:
+    def _stretch(self, step: int, place: BatchPosition) -> _EqualSizeSteps:
         head = self._steps_in(self.samples - place.first, place.size)
-        return _Stretch(step, place, head, self._steps_in(self.samples, place.size))
+        return _EqualSizeSteps(step, place, head, self._steps_in(self.samples, place.size))
 
-    def _locate(self, step: int) -> Place:
+    def _locate(self, step: int) -> BatchPosition:
         stretches = self._stretches
         number = bisect_right(stretches, step, key=attrgetter("step")) if len(stretches) > 1 else 1
         return stretches[number - 1].locate(step, self.samples)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core.fleet import events as fe
-from shoal.core.fleet.draft import Draft
+from shoal.core.fleet.draft import FleetDraft
 from shoal.core.fleet.state import (
     BACKOFF,
     DONE,
@@ -29,11 +29,11 @@ from shoal.core.fleet.state import (
     RUNNING,
     STARTING,
     STOPPING,
-    Agent,
-    Limits,
-    Process,
-    State,
-    Wanted,
+    AgentState,
+    DesiredRun,
+    FleetState,
+    FleetTimeouts,
+    ProcessState,
     role_of,
 )
 from shoal.core.membership.state import EVALUATOR, TRAINER
@@ -49,50 +49,52 @@ __all__ = [
     "RUNNING",
     "STARTING",
     "STOPPING",
-    "Process",
-    "State",
+    "FleetState",
+    "ProcessState",
     "decide",
     "due",
     "role_of",
 ]
 
 
-def decide(state: State, event: fe.Event, now: float) -> tuple[State, tuple[fe.Instruction, ...]]:
+def decide(state: FleetState, event: fe.Event, now: float) -> tuple[FleetState, tuple[fe.Instruction, ...]]:
     """The next state, and what to tell which agent."""
-    draft = Draft(state, now)
+    draft = FleetDraft(state, now)
     _HANDLERS[type(event)](draft, event)
     if not isinstance(event, _KNOWN_PLACES):
         draft.advance()
     return draft.freeze(), tuple(draft.asked)
 
 
-def due(state: State, now: float) -> tuple[fe.WaitOver, ...]:
+def due(state: FleetState, now: float) -> tuple[fe.FleetTimerExpired, ...]:
     """The waits that are over."""
     limits = state.limits
     fired = [
-        fe.WaitOver("agent", agent=a.name)
+        fe.FleetTimerExpired("agent", agent=a.name)
         for a in state.agents.values()
         if a.away_since is not None and now - a.away_since > limits.agent_s
     ]
-    fired += [fe.WaitOver("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until]
+    fired += [
+        fe.FleetTimerExpired("notice", agent=a.name) for a in state.agents.values() if a.notice and now > a.notice_until
+    ]
     for run in state.runs.values():
         if run.status == STOPPING and run.end_by is not None and now >= run.end_by:
-            fired.append(fe.WaitOver("grace", run.run))
+            fired.append(fe.FleetTimerExpired("grace", run.run))
         if run.status == GOING and run.alone_since is not None and now - run.alone_since > limits.alone_s:
-            fired.append(fe.WaitOver("alone", run.run))
+            fired.append(fe.FleetTimerExpired("alone", run.run))
         if run.status == GOING and run.compat and run.regroup and 0.0 < run.not_before <= now:
-            fired.append(fe.WaitOver("regroup", run.run))
+            fired.append(fe.FleetTimerExpired("regroup", run.run))
     for p in state.processes.values():
         if p.status == RUNNING and p.silent_since is None and p.missing_since is None:
             continue
         agent = state.agents.get(p.agent)
         what = _process_due(p, now, limits, away=agent is None or agent.away_since is not None)
         if what:
-            fired.append(fe.WaitOver(what, p.run, p.member))
+            fired.append(fe.FleetTimerExpired(what, p.run, p.member))
     return tuple(fired)
 
 
-def _process_due(p: Process, now: float, limits: Limits, *, away: bool) -> str:
+def _process_due(p: ProcessState, now: float, limits: FleetTimeouts, *, away: bool) -> str:
     if p.status in (BACKOFF, GIVEN_UP) and now >= p.until:
         return "backoff"
     # A member that is silent together with its agent is most likely only cut off, and so may be we ourselves.
@@ -103,7 +105,7 @@ def _process_due(p: Process, now: float, limits: Limits, *, away: bool) -> str:
     return ""
 
 
-def _on_opened(draft: Draft, event: fe.Opened) -> None:
+def _on_opened(draft: FleetDraft, event: fe.CoordinatorStarted) -> None:
     draft.base = replace(draft.base, salt=event.salt)
     for name, agent in draft.agents.items():
         draft.agents[name] = replace(agent, away_since=draft.now)
@@ -111,11 +113,11 @@ def _on_opened(draft: Draft, event: fe.Opened) -> None:
         draft.update(p, silent_since=None)
 
 
-def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
+def _on_agent_joined(draft: FleetDraft, event: fe.AgentConnected) -> None:
     known = draft.agents.get(event.agent)
     order = known.order if known else 1 + max((a.order for a in draft.agents.values()), default=0)
     notice = (known.notice, known.notice_until) if known else ("", 0.0)
-    draft.agents[event.agent] = Agent(
+    draft.agents[event.agent] = AgentState(
         event.agent, event.slots, event.host, order, None, *notice, event.pool, event.size
     )
     living = set(event.members)
@@ -126,7 +128,7 @@ def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
         elif (p.run, p.member, p.incarnation) not in living:
             draft.update(p, missing_since=draft.now)
         elif p.status == ENDING:
-            draft.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
+            draft.asked.append(fe.StopProcess(p.agent, p.run, p.member, p.incarnation, 5.0, "it was asked to end"))
         else:
             since = draft.now if p.silent_since is not None else None
             draft.update(p, status=RUNNING, missing_since=None, silent_since=since)
@@ -135,12 +137,12 @@ def _on_agent_joined(draft: Draft, event: fe.AgentJoined) -> None:
             _adopt_or_end(draft, event.agent, run, member, incarnation)
 
 
-def _is_known(draft: Draft, run: str, member: str, incarnation: str) -> bool:
+def _is_known(draft: FleetDraft, run: str, member: str, incarnation: str) -> bool:
     p = draft.processes.get((run, member))
     return p is not None and p.incarnation == incarnation and p.alive
 
 
-def _adopt_or_end(draft: Draft, agent: str, run: str, member: str, incarnation: str) -> None:
+def _adopt_or_end(draft: FleetDraft, agent: str, run: str, member: str, incarnation: str) -> None:
     """A process that nobody counted on any more: it may go on if there is room for it."""
     wanted = draft.runs.get(run)
     p = draft.processes.get((run, member))
@@ -149,19 +151,19 @@ def _adopt_or_end(draft: Draft, agent: str, run: str, member: str, incarnation: 
         draft.processes.pop((run, member), None)
         if draft.wants(draft.agents[agent], wanted, role_of(member)):
             order, _ = draft.next_incarnation()
-            draft.processes[run, member] = Process(run, member, incarnation, agent, RUNNING, order)
+            draft.processes[run, member] = ProcessState(run, member, incarnation, agent, RUNNING, order)
             draft.set_run(run, seen=True, alone_since=None)
             return
-    draft.asked.append(fe.EndProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
+    draft.asked.append(fe.StopProcess(agent, run, member, incarnation, 5.0, "nobody counts on it any more"))
 
 
-def _on_agent_away(draft: Draft, event: fe.AgentAway) -> None:
+def _on_agent_away(draft: FleetDraft, event: fe.AgentDisconnected) -> None:
     agent = draft.agents.get(event.agent)
     if agent is not None and agent.away_since is None:
         draft.agents[event.agent] = replace(agent, away_since=draft.now)
 
 
-def _on_agent_notice(draft: Draft, event: fe.AgentNotice) -> None:
+def _on_agent_notice(draft: FleetDraft, event: fe.AgentNotice) -> None:
     agent = draft.agents.get(event.agent)
     if agent is not None:
         until = draft.now + event.within_s + 60.0
@@ -170,19 +172,19 @@ def _on_agent_notice(draft: Draft, event: fe.AgentNotice) -> None:
             del draft.processes[p.run, p.member]
 
 
-def _on_run_wanted(draft: Draft, event: fe.RunWanted) -> None:
-    wanted = Wanted(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
+def _on_run_wanted(draft: FleetDraft, event: fe.RunRequested) -> None:
+    wanted = DesiredRun(event.run, event.min_members, event.max_members, event.compat, event.restarts, event.servers)
     wanted = replace(wanted, evaluators=event.evaluators, terms=event.terms, priority=event.priority)
     draft.runs[event.run] = replace(wanted, ports=event.ports)
 
 
-def _on_started(draft: Draft, event: fe.ProcessStarted) -> None:
+def _on_started(draft: FleetDraft, event: fe.ProcessStarted) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None and p.incarnation == event.incarnation:
         draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
 
 
-def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
+def _on_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is None or p.incarnation != event.incarnation or not p.alive:
         return
@@ -205,7 +207,7 @@ def _on_exited(draft: Draft, event: fe.ProcessExited) -> None:
         draft.lose(p, "infrastructure" if p.again else event.cause, p.again or event.detail)
 
 
-def _on_silent(draft: Draft, event: fe.MemberSilent) -> None:
+def _on_silent(draft: FleetDraft, event: fe.MemberUnresponsive) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is None or not p.alive:
         return
@@ -215,17 +217,17 @@ def _on_silent(draft: Draft, event: fe.MemberSilent) -> None:
         draft.update(p, silent_since=draft.now)
 
 
-def _on_back(draft: Draft, event: fe.MemberBack) -> None:
+def _on_back(draft: FleetDraft, event: fe.MemberResponsive) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None:
         draft.update(p, silent_since=None)
 
 
-def _on_guests(draft: Draft, event: fe.GuestsChanged) -> None:
+def _on_guests(draft: FleetDraft, event: fe.UnmanagedMembersChanged) -> None:
     draft.set_run(event.run, guests=event.guests)
 
 
-def _on_scaled(draft: Draft, event: fe.Scaled) -> None:
+def _on_scaled(draft: FleetDraft, event: fe.RunScaled) -> None:
     run = draft.set_run(event.run, min_members=event.min_members, max_members=event.max_members)
     if run.compat or run.status != GOING:
         return
@@ -238,7 +240,7 @@ def _on_scaled(draft: Draft, event: fe.Scaled) -> None:
         draft.end(p, f"scaled to at most {event.max_members} members", draft.base.limits.grace_s)
 
 
-def _on_stopping(draft: Draft, event: fe.RunStopping) -> None:
+def _on_stopping(draft: FleetDraft, event: fe.RunStopping) -> None:
     run = draft.runs[event.run]
     end_by = draft.now + event.grace_s
     if run.status == STOPPING and run.end_by is not None:
@@ -252,7 +254,7 @@ def _on_stopping(draft: Draft, event: fe.RunStopping) -> None:
             draft.end(p, event.reason, event.grace_s)
 
 
-def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
+def _on_finished(draft: FleetDraft, event: fe.RunFinished) -> None:
     run = draft.set_run(event.run, finished=True)
     if run.status == GOING:
         draft.set_run(event.run, status=FINISHING)
@@ -261,12 +263,12 @@ def _on_finished(draft: Draft, event: fe.RunFinished) -> None:
                 del draft.processes[p.run, p.member]
 
 
-def _on_hopeless(draft: Draft, event: fe.RunHopeless) -> None:
+def _on_hopeless(draft: FleetDraft, event: fe.RunInfeasible) -> None:
     if draft.runs[event.run].status == GOING:
         draft.fail(event.run, event.reason, 4)
 
 
-def _on_wait_over(draft: Draft, event: fe.WaitOver) -> None:
+def _on_wait_over(draft: FleetDraft, event: fe.FleetTimerExpired) -> None:
     if event.what == "agent":
         _forget_agent(draft, event.agent)
     elif event.what == "notice" and event.agent in draft.agents:
@@ -277,7 +279,7 @@ def _on_wait_over(draft: Draft, event: fe.WaitOver) -> None:
         draft.set_run(event.run, end_by=None)
     elif event.what == "alone" and draft.runs[event.run].preempted:
         draft.over(event.run)
-        draft.asked.append(fe.RunEnded(event.run, "every machine went away after a notice, and no other came", 75))
+        draft.asked.append(fe.MarkRunEnded(event.run, "every machine went away after a notice, and no other came", 75))
     elif event.what == "alone":
         draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
     elif event.what == "regroup":
@@ -286,7 +288,7 @@ def _on_wait_over(draft: Draft, event: fe.WaitOver) -> None:
         _process_wait_over(draft, event)
 
 
-def _process_wait_over(draft: Draft, event: fe.WaitOver) -> None:
+def _process_wait_over(draft: FleetDraft, event: fe.FleetTimerExpired) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is None:
         return
@@ -303,7 +305,7 @@ def _process_wait_over(draft: Draft, event: fe.WaitOver) -> None:
         _on_exited(draft, fe.ProcessExited(p.run, p.member, p.incarnation, "infrastructure", detail))
 
 
-def _forget_agent(draft: Draft, name: str) -> None:
+def _forget_agent(draft: FleetDraft, name: str) -> None:
     """The agent did not come back: its processes are not counted on any more."""
     if draft.agents.pop(name, None) is None:
         return
@@ -320,26 +322,28 @@ def _forget_agent(draft: Draft, name: str) -> None:
     for run in draft.runs.values():
         if run.status != OVER:
             draft.asked.append(
-                fe.Tell(run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s")
+                fe.FleetNote(
+                    run.run, f"agent {name} is lost: it did not come back within {draft.base.limits.agent_s:g} s"
+                )
             )
 
 
 # What these say of a process that is counted on already changes nothing about who should exist.
-_KNOWN_PLACES = (fe.ProcessStarted, fe.MemberSilent, fe.MemberBack)
-_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
-    fe.Opened: _on_opened,
-    fe.AgentJoined: _on_agent_joined,
-    fe.AgentAway: _on_agent_away,
+_KNOWN_PLACES = (fe.ProcessStarted, fe.MemberUnresponsive, fe.MemberResponsive)
+_HANDLERS: dict[type, Callable[[FleetDraft, Any], None]] = {
+    fe.CoordinatorStarted: _on_opened,
+    fe.AgentConnected: _on_agent_joined,
+    fe.AgentDisconnected: _on_agent_away,
     fe.AgentNotice: _on_agent_notice,
-    fe.RunWanted: _on_run_wanted,
+    fe.RunRequested: _on_run_wanted,
     fe.ProcessStarted: _on_started,
     fe.ProcessExited: _on_exited,
-    fe.MemberSilent: _on_silent,
-    fe.MemberBack: _on_back,
-    fe.GuestsChanged: _on_guests,
-    fe.Scaled: _on_scaled,
+    fe.MemberUnresponsive: _on_silent,
+    fe.MemberResponsive: _on_back,
+    fe.UnmanagedMembersChanged: _on_guests,
+    fe.RunScaled: _on_scaled,
     fe.RunStopping: _on_stopping,
     fe.RunFinished: _on_finished,
-    fe.RunHopeless: _on_hopeless,
-    fe.WaitOver: _on_wait_over,
+    fe.RunInfeasible: _on_hopeless,
+    fe.FleetTimerExpired: _on_wait_over,
 }

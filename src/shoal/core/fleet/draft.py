@@ -8,7 +8,7 @@ from itertools import count as counting
 from shoal.core import addresses
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import restart_policy
-from shoal.core.fleet.launcher_env import ANY_PORTS, Place, rendezvous, tasks
+from shoal.core.fleet.launcher_env import ANY_PORTS, RankHost, rendezvous, tasks
 from shoal.core.fleet.requirements import admits
 from shoal.core.fleet.state import (
     BACKOFF,
@@ -23,20 +23,20 @@ from shoal.core.fleet.state import (
     STARTING,
     STOPPING,
     TASK_MARKS,
-    Agent,
-    Process,
-    State,
-    Wanted,
+    AgentState,
+    DesiredRun,
+    FleetState,
+    ProcessState,
 )
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 
 ALL_DONE = ("all members are done", 0)
 
 
-class Draft:
+class FleetDraft:
     """A state under change; it lives for one event."""
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: FleetState, now: float) -> None:
         self.base = state
         self.now = now
         self.agents = dict(state.agents)
@@ -44,18 +44,18 @@ class Draft:
         self.processes = state.processes.copy()
         self.asked: list[fe.Instruction] = []
 
-    def freeze(self) -> State:
+    def freeze(self) -> FleetState:
         return replace(self.base, agents=self.agents, runs=self.runs, processes=self.processes)
 
-    def of_run(self, run: str) -> list[Process]:
+    def of_run(self, run: str) -> list[ProcessState]:
         return list(self.processes.of_run(run).values())
 
-    def update(self, p: Process, **changes: object) -> Process:
+    def update(self, p: ProcessState, **changes: object) -> ProcessState:
         changed = replace(p, **changes)  # type: ignore[arg-type]
         self.processes[p.run, p.member] = changed
         return changed
 
-    def set_run(self, run: str, **changes: object) -> Wanted:
+    def set_run(self, run: str, **changes: object) -> DesiredRun:
         self.runs[run] = replace(self.runs[run], **changes)  # type: ignore[arg-type]
         return self.runs[run]
 
@@ -89,7 +89,7 @@ class Draft:
             for run in going:
                 self.fill_with_spares(run)
 
-    def can_begin(self, run: Wanted) -> bool:
+    def can_begin(self, run: DesiredRun) -> bool:
         """Whether a run goes on, or has places enough to begin: one that waits holds nothing that others could use."""
         begun = [p for p in self.of_run(run.run) if p.role != EVALUATOR]
         if any(p.alive or p.status in (BACKOFF, DONE) for p in begun) or run.guests:
@@ -104,13 +104,13 @@ class Draft:
         beside = sum(max(0, self.room(agent, run)) for agent in self.offered(run, SERVER) if agent not in offered)
         return free >= run.min_members and free + beside >= run.min_members + run.servers
 
-    def lacks(self, run: Wanted) -> int:
+    def lacks(self, run: DesiredRun) -> int:
         """How many more places a run could use."""
         servers = max(0, run.servers - self.count(run, SERVER))
         beside = max(0, run.evaluators - self.count(run, EVALUATOR)) if run.has_own(EVALUATOR) else 0
         return servers + beside + max(0, run.max_members - self.count(run, TRAINER))
 
-    def make_room(self, lacking: list[Wanted], going: list[Wanted]) -> None:
+    def make_room(self, lacking: list[DesiredRun], going: list[DesiredRun]) -> None:
         """End as many spares of other runs as those that lack members could use."""
         for run in lacking:
             roles = [TRAINER, *(role for role in (SERVER, EVALUATOR) if run.has_own(role))]
@@ -128,7 +128,7 @@ class Draft:
         """How many places on these agents will be free in a moment."""
         return sum(p.status == ENDING and not p.again and p.agent in agents for p in self.processes.values())
 
-    def fill_servers(self, run: Wanted) -> None:
+    def fill_servers(self, run: DesiredRun) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
         while self.count(run, SERVER) < run.servers:
             usable = [a for a in self.offered(run, SERVER) if a.slots is None or self.room(a, run) > 0]
@@ -138,7 +138,7 @@ class Draft:
             agent = min(usable, key=lambda a: (here.count(a.name), a.order))
             self.start_new(agent, self.runs[run.run], "the run needs servers", role=SERVER)
 
-    def fill_evaluators(self, run: Wanted) -> None:
+    def fill_evaluators(self, run: DesiredRun) -> None:
         """Where the fewest train; an evaluator takes nobody's place, and waits for those who train to be started.
 
         One that has pools of its own has a place there.
@@ -153,45 +153,45 @@ class Draft:
             agent = min(usable, key=lambda a: (busy.count(a.name), a.order))
             self.start_new(agent, self.runs[run.run], "the run is evaluated beside the training", role=EVALUATOR)
 
-    def count(self, run: Wanted, role: str) -> int:
+    def count(self, run: DesiredRun, role: str) -> int:
         """How many processes of a role there are that stay."""
         staying = [p for p in self.of_run(run.run) if p.role == role and (p.status != ENDING or p.again)]
         return sum(1 for p in staying if self.is_usable(p.agent))
 
-    def fill(self, run: Wanted) -> None:
+    def fill(self, run: DesiredRun) -> None:
         lacking = run.max_members - self.count(run, TRAINER)
         for agent in self.offered(run) if lacking > 0 else ():
             while lacking > 0 and self.room(agent, run) > 0:
                 self.start_new(agent, run, "there is room for it")
                 lacking -= 1
 
-    def fill_with_spares(self, run: Wanted) -> None:
+    def fill_with_spares(self, run: DesiredRun) -> None:
         """Nobody lacks anything: who would only stand by may as well be warm."""
         for agent in self.offered(run) if not run.compat and self.can_begin(run) else ():
             while agent.slots is not None and self.room(agent, run) > 0:
                 self.start_new(agent, run, "there is room for it")
 
-    def offered(self, run: Wanted, role: str = TRAINER) -> list[Agent]:
+    def offered(self, run: DesiredRun, role: str = TRAINER) -> list[AgentState]:
         """The agents that a role of a run may use now, in the order in which they came."""
         return sorted(
             (a for a in self.agents.values() if a.usable and self.admits(a, run, role)), key=lambda a: a.order
         )
 
-    def admits(self, agent: Agent, run: Wanted, role: str) -> bool:
+    def admits(self, agent: AgentState, run: DesiredRun, role: str) -> bool:
         """Whether processes of this role may run there."""
         terms = run.terms_of(role)
         if not terms.pools and agent.pool in run.apart:
             return False
         return admits(terms, agent.pool, agent.size)
 
-    def room(self, agent: Agent, run: Wanted) -> int:
+    def room(self, agent: AgentState, run: DesiredRun) -> int:
         """How many more processes an agent can take; evaluators count only where they have pools of their own."""
         if agent.slots is not None:
             scoring = sum(self.runs[p.run].has_own(EVALUATOR) for p in self.processes.scoring(agent.name))
             return agent.slots - self.processes.taken(agent.name) - scoring
         return run.max_members - self.count(run, TRAINER)
 
-    def wants(self, agent: Agent, run: Wanted, role: str) -> bool:
+    def wants(self, agent: AgentState, run: DesiredRun, role: str) -> bool:
         """Whether one more process of a role could be of use on an agent."""
         if not self.admits(agent, run, role):
             return False
@@ -203,8 +203,8 @@ class Draft:
 
     def start_new(
         self,
-        agent: Agent,
-        run: Wanted,
+        agent: AgentState,
+        run: DesiredRun,
         reason: str,
         env: tuple[tuple[str, str], ...] = (),
         *,
@@ -215,21 +215,21 @@ class Draft:
         stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
         index = next(i for i in counting() if f"{stem}{i}" not in mine and f"{stem}{i}" not in run.guests)
         order, incarnation = self.next_incarnation()
-        p = Process(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
+        p = ProcessState(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
         env = env or _role(p)
         self.processes[p.run, p.member] = p
         self.set_run(run.run, seen=True, preempted=False, alone_since=None)
         self.asked.append(fe.StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
 
-    def start_again(self, p: Process, reason: str) -> None:
+    def start_again(self, p: ProcessState, reason: str) -> None:
         order, incarnation = self.next_incarnation()
-        self.processes[p.run, p.member] = Process(p.run, p.member, incarnation, p.agent, STARTING, order)
+        self.processes[p.run, p.member] = ProcessState(p.run, p.member, incarnation, p.agent, STARTING, order)
         self.asked.append(fe.StartProcess(p.agent, p.run, p.member, incarnation, True, reason, _role(p)))
 
-    def end(self, p: Process, reason: str, grace_s: float, again: str = "") -> None:
+    def end(self, p: ProcessState, reason: str, grace_s: float, again: str = "") -> None:
         if p.status in (STARTING, RUNNING):
             self.update(p, status=ENDING, again=again)
-            self.asked.append(fe.EndProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
+            self.asked.append(fe.StopProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
         elif p.status == ENDING:
             self.update(p, again=again)
         else:
@@ -248,13 +248,13 @@ class Draft:
         if evaluators and run.status == FINISHING:
             if not run.trained:
                 self.set_run(name, trained=True)
-                self.asked.append(fe.TrainingOver(name))
+                self.asked.append(fe.MarkTrainingFinished(name))
         elif run.status == STOPPING:
             if not evaluators:
                 self.over(name)
                 # Told to stop in its last step, it may have got to its end first.
                 how = ALL_DONE if run.finished and came_to_the_end else (run.reason, run.exit_code)
-                self.asked.append(fe.RunEnded(name, *how))
+                self.asked.append(fe.MarkRunEnded(name, *how))
         elif run.status == FINISHING or (not waiting and any(p.status == DONE for p in processes)):
             for p in evaluators:
                 self.end(p, "the training is over", grace_s=5.0)
@@ -262,9 +262,9 @@ class Draft:
             if run.fell and not came_to_the_end:
                 # What the script does after its training, such as saving the model, may not be done.
                 reason = f"trained to the end, but nobody came to the end of the script: {run.fell}"
-                self.asked.append(fe.RunEnded(name, reason, 75))
+                self.asked.append(fe.MarkRunEnded(name, reason, 75))
             else:
-                self.asked.append(fe.RunEnded(name, *ALL_DONE))
+                self.asked.append(fe.MarkRunEnded(name, *ALL_DONE))
         elif run.terms_of(TRAINER).pools:
             return  # others are hired for it
         elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
@@ -280,11 +280,11 @@ class Draft:
         for p in self.of_run(name):
             self.end(p, f"the run failed: {reason}", grace_s=5.0)
         self.over(name)
-        self.asked.append(fe.RunFailed(name, reason, exit_code))
+        self.asked.append(fe.MarkRunFailed(name, reason, exit_code))
 
     # --- losing
 
-    def lose(self, p: Process, cause: str, detail: str) -> None:
+    def lose(self, p: ProcessState, cause: str, detail: str) -> None:
         """A process is gone that was not asked to go for good."""
         run = self.runs[p.run]
         if run.status != GOING and not (p.role == EVALUATOR and run.status == FINISHING):
@@ -303,7 +303,7 @@ class Draft:
             self.give_up(p, cause, f"{p.member}: {detail}", "it does not fit into this run")
             return
         decision = self.judge(run, p.member, cause)
-        if isinstance(decision, restart_policy.GiveUp):
+        if isinstance(decision, restart_policy.StopRestarting):
             self.give_up(p, cause, f"{p.member}: {detail or cause}", decision.reason)
         elif decision.after_s > 0.0 or agent is None or not agent.usable:
             # An agent that is away or about to go may be back; the wait ends when it can start something.
@@ -312,24 +312,26 @@ class Draft:
             )
             if decision.after_s > 0.0:
                 text = f"{p.member} is started again in {decision.after_s:.1f} s: {decision.reason}"
-                self.asked.append(fe.Tell(p.run, text, p.member))
+                self.asked.append(fe.FleetNote(p.run, text, p.member))
         else:
             self.start_again(p, decision.reason)
 
-    def judge(self, run: Wanted, who: str, cause: str) -> restart_policy.Decision:
+    def judge(self, run: DesiredRun, who: str, cause: str) -> restart_policy.Decision:
         kind: restart_policy.Cause = (
             "user" if cause == "user" else "preempted" if cause == "preempted" else "infrastructure"
         )
         history = run.losses.get(who, ())
-        losses = {**run.losses, who: (*history[-99:], restart_policy.Loss(self.now, kind))}
+        losses = {**run.losses, who: (*history[-99:], restart_policy.PastExit(self.now, kind))}
         self.set_run(run.run, losses=losses)
         return restart_policy.decide(history, kind, self.now, run.restarts)
 
-    def give_up(self, p: Process, cause: str, what: str, why: str) -> None:
+    def give_up(self, p: ProcessState, cause: str, what: str, why: str) -> None:
         if p.role == EVALUATOR:
             again_s = self.base.limits.forgive_s if cause == "infrastructure" else float("inf")
             self.update(p, status=GIVEN_UP, until=self.now + again_s, again="")
-            self.asked.append(fe.Tell(p.run, f"the training goes on without its evaluator: {what} ({why})", p.member))
+            self.asked.append(
+                fe.FleetNote(p.run, f"the training goes on without its evaluator: {what} ({why})", p.member)
+            )
             return
         if cause == "user":
             del self.processes[p.run, p.member]
@@ -344,13 +346,13 @@ class Draft:
             kind = "servers" if serves else "members"
             self.fail(p.run, f"{what} ({why}); fewer than {needed} {kind} are left", 1 if cause == "refused" else 5)
         else:
-            self.asked.append(fe.Tell(p.run, f"{p.member} is not started again for now: {why}", p.member))
+            self.asked.append(fe.FleetNote(p.run, f"{p.member} is not started again for now: {why}", p.member))
 
     # --- compat: no membership, so any change starts all anew
 
-    def layout(self, run: Wanted) -> list[Agent]:
+    def layout(self, run: DesiredRun) -> list[AgentState]:
         """The agent of each rank, if the group were started now."""
-        places: list[Agent] = []
+        places: list[AgentState] = []
         for agent in self.offered(run):
             room = run.max_members + run.beside - len(places)
             if agent.slots is not None:
@@ -359,7 +361,7 @@ class Draft:
             places += [agent] * max(0, room)
         return places
 
-    def align(self, run: Wanted) -> None:
+    def align(self, run: DesiredRun) -> None:
         processes = self.of_run(run.run)
         places = self.layout(run)
         if processes and not run.regroup and not any(p.status == DONE for p in processes):
@@ -373,7 +375,7 @@ class Draft:
             return
         again = bool(run.generation)
         run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
-        hosts = [Place(agent.name, agent.host or "127.0.0.1") for agent in places]
+        hosts = [RankHost(agent.name, agent.host or "127.0.0.1") for agent in places]
         restarts, most = run.generation - 1, run.restarts.infrastructure
         span = addresses.port_range(run.ports) or ANY_PORTS
         envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers, span)
@@ -381,29 +383,29 @@ class Draft:
         for agent, env, task in zip(places, envs, tasks(run.compat, len(places), run.servers), strict=True):
             self.start_new(agent, run, reason, env, mark=TASK_MARKS.get(task.type, ""))
 
-    def regroup(self, run: Wanted, reason: str, after_s: float) -> None:
+    def regroup(self, run: DesiredRun, reason: str, after_s: float) -> None:
         self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
-        self.asked.append(fe.Tell(run.run, f"all members are started anew: {reason}"))
+        self.asked.append(fe.FleetNote(run.run, f"all members are started anew: {reason}"))
         for p in self.of_run(run.run):
             self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
 
-    def dismiss(self, run: Wanted) -> None:
+    def dismiss(self, run: DesiredRun) -> None:
         """The chief is done; workers and servers would wait for its orders for ever."""
         self.set_run(run.run, status=FINISHING)
         for p in self.of_run(run.run):
             if p.status != DONE:
                 self.end(p, "the chief is done", grace_s=5.0)
 
-    def lose_of_group(self, run: Wanted, p: Process, cause: str, detail: str) -> None:
+    def lose_of_group(self, run: DesiredRun, p: ProcessState, cause: str, detail: str) -> None:
         del self.processes[p.run, p.member]
         if run.status != GOING or run.regroup:
             return
         decision = self.judge(run, "", cause)
-        if isinstance(decision, restart_policy.GiveUp):
+        if isinstance(decision, restart_policy.StopRestarting):
             self.fail(run.run, f"{p.member}: {detail or cause} ({decision.reason})", 1 if cause == "user" else 5)
         else:
             self.regroup(self.runs[run.run], f"{p.member} ended: {detail or cause}", decision.after_s)
 
 
-def _role(p: Process) -> tuple[tuple[str, str], ...]:
+def _role(p: ProcessState) -> tuple[tuple[str, str], ...]:
     return (("SHOAL_ROLE", p.role),) if p.role != TRAINER else ()

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from typing import Union
 
 from shoal.core.fleet import restart_policy
-from shoal.core.fleet.requirements import Size, Terms
+from shoal.core.fleet.requirements import MachineRequirements, SlotSize
 
-DEFAULT_RESTARTS = restart_policy.BudgetSettings()
+DEFAULT_RESTARTS = restart_policy.RestartLimits()
 
 # --- events
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class CoordinatorStarted:
     """The coordinator began, or began again; `salt` makes the incarnations of this life unlike those of any other."""
 
     salt: str
 
 
 @dataclass(frozen=True, slots=True)
-class AgentJoined:
+class AgentConnected:
     """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
 
     `successor` says that it is another process than the agent of that name before, whose members died with it. `pool`
@@ -35,11 +35,11 @@ class AgentJoined:
     members: tuple[tuple[str, str, str], ...] = ()
     successor: bool = False
     pool: str = ""
-    size: Size | None = None
+    size: SlotSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AgentAway:
+class AgentDisconnected:
     agent: str
 
 
@@ -51,7 +51,7 @@ class AgentNotice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunWanted:
+class RunRequested:
     """`terms` say for each role which machines it may use: all, if nothing is said.
 
     `ports` are those that its members may listen on, such as 29400-29499; empty for any.
@@ -61,10 +61,10 @@ class RunWanted:
     min_members: int
     max_members: int
     compat: str = ""
-    restarts: restart_policy.BudgetSettings = DEFAULT_RESTARTS
+    restarts: restart_policy.RestartLimits = DEFAULT_RESTARTS
     servers: int = 0
     evaluators: int = 0
-    terms: Mapping[str, Terms] = field(default_factory=dict)
+    terms: Mapping[str, MachineRequirements] = field(default_factory=dict)
     priority: int = 0
     ports: str = ""
 
@@ -95,7 +95,7 @@ class ProcessExited:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSilent:
+class MemberUnresponsive:
     """The member was lost, but nobody said that its process ended; `stuck` says why that must not be waited for."""
 
     run: str
@@ -104,13 +104,13 @@ class MemberSilent:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberBack:
+class MemberResponsive:
     run: str
     member: str
 
 
 @dataclass(frozen=True, slots=True)
-class GuestsChanged:
+class UnmanagedMembersChanged:
     """Members that take part without a process that an agent answers for."""
 
     run: str
@@ -118,7 +118,7 @@ class GuestsChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class RunScaled:
     """`keep` are the members to keep if some have to go."""
 
     run: str
@@ -146,7 +146,7 @@ class RunFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RunHopeless:
+class RunInfeasible:
     """A run cannot begin: there are no machines for it."""
 
     run: str
@@ -154,7 +154,7 @@ class RunHopeless:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitOver:
+class FleetTimerExpired:
     """A wait for an agent, a run or a process is over; `what` says which."""
 
     what: str
@@ -164,21 +164,21 @@ class WaitOver:
 
 
 Event = Union[
-    Opened,
-    AgentJoined,
-    AgentAway,
+    CoordinatorStarted,
+    AgentConnected,
+    AgentDisconnected,
     AgentNotice,
-    RunWanted,
+    RunRequested,
     ProcessStarted,
     ProcessExited,
-    MemberSilent,
-    MemberBack,
-    GuestsChanged,
-    Scaled,
+    MemberUnresponsive,
+    MemberResponsive,
+    UnmanagedMembersChanged,
+    RunScaled,
     RunStopping,
     RunFinished,
-    RunHopeless,
-    WaitOver,
+    RunInfeasible,
+    FleetTimerExpired,
 ]
 
 # --- instructions
@@ -198,7 +198,7 @@ class StartProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class EndProcess:
+class StopProcess:
     agent: str
     run: str
     member: str
@@ -208,28 +208,28 @@ class EndProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFailed:
+class MarkRunFailed:
     run: str
     reason: str
     exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
+class MarkRunEnded:
     run: str
     reason: str
     exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingOver:
+class MarkTrainingFinished:
     """Whoever trained is gone: what there is now to evaluate is all that there will be."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class FleetNote:
     """A sentence for the story; nothing to carry out."""
 
     run: str
@@ -237,4 +237,4 @@ class Tell:
     member: str = ""
 
 
-Instruction = Union[StartProcess, EndProcess, RunFailed, RunEnded, TrainingOver, Tell]
+Instruction = Union[StartProcess, StopProcess, MarkRunFailed, MarkRunEnded, MarkTrainingFinished, FleetNote]

@@ -17,7 +17,7 @@ TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankHost:
     """Where one rank runs."""
 
     agent: str
@@ -25,7 +25,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TfTask:
     """What one rank is in TF_CONFIG."""
 
     type: str
@@ -42,19 +42,19 @@ def no_evaluator(kind: str, where: str = "") -> BadRole:
     )
 
 
-def tasks(kind: str, count: int, servers: int) -> tuple[Task, ...]:
+def tasks(kind: str, count: int, servers: int) -> tuple[TfTask, ...]:
     """What each of so many ranks is: all are workers, but with ps the first ones are the chief and the servers."""
     if kind != PS:
-        return tuple(Task("worker", index) for index in range(count))
-    first = (Task("chief", 0), *(Task("ps", index) for index in range(servers)))
-    return (*first, *(Task("worker", index) for index in range(count - len(first))))
+        return tuple(TfTask("worker", index) for index in range(count))
+    first = (TfTask("chief", 0), *(TfTask("ps", index) for index in range(servers)))
+    return (*first, *(TfTask("worker", index) for index in range(count - len(first))))
 
 
 def rendezvous(
     kind: str,
     run: str,
     salt: str,
-    places: Sequence[Place],
+    places: Sequence[RankHost],
     restarts: int,
     max_restarts: int,
     servers: int = 0,
@@ -89,7 +89,7 @@ def task_config(role: str, member: str) -> str:
 
 def _torchrun(
     run: str,
-    places: Sequence[Place],
+    places: Sequence[RankHost],
     ordered: Sequence[int],
     rank: int,
     agents: Sequence[str],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.core.provisioning.events import Pool
-from shoal.errors import BadLabels, PlaceTooSmall
+from shoal.core.provisioning.events import PoolInfo
+from shoal.errors import BadLabels, SlotTooSmall
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MachineRequirements:
     """On which machines processes of a role may run: those of these pools, or of any if none is named.
 
     `own` says that a machine that came by itself will not do, `apart` that the role has these pools for itself and not
@@ -25,14 +25,14 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SlotSize:
     """What each place on a machine has."""
 
     cpus: int = 0
     memory_bytes: int = 0
 
 
-def admits(terms: Terms, pool: str, size: Size | None) -> bool:
+def admits(terms: MachineRequirements, pool: str, size: SlotSize | None) -> bool:
     """Whether a machine of this pool, "" if it came by itself, will do; `size` is None where nobody asked for one."""
     if not pool:
         return not terms.own
@@ -60,7 +60,7 @@ def parse_where(text: str, where: str = "") -> dict[str, str]:
     return found
 
 
-def matching(pools: Iterable[Pool], names: tuple[str, ...], wanted: Mapping[str, str]) -> tuple[str, ...]:
+def matching(pools: Iterable[PoolInfo], names: tuple[str, ...], wanted: Mapping[str, str]) -> tuple[str, ...]:
     """Those of the pools named, or of all, whose machines carry these labels; if none was named, the cheapest first."""
     known = {pool.name: pool for pool in pools}
     if not wanted:
@@ -77,12 +77,12 @@ def matching(pools: Iterable[Pool], names: tuple[str, ...], wanted: Mapping[str,
     return fit
 
 
-def _labels_of(pools: Iterable[Pool]) -> str:
+def _labels_of(pools: Iterable[PoolInfo]) -> str:
     shown = {pool.name: ",".join(f"{name}={value}" for name, value in pool.labels.items()) for pool in pools}
     return "; ".join(f"{name} has {labels or 'no labels'}" for name, labels in shown.items())
 
 
-def check_size(role: str, terms: Terms, pools: Mapping[str, Pool]) -> None:
+def check_size(role: str, terms: MachineRequirements, pools: Mapping[str, PoolInfo]) -> None:
     """An error for a role that does not fit into the places of a pool that says itself how large they are."""
     for pool in (pools[name] for name in terms.pools if name in pools):
         for what, each, have in (
@@ -90,7 +90,7 @@ def check_size(role: str, terms: Terms, pools: Mapping[str, Pool]) -> None:
             ("bytes of memory", terms.memory_bytes, pool.memory_bytes // pool.slots),
         ):
             if have and each > have:
-                raise PlaceTooSmall(
+                raise SlotTooSmall(
                     f"a {role} needs {each} {what}, and a place of pool {pool.name} has {have}",
                     where=f"[pool.{pool.name}]",
                     why=f"its machines are asked for with as much for {pool.slots} places",

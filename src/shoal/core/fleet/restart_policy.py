@@ -14,7 +14,7 @@ Cause = Literal["user", "infrastructure", "preempted"]
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetSettings:
+class RestartLimits:
     """`user` and `infrastructure` are restarts allowed within `window_s`; `healthy_s` alive forgives the back-off."""
 
     user: int = 2
@@ -26,7 +26,7 @@ class BudgetSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class PastExit:
     """An earlier end of a member, and why."""
 
     at: float
@@ -34,38 +34,38 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class RestartAfter:
     after_s: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class StopRestarting:
     reason: str
 
 
-Decision = Union[Restart, GiveUp]
+Decision = Union[RestartAfter, StopRestarting]
 
 
-def decide(history: Sequence[Loss], cause: Cause, now: float, settings: BudgetSettings) -> Decision:
+def decide(history: Sequence[PastExit], cause: Cause, now: float, settings: RestartLimits) -> Decision:
     """Whether to start a member again that just ended by `cause`; `history` is what happened before, oldest first.
 
     >>> decide([], "infrastructure", 0.0, BudgetSettings())
     Restart(after_s=0.0, reason='restart 1 of at most 10 after infrastructure failures')
     """
     if cause == "preempted":
-        return Restart(0.0, "preemption is nobody's fault: restarts are unlimited")
+        return RestartAfter(0.0, "preemption is nobody's fault: restarts are unlimited")
     allowed = settings.user if cause == "user" else settings.infrastructure
     name = "errors of the user's code" if cause == "user" else "infrastructure failures"
     spent = sum(loss.cause == cause and now - loss.at < settings.window_s for loss in history)
     if spent >= allowed:
         if allowed == 0:
-            return GiveUp(f"no restarts are allowed after {name}")
-        return GiveUp(f"{spent + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
-    return Restart(_pause_s(history, now, settings), f"restart {spent + 1} of at most {allowed} after {name}")
+            return StopRestarting(f"no restarts are allowed after {name}")
+        return StopRestarting(f"{spent + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
+    return RestartAfter(_pause_s(history, now, settings), f"restart {spent + 1} of at most {allowed} after {name}")
 
 
-def _pause_s(history: Sequence[Loss], now: float, settings: BudgetSettings) -> float:
+def _pause_s(history: Sequence[PastExit], now: float, settings: RestartLimits) -> float:
     """At once the first time; then doubling for every failure that came soon after the one before."""
     in_a_row = 0
     later = now

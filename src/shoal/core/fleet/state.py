@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from shoal.core.fleet import restart_policy
 from shoal.core.fleet.launcher_env import PS
-from shoal.core.fleet.requirements import Size, Terms
+from shoal.core.fleet.requirements import MachineRequirements, SlotSize
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
@@ -27,7 +27,7 @@ def role_of(member: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FleetTimeouts:
     """How long things are waited for."""
 
     revive_s: float = 10.0
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentState:
     """An agent; `slots` is how many members it offers, None for as many as asked, `size` what a place there has."""
 
     name: str
@@ -50,7 +50,7 @@ class Agent:
     notice: str = ""
     notice_until: float = 0.0
     pool: str = ""
-    size: Size | None = None
+    size: SlotSize | None = None
 
     @property
     def usable(self) -> bool:
@@ -58,7 +58,7 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessState:
     """A member's process. `until` is the end of its back-off; `again` says why it is ended only to be started anew."""
 
     run: str
@@ -87,7 +87,7 @@ class Process:
         return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
 
 
-class Processes(dict[tuple[str, str], Process]):
+class ProcessTable(dict[tuple[str, str], ProcessState]):
     """Processes by run and member, and at hand by run and by agent, so that nobody looks at a thousand to find one.
 
     What is in here changes by assigning, `del` and `pop` only.
@@ -95,22 +95,22 @@ class Processes(dict[tuple[str, str], Process]):
 
     __slots__ = ("_by_run", "_scoring", "_taken")
 
-    def __init__(self, known: Mapping[tuple[str, str], Process] = {}) -> None:
+    def __init__(self, known: Mapping[tuple[str, str], ProcessState] = {}) -> None:
         super().__init__()
-        self._by_run: dict[str, dict[str, Process]] = {}
+        self._by_run: dict[str, dict[str, ProcessState]] = {}
         self._taken: dict[str, int] = {}
         self._scoring: dict[str, frozenset[tuple[str, str]]] = {}
         for key, p in known.items():
             self[key] = p
 
-    def copy(self) -> Processes:
-        twin = Processes()
+    def copy(self) -> ProcessTable:
+        twin = ProcessTable()
         dict.update(twin, self)
         twin._by_run = {run: dict(members) for run, members in self._by_run.items()}
         twin._taken, twin._scoring = dict(self._taken), dict(self._scoring)
         return twin
 
-    def of_run(self, run: str) -> Mapping[str, Process]:
+    def of_run(self, run: str) -> Mapping[str, ProcessState]:
         """The processes of a run, by member."""
         return self._by_run.get(run, {})
 
@@ -118,11 +118,11 @@ class Processes(dict[tuple[str, str], Process]):
         """How many processes of an agent train or serve."""
         return self._taken.get(agent, 0)
 
-    def scoring(self, agent: str) -> list[Process]:
+    def scoring(self, agent: str) -> list[ProcessState]:
         """The evaluators of an agent."""
         return [self[key] for key in sorted(self._scoring.get(agent, ()))]
 
-    def __setitem__(self, key: tuple[str, str], p: Process) -> None:
+    def __setitem__(self, key: tuple[str, str], p: ProcessState) -> None:
         self._count(self.get(key), -1)
         super().__setitem__(key, p)
         self._by_run.setdefault(key[0], {})[key[1]] = p
@@ -135,13 +135,13 @@ class Processes(dict[tuple[str, str], Process]):
         if not self._by_run[key[0]]:
             del self._by_run[key[0]]
 
-    def pop(self, key: tuple[str, str], default: Process | None = None) -> Process | None:  # type: ignore[override]
+    def pop(self, key: tuple[str, str], default: ProcessState | None = None) -> ProcessState | None:  # type: ignore[override]
         found = self.get(key, default)
         if key in self:
             del self[key]
         return found
 
-    def _count(self, p: Process | None, change: int) -> None:
+    def _count(self, p: ProcessState | None, change: int) -> None:
         if p is None:
             return
         if p.role == EVALUATOR:
@@ -154,7 +154,7 @@ class Processes(dict[tuple[str, str], Process]):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredRun:
     """What a run wants. `regroup` says why a compat run's processes are all being started anew.
 
     `finished` says that the last step is done, `trained` that nobody trains any more, and only evaluators are waited
@@ -166,7 +166,7 @@ class Wanted:
     min_members: int
     max_members: int
     compat: str
-    restarts: restart_policy.BudgetSettings
+    restarts: restart_policy.RestartLimits
     servers: int = 0
     evaluators: int = 0
     ports: str = ""
@@ -176,7 +176,7 @@ class Wanted:
     exit_code: int = 0
     reason: str = ""
     end_by: float | None = None
-    losses: Mapping[str, tuple[restart_policy.Loss, ...]] = field(default_factory=dict)
+    losses: Mapping[str, tuple[restart_policy.PastExit, ...]] = field(default_factory=dict)
     guests: tuple[str, ...] = ()
     seen: bool = False
     preempted: bool = False
@@ -185,15 +185,15 @@ class Wanted:
     generation: int = 0
     regroup: str = ""
     not_before: float = 0.0
-    terms: Mapping[str, Terms] = field(default_factory=dict)
+    terms: Mapping[str, MachineRequirements] = field(default_factory=dict)
     priority: int = 0
 
     def has_own(self, role: str) -> bool:
         """Whether a role has pools for itself, and so a place of its own there."""
         return self.terms_of(role).apart
 
-    def terms_of(self, role: str) -> Terms:
-        return self.terms.get(role, Terms())
+    def terms_of(self, role: str) -> MachineRequirements:
+        return self.terms.get(role, MachineRequirements())
 
     @property
     def apart(self) -> frozenset[str]:
@@ -219,15 +219,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class FleetState:
     """All agents, runs and processes of a coordinator."""
 
-    limits: Limits = Limits()
+    limits: FleetTimeouts = FleetTimeouts()
     salt: str = ""
     count: int = 0
-    agents: Mapping[str, Agent] = field(default_factory=dict)
-    runs: Mapping[str, Wanted] = field(default_factory=dict)
-    processes: Processes = field(default_factory=Processes)
+    agents: Mapping[str, AgentState] = field(default_factory=dict)
+    runs: Mapping[str, DesiredRun] = field(default_factory=dict)
+    processes: ProcessTable = field(default_factory=ProcessTable)
 
-    def of_run(self, run: str) -> list[Process]:
+    def of_run(self, run: str) -> list[ProcessState]:
         return list(self.processes.of_run(run).values())

@@ -22,9 +22,20 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.draft import Draft, listed
+from shoal.core.membership.draft import MembershipDraft, listed
 from shoal.core.membership.leases import RETURN_S, due
-from shoal.core.membership.state import DONE, OUT, STARTING, TRAINING, WAITING, Beat, Claim, Member, Rules, State
+from shoal.core.membership.state import (
+    DONE,
+    OUT,
+    STARTING,
+    TRAINING,
+    WAITING,
+    ClaimState,
+    LastHeartbeat,
+    MembershipSettings,
+    MembershipState,
+    MemberState,
+)
 from shoal.core.world import World
 
 # What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
@@ -32,28 +43,40 @@ CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
 # A script that saves in every epoch makes a claim each time; nobody asks for one so old any more.
 KEPT_CLAIMS = 1000
 
-__all__ = ["DONE", "OUT", "STARTING", "TRAINING", "WAITING", "Beat", "Member", "Rules", "State", "decide", "due"]
+__all__ = [
+    "DONE",
+    "OUT",
+    "STARTING",
+    "TRAINING",
+    "WAITING",
+    "LastHeartbeat",
+    "MemberState",
+    "MembershipSettings",
+    "MembershipState",
+    "decide",
+    "due",
+]
 
 
-def decide(state: State, event: ev.Event, now: float) -> tuple[State, tuple[ev.Instruction, ...]]:
+def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[MembershipState, tuple[ev.Instruction, ...]]:
     """The next state, and what to tell whom."""
-    draft = Draft(state, now)
+    draft = MembershipDraft(state, now)
     handle(draft, event)
     draft.advance()
     return draft.freeze(), tuple(draft.asked)
 
 
-def handle(draft: Draft, event: ev.Event) -> None:
+def handle(draft: MembershipDraft, event: ev.Event) -> None:
     """Note what an event says; whoever made the draft decides what follows from it."""
     _HANDLERS[type(event)](draft, event)
 
 
-def _on_hello(draft: Draft, event: ev.Hello) -> None:
+def _on_hello(draft: MembershipDraft, event: ev.MemberConnected) -> None:
     known = draft.members.get(event.member)
     if known is not None and known.incarnation != event.incarnation:
         if known.connected:
             draft.ask(
-                ev.Refuse(
+                ev.RejectMember(
                     event.member,
                     event.incarnation,
                     "S205",
@@ -67,7 +90,7 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
         known = None
     if known is None:
         draft.set(order=draft.base.order + 1)
-        draft.members[event.member] = Member(
+        draft.members[event.member] = MemberState(
             name=event.member,
             incarnation=event.incarnation,
             address=event.address,
@@ -81,7 +104,7 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
         if event.done and event.step is not None:
             _was_done(draft, event, event.step)
         elif event.world is not None:
-            draft.ask(ev.Expel(event.member, "it is not in the run any more"))
+            draft.ask(ev.EvictMember(event.member, "it is not in the run any more"))
         draft.remind(draft.members[event.member])
         return
     draft.update(event.member, connected=True, away_since=None, suspected=False, address=event.address)
@@ -91,22 +114,22 @@ def _on_hello(draft: Draft, event: ev.Hello) -> None:
     draft.remind(known)
 
 
-def _find_place(draft: Draft, known: Member, event: ev.Hello) -> None:
+def _find_place(draft: MembershipDraft, known: MemberState, event: ev.MemberConnected) -> None:
     """Puts a member that found the coordinator again where it says it is."""
     if event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif known.status == STARTING and event.world is not None:
-        draft.ask(ev.Expel(event.member, "it is not in the run any more"))
+        draft.ask(ev.EvictMember(event.member, "it is not in the run any more"))
     elif event.broken and event.world is not None:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
             draft.enter(crossed, event.step)
-        _on_broke(draft, ev.WorldBroke(event.member, event.world, event.step))
+        _on_broke(draft, ev.WorldBroken(event.member, event.world, event.step))
         _repeat_news(draft, event)
     elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
         draft.enter(crossed, event.step)
     elif draft.base.world is not None and _is_past(draft.base.world, event.member, event.world or 0):
-        _on_entered(draft, ev.EnteredWorld(event.member, event.world or 0, event.step or 0))
+        _on_entered(draft, ev.WorldEntered(event.member, event.world or 0, event.step or 0))
     elif _repeat_news(draft, event):
         draft.repeat_proposal([event.member])
     elif known.status == OUT:
@@ -122,7 +145,7 @@ def _is_past(world: World, member: str, number: int) -> bool:
     return number > world.number and world.rank_of(member) is not None
 
 
-def _repeat_news(draft: Draft, event: ev.Hello) -> bool:
+def _repeat_news(draft: MembershipDraft, event: ev.MemberConnected) -> bool:
     """Whether a member has a seat in the live world and is not in it; then it is told again."""
     world = draft.base.world
     missed = world is not None and world.rank_of(event.member) is not None and event.world != world.number
@@ -131,14 +154,14 @@ def _repeat_news(draft: Draft, event: ev.Hello) -> bool:
     return missed
 
 
-def _was_done(draft: Draft, event: ev.Hello, step: int) -> None:
+def _was_done(draft: MembershipDraft, event: ev.MemberConnected, step: int) -> None:
     """It was taken for lost, but has done the last step, or left the loop, which then ends nothing for the others."""
     draft.update(event.member, status=DONE)
     if not event.early:
         draft.set(step=max(draft.base.step, step), done_at=step)
 
 
-def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
+def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
     member = draft.members.get(event.member)
     if member is None or member.status in (TRAINING, DONE):
         return
@@ -150,26 +173,30 @@ def _on_ready(draft: Draft, event: ev.BecameReady) -> None:
         if draft.base.restoring == member.name:
             draft.set(restoring="")
         if event.step is None:
-            draft.ask(ev.Say(f"there is no checkpoint: training starts over, {draft.base.step} steps are done again"))
+            draft.ask(
+                ev.MembershipNote(
+                    f"there is no checkpoint: training starts over, {draft.base.step} steps are done again"
+                )
+            )
             draft.set(started=False, step=0)
         else:
-            draft.ask(ev.Say(f"{member.name} restored the checkpoint of step {event.step}"))
+            draft.ask(ev.MembershipNote(f"{member.name} restored the checkpoint of step {event.step}"))
         if event.step != draft.base.checkpoint_step:
             # Newer ones that we know of could not be read; where this one is, nobody has told.
             draft.set(checkpoint_step=event.step, checkpoint_path="")
     stale = member.stale and not event.restored
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
     if not draft.base.started and draft.base.gather_until is not None:
-        draft.set(gather_until=draft.now + draft.base.rules.gather_s)
+        draft.set(gather_until=draft.now + draft.base.rules.regroup_s)
 
 
-def _on_broke(draft: Draft, event: ev.WorldBroke) -> None:
+def _on_broke(draft: MembershipDraft, event: ev.WorldBroken) -> None:
     member = draft.members.get(event.member)
     if member is None:
         return
     world, proposal = draft.base.world, draft.base.proposal
     if proposal is not None and event.world == proposal.number:
-        _on_preparation_failed(draft, ev.PreparationFailed(event.member, event.world, event.suspects, event.cause))
+        _on_preparation_failed(draft, ev.WorldPrepareFailed(event.member, event.world, event.suspects, event.cause))
         return
     live = world is not None and (event.world == world.number or _is_past(world, event.member, event.world))
     if member.status in (OUT, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
@@ -181,7 +208,7 @@ def _on_broke(draft: Draft, event: ev.WorldBroke) -> None:
     _drop_the_suspected(draft)
 
 
-def _strike(draft: Draft, event: ev.WorldBroke) -> None:
+def _strike(draft: MembershipDraft, event: ev.WorldBroken) -> None:
     """Suspects of a world that never took a step sit out for a while, longer each time."""
     no_progress = (event.step or 0) <= draft.base.world_began_at
     for name in event.suspects:
@@ -193,20 +220,20 @@ def _strike(draft: Draft, event: ev.WorldBroke) -> None:
                 draft.update(name, strikes=strikes, benched_until=bench)
 
 
-def _last_world(draft: Draft, event: ev.WorldBroke) -> int:
+def _last_world(draft: MembershipDraft, event: ev.WorldBroken) -> int:
     """An answer about an older world says nothing about a newer one that the member was told to enter."""
     world = draft.base.world
     in_newer = world is not None and world.rank_of(event.member) is not None
     return world.number if in_newer and world is not None else 0
 
 
-def _drop_the_suspected(draft: Draft) -> None:
+def _drop_the_suspected(draft: MembershipDraft) -> None:
     """A member that is both disconnected and suspected by a peer is gone; nobody waits for its lease."""
     for name in [m.name for m in draft.members.values() if m.suspected and not m.connected and m.status == OUT]:
         draft.lose(name, "its connections to the coordinator and to a peer both broke")
 
 
-def _on_entered(draft: Draft, event: ev.EnteredWorld) -> None:
+def _on_entered(draft: MembershipDraft, event: ev.WorldEntered) -> None:
     world = draft.base.world
     if event.member not in draft.members:
         return
@@ -219,7 +246,7 @@ def _on_entered(draft: Draft, event: ev.EnteredWorld) -> None:
             draft.ask(ev.DissolveWorld(max(event.world, draft.base.number), (event.member,), "that world is over"))
 
 
-def _on_preparation_failed(draft: Draft, event: ev.PreparationFailed) -> None:
+def _on_preparation_failed(draft: MembershipDraft, event: ev.WorldPrepareFailed) -> None:
     proposal, world = draft.base.proposal, draft.base.world
     if proposal is None or event.world != proposal.number:
         return
@@ -229,7 +256,9 @@ def _on_preparation_failed(draft: Draft, event: ev.PreparationFailed) -> None:
         if member is not None and (world is None or world.rank_of(name) is None):
             strikes = member.strikes + 1
             draft.update(name, strikes=strikes, benched_until=draft.now + draft.base.rules.bench_s * strikes)
-    draft.ask(ev.Say(f"world {event.world} could not be prepared by {event.member}: {event.cause}", event.member))
+    draft.ask(
+        ev.MembershipNote(f"world {event.world} could not be prepared by {event.member}: {event.cause}", event.member)
+    )
     if not any(n in draft.members for n in event.suspects):
         # Nobody to blame: propose again only when something changes, or after a breath.
         for seat in proposal.seats:
@@ -238,20 +267,20 @@ def _on_preparation_failed(draft: Draft, event: ev.PreparationFailed) -> None:
                 draft.update(seat.member, benched_until=draft.now + draft.base.rules.bench_s)
 
 
-def _on_disconnected(draft: Draft, event: ev.Disconnected) -> None:
+def _on_disconnected(draft: MembershipDraft, event: ev.MemberDisconnected) -> None:
     if event.member in draft.members:
         draft.update(event.member, connected=False, away_since=draft.now)
         _drop_the_suspected(draft)
 
 
-def _on_lost(draft: Draft, event: ev.Lost) -> None:
+def _on_lost(draft: MembershipDraft, event: ev.MemberLost) -> None:
     known = draft.members.get(event.member)
     if known is not None and known.connected:
-        draft.ask(ev.Expel(event.member, event.reason))
+        draft.ask(ev.EvictMember(event.member, event.reason))
     draft.lose(event.member, event.reason)
 
 
-def _on_notice(draft: Draft, event: ev.NoticeGiven) -> None:
+def _on_notice(draft: MembershipDraft, event: ev.NoticeReceived) -> None:
     member = draft.members.get(event.member)
     if member is None:
         return
@@ -261,20 +290,22 @@ def _on_notice(draft: Draft, event: ev.NoticeGiven) -> None:
         draft.update(event.member, stop_by=min(member.stop_by, stop_by))
     else:
         draft.update(event.member, leaving=event.cause, stop_by=stop_by)
-        draft.ask(ev.Say(f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}", event.member))
+        draft.ask(
+            ev.MembershipNote(f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}", event.member)
+        )
 
 
-def _on_left(draft: Draft, event: ev.MemberLeft) -> None:
+def _on_left(draft: MembershipDraft, event: ev.MemberLeft) -> None:
     if event.member in draft.members:
         crossed = draft.proposed(event.world)
         if crossed is not None and event.step is not None:
             # It goes only when all have agreed to cross, even if nobody has told us yet.
             draft.enter(crossed, event.step)
-        draft.ask(ev.Say(f"{event.member} has left", member=event.member))
+        draft.ask(ev.MembershipNote(f"{event.member} has left", member=event.member))
         draft.lose(event.member, "it left", planned=True)
 
 
-def _on_done(draft: Draft, event: ev.MemberDone) -> None:
+def _on_done(draft: MembershipDraft, event: ev.MemberDone) -> None:
     if event.member not in draft.members:
         return
     draft.update(event.member, status=DONE, step=event.step)
@@ -283,62 +314,62 @@ def _on_done(draft: Draft, event: ev.MemberDone) -> None:
         draft.set(done_at=event.step)
 
 
-def _on_claimed(draft: Draft, event: ev.Claimed) -> None:
+def _on_claimed(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
     claim = draft.claims.get(event.name)
     if claim is None or not claim.holder:
         if claim is not None and claim.fulfilled:
-            draft.ask(ev.TellFulfilled((event.member,), event.name))
+            draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
             return
-        draft.claims[event.name] = Claim(event.member)
-        draft.ask(ev.Grant(event.member, event.name))
+        draft.claims[event.name] = ClaimState(event.member)
+        draft.ask(ev.GrantClaim(event.member, event.name))
     elif claim.fulfilled:
-        draft.ask(ev.TellFulfilled((event.member,), event.name))
+        draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
     elif claim.holder == event.member:
-        draft.ask(ev.Grant(event.member, event.name))
+        draft.ask(ev.GrantClaim(event.member, event.name))
     elif event.member not in claim.waiting:
         draft.claims[event.name] = replace(claim, waiting=(*claim.waiting, event.member))
 
 
-def _on_fulfilled(draft: Draft, event: ev.ClaimFulfilled) -> None:
+def _on_fulfilled(draft: MembershipDraft, event: ev.ClaimCompleted) -> None:
     claim = draft.claims.get(event.name)
     if claim is not None and claim.holder == event.member:
         draft.claims[event.name] = replace(claim, waiting=(), fulfilled=True)
         if claim.waiting:
-            draft.ask(ev.TellFulfilled(claim.waiting, event.name))
+            draft.ask(ev.AnnounceClaimCompleted(claim.waiting, event.name))
         fulfilled = [name for name, one in draft.claims.items() if one.fulfilled]
         for name in fulfilled[:-KEPT_CLAIMS]:
             del draft.claims[name]
 
 
-def _on_checkpoint(draft: Draft, event: ev.CheckpointWritten) -> None:
+def _on_checkpoint(draft: MembershipDraft, event: ev.CheckpointWritten) -> None:
     if draft.base.checkpoint_step is None or event.step >= draft.base.checkpoint_step:
         draft.set(checkpoint_step=event.step, checkpoint_path=event.path)
 
 
-def _on_decided(draft: Draft, event: ev.Decided) -> None:
+def _on_decided(draft: MembershipDraft, event: ev.AdjustmentReported) -> None:
     # Memory is each member's own; all else is everybody's, whoever tells.
     key = f"memory of {event.member}" if event.what == "memory" else event.what
     known = draft.base.decided.get(key)
     if known is None or (known.step, known.values) != (event.step, event.values):
         draft.set(decided={**draft.base.decided, key: event})
-        draft.ask(ev.Say(f"from step {event.step} on: {event.reason}", member=event.member))
+        draft.ask(ev.MembershipNote(f"from step {event.step} on: {event.reason}", member=event.member))
 
 
-def _on_progress(draft: Draft, event: ev.Progressed) -> None:
+def _on_progress(draft: MembershipDraft, event: ev.ProgressRecorded) -> None:
     draft.set(step=max(draft.base.step, event.step))
 
 
-def _on_stop(draft: Draft, event: ev.StopAsked) -> None:
+def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
     draft.stop(event)
 
 
-def _on_scale(draft: Draft, event: ev.ScaleAsked) -> None:
+def _on_scale(draft: MembershipDraft, event: ev.ScaleRequested) -> None:
     rules = replace(draft.base.rules, min_members=event.min_members, max_members=event.max_members)
     draft.set(rules=rules)
-    draft.ask(ev.Say(f"scaled to {event.min_members}:{event.max_members} members"))
+    draft.ask(ev.MembershipNote(f"scaled to {event.min_members}:{event.max_members} members"))
 
 
-def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
+def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
     if event.what == "gather" and not any(m.status == WAITING and m.connected for m in draft.members.values()):
         # Whoever was gathered for is gone; the next to become ready starts the wait anew.
         draft.set(gather_until=None)
@@ -349,40 +380,40 @@ def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
         draft.repeat_proposal(list(draft.members))
 
 
-def _on_restart(draft: Draft, _event: ev.CoordinatorRestarted) -> None:
+def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None:
     # Every lease starts anew: silence while nobody listened is no silence, and a thousand do not come back at once.
     since = draft.now + RETURN_S * len(draft.members)
     for name in list(draft.members):
         away = since + draft.base.rules.lease_s
         draft.update(name, connected=False, away_since=away, since=since, suspected=False)
-    draft.ask(ev.Say("the coordinator is back and has read its journal"))
+    draft.ask(ev.MembershipNote("the coordinator is back and has read its journal"))
 
 
-def _ignore(_draft: Draft, _event: ev.Event) -> None:
+def _ignore(_draft: MembershipDraft, _event: ev.Event) -> None:
     """The state of this run is held by its trainers, not by servers."""
 
 
-_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
-    ev.Hello: _on_hello,
-    ev.BecameReady: _on_ready,
-    ev.WorldBroke: _on_broke,
-    ev.EnteredWorld: _on_entered,
-    ev.PreparationFailed: _on_preparation_failed,
+_HANDLERS: dict[type, Callable[[MembershipDraft, Any], None]] = {
+    ev.MemberConnected: _on_hello,
+    ev.MemberReady: _on_ready,
+    ev.WorldBroken: _on_broke,
+    ev.WorldEntered: _on_entered,
+    ev.WorldPrepareFailed: _on_preparation_failed,
     ev.PartCopied: _ignore,
-    ev.PartYielded: _ignore,
+    ev.PartReleased: _ignore,
     ev.ServerUnreachable: _ignore,
-    ev.Disconnected: _on_disconnected,
-    ev.Lost: _on_lost,
-    ev.NoticeGiven: _on_notice,
+    ev.MemberDisconnected: _on_disconnected,
+    ev.MemberLost: _on_lost,
+    ev.NoticeReceived: _on_notice,
     ev.MemberLeft: _on_left,
     ev.MemberDone: _on_done,
-    ev.Claimed: _on_claimed,
-    ev.ClaimFulfilled: _on_fulfilled,
+    ev.ClaimRequested: _on_claimed,
+    ev.ClaimCompleted: _on_fulfilled,
     ev.CheckpointWritten: _on_checkpoint,
-    ev.Decided: _on_decided,
-    ev.Progressed: _on_progress,
-    ev.StopAsked: _on_stop,
-    ev.ScaleAsked: _on_scale,
+    ev.AdjustmentReported: _on_decided,
+    ev.ProgressRecorded: _on_progress,
+    ev.StopRequested: _on_stop,
+    ev.ScaleRequested: _on_scale,
     ev.TimerFired: _on_timer,
     ev.CoordinatorRestarted: _on_restart,
 }

@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import DONE, OUT, TRAINING, WAITING, Member, State
+from shoal.core.membership.state import DONE, OUT, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.world import Seat, World
 
 MANY, FEW = 32, 8
 
 
-class Draft:
+class MembershipDraft:
     """A state under change; it lives for one event."""
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: MembershipState, now: float) -> None:
         self.base = state
         self.now = now
         self.members = dict(state.members)
         self.claims = dict(state.claims)
         self.asked: list[ev.Instruction] = []
 
-    def freeze(self) -> State:
+    def freeze(self) -> MembershipState:
         return replace(self.base, members=self.members, claims=self.claims)
 
     def set(self, **changes: object) -> None:
@@ -35,9 +35,9 @@ class Draft:
     def wait_for(self, reason: str) -> None:
         if reason != self.base.reason:
             self.set(reason=reason)
-            self.ask(ev.Say(reason))
+            self.ask(ev.MembershipNote(reason))
 
-    def update(self, name: str, **changes: object) -> Member:
+    def update(self, name: str, **changes: object) -> MemberState:
         self.members[name] = replace(self.members[name], **changes)  # type: ignore[arg-type]
         return self.members[name]
 
@@ -52,7 +52,7 @@ class Draft:
             self.set(restoring="")
         if not planned:
             self.set(losses=self.base.losses + 1)
-            self.ask(ev.Say(f"{name} is lost: {reason}", member=name))
+            self.ask(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
         stopped = planned and self.base.stopping is not None
         if world is not None and world.rank_of(name) is not None and status != DONE and not stopped:
             self.dissolve(f"{name} is gone: {reason}")
@@ -110,7 +110,7 @@ class Draft:
         step = self.base.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
         self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}")
-        self.ask(ev.TellFinished(others, step))
+        self.ask(ev.AnnounceFinished(others, step))
 
     def try_form(self) -> None:
         held_up = [
@@ -146,7 +146,7 @@ class Draft:
         if self._enough(fitting):
             self._form(fitting, holders, top)
 
-    def _fitting(self, present: list[Member]) -> list[Member]:
+    def _fitting(self, present: list[MemberState]) -> list[MemberState]:
         """Those whose model is the run's; before the first step, that is the one that most have."""
         if not self.base.fingerprint:
             count = Counter(m.fingerprint for m in sorted(present, key=lambda m: m.order))
@@ -160,7 +160,7 @@ class Draft:
         """A member whose model is not the run's cannot take part, and is no loss."""
         member = self.members[name]
         self.ask(
-            ev.Refuse(
+            ev.RejectMember(
                 name,
                 member.incarnation,
                 "S206",
@@ -171,11 +171,11 @@ class Draft:
         )
         self.lose(name, "its model differs", planned=True)
 
-    def _may_come_back(self, member: Member) -> bool:
+    def _may_come_back(self, member: MemberState) -> bool:
         """Whether a disconnected holder of state is still waited for."""
         return member.status == WAITING and not member.connected and member.step is not None and not member.suspected
 
-    def _holders(self, present: list[Member]) -> list[Member]:
+    def _holders(self, present: list[MemberState]) -> list[MemberState]:
         fresh = [m for m in present if m.step is not None and not m.stale]
         if fresh:
             return fresh
@@ -183,16 +183,16 @@ class Draft:
         known = self.base.checkpoint_step
         return [m for m in stale if known is None or (m.step or 0) >= known]
 
-    def _restore(self, present: list[Member]) -> None:
+    def _restore(self, present: list[MemberState]) -> None:
         if self.base.restoring:
             return
         chosen = min(present, key=lambda m: m.order)
         reason = "no member holds the state of the run any more: going back to the newest checkpoint"
         self.set(restoring=chosen.name)
         self.wait_for(reason)
-        self.ask(ev.AskRestore(chosen.name, reason))
+        self.ask(ev.RestoreCheckpoint(chosen.name, reason))
 
-    def _enough(self, present: list[Member]) -> bool:
+    def _enough(self, present: list[MemberState]) -> bool:
         rules = self.base.rules
         if self.base.stopping is not None or self.base.done_at is not None:
             return bool(present)
@@ -203,11 +203,11 @@ class Draft:
         if self.base.started or len(present) >= rules.max_members:
             return True
         if self.base.gather_until is None:
-            self.set(gather_until=self.now + rules.gather_s)
+            self.set(gather_until=self.now + rules.regroup_s)
         until = self.base.gather_until
         return until is not None and self.now >= until
 
-    def _form(self, present: list[Member], holders: list[Member], top: int) -> None:
+    def _form(self, present: list[MemberState], holders: list[MemberState], top: int) -> None:
         fresh = not holders
         names = {m.name for m in holders if m.step == top}
         present = sorted(present, key=lambda m: (m.name not in names, m.rank, m.order))
@@ -280,7 +280,7 @@ class Draft:
             return
         self._propose(world, seated, target)
 
-    def _propose(self, world: World, seated: list[Member], target: list[Member]) -> None:
+    def _propose(self, world: World, seated: list[MemberState], target: list[MemberState]) -> None:
         names = [m.name for m in target]
         if names == [s.member for s in world.seats]:
             self.set(proposal=None)
@@ -343,20 +343,20 @@ class Draft:
             joins=self.base.joins + len(proposal.sources),
             reason=reason,
         )
-        self.ask(ev.Say(reason))
+        self.ask(ev.MembershipNote(reason))
 
     # --- stopping
 
-    def _with_time(self, leaving: list[Member]) -> list[Member]:
+    def _with_time(self, leaving: list[MemberState]) -> list[MemberState]:
         """Those who were told to go, but can wait for somebody who is hired to take over."""
         return [m for m in leaving if self.base.rules.hires and m.stop_by > self.now]
 
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
         reason = f"every member was told to go: {cause}"
-        self.stop(ev.StopAsked(reason, checkpoint=True, exit_code=75, until_others=self.base.rules.hires))
+        self.stop(ev.StopRequested(reason, checkpoint=True, exit_code=75, until_others=self.base.rules.hires))
 
-    def stop(self, asked: ev.StopAsked) -> None:
+    def stop(self, asked: ev.StopRequested) -> None:
         if self.base.stopping is None:
             self.set(stopping=asked, reason=asked.reason)
             self.repeat_stop(self.members)
@@ -367,11 +367,11 @@ class Draft:
         if asked is not None and to:
             self.ask(ev.StopMembers(to, asked.reason, asked.checkpoint, asked.exit_code))
 
-    def remind(self, member: Member) -> None:
+    def remind(self, member: MemberState) -> None:
         """Tell one that comes, for the first time or again, of the end: it may not have heard of it."""
         self.repeat_stop([member.name])
         if self.base.finished:
-            self.ask(ev.TellFinished((member.name,), self.base.step))
+            self.ask(ev.AnnounceFinished((member.name,), self.base.step))
 
     # --- claims
 
@@ -382,7 +382,7 @@ class Draft:
                 heir = waiting[0] if waiting else ""
                 self.claims[name] = replace(claim, holder=heir, waiting=waiting[1:])
                 if heir:
-                    self.ask(ev.Grant(heir, name))
+                    self.ask(ev.GrantClaim(heir, name))
             else:
                 self.claims[name] = replace(claim, waiting=waiting)
 

@@ -15,7 +15,7 @@ from shoal.core.world import Address, World
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class MemberConnected:
     """A member connected, for the first time or again (same incarnation); for `done` and `early` see MemberDone."""
 
     member: str
@@ -30,7 +30,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class BecameReady:
+class MemberReady:
     """A member can be admitted. `restored`: it was asked for a checkpoint; `step` is None if there was none."""
 
     member: str
@@ -41,7 +41,7 @@ class BecameReady:
 
 
 @dataclass(frozen=True, slots=True)
-class WorldBroke:
+class WorldBroken:
     """A member's exchange failed; it holds the state of `step`, None for none."""
 
     member: str
@@ -52,7 +52,7 @@ class WorldBroke:
 
 
 @dataclass(frozen=True, slots=True)
-class EnteredWorld:
+class WorldEntered:
     """A member crossed into a proposed world at a step boundary."""
 
     member: str
@@ -61,7 +61,7 @@ class EnteredWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparationFailed:
+class WorldPrepareFailed:
     member: str
     world: int
     suspects: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class PartCopied:
 
 
 @dataclass(frozen=True, slots=True)
-class PartYielded:
+class PartReleased:
     """A primary has come to rest, so that its backup can take over; `number` is the placement that asked for it."""
 
     member: str
@@ -98,12 +98,12 @@ class ServerUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class MemberDisconnected:
     member: str
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class MemberLost:
     """A member is gone: its process ended, its lease ran out, or it is `stuck`.
 
     The process of one that is stuck answers, but what its script does will not come to an end.
@@ -115,7 +115,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeGiven:
+class NoticeReceived:
     """A member will go away within so many seconds."""
 
     member: str
@@ -142,13 +142,13 @@ class MemberDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimRequested:
     member: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimFulfilled:
+class ClaimCompleted:
     member: str
     name: str
 
@@ -161,7 +161,7 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class AdjustmentReported:
     """The members of a world changed something by themselves, from `step` on; one of them tells.
 
     `what` is shares, batch or memory; `values` are its figures by name.
@@ -175,14 +175,14 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Progressed:
+class ProgressRecorded:
     """The run has committed up to here; written now and then, not at every step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """`until_others` says that it is for lack of members only, and that the run goes on when others are there."""
 
     reason: str
@@ -192,7 +192,7 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleAsked:
+class ScaleRequested:
     min_members: int
     max_members: int
 
@@ -210,26 +210,26 @@ class CoordinatorRestarted:
 
 
 Event = Union[
-    Hello,
-    BecameReady,
-    WorldBroke,
-    EnteredWorld,
-    PreparationFailed,
+    MemberConnected,
+    MemberReady,
+    WorldBroken,
+    WorldEntered,
+    WorldPrepareFailed,
     PartCopied,
-    PartYielded,
+    PartReleased,
     ServerUnreachable,
-    Disconnected,
-    Lost,
-    NoticeGiven,
+    MemberDisconnected,
+    MemberLost,
+    NoticeReceived,
     MemberLeft,
     MemberDone,
-    Claimed,
-    ClaimFulfilled,
+    ClaimRequested,
+    ClaimCompleted,
     CheckpointWritten,
-    Decided,
-    Progressed,
-    StopAsked,
-    ScaleAsked,
+    AdjustmentReported,
+    ProgressRecorded,
+    StopRequested,
+    ScaleRequested,
     TimerFired,
     CoordinatorRestarted,
 ]
@@ -265,7 +265,7 @@ class DissolveWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceParts:
+class PublishPlacement:
     """Tell these members who holds the parts of the state from now on."""
 
     placement: Placement
@@ -274,7 +274,7 @@ class PlaceParts:
 
 
 @dataclass(frozen=True, slots=True)
-class TellGone:
+class AnnounceTrainerLost:
     """Tell these servers that a trainer is gone, so that nobody waits for it."""
 
     to: tuple[str, ...]
@@ -284,13 +284,13 @@ class TellGone:
 
 
 @dataclass(frozen=True, slots=True)
-class AskRestore:
+class RestoreCheckpoint:
     member: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RejectMember:
     """End the connection of this incarnation with an error."""
 
     member: str
@@ -302,7 +302,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Expel:
+class EvictMember:
     """Tell a member that it is no longer in the run, and may say hello anew."""
 
     member: str
@@ -318,25 +318,25 @@ class StopMembers:
 
 
 @dataclass(frozen=True, slots=True)
-class TellFinished:
+class AnnounceFinished:
     to: tuple[str, ...]
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantClaim:
     member: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class TellFulfilled:
+class AnnounceClaimCompleted:
     to: tuple[str, ...]
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class MembershipNote:
     """A sentence for the story; nothing to carry out."""
 
     text: str
@@ -347,14 +347,14 @@ Instruction = Union[
     FormWorld,
     ProposeWorld,
     DissolveWorld,
-    PlaceParts,
-    TellGone,
-    AskRestore,
-    Refuse,
-    Expel,
+    PublishPlacement,
+    AnnounceTrainerLost,
+    RestoreCheckpoint,
+    RejectMember,
+    EvictMember,
     StopMembers,
-    TellFinished,
-    Grant,
-    TellFulfilled,
-    Say,
+    AnnounceFinished,
+    GrantClaim,
+    AnnounceClaimCompleted,
+    MembershipNote,
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import OUT, STARTING, TRAINING, WAITING, Beat, Member, State
+from shoal.core.membership.state import OUT, STARTING, TRAINING, WAITING, LastHeartbeat, MembershipState, MemberState
 from shoal.core.world import World
 
 # So many beats a second are as much as a coordinator wants to hear of one run.
@@ -20,16 +20,16 @@ BACK_S, RETURN_S = 4.0, 0.01
 OWN_SILENCE_S = 15.0
 
 
-def beat_s(wished_s: float, members: int, lease_s: float) -> float:
+def heartbeat_s(wished_s: float, members: int, lease_s: float) -> float:
     """How often each of so many members renews its lease: as wished, or more rarely, but often enough for its lease.
 
-    >>> beat_s(0.5, 8, 3.0), beat_s(0.5, 600, 3.0), beat_s(0.5, 5000, 3.0)
+    >>> heartbeat_s(0.5, 8, 3.0), heartbeat_s(0.5, 600, 3.0), heartbeat_s(0.5, 5000, 3.0)
     (0.5, 0.6, 0.75)
     """
     return max(wished_s, min(members / BEATS_PER_S, lease_s / BEATS_PER_LEASE))
 
 
-def quiet_s(beat_s: float, lease_s: float) -> float:
+def quiet_s(heartbeat_s: float, lease_s: float) -> float:
     """How long nobody is heard before the silence is the coordinator's own; no member's lease can have run out by then.
 
     With beats so rare that one who is left could be silent for as long, it never is.
@@ -37,12 +37,12 @@ def quiet_s(beat_s: float, lease_s: float) -> float:
     >>> quiet_s(0.5, 3.0), quiet_s(0.75, 3.0), quiet_s(2.0, 3.0)
     (2.0, 1.5, inf)
     """
-    quiet = lease_s - 2.0 * beat_s
-    return quiet if quiet > 1.5 * beat_s else inf
+    quiet = lease_s - 2.0 * heartbeat_s
+    return quiet if quiet > 1.5 * heartbeat_s else inf
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
+class CoordinatorReachability:
     """When a coordinator last heard anybody at all, and when it did again after it had heard nobody for `quiet_s`.
 
     Who is cut off itself hears nobody, while members train on without it.
@@ -52,12 +52,12 @@ class Hearing:
     quiet_s: float = inf
     again: float = -inf
 
-    def heard(self, last: float) -> Hearing:
+    def heard(self, last: float) -> CoordinatorReachability:
         """The same, after somebody was heard, or nobody new."""
         again = last if last - self.last > self.quiet_s else self.again
         return replace(self, last=last, again=again) if last > self.last else self
 
-    def spares(self, member: Member, state: State, now: float) -> bool:
+    def spares(self, member: MemberState, state: MembershipState, now: float) -> bool:
         """Whether a member's silence is most likely the coordinator's own: it hears nobody, or does only just again.
 
         One whose connection was closed was heard of.
@@ -67,13 +67,18 @@ class Hearing:
         return member.connected and self.quiet_s < now - self.last <= OWN_SILENCE_S
 
 
-def due(state: State, beats: Mapping[str, Beat], now: float, hearing: Hearing | None = None) -> tuple[ev.Event, ...]:
+def due(
+    state: MembershipState,
+    beats: Mapping[str, LastHeartbeat],
+    now: float,
+    hearing: CoordinatorReachability | None = None,
+) -> tuple[ev.Event, ...]:
     """The waits that are over, as events."""
-    hearing = hearing or Hearing(now)
+    hearing = hearing or CoordinatorReachability(now)
     if state.finished:
         return tuple(_lost(state, _awaited(state), beats, now, hearing))
     fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now, hearing))
-    fired.extend(ev.Lost(name, reason, stuck=True) for name, reason in _stalled(state, beats, now))
+    fired.extend(ev.MemberLost(name, reason, stuck=True) for name, reason in _stalled(state, beats, now))
     if state.gather_until is not None and now >= state.gather_until:
         fired.append(ev.TimerFired("gather"))
     elif any(0.0 < m.benched_until <= now for m in state.members.values()):
@@ -85,15 +90,19 @@ def due(state: State, beats: Mapping[str, Beat], now: float, hearing: Hearing | 
     return tuple(fired)
 
 
-def _awaited(state: State) -> list[Member]:
+def _awaited(state: MembershipState) -> list[MemberState]:
     """Those who do something that another waits for; when all is trained, nobody else has to be there any more."""
     names = {claim.holder for claim in state.claims.values() if claim.waiting and not claim.fulfilled}
     return [member for name, member in state.members.items() if name in names]
 
 
 def _lost(
-    state: State, members: Iterable[Member], beats: Mapping[str, Beat], now: float, hearing: Hearing
-) -> Iterator[ev.Lost]:
+    state: MembershipState,
+    members: Iterable[MemberState],
+    beats: Mapping[str, LastHeartbeat],
+    now: float,
+    hearing: CoordinatorReachability,
+) -> Iterator[ev.MemberLost]:
     fresh_since = now - state.rules.lease_s
     for member in members:
         beat = beats.get(member.name)
@@ -102,16 +111,16 @@ def _lost(
             continue
         reason = _why_lost(state, member, beat, now)
         if reason and not hearing.spares(member, state, now):
-            yield ev.Lost(member.name, reason)
+            yield ev.MemberLost(member.name, reason)
 
 
-def _last_call(state: State, now: float) -> bool:
+def _last_call(state: MembershipState, now: float) -> bool:
     """Whether all who train were told to go, and one of them cannot wait any longer for somebody to take over."""
     staying = any(m.status == TRAINING and not m.leaving for m in state.members.values())
     return not staying and any(m.leaving and m.stop_by <= now for m in state.members.values())
 
 
-def _why_lost(state: State, member: Member, beat: Beat | None, now: float) -> str:
+def _why_lost(state: MembershipState, member: MemberState, beat: LastHeartbeat | None, now: float) -> str:
     silent_s = now - max(beat.at if beat else 0.0, member.since)
     if silent_s > state.rules.lease_s:
         return f"its lease ran out: silent for {silent_s:.1f} s"
@@ -121,7 +130,7 @@ def _why_lost(state: State, member: Member, beat: Beat | None, now: float) -> st
     return ""
 
 
-def _may_stall(world: World, beats: Mapping[str, Beat], stall_s: float) -> bool:
+def _may_stall(world: World, beats: Mapping[str, LastHeartbeat], hang_timeout_s: float) -> bool:
     """Whether somebody waits in the exchange, and nobody has for a short time only; asked twenty times a second."""
     waits = False
     for seat in world.seats:
@@ -129,24 +138,24 @@ def _may_stall(world: World, beats: Mapping[str, Beat], stall_s: float) -> bool:
         if beat is None:
             return False
         if beat.phase == "exchange":
-            if beat.phase_age_s < stall_s:
+            if beat.phase_age_s < hang_timeout_s:
                 return False
             waits = True
     return waits
 
 
-def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
+def _stalled(state: MembershipState, beats: Mapping[str, LastHeartbeat], now: float) -> list[tuple[str, str]]:
     """Members that are stuck outside the exchange while all others have long waited for them in it."""
     if state.placement is not None:
         return _stuck_with_a_ticket(state, beats, now)
-    if state.world is None or not _may_stall(state.world, beats, state.rules.stall_s):
+    if state.world is None or not _may_stall(state.world, beats, state.rules.hang_timeout_s):
         return []
     seen = {s.member: beats[s.member] for s in state.world.seats if s.member in beats}
     waiting = {n: b for n, b in seen.items() if b.phase == "exchange"}
     stuck = {n: b for n, b in seen.items() if b.phase != "exchange"}
     if not waiting or not stuck or len(seen) < state.world.size:
         return []
-    limit_s = max(state.rules.stall_s, 20.0 * max(b.usual_step_s for b in seen.values()))
+    limit_s = max(state.rules.hang_timeout_s, 20.0 * max(b.usual_step_s for b in seen.values()))
     if min(b.phase_age_s for b in waiting.values()) < limit_s:
         return []
     return [
@@ -156,12 +165,14 @@ def _stalled(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[
     ]
 
 
-def _stuck_with_a_ticket(state: State, beats: Mapping[str, Beat], now: float) -> list[tuple[str, str]]:
+def _stuck_with_a_ticket(
+    state: MembershipState, beats: Mapping[str, LastHeartbeat], now: float
+) -> list[tuple[str, str]]:
     """Trainers of a run with servers that do not wait for anybody, and for whom another has long waited."""
     seen = {name: beats[name] for name, m in state.members.items() if m.status == TRAINING and name in beats}
-    if not any(beat.waits_for and beat.phase_age_s >= state.rules.stall_s for beat in seen.values()):
+    if not any(beat.waits_for and beat.phase_age_s >= state.rules.hang_timeout_s for beat in seen.values()):
         return []
-    limit_s = max(state.rules.stall_s, 20.0 * max(beat.usual_step_s for beat in seen.values()))
+    limit_s = max(state.rules.hang_timeout_s, 20.0 * max(beat.usual_step_s for beat in seen.values()))
     awaited = {name for beat in seen.values() if beat.phase_age_s >= limit_s for name in beat.waits_for}
     return [
         (

@@ -14,22 +14,22 @@ TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class MembershipSettings:
     """The settings that membership depends on. `hires` says that others are asked for when members have to go."""
 
     min_members: int = 1
     max_members: int = 1
     lease_s: float = 3.0
     reconnect_s: float = 1.0
-    gather_s: float = 0.5
-    stall_s: float = 300.0
+    regroup_s: float = 0.5
+    hang_timeout_s: float = 300.0
     bench_s: float = 1.0
     servers: int = 0
     hires: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberState:
     """What is known of one member. `step` is the state that it holds outside a world, None for none.
 
     One that is `leaving` trains on until `stop_by` if there is nobody yet to take over.
@@ -57,7 +57,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimState:
     """Something that exactly one member does."""
 
     holder: str
@@ -66,14 +66,14 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class MembershipState:
     """The membership of one run. `done_at` is the last step, once somebody has done it.
 
     `gone` are the trainers that servers were told of lately: name, incarnation, when.
     """
 
-    rules: Rules
-    members: Mapping[str, Member] = field(default_factory=dict)
+    rules: MembershipSettings
+    members: Mapping[str, MemberState] = field(default_factory=dict)
     world: World | None = None
     placement: Placement | None = None
     life: int = 0
@@ -86,22 +86,22 @@ class State:
     fingerprint: str = ""
     restoring: str = ""
     gather_until: float | None = None
-    claims: Mapping[str, Claim] = field(default_factory=dict)
-    stopping: ev.StopAsked | None = None
+    claims: Mapping[str, ClaimState] = field(default_factory=dict)
+    stopping: ev.StopRequested | None = None
     done_at: int | None = None
     finished: bool = False
     step: int = 0
     world_began_at: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
-    decided: Mapping[str, ev.Decided] = field(default_factory=dict)
+    decided: Mapping[str, ev.AdjustmentReported] = field(default_factory=dict)
     losses: int = 0
     joins: int = 0
     reason: str = "waiting for the first member"
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class LastHeartbeat:
     """What a member last said of itself, and when."""
 
     at: float

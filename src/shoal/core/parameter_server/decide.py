@@ -15,27 +15,27 @@ from typing import Any
 from shoal.core import placement as core_placement
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
-from shoal.core.membership.draft import Draft, listed
-from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, Member, State
-from shoal.core.placement import Holding, Placement
+from shoal.core.membership.draft import MembershipDraft, listed
+from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
 
 # A server that misses who is gone is itself lost, back, or replaced within about a lease.
 LATELY_LEASES = 2
 
 
-def decide(state: State, event: ev.Event, now: float) -> tuple[State, tuple[ev.Instruction, ...]]:
+def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[MembershipState, tuple[ev.Instruction, ...]]:
     """The next state, and what to tell whom."""
-    draft = ServerDraft(state, now)
+    draft = PlacementDraft(state, now)
     _HANDLERS[type(event)](draft, event)
     draft.advance()
     return draft.freeze(), tuple(draft.asked)
 
 
-class ServerDraft(Draft):
+class PlacementDraft(MembershipDraft):
     """A state under change, in which placements stand for worlds."""
 
-    def of_role(self, role: str, *statuses: str) -> list[Member]:
+    def of_role(self, role: str, *statuses: str) -> list[MemberState]:
         found = [m for m in self.members.values() if m.role == role and m.status in statuses]
         return sorted(found, key=lambda m: m.order)
 
@@ -47,10 +47,10 @@ class ServerDraft(Draft):
             self.set(restoring="")
         if not planned:
             self.set(losses=self.base.losses + 1)
-            self.ask(ev.Say(f"{name} is lost: {reason}", member=name))
+            self.ask(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
         if gone.role == TRAINER and self.base.placement is not None:
             servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
-            self.ask(ev.TellGone(servers, name, gone.incarnation, reason))
+            self.ask(ev.AnnounceTrainerLost(servers, name, gone.incarnation, reason))
             lately = [one for one in self.base.gone if self.now - one[2] <= LATELY_LEASES * self.base.rules.lease_s]
             self.set(gone=(*lately, (name, gone.incarnation, self.now)))
         if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
@@ -103,7 +103,7 @@ class ServerDraft(Draft):
         if able:
             self.place(able, holder if holder in able else None)
 
-    def enough_of_both(self, servers: list[Member]) -> bool:
+    def enough_of_both(self, servers: list[MemberState]) -> bool:
         rules = self.base.rules
         trainers = [m for m in self.of_role(TRAINER, WAITING, TRAINING) if m.connected]
         if len(trainers) < rules.min_members:
@@ -113,11 +113,11 @@ class ServerDraft(Draft):
         if len(servers) >= rules.servers and (self.base.started or len(trainers) >= rules.max_members):
             return True
         if self.base.gather_until is None:
-            self.set(gather_until=self.now + rules.gather_s)
+            self.set(gather_until=self.now + rules.regroup_s)
         until = self.base.gather_until
         return until is not None and self.now >= until
 
-    def place(self, servers: list[Member], holder: Member | None) -> None:
+    def place(self, servers: list[MemberState], holder: MemberState | None) -> None:
         number, life = self.base.number + 1, self.base.life + 1
         names = [m.name for m in servers]
         parts = 1 + max(1, self.base.rules.servers)
@@ -188,7 +188,7 @@ class ServerDraft(Draft):
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
         self.publish(replace(before, servers=_seats(left), holdings=holdings), _who(gone, "is gone"))
 
-    def change(self, part: int, holding: Holding, reason: str) -> None:
+    def change(self, part: int, holding: PartAssignment, reason: str) -> None:
         placement = self.base.placement
         assert placement is not None
         holdings = tuple(holding if p == part else h for p, h in enumerate(placement.holdings))
@@ -201,7 +201,7 @@ class ServerDraft(Draft):
         self.set(placement=placement, number=placement.number, reason=reason)
         to = {seat.member for seat in placement.servers}
         to |= {m.name for m in self.members.values() if m.status == TRAINING}
-        self.ask(ev.PlaceParts(placement, tuple(sorted(to)), reason))
+        self.ask(ev.PublishPlacement(placement, tuple(sorted(to)), reason))
         if before is not None and before.holdings[core_placement.LEDGER] != placement.holdings[core_placement.LEDGER]:
             self.repeat_gone()
 
@@ -209,7 +209,11 @@ class ServerDraft(Draft):
         """Tell whoever keeps the ledger whom to wait for no longer: when that was told, it may not have been there."""
         for name, incarnation, at in self.base.gone:
             if name not in self.members and self.now - at <= LATELY_LEASES * self.base.rules.lease_s:
-                self.ask(ev.TellGone((self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"))
+                self.ask(
+                    ev.AnnounceTrainerLost(
+                        (self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"
+                    )
+                )
 
     def admit(self) -> None:
         """Let trainers that are ready begin."""
@@ -221,7 +225,7 @@ class ServerDraft(Draft):
             if member.connected and not member.leaving:
                 self.update(member.name, status=TRAINING)
                 self.set(joins=self.base.joins + 1)
-                self.ask(ev.PlaceParts(placement, (member.name,), f"{member.name} joins as a trainer"))
+                self.ask(ev.PublishPlacement(placement, (member.name,), f"{member.name} joins as a trainer"))
 
     # --- the end
 
@@ -231,9 +235,9 @@ class ServerDraft(Draft):
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=DONE)
         self.set(finished=True, placement=None, step=step, reason=f"finished at step {step}")
-        self.ask(ev.TellFinished(others, step))
+        self.ask(ev.AnnounceFinished(others, step))
 
-    def stop(self, asked: ev.StopAsked) -> None:
+    def stop(self, asked: ev.StopRequested) -> None:
         if self.base.stopping is None:
             self.set(stopping=asked, reason=asked.reason)
             told = [m.name for m in self.members.values() if m.role == TRAINER or m.status != TRAINING]
@@ -255,7 +259,7 @@ class ServerDraft(Draft):
         elif self.lead not in self.members:
             self.tell_to_stop(serving, checkpoint=False)
 
-    def remind(self, member: Member) -> None:
+    def remind(self, member: MemberState) -> None:
         """As of a run without servers, but these are told to stop one after the other."""
         asked = self.base.stopping
         if asked is not None and (
@@ -264,7 +268,7 @@ class ServerDraft(Draft):
             keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
             self.tell_to_stop([member.name], asked.checkpoint and keeps)
         if self.base.finished:
-            self.ask(ev.TellFinished((member.name,), self.base.step))
+            self.ask(ev.AnnounceFinished((member.name,), self.base.step))
 
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
         """Who was told is `leaving` for the reason of the stop."""
@@ -275,7 +279,7 @@ class ServerDraft(Draft):
             self.ask(ev.StopMembers((name,), asked.reason, checkpoint, asked.exit_code))
 
 
-def _seats(members: Iterable[Member]) -> tuple[Seat, ...]:
+def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:
     return tuple(Seat(m.name, m.incarnation, m.address) for m in members)
 
 
@@ -283,12 +287,12 @@ def _who(names: list[str], what: str) -> str:
     return f"{listed(names)} {what}" if names else ""
 
 
-def _differently(before: tuple[Holding, ...], after: tuple[Holding, ...]) -> list[str]:
+def _differently(before: tuple[PartAssignment, ...], after: tuple[PartAssignment, ...]) -> list[str]:
     asked = [a.primary for b, a in zip(before, after, strict=True) if a.handing and not b.handing]
     return list(dict.fromkeys(asked))
 
 
-def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
+def _on_hello(draft: PlacementDraft, event: ev.MemberConnected) -> None:
     known = draft.members.get(event.member)
     again = known is not None and known.incarnation == event.incarnation
     mb.handle(draft, replace(event, done=False, broken=False))
@@ -297,12 +301,12 @@ def _on_hello(draft: ServerDraft, event: ev.Hello) -> None:
     if here and event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
     elif again and known is not None and known.status == TRAINING and placement is not None:
-        draft.ask(ev.PlaceParts(placement, (event.member,), "it may have missed the news"))
+        draft.ask(ev.PublishPlacement(placement, (event.member,), "it may have missed the news"))
         if event.member == draft.lead:
             draft.repeat_gone()
 
 
-def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:
+def _on_done(draft: PlacementDraft, event: ev.MemberDone) -> None:
     if event.member in draft.members:
         draft.update(event.member, status=DONE, step=event.step)
         draft.set(step=max(draft.base.step, event.step))
@@ -310,20 +314,20 @@ def _on_done(draft: ServerDraft, event: ev.MemberDone) -> None:
             draft.set(done_at=event.step)
 
 
-def _on_copied(draft: ServerDraft, event: ev.PartCopied) -> None:
+def _on_copied(draft: PlacementDraft, event: ev.PartCopied) -> None:
     holding = _held(draft, event.part, event.member)
     done = core_placement.copied(holding, event.to, event.since) if holding is not None else None
     if done is not None and event.to in draft.members:
         draft.change(event.part, done, f"{event.to} has a copy of {_name(event.part)}")
 
 
-def _on_yielded(draft: ServerDraft, event: ev.PartYielded) -> None:
+def _on_yielded(draft: PlacementDraft, event: ev.PartReleased) -> None:
     holding = _held(draft, event.part, event.member)
     if holding is not None and holding.handing and holding.backup:
         draft.change(event.part, core_placement.handed(holding), f"{holding.backup} takes {_name(event.part)} over")
 
 
-def _on_unreachable(draft: ServerDraft, event: ev.ServerUnreachable) -> None:
+def _on_unreachable(draft: PlacementDraft, event: ev.ServerUnreachable) -> None:
     server = draft.members.get(event.server)
     if server is None:
         return
@@ -341,7 +345,7 @@ def _on_unreachable(draft: ServerDraft, event: ev.ServerUnreachable) -> None:
             return
 
 
-def _on_disconnected(draft: ServerDraft, event: ev.Disconnected) -> None:
+def _on_disconnected(draft: PlacementDraft, event: ev.MemberDisconnected) -> None:
     member = draft.members.get(event.member)
     if member is None:
         return
@@ -350,7 +354,7 @@ def _on_disconnected(draft: ServerDraft, event: ev.Disconnected) -> None:
         draft.lose(event.member, "its connections to the coordinator and to a peer both broke")
 
 
-def _held(draft: ServerDraft, part: int, primary: str) -> Holding | None:
+def _held(draft: PlacementDraft, part: int, primary: str) -> PartAssignment | None:
     placement = draft.base.placement
     if placement is None or not 0 <= part < len(placement.holdings):
         return None
@@ -362,34 +366,34 @@ def _name(part: int) -> str:
     return "the ledger" if part == core_placement.LEDGER else f"shard {part}"
 
 
-def _as_ever(draft: ServerDraft, event: ev.Event) -> None:
+def _as_ever(draft: PlacementDraft, event: ev.Event) -> None:
     mb.handle(draft, event)
 
 
-def _ignore(_draft: ServerDraft, _event: ev.Event) -> None:
+def _ignore(_draft: PlacementDraft, _event: ev.Event) -> None:
     """There are no worlds here."""
 
 
-_HANDLERS: dict[type, Callable[[ServerDraft, Any], None]] = {
-    ev.Hello: _on_hello,
-    ev.BecameReady: _as_ever,
-    ev.WorldBroke: _ignore,
-    ev.EnteredWorld: _ignore,
-    ev.PreparationFailed: _ignore,
+_HANDLERS: dict[type, Callable[[PlacementDraft, Any], None]] = {
+    ev.MemberConnected: _on_hello,
+    ev.MemberReady: _as_ever,
+    ev.WorldBroken: _ignore,
+    ev.WorldEntered: _ignore,
+    ev.WorldPrepareFailed: _ignore,
     ev.PartCopied: _on_copied,
-    ev.PartYielded: _on_yielded,
+    ev.PartReleased: _on_yielded,
     ev.ServerUnreachable: _on_unreachable,
-    ev.Disconnected: _on_disconnected,
-    ev.Lost: _as_ever,
-    ev.NoticeGiven: _as_ever,
+    ev.MemberDisconnected: _on_disconnected,
+    ev.MemberLost: _as_ever,
+    ev.NoticeReceived: _as_ever,
     ev.MemberLeft: _as_ever,
     ev.MemberDone: _on_done,
-    ev.Claimed: _as_ever,
-    ev.ClaimFulfilled: _as_ever,
+    ev.ClaimRequested: _as_ever,
+    ev.ClaimCompleted: _as_ever,
     ev.CheckpointWritten: _as_ever,
-    ev.Progressed: _as_ever,
-    ev.StopAsked: _as_ever,
-    ev.ScaleAsked: _as_ever,
+    ev.ProgressRecorded: _as_ever,
+    ev.StopRequested: _as_ever,
+    ev.ScaleRequested: _as_ever,
     ev.TimerFired: _as_ever,
     ev.CoordinatorRestarted: _as_ever,
 }

@@ -24,7 +24,7 @@ WEIGHT_STEP = 0.1
 WEIGHT_LIMITS = (0.05, 20.0)
 
 
-class Sizes(Protocol):
+class BatchSizes(Protocol):
     """How many global batches there are, and how many samples each has: an `Order`."""
 
     @property
@@ -51,7 +51,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class TrainerClock:
     """One trainer as the ledger knows it. `rate` is its samples a second, 0 if not measured yet."""
 
     session: str
@@ -62,7 +62,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class TicketLedger:
     """What was issued, to whom, and how far everybody is. The next new ticket begins at sample `at` of batch `step`.
 
     `again` are tickets whose holder is gone. `low` is the slowest clock that was ever waited for; it only grows.
@@ -75,7 +75,7 @@ class Ledger:
     at: int = 0
     finished_samples: int = 0
     low: int = 0
-    trainers: Mapping[str, Trainer] = field(default_factory=dict)
+    trainers: Mapping[str, TrainerClock] = field(default_factory=dict)
     again: tuple[Ticket, ...] = ()
     marked: tuple[Ticket, ...] | None = None
 
@@ -87,7 +87,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class TicketGranted:
     """Begin this ticket. `clock` is the trainer's, `low` the slowest of all, `behind` who that is."""
 
     ticket: Ticket
@@ -99,7 +99,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TicketDelayed:
     """Not yet: `whom` must come on first."""
 
     reason: str
@@ -109,21 +109,21 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class TicketsExhausted:
     """Every ticket is finished."""
 
     finished_samples: int
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class TrainerUnknown:
     """This trainer is not, or no longer, in the ledger: it may join again."""
 
 
-Outcome = Union[Granted, Wait, Over, Unknown]
+Outcome = Union[TicketGranted, TicketDelayed, TicketsExhausted, TrainerUnknown]
 
 
-def join(ledger: Ledger, name: str, session: str) -> Ledger:
+def join(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
     """A trainer comes; one of the same name that was there before is gone."""
     known = ledger.trainers.get(name)
     if known is not None and known.session == session:
@@ -131,10 +131,10 @@ def join(ledger: Ledger, name: str, session: str) -> Ledger:
     if known is not None:
         ledger = drop(ledger, name, known.session)
     clock = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
-    return replace(ledger, trainers={**ledger.trainers, name: Trainer(session, clock)})
+    return replace(ledger, trainers={**ledger.trainers, name: TrainerClock(session, clock)})
 
 
-def drop(ledger: Ledger, name: str, session: str) -> Ledger:
+def drop(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
     """A trainer is gone: nobody waits for it any more, and its ticket is issued again."""
     known = ledger.trainers.get(name)
     if known is None or known.session != session:
@@ -145,8 +145,8 @@ def drop(ledger: Ledger, name: str, session: str) -> Ledger:
 
 
 def turn(
-    ledger: Ledger, sizes: Sizes, name: str, session: str, done: Ticket | None, seconds: float, wants: bool
-) -> tuple[Ledger, Outcome]:
+    ledger: TicketLedger, sizes: BatchSizes, name: str, session: str, done: Ticket | None, seconds: float, wants: bool
+) -> tuple[TicketLedger, Outcome]:
     """A trainer has finished a ticket, or not, and wants another, or not.
 
     Saying the same again gives the same answer, so a trainer that did not hear it may ask anew.
@@ -155,21 +155,21 @@ def turn(
         ledger = _finish(ledger, name, session, done, seconds)
     me = ledger.trainers.get(name)
     if me is None or me.session != session:
-        return ledger, Unknown()
+        return ledger, TrainerUnknown()
     if me.ticket is not None:
         return ledger, _granted(ledger, me, me.ticket)
     if not wants:
-        return ledger, Wait("it does not ask for a ticket", (), me.clock, ledger.low)
+        return ledger, TicketDelayed("it does not ask for a ticket", (), me.clock, ledger.low)
     return _issue(ledger, sizes, name, me)
 
 
-def mark(ledger: Ledger) -> Ledger:
+def mark(ledger: TicketLedger) -> TicketLedger:
     """A checkpoint begins: what is finished now is in whatever the servers hold from now on."""
     held = [t.ticket for t in ledger.trainers.values() if t.ticket is not None]
     return replace(ledger, marked=tuple(sorted((*ledger.again, *held))))
 
 
-def as_marked(ledger: Ledger) -> Ledger:
+def as_marked(ledger: TicketLedger) -> TicketLedger:
     """The ledger that belongs to a checkpoint: whatever was not finished when it began is issued again.
 
     Some of it the servers had taken in already when they were copied. They know, and do not count it twice.
@@ -181,13 +181,13 @@ def as_marked(ledger: Ledger) -> Ledger:
     return replace(ledger, trainers={}, again=marked, marked=None, finished_samples=issued - unfinished)
 
 
-def behind(ledger: Ledger) -> tuple[str, ...]:
+def behind(ledger: TicketLedger) -> tuple[str, ...]:
     """The slowest trainers."""
     low = min((t.clock for t in ledger.trainers.values()), default=0)
     return tuple(sorted(name for name, t in ledger.trainers.items() if t.clock == low))
 
 
-def _finish(ledger: Ledger, name: str, session: str, done: Ticket, seconds: float) -> Ledger:
+def _finish(ledger: TicketLedger, name: str, session: str, done: Ticket, seconds: float) -> TicketLedger:
     me = ledger.trainers.get(name)
     if me is not None and me.session == session and me.ticket == done:
         mine = _measured(ledger, name, replace(me, clock=me.clock + 1, ticket=None), done, seconds)
@@ -200,12 +200,12 @@ def _finish(ledger: Ledger, name: str, session: str, done: Ticket, seconds: floa
     return _raised(replace(ledger, finished_samples=ledger.finished_samples + done.samples))
 
 
-def _raised(ledger: Ledger) -> Ledger:
+def _raised(ledger: TicketLedger) -> TicketLedger:
     low = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
     return replace(ledger, low=max(low, ledger.low))
 
 
-def _measured(ledger: Ledger, name: str, me: Trainer, done: Ticket, seconds: float) -> Trainer:
+def _measured(ledger: TicketLedger, name: str, me: TrainerClock, done: Ticket, seconds: float) -> TrainerClock:
     """Learn from a finished ticket how large the next one should be."""
     rate = done.samples / seconds if seconds > 0 else me.rate
     if me.rate:
@@ -220,11 +220,11 @@ def _measured(ledger: Ledger, name: str, me: Trainer, done: Ticket, seconds: flo
     return replace(me, rate=rate, weight=min(WEIGHT_LIMITS[1], max(WEIGHT_LIMITS[0], weight)))
 
 
-def _issue(ledger: Ledger, sizes: Sizes, name: str, me: Trainer) -> tuple[Ledger, Outcome]:
+def _issue(ledger: TicketLedger, sizes: BatchSizes, name: str, me: TrainerClock) -> tuple[TicketLedger, Outcome]:
     if ledger.bound is not None and me.clock - min(t.clock for t in ledger.trainers.values()) > ledger.bound:
         whom = behind(ledger)
         reason = f"{me.clock - ledger.low} tickets ahead of {', '.join(whom)}, and {ledger.bound} are allowed"
-        return ledger, Wait(reason, whom, me.clock, ledger.low)
+        return ledger, TicketDelayed(reason, whom, me.clock, ledger.low)
     if ledger.again:
         ticket, rest = ledger.again[0], ledger.again[1:]
         ledger = replace(ledger, again=rest)
@@ -233,19 +233,19 @@ def _issue(ledger: Ledger, sizes: Sizes, name: str, me: Trainer) -> tuple[Ledger
     else:
         whom = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
         if not whom:
-            return ledger, Over(ledger.finished_samples)
-        return ledger, Wait(f"the last tickets are with {', '.join(whom)}", whom, me.clock, ledger.low)
+            return ledger, TicketsExhausted(ledger.finished_samples)
+        return ledger, TicketDelayed(f"the last tickets are with {', '.join(whom)}", whom, me.clock, ledger.low)
     me = replace(me, ticket=ticket)
     ledger = replace(ledger, trainers={**ledger.trainers, name: me})
     return ledger, _granted(ledger, me, ticket)
 
 
-def _granted(ledger: Ledger, me: Trainer, ticket: Ticket) -> Granted:
+def _granted(ledger: TicketLedger, me: TrainerClock, ticket: Ticket) -> TicketGranted:
     whom = behind(ledger)
-    return Granted(ticket, me.clock, ledger.low, ledger.settled, ledger.finished_samples, whom[0] if whom else "")
+    return TicketGranted(ticket, me.clock, ledger.low, ledger.settled, ledger.finished_samples, whom[0] if whom else "")
 
 
-def _cut(ledger: Ledger, sizes: Sizes, name: str) -> tuple[Ledger, Ticket]:
+def _cut(ledger: TicketLedger, sizes: BatchSizes, name: str) -> tuple[TicketLedger, Ticket]:
     """The next new ticket; a rest that would be less than half a ticket goes along with it."""
     size = sizes.size_of(ledger.step)
     wish = share(ledger, name, size)
@@ -258,7 +258,7 @@ def _cut(ledger: Ledger, sizes: Sizes, name: str) -> tuple[Ledger, Ticket]:
     return replace(ledger, step=step, at=at, marked=marked), ticket
 
 
-def share(ledger: Ledger, name: str, size: int) -> int:
+def share(ledger: TicketLedger, name: str, size: int) -> int:
     """How many samples of a global batch of `size` this trainer should have, so that all take equally long."""
     weights = _weights(ledger)
     # Never a lone sample, on which BatchNorm cannot train, nor so few that a slow trainer cannot show that it is fast.
@@ -266,7 +266,7 @@ def share(ledger: Ledger, name: str, size: int) -> int:
     return min(size, max(least, round(size * weights[name] / sum(weights.values()))))
 
 
-def _weights(ledger: Ledger) -> dict[str, float]:
+def _weights(ledger: TicketLedger) -> dict[str, float]:
     trainers = ledger.trainers
     if ledger.policy == "staleness":
         return {name: t.weight for name, t in trainers.items()}

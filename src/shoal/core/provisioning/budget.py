@@ -18,7 +18,7 @@ LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AffordableMachine:
     """A machine that a run would keep: its price, how many places it gives to the run, and whether it is there yet."""
 
     hire: str
@@ -37,7 +37,7 @@ def lasts_s(left: float, price_per_h: float) -> float:
     return max(0.0, left) * HOUR_S / price_per_h if price_per_h > 0.0 else float("inf")
 
 
-def too_dear(kept: Sequence[Kept], left: float, beside_per_h: float, least: int) -> list[str]:
+def too_dear(kept: Sequence[AffordableMachine], left: float, beside_per_h: float, least: int) -> list[str]:
     """What has to go, the dearest first, until the rest can be paid for the horizon; never what the least needs.
 
     `kept` is in the order of preference, `beside_per_h` what the run pays for its other roles.
@@ -61,5 +61,5 @@ def may_hire(left: float, rate_per_h: float, price_per_h: float, *, least: bool)
     return price_per_h <= 0.0 or pays(left, rate_per_h + price_per_h, RESERVE_S if least else HORIZON_S)
 
 
-def rate(kept: Iterable[Kept]) -> float:
+def rate(kept: Iterable[AffordableMachine]) -> float:
     return sum(one.price_per_h for one in kept)

@@ -9,7 +9,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class MachineCharge:
     """So many seconds of one machine of a pool. `instead_per_h` is the price of what it stands in for, 0 if unknown.
 
     `at_work` says that its agent was there and some run needed it.
@@ -23,7 +23,7 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MachineCost:
     """Machine seconds, money spent on them, and money not spent because they were cheaper than others.
 
     `unused` is what was spent on machines that were still starting, or already going; `lost` is how many were lost.
@@ -35,8 +35,8 @@ class Cost:
     unused: float = 0.0
     lost: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: MachineCost) -> MachineCost:
+        return MachineCost(
             self.machine_s + other.machine_s,
             self.spent + other.spent,
             self.saved + other.saved,
@@ -49,20 +49,20 @@ class Cost:
 class Account:
     """The costs of each run by pool, and under "" of what no run needed at the time."""
 
-    runs: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
+    runs: Mapping[str, Mapping[str, MachineCost]] = field(default_factory=dict)
 
-    def of_run(self, run: str) -> Cost:
-        return sum(self.runs.get(run, {}).values(), Cost())
+    def of_run(self, run: str) -> MachineCost:
+        return sum(self.runs.get(run, {}).values(), MachineCost())
 
-    def of_pool(self, pool: str) -> Cost:
-        return sum((pools.get(pool, Cost()) for pools in self.runs.values()), Cost())
+    def of_pool(self, pool: str) -> MachineCost:
+        return sum((pools.get(pool, MachineCost()) for pools in self.runs.values()), MachineCost())
 
     @property
-    def total(self) -> Cost:
-        return sum((self.of_run(run) for run in self.runs), Cost())
+    def total(self) -> MachineCost:
+        return sum((self.of_run(run) for run in self.runs), MachineCost())
 
 
-def charge(account: Account, bill: Bill, shares: Mapping[str, int]) -> Account:
+def charge(account: Account, bill: MachineCharge, shares: Mapping[str, int]) -> Account:
     """Divide a bill among the runs by how much of the machine each needed.
 
     >>> charge(Account(), Bill("spot", 3.6, 0.0, 1000.0), {"a": 3, "b": 1}).of_run("a").spent
@@ -75,19 +75,19 @@ def charge(account: Account, bill: Bill, shares: Mapping[str, int]) -> Account:
 
 def lose(account: Account, pool: str, runs: Iterable[str]) -> Account:
     """Count a machine that was lost to all who used it."""
-    return _add(account, pool, dict.fromkeys(runs, Cost(lost=1)))
+    return _add(account, pool, dict.fromkeys(runs, MachineCost(lost=1)))
 
 
-def _add(account: Account, pool: str, costs: Mapping[str, Cost]) -> Account:
+def _add(account: Account, pool: str, costs: Mapping[str, MachineCost]) -> Account:
     runs = {run: dict(pools) for run, pools in account.runs.items()}
     for run, cost in costs.items():
         pools = runs.setdefault(run, {})
-        pools[pool] = pools.get(pool, Cost()) + cost
+        pools[pool] = pools.get(pool, MachineCost()) + cost
     return replace(account, runs=runs)
 
 
-def cost_of(bill: Bill, part: float = 1.0) -> Cost:
+def cost_of(bill: MachineCharge, part: float = 1.0) -> MachineCost:
     seconds = bill.seconds * part
     spared = max(0.0, bill.instead_per_h - bill.price_per_h) if bill.instead_per_h else 0.0
     spent = seconds * bill.price_per_h / HOUR_S
-    return Cost(seconds, spent, seconds * spared / HOUR_S, 0.0 if bill.at_work else spent)
+    return MachineCost(seconds, spent, seconds * spared / HOUR_S, 0.0 if bill.at_work else spent)

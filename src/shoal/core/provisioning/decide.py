@@ -20,17 +20,17 @@ from typing import Any
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning import feasibility
 from shoal.core.provisioning.costs import Account
-from shoal.core.provisioning.draft import Draft, submission
+from shoal.core.provisioning.draft import ProvisioningDraft, submission
 from shoal.core.provisioning.state import (
     ASKED,
     HERE,
     LEAVING,
     LIVE,
     SUBMITTED,
-    Hire,
-    Limits,
-    Standing,
-    State,
+    Allocation,
+    PoolHealth,
+    ProvisioningState,
+    ProvisioningTimeouts,
     broke,
     rate_of,
     users,
@@ -44,10 +44,10 @@ __all__ = [
     "LEAVING",
     "LIVE",
     "SUBMITTED",
-    "Hire",
-    "Limits",
-    "Standing",
-    "State",
+    "Allocation",
+    "PoolHealth",
+    "ProvisioningState",
+    "ProvisioningTimeouts",
     "account_at",
     "broke",
     "decide",
@@ -59,54 +59,64 @@ __all__ = [
 ]
 
 
-def decide(state: State, event: se.Event, now: float) -> tuple[State, tuple[se.Instruction, ...]]:
+def decide(
+    state: ProvisioningState, event: se.Event, now: float
+) -> tuple[ProvisioningState, tuple[se.Instruction, ...]]:
     """The next state, and what to ask of which pool."""
-    draft = Draft(state, now)
+    draft = ProvisioningDraft(state, now)
     _HANDLERS[type(event)](draft, event)
     draft.level()
     return draft.freeze(), tuple(draft.asked)
 
 
-def due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+def due(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
     """The waits that are over."""
     limits = state.limits
-    fired = [se.PatienceOver("pool", pool=name) for name, one in state.standings.items() if 0.0 < one.until <= now]
-    fired += [se.PatienceOver("begin", run=need.run) for need in state.needs if feasibility.hopeless(state, need, now)]
+    fired = [
+        se.ProvisioningTimerExpired("pool", pool=name)
+        for name, one in state.standings.items()
+        if 0.0 < one.until <= now
+    ]
+    fired += [
+        se.ProvisioningTimerExpired("begin", run=need.run)
+        for need in state.needs
+        if feasibility.hopeless(state, need, now)
+    ]
     for hire in state.hires.values():
         waited_s = now - hire.since
         patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
         silent_s = now - max(hire.since, hire.heard_at or hire.since)
         slow = hire.status == SUBMITTED and (hire.preparing or not hire.running)
         if hire.status == SUBMITTED and hire.running and silent_s > limits.join_s:
-            fired.append(se.PatienceOver("join", hire=hire.name))
+            fired.append(se.ProvisioningTimerExpired("join", hire=hire.name))
         elif slow and not hire.overdue and waited_s > patience_s:
-            fired.append(se.PatienceOver("patience", hire=hire.name))
+            fired.append(se.ProvisioningTimerExpired("patience", hire=hire.name))
         elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
-            fired.append(se.PatienceOver("cancel", hire=hire.name))
+            fired.append(se.ProvisioningTimerExpired("cancel", hire=hire.name))
         elif hire.spare_since is not None and now - hire.spare_since >= limits.surplus_s:
-            fired.append(se.PatienceOver("surplus", hire=hire.name))
+            fired.append(se.ProvisioningTimerExpired("surplus", hire=hire.name))
     return tuple(fired)
 
 
-def money_due(state: State, now: float) -> tuple[se.PatienceOver, ...]:
+def money_due(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
     """Whether some run can no longer pay all that it has; asked every `spending.LOOK_S`."""
     if all(need.budget is None for need in state.needs):
         return ()
-    later = Draft(state, now).freeze()
+    later = ProvisioningDraft(state, now).freeze()
     short = users(later) != users(state) or any(broke(later, run) for run in {need.run for need in state.needs})
-    return (se.PatienceOver("money"),) if short else ()
+    return (se.ProvisioningTimerExpired("money"),) if short else ()
 
 
-def account_at(state: State, now: float) -> Account:
+def account_at(state: ProvisioningState, now: float) -> Account:
     """What everything has cost up to now."""
-    return Draft(state, now).account
+    return ProvisioningDraft(state, now).account
 
 
-def is_news(state: State, event: se.Observed) -> bool:
+def is_news(state: ProvisioningState, event: se.PoolListed) -> bool:
     """Whether what a pool says there is differs from what we know."""
     mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}
     named = {seen.hire for seen in event.seen}
-    if event.unanswered or state.standings.get(event.pool, Standing()).unreachable_since is not None:
+    if event.unanswered or state.standings.get(event.pool, PoolHealth()).unreachable_since is not None:
         return True
     if any(hire.status != ASKED and name not in named for name, hire in mine.items()):
         return True
@@ -121,12 +131,12 @@ def is_news(state: State, event: se.Observed) -> bool:
     )
 
 
-def _why(hire: Hire, seen: se.Sighting) -> str:
+def _why(hire: Allocation, seen: se.ListedAllocation) -> str:
     """What is to be said of a hire: its machine knows best what it does."""
     return hire.why if hire.preparing else seen.why or hire.why
 
 
-def _on_pools(draft: Draft, event: se.PoolsKnown) -> None:
+def _on_pools(draft: ProvisioningDraft, event: se.PoolsConfigured) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
     draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
     for pool in event.pools:
@@ -136,12 +146,12 @@ def _on_pools(draft: Draft, event: se.PoolsKnown) -> None:
             draft.let_go(hire, f"pool {pool.name} may have {pool.limit} machines only, since its limit was lowered")
 
 
-def _worth(hire: Hire) -> tuple[int, bool, float, str]:
+def _worth(hire: Allocation) -> tuple[int, bool, float, str]:
     """Rather kept are those that are here, are used, and have been for long."""
     return LIVE[::-1].index(hire.status), hire.spare_since is not None, hire.since, hire.name
 
 
-def _on_needs(draft: Draft, event: se.NeedsChanged) -> None:
+def _on_needs(draft: ProvisioningDraft, event: se.DemandChanged) -> None:
     known = {need.run for need in draft.base.needs}
     draft.base = replace(draft.base, needs=event.needs)
     new = {pool for need in event.needs if need.run not in known for pool in need.pools}
@@ -149,7 +159,7 @@ def _on_needs(draft: Draft, event: se.NeedsChanged) -> None:
         _ask_anew(draft, pool)
 
 
-def _ask_anew(draft: Draft, pool: str) -> None:
+def _ask_anew(draft: ProvisioningDraft, pool: str) -> None:
     """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
     if draft.standings[pool].unreachable_since is None:
         draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
@@ -157,21 +167,21 @@ def _ask_anew(draft: Draft, pool: str) -> None:
         draft.stand(pool, failing_since=draft.now)
 
 
-def _on_submitted(draft: Draft, event: se.Submitted) -> None:
+def _on_submitted(draft: ProvisioningDraft, event: se.AllocationSubmitted) -> None:
     hire = draft.hires.get(event.hire)
     if hire is None:
-        draft.asked.append(se.Cancel(event.pool, event.hire, event.handle, "nobody asked for it"))
+        draft.asked.append(se.CancelAllocation(event.pool, event.hire, event.handle, "nobody asked for it"))
     elif hire.status == ASKED:
         draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
         draft.trust(hire.pool)
     elif hire.status == LEAVING:
-        draft.asked.append(se.Cancel(hire.pool, hire.name, event.handle, hire.why))
+        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, event.handle, hire.why))
         draft.update(hire, handle=event.handle)
     elif not hire.handle:
         draft.update(hire, handle=event.handle)
 
 
-def _on_refused(draft: Draft, event: se.Refused) -> None:
+def _on_refused(draft: ProvisioningDraft, event: se.AllocationRejected) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, LEAVING):
         draft.forget(hire)
@@ -180,7 +190,7 @@ def _on_refused(draft: Draft, event: se.Refused) -> None:
             draft.fail(hire.pool, final=event.final)
 
 
-def _on_observed(draft: Draft, event: se.Observed) -> None:
+def _on_observed(draft: ProvisioningDraft, event: se.PoolListed) -> None:
     """What a pool says there is: the whole of it, so that what it does not name is not there."""
     _reached(draft, event.pool)
     named = {seen.hire for seen in event.seen}
@@ -188,7 +198,7 @@ def _on_observed(draft: Draft, event: se.Observed) -> None:
         hire = draft.hires.get(seen.hire)
         if hire is None:
             draft.tell(f"{seen.hire} of pool {event.pool} is ended: nobody asked for it")
-            draft.asked.append(se.Cancel(event.pool, seen.hire, seen.handle, "nobody asked for it"))
+            draft.asked.append(se.CancelAllocation(event.pool, seen.hire, seen.handle, "nobody asked for it"))
         else:
             _saw(draft, hire, seen)
     for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
@@ -199,7 +209,7 @@ def _on_observed(draft: Draft, event: se.Observed) -> None:
             _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
 
 
-def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
+def _saw(draft: ProvisioningDraft, hire: Allocation, seen: se.ListedAllocation) -> None:
     if hire.status == ASKED:
         hire = draft.update(hire, status=SUBMITTED, since=draft.now)
     if seen.running and not hire.running:
@@ -215,35 +225,35 @@ def _saw(draft: Draft, hire: Hire, seen: se.Sighting) -> None:
     if seen.running and seen.why and not hire.why:
         draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
     if hire.status == LEAVING and not hire.handle:
-        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, hire.why))
+        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, hire.why))
     elif hire.handle and hire.handle != seen.handle:
-        draft.asked.append(se.Cancel(hire.pool, hire.name, seen.handle, "it was started twice"))
+        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, "it was started twice"))
         return
     draft.update(hire, handle=hire.handle or seen.handle, why=_why(hire, seen))
 
 
-def _gone(draft: Draft, hire: Hire, why: str) -> None:
+def _gone(draft: ProvisioningDraft, hire: Allocation, why: str) -> None:
     draft.forget(hire)
     if hire.status == LEAVING:
         return
     draft.lose(hire)
     draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
     if hire.status == SUBMITTED:
-        draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, Standing()).fruitless + 1)
+        draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, PoolHealth()).fruitless + 1)
     lived_s = draft.now - hire.since if hire.status == HERE else 0.0
     if lived_s < draft.base.limits.young_s and not hire.going:
         draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
 
 
-def _on_unreachable(draft: Draft, event: se.PoolUnreachable) -> None:
-    standing = draft.standings.get(event.pool, Standing())
+def _on_unreachable(draft: ProvisioningDraft, event: se.PoolUnreachable) -> None:
+    standing = draft.standings.get(event.pool, PoolHealth())
     if standing.unreachable_since is None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
         draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
 
 
-def _on_away(draft: Draft, event: se.Away) -> None:
+def _on_away(draft: ProvisioningDraft, event: se.CoordinatorWasDown) -> None:
     """Time in which nobody could come, and nobody was asked, is held against no machine and no pool."""
 
     def later(at: float | None) -> float | None:
@@ -255,19 +265,19 @@ def _on_away(draft: Draft, event: se.Away) -> None:
         draft.stand(pool, failing_since=later(standing.failing_since))
 
 
-def _on_closed(draft: Draft, event: se.PoolClosed) -> None:
+def _on_closed(draft: ProvisioningDraft, event: se.PoolClosed) -> None:
     for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
         draft.forget(hire)
 
 
-def _reached(draft: Draft, pool: str) -> None:
-    standing = draft.standings.get(pool, Standing())
+def _reached(draft: ProvisioningDraft, pool: str) -> None:
+    standing = draft.standings.get(pool, PoolHealth())
     if standing.unreachable_since is not None:
         draft.stand(pool, unreachable_since=None, why="", final=False)
         draft.tell(f"pool {pool} can be reached again")
 
 
-def _on_preparing(draft: Draft, event: se.Preparing) -> None:
+def _on_preparing(draft: ProvisioningDraft, event: se.SetupProgressed) -> None:
     """It is not mistaken for a machine whose agent does not come for as long as it says what it does."""
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
@@ -287,7 +297,7 @@ def _on_preparing(draft: Draft, event: se.Preparing) -> None:
         )
 
 
-def _on_unprepared(draft: Draft, event: se.Unprepared) -> None:
+def _on_unprepared(draft: ProvisioningDraft, event: se.SetupFailed) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
         draft.strike(hire.pool, event.why, event.where, event.do)
@@ -297,7 +307,7 @@ def _on_unprepared(draft: Draft, event: se.Unprepared) -> None:
         draft.let_go(hire, event.why)
 
 
-def _on_joined(draft: Draft, event: se.AgentHere) -> None:
+def _on_joined(draft: ProvisioningDraft, event: se.AgentArrived) -> None:
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status in (ASKED, SUBMITTED):
         paid_since = draft.now if hire.paid_since is None else hire.paid_since
@@ -308,14 +318,14 @@ def _on_joined(draft: Draft, event: se.AgentHere) -> None:
             draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
 
 
-def _on_leaving(draft: Draft, event: se.AgentLeaving) -> None:
+def _on_leaving(draft: ProvisioningDraft, event: se.AgentLeaving) -> None:
     """It has got a notice, and hands over; another is hired meanwhile."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
         draft.update(hire, going=True, why=event.why)
 
 
-def _on_lost(draft: Draft, event: se.AgentLost) -> None:
+def _on_lost(draft: ProvisioningDraft, event: se.AgentLost) -> None:
     """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
     hire = draft.hires.get(event.agent)
     if hire is not None and hire.status == HERE:
@@ -325,18 +335,18 @@ def _on_lost(draft: Draft, event: se.AgentLost) -> None:
         draft.let_go(hire, event.why)
 
 
-def _on_ended(draft: Draft, event: se.Ended) -> None:
+def _on_ended(draft: ProvisioningDraft, event: se.AllocationEnded) -> None:
     hire = draft.hires.get(event.hire)
     if hire is not None and hire.status == LEAVING:
         draft.forget(hire)
 
 
-def _on_wait_over(draft: Draft, event: se.PatienceOver) -> None:
+def _on_wait_over(draft: ProvisioningDraft, event: se.ProvisioningTimerExpired) -> None:
     hire = draft.hires.get(event.hire)
     if event.what == "begin":
         for need in draft.base.needs:
             troubles = feasibility.hopeless(draft.freeze(), need, draft.now) if need.run == event.run else ()
-            draft.asked += [se.GiveUp(need.run, troubles)] if troubles else []
+            draft.asked += [se.FailInfeasibleRun(need.run, troubles)] if troubles else []
     elif event.what == "pool" and event.pool in draft.standings:
         draft.stand(event.pool, until=0.0)
     elif hire is None:
@@ -355,25 +365,25 @@ def _on_wait_over(draft: Draft, event: se.PatienceOver) -> None:
         draft.let_go(hire, why)
     elif event.what == "cancel" and hire.status == LEAVING:
         draft.update(hire, since=draft.now)
-        draft.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, hire.why))
+        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, hire.handle, hire.why))
     elif event.what == "surplus" and hire.spare_since is not None and hire.status in LIVE:
         draft.let_go(hire, hire.spare_why or "no run needs it")
 
 
-_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
-    se.PoolsKnown: _on_pools,
-    se.NeedsChanged: _on_needs,
-    se.Submitted: _on_submitted,
-    se.Refused: _on_refused,
-    se.Observed: _on_observed,
+_HANDLERS: dict[type, Callable[[ProvisioningDraft, Any], None]] = {
+    se.PoolsConfigured: _on_pools,
+    se.DemandChanged: _on_needs,
+    se.AllocationSubmitted: _on_submitted,
+    se.AllocationRejected: _on_refused,
+    se.PoolListed: _on_observed,
     se.PoolUnreachable: _on_unreachable,
-    se.Away: _on_away,
+    se.CoordinatorWasDown: _on_away,
     se.PoolClosed: _on_closed,
-    se.Preparing: _on_preparing,
-    se.Unprepared: _on_unprepared,
-    se.AgentHere: _on_joined,
+    se.SetupProgressed: _on_preparing,
+    se.SetupFailed: _on_unprepared,
+    se.AgentArrived: _on_joined,
     se.AgentLeaving: _on_leaving,
     se.AgentLost: _on_lost,
-    se.Ended: _on_ended,
-    se.PatienceOver: _on_wait_over,
+    se.AllocationEnded: _on_ended,
+    se.ProvisioningTimerExpired: _on_wait_over,
 }

@@ -8,15 +8,15 @@ from typing import Any
 
 from shoal.core.provisioning import budget, costs
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 from shoal.core.provisioning.state import (
     ASKED,
     HERE,
     LEAVING,
     LIVE,
-    Hire,
-    Standing,
-    State,
+    Allocation,
+    PoolHealth,
+    ProvisioningState,
     broke,
     is_fit,
     left_of,
@@ -26,20 +26,20 @@ from shoal.core.provisioning.state import (
 )
 
 
-def _new_hire(name: str, pool: Pool, need: Need, now: float) -> Hire:
+def _new_hire(name: str, pool: PoolInfo, need: MachineDemand, now: float) -> Allocation:
     cpus = pool.cpus // pool.slots or need.cpus
     memory_bytes = pool.memory_bytes // pool.slots or need.memory_bytes
-    return Hire(name, pool.name, pool.slots, ASKED, now, cpus=cpus, memory_bytes=memory_bytes)
+    return Allocation(name, pool.name, pool.slots, ASKED, now, cpus=cpus, memory_bytes=memory_bytes)
 
 
-def submission(hire: Hire, reason: str) -> se.Submit:
-    return se.Submit(hire.pool, hire.name, hire.slots, reason, hire.cpus, hire.memory_bytes)
+def submission(hire: Allocation, reason: str) -> se.SubmitAllocation:
+    return se.SubmitAllocation(hire.pool, hire.name, hire.slots, reason, hire.cpus, hire.memory_bytes)
 
 
-class Draft:
+class ProvisioningDraft:
     """A state under change; it lives for one event."""
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: ProvisioningState, now: float) -> None:
         self.base, self.now = state, now
         self.hires = dict(state.hires)
         self.standings = dict(state.standings)
@@ -47,41 +47,41 @@ class Draft:
         self.asked: list[se.Instruction] = []
         self._settle(state)
 
-    def freeze(self) -> State:
+    def freeze(self) -> ProvisioningState:
         return replace(self.base, hires=self.hires, standings=self.standings, account=self.account)
 
-    def _settle(self, state: State) -> None:
+    def _settle(self, state: ProvisioningState) -> None:
         """Charge what the hires have cost since the last event to the runs that needed them."""
         for hire in state.hires.values():
             self._charge(hire)
 
-    def _charge(self, hire: Hire) -> None:
+    def _charge(self, hire: Allocation) -> None:
         """To those who need it; if nobody does any more, to those who did last."""
         pool = self.base.pools.get(hire.pool)
         if hire.paid_since is not None and pool is not None and self.now > hire.paid_since:
             seconds, at_work = self.now - hire.paid_since, hire.status == HERE and hire.spare_since is None
-            bill = costs.Bill(hire.pool, pool.price_per_h, pool.instead_per_h, seconds, at_work)
+            bill = costs.MachineCharge(hire.pool, pool.price_per_h, pool.instead_per_h, seconds, at_work)
             self.account = costs.charge(self.account, bill, hire.whose)
             self.update(hire, paid_since=self.now)
 
     # --- changing
 
-    def update(self, hire: Hire, **changes: Any) -> Hire:
+    def update(self, hire: Allocation, **changes: Any) -> Allocation:
         changed = replace(self.hires.get(hire.name, hire), **changes)
         self.hires[hire.name] = changed
         return changed
 
-    def stand(self, pool: str, **changes: Any) -> Standing:
-        changed = replace(self.standings.get(pool, Standing()), **changes)
+    def stand(self, pool: str, **changes: Any) -> PoolHealth:
+        changed = replace(self.standings.get(pool, PoolHealth()), **changes)
         self.standings[pool] = changed
         return changed
 
     def tell(self, text: str, run: str = "") -> None:
-        self.asked.append(se.Tell(text, run))
+        self.asked.append(se.ProvisioningNote(text, run))
 
     def strike(self, pool: str, why: str, where: str = "", do: str = "") -> None:
         """A pool failed us: leave it alone for a while, longer each time."""
-        limits, before = self.base.limits, self.standings.get(pool, Standing())
+        limits, before = self.base.limits, self.standings.get(pool, PoolHealth())
         strikes = before.strikes if self.now - before.struck_at < 2 * limits.pause_max_s else 0
         pause_s = min(limits.pause_max_s, limits.pause_s * 2.0 ** min(strikes, 20))
         self.stand(pool, strikes=strikes + 1, struck_at=self.now, until=self.now + pause_s, why=why, where=where, do=do)
@@ -90,7 +90,7 @@ class Draft:
 
     def fail(self, pool: str, *, final: bool) -> None:
         """A pool took no hire."""
-        since = self.standings.get(pool, Standing()).failing_since
+        since = self.standings.get(pool, PoolHealth()).failing_since
         self.stand(pool, failing_since=self.now if since is None else since, final=final)
 
     def trust(self, pool: str) -> None:
@@ -98,14 +98,14 @@ class Draft:
         if pool in self.standings:
             self.stand(pool, failing_since=None, final=False)
 
-    def let_go(self, hire: Hire, reason: str) -> None:
+    def let_go(self, hire: Allocation, reason: str) -> None:
         self.update(hire, status=LEAVING, since=self.now, spare_since=None, why=reason)
-        self.asked.append(se.Cancel(hire.pool, hire.name, hire.handle, reason))
+        self.asked.append(se.CancelAllocation(hire.pool, hire.name, hire.handle, reason))
 
-    def forget(self, hire: Hire) -> None:
+    def forget(self, hire: Allocation) -> None:
         self.hires.pop(hire.name, None)
 
-    def lose(self, hire: Hire) -> None:
+    def lose(self, hire: Allocation) -> None:
         """It went without being asked to."""
         if hire.paid_since is not None:
             self.account = costs.lose(self.account, hire.pool, hire.whose)
@@ -126,21 +126,21 @@ class Draft:
             self._mark(self.hires[name], shares, dear.get(name, ""), stays=stays)
         for run in dict.fromkeys(need.run for need in state.needs if need.budget is not None):
             if why := broke(state, run):
-                self.asked.append(se.OutOfMoney(run, why))
+                self.asked.append(se.StopRunOverBudget(run, why))
 
-    def _stands_in(self, state: State, hire: Hire, found: Mapping[str, Mapping[str, int]]) -> bool:
+    def _stands_in(self, state: ProvisioningState, hire: Allocation, found: Mapping[str, Mapping[str, int]]) -> bool:
         """Whether it is here, while those that a need rather has are not."""
         if hire.status != HERE or found[hire.name]:
             return False
         coming = {run for name, shares in found.items() if self.hires[name].status != HERE for run in shares}
         return any(need.run in coming and is_fit(state, need, hire) for need in state.needs)
 
-    def _why_dear(self, state: State, need: Need) -> str:
+    def _why_dear(self, state: ProvisioningState, need: MachineDemand) -> str:
         left, paying = left_of(state, need), rate_of(state, need.run)
         lasts_min = budget.lasts_s(left, paying) / 60.0
         return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
 
-    def _hire(self, need: Need, lacks: int, found: dict[str, dict[str, int]]) -> None:
+    def _hire(self, need: MachineDemand, lacks: int, found: dict[str, dict[str, int]]) -> None:
         """Ask the pools in their order; what a run with a budget cannot do without, of the cheapest that has it."""
         for name in need.pools:
             lacks = self._hire_of(need, name, lacks, found, least=False)
@@ -149,7 +149,9 @@ class Draft:
         for name in sorted(known, key=lambda name: prices[name]):
             lacks = self._hire_of(need, name, lacks, found, least=True)
 
-    def _hire_of(self, need: Need, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool) -> int:
+    def _hire_of(
+        self, need: MachineDemand, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool
+    ) -> int:
         """Ask a pool for as many as it may give; how many places are lacking then."""
         pool = self.base.pools.get(name)
         if pool is None or not self._is_open(name):
@@ -170,17 +172,19 @@ class Draft:
             lacks, living = lacks - pool.slots, living + 1
         return max(0, lacks)
 
-    def _can_pay(self, need: Need, pool: Pool, found: Mapping[str, Mapping[str, int]], *, least: bool) -> bool:
+    def _can_pay(
+        self, need: MachineDemand, pool: PoolInfo, found: Mapping[str, Mapping[str, int]], *, least: bool
+    ) -> bool:
         if need.budget is None:
             return True
         state = self.freeze()
         return budget.may_hire(left_of(state, need), paid_by(state, found, need.run), pool.price_per_h, least=least)
 
     def _is_open(self, pool: str) -> bool:
-        standing = self.standings.get(pool, Standing())
+        standing = self.standings.get(pool, PoolHealth())
         return standing.until <= self.now and standing.unreachable_since is None
 
-    def _mark(self, hire: Hire, shares: Mapping[str, int], dear: str, *, stays: bool) -> None:
+    def _mark(self, hire: Allocation, shares: Mapping[str, int], dear: str, *, stays: bool) -> None:
         if shares and hire.whose != shares:
             hire = self.update(hire, whose=dict(shares))
         if shares or hire.overdue or hire.going or stays:
@@ -193,6 +197,6 @@ class Draft:
             for run in hire.whose if dear else ():
                 self.tell(f"{hire.name} of pool {hire.pool} is given back as the dearest: {dear}", run)
 
-    def _is_wanted(self, hire: Hire) -> bool:
+    def _is_wanted(self, hire: Allocation) -> bool:
         """Whether some run would still rather have one that is overdue than what it has, or lacks."""
         return any(hire.pool in need.pools and need.slots for need in self.base.needs)

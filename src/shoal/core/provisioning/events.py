@@ -8,7 +8,7 @@ from typing import Union
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolInfo:
     """A source of machines. `slots` is how many members each of them takes, `limit` how many machines there may be.
 
     `instead_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits longer than
@@ -30,7 +30,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MachineDemand:
     """How many places a role of a run could use at most, and the pools that it may take them from, in its order.
 
     With fewer than `least` places it cannot go on; until it has `begun`, it is given up when its pools have only failed
@@ -51,7 +51,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolTrouble:
+class PoolProblem:
     """What is wrong with a pool, where, and what to do about it."""
 
     pool: str
@@ -61,7 +61,7 @@ class PoolTrouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ListedAllocation:
     """One hire that a pool knows: it runs, or waits for a machine."""
 
     hire: str
@@ -83,24 +83,24 @@ def pool_of(hire: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolsKnown:
-    pools: tuple[Pool, ...]
+class PoolsConfigured:
+    pools: tuple[PoolInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NeedsChanged:
-    needs: tuple[Need, ...]
+class DemandChanged:
+    needs: tuple[MachineDemand, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class AllocationSubmitted:
     pool: str
     hire: str
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class AllocationRejected:
     """`final` says that the pool will never give it as it is asked."""
 
     pool: str
@@ -112,14 +112,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class PoolListed:
     """All that a pool has of ours; `ended` are those that it remembers to have ended, and how.
 
     `unanswered` are hires that nobody is submitting just now: the coordinator was away when it should have.
     """
 
     pool: str
-    seen: tuple[Sighting, ...]
+    seen: tuple[ListedAllocation, ...]
     ended: tuple[tuple[str, str], ...] = ()
     unanswered: tuple[str, ...] = ()
 
@@ -134,7 +134,7 @@ class PoolUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class CoordinatorWasDown:
     """The coordinator was not there for so long: nobody could come to it, and it asked nobody."""
 
     seconds: float
@@ -148,7 +148,7 @@ class PoolClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparing:
+class SetupProgressed:
     """A machine is there and makes ready what its agent needs, which may take long; `why` says what it does."""
 
     hire: str
@@ -156,7 +156,7 @@ class Preparing:
 
 
 @dataclass(frozen=True, slots=True)
-class Unprepared:
+class SetupFailed:
     """A machine is there, and cannot be made ready for its agent; `final` says that no other of its pool could."""
 
     hire: str
@@ -167,7 +167,7 @@ class Unprepared:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentHere:
+class AgentArrived:
     agent: str
 
 
@@ -184,14 +184,14 @@ class AgentLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AllocationEnded:
     """The engine has ended a hire that was to go."""
 
     hire: str
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceOver:
+class ProvisioningTimerExpired:
     """A wait for a hire, a pool or the first machines of a run is over; `what` says which.
 
     With `money` it is time to look at a budget again.
@@ -204,28 +204,28 @@ class PatienceOver:
 
 
 Event = Union[
-    PoolsKnown,
-    NeedsChanged,
-    Submitted,
-    Refused,
-    Observed,
+    PoolsConfigured,
+    DemandChanged,
+    AllocationSubmitted,
+    AllocationRejected,
+    PoolListed,
     PoolUnreachable,
-    Away,
+    CoordinatorWasDown,
     PoolClosed,
-    Preparing,
-    Unprepared,
-    AgentHere,
+    SetupProgressed,
+    SetupFailed,
+    AgentArrived,
     AgentLeaving,
     AgentLost,
-    Ended,
-    PatienceOver,
+    AllocationEnded,
+    ProvisioningTimerExpired,
 ]
 
 # --- instructions
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitAllocation:
     pool: str
     hire: str
     slots: int
@@ -235,7 +235,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelAllocation:
     pool: str
     hire: str
     handle: str
@@ -243,7 +243,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class ProvisioningNote:
     """A sentence for the story, of one run or of all; nothing to carry out."""
 
     text: str
@@ -251,19 +251,19 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class FailInfeasibleRun:
     """A run that has not begun cannot begin with its pools as they are."""
 
     run: str
-    troubles: tuple[PoolTrouble, ...]
+    troubles: tuple[PoolProblem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMoney:
+class StopRunOverBudget:
     """What is left of a run's budget is needed to stop in order."""
 
     run: str
     reason: str
 
 
-Instruction = Union[Submit, Cancel, Tell, GiveUp, OutOfMoney]
+Instruction = Union[SubmitAllocation, CancelAllocation, ProvisioningNote, FailInfeasibleRun, StopRunOverBudget]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.core.provisioning.events import Need, Pool, PoolTrouble
-from shoal.core.provisioning.state import ASKED, HERE, LIVE, SUBMITTED, Standing, State
+from shoal.core.provisioning.events import MachineDemand, PoolInfo, PoolProblem
+from shoal.core.provisioning.state import ASKED, HERE, LIVE, SUBMITTED, PoolHealth, ProvisioningState
 
 # So many machines in a row that were gone before their agents came are no accident.
 FRUITLESS = 3
 
 
-def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
+def hopeless(state: ProvisioningState, need: MachineDemand, now: float) -> tuple[PoolProblem, ...]:
     """What is wrong with each pool of a run that cannot begin as things are; nothing for all others.
 
     A pool that only fails is good for what it has given; one that does not is good for all that it may give.
@@ -35,7 +35,7 @@ def hopeless(state: State, need: Need, now: float) -> tuple[PoolTrouble, ...]:
     return tuple(troubles)
 
 
-def awaited(state: State, pools: Sequence[str]) -> str:
+def awaited(state: ProvisioningState, pools: Sequence[str]) -> str:
     """What a run without members waits for: machines of its pools, and what those say."""
     parts = []
     for name in pools:
@@ -49,31 +49,31 @@ def awaited(state: State, pools: Sequence[str]) -> str:
     return f"waiting for machines: {'; '.join(parts)}" if parts else ""
 
 
-def _wrong(pool: Pool, standing: Standing | None, need: Need, now: float) -> PoolTrouble | None:
+def _wrong(pool: PoolInfo, standing: PoolHealth | None, need: MachineDemand, now: float) -> PoolProblem | None:
     if pool.limit == 0:
-        return PoolTrouble(pool.name, "it may give no machine: its limit is 0", do="raise its limit")
+        return PoolProblem(pool.name, "it may give no machine: its limit is 0", do="raise its limit")
     if standing is None:
         return None
     if standing.final:
-        return PoolTrouble(pool.name, standing.why, standing.where, standing.do)
+        return PoolProblem(pool.name, standing.why, standing.where, standing.do)
     if standing.fruitless >= FRUITLESS:
         why = f"{standing.fruitless} machines in a row were gone before they could be used; {standing.why}"
-        return PoolTrouble(pool.name, why, standing.where, standing.do)
+        return PoolProblem(pool.name, why, standing.where, standing.do)
     if standing.failing_since is not None and now - standing.failing_since >= need.patience_s:
         why = f"it was asked again and again for {need.patience_s:g} s: {standing.why}"
-        return PoolTrouble(pool.name, why, standing.where, standing.do)
+        return PoolProblem(pool.name, why, standing.where, standing.do)
     return None
 
 
-def _too_small(pool: Pool, need: Need) -> PoolTrouble:
+def _too_small(pool: PoolInfo, need: MachineDemand) -> PoolProblem:
     why = f"it gives {pool.limit * pool.slots} places at most, and the run cannot begin with less than {need.least}"
-    return PoolTrouble(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
+    return PoolProblem(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
 
 
-def _had(state: State, pool: str, statuses: tuple[str, ...]) -> int:
+def _had(state: ProvisioningState, pool: str, statuses: tuple[str, ...]) -> int:
     """The places of what a pool has given, and still may; if machines there are of no use, only of those that were."""
     return sum(hire.slots for hire in state.hires.values() if hire.pool == pool and hire.status in statuses)
 
 
-def _pools(known: Mapping[str, Pool], need: Need) -> list[Pool]:
+def _pools(known: Mapping[str, PoolInfo], need: MachineDemand) -> list[PoolInfo]:
     return [known[name] for name in need.pools if name in known]

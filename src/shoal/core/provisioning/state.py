@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning.costs import Account
-from shoal.core.provisioning.events import Need, Pool
+from shoal.core.provisioning.events import MachineDemand, PoolInfo
 
 ASKED, SUBMITTED, HERE, LEAVING = "asked", "submitted", "here", "leaving"
 LIVE = (ASKED, SUBMITTED, HERE)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProvisioningTimeouts:
     """How long things are waited for. `young_s` is how long an agent lives at least if its machine is any good."""
 
     surplus_s: float = 5.0
@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Hire:
+class Allocation:
     """One agent of a pool. `since` is when it got where it is; its machine is paid for up to `paid_since`.
 
     `overdue` says that nobody counts on its coming any more, `going` that it goes by itself, after a notice;
@@ -62,7 +62,7 @@ class Hire:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PoolHealth:
     """How a pool is doing. It is asked for nothing before `until`; `strikes` are failures not long after each other.
 
     `failing_since` is since when it has taken no hire; `final` says that it never will, as it is asked; `fruitless`
@@ -82,19 +82,19 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ProvisioningState:
     """All pools, needs and hires of a coordinator."""
 
-    limits: Limits = Limits()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
-    standings: Mapping[str, Standing] = field(default_factory=dict)
-    needs: tuple[Need, ...] = ()
-    hires: Mapping[str, Hire] = field(default_factory=dict)
+    limits: ProvisioningTimeouts = ProvisioningTimeouts()
+    pools: Mapping[str, PoolInfo] = field(default_factory=dict)
+    standings: Mapping[str, PoolHealth] = field(default_factory=dict)
+    needs: tuple[MachineDemand, ...] = ()
+    hires: Mapping[str, Allocation] = field(default_factory=dict)
     count: int = 0
     account: Account = field(default_factory=Account)
 
 
-def users(state: State) -> dict[str, dict[str, int]]:
+def users(state: ProvisioningState) -> dict[str, dict[str, int]]:
     """For each hire that lives, how many of its places which run needs, the needs served in their order."""
     found: dict[str, dict[str, int]] = {name: {} for name, hire in state.hires.items() if hire.status in LIVE}
     for need in state.needs:
@@ -103,16 +103,16 @@ def users(state: State) -> dict[str, dict[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class AssignmentResult:
     """How many places a need lacks, and the hires that it would have, if they were not too dear."""
 
     lacks: int
     dear: list[str]
 
 
-def serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> Served:
+def serve(state: ProvisioningState, need: MachineDemand, found: dict[str, dict[str, int]]) -> AssignmentResult:
     """Give a need its places."""
-    lacks, chosen = need.slots, list[tuple[Hire, int]]()
+    lacks, chosen = need.slots, list[tuple[Allocation, int]]()
     for name in need.held:
         if name in found:
             found[name].setdefault(need.run, 1)
@@ -125,7 +125,7 @@ def serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> Served:
     dear: list[str] = []
     if need.budget is not None:
         kept = [
-            provisioning_budget.Kept(hire.name, price_of(state, hire), many, hire.status == HERE)
+            provisioning_budget.AffordableMachine(hire.name, price_of(state, hire), many, hire.status == HERE)
             for hire, many in chosen
         ]
         beside = paid_by(state, found, need.run)
@@ -135,10 +135,10 @@ def serve(state: State, need: Need, found: dict[str, dict[str, int]]) -> Served:
             lacks += many
         else:
             found[hire.name][need.run] = found[hire.name].get(need.run, 0) + many
-    return Served(max(0, lacks), dear)
+    return AssignmentResult(max(0, lacks), dear)
 
 
-def is_fit(state: State, need: Need, hire: Hire) -> bool:
+def is_fit(state: ProvisioningState, need: MachineDemand, hire: Allocation) -> bool:
     """Whether a need could use a hire."""
     if hire.pool not in need.pools or hire.overdue or hire.going:
         return False
@@ -148,34 +148,34 @@ def is_fit(state: State, need: Need, hire: Hire) -> bool:
     return hire.cpus >= need.cpus and hire.memory_bytes >= need.memory_bytes
 
 
-def price_of(state: State, hire: Hire) -> float:
+def price_of(state: ProvisioningState, hire: Allocation) -> float:
     pool = state.pools.get(hire.pool)
     return pool.price_per_h if pool is not None else 0.0
 
 
-def paid_by(state: State, found: Mapping[str, Mapping[str, int]], run: str) -> float:
+def paid_by(state: ProvisioningState, found: Mapping[str, Mapping[str, int]], run: str) -> float:
     """What an hour of the machines costs that a run has been given so far."""
     return sum(price_of(state, state.hires[name]) for name, shares in found.items() if run in shares)
 
 
-def left_of(state: State, need: Need) -> float:
+def left_of(state: ProvisioningState, need: MachineDemand) -> float:
     return (need.budget or 0.0) - state.account.of_run(need.run).spent
 
 
-def _rank(need: Need, hire: Hire) -> tuple[int, int, float, str]:
+def _rank(need: MachineDemand, hire: Allocation) -> tuple[int, int, float, str]:
     """Earlier pools first; in one pool those that are here, then those that have waited longest."""
     place = need.pools.index(hire.pool) if hire.pool in need.pools else len(need.pools)
     return place, (HERE, SUBMITTED, ASKED).index(hire.status), hire.since, hire.name
 
 
-def rate_of(state: State, run: str) -> float:
+def rate_of(state: ProvisioningState, run: str) -> float:
     """What a run pays for an hour of all that it has, as if nobody shared it."""
     return sum(
         price_of(state, hire) for hire in state.hires.values() if run in hire.whose and hire.paid_since is not None
     )
 
 
-def broke(state: State, run: str) -> str:
+def broke(state: ProvisioningState, run: str) -> str:
     """Why a run cannot go on for what is left of its budget, empty if it can."""
     needs = [need for need in state.needs if need.run == run and need.budget is not None]
     if not needs or needs[0].budget is None:

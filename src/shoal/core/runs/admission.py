@@ -9,12 +9,12 @@ import msgspec
 from shoal.core.fleet import requirements as fleet_requirements
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 from shoal.core.provisioning import budget as provisioning_budget
-from shoal.core.provisioning.events import Pool
+from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs.settings import terms_of
 from shoal.errors import BadBudget, BadPool, BadRole
 from shoal.wire.api import RoleSpec, RunSpec
 
-Pools = Mapping[str, Pool]
+Pools = Mapping[str, PoolInfo]
 
 
 def settle(spec: RunSpec, pools: Pools) -> RunSpec:

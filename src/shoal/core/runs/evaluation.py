@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Union
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import Beat
+from shoal.core.membership.state import LastHeartbeat
 from shoal.errors import BadEvaluation
 
 # Nobody waits for an evaluator, and it has the lowest priority: it may well be silent for a while.
@@ -46,7 +46,7 @@ def parse(text: str) -> Goal | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class EvaluationStatus:
     """The latest evaluation and the best one; `without` is how many came after the best."""
 
     evaluations: int = 0
@@ -62,7 +62,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluationReported:
     """An evaluator has scored the checkpoint of a step; `best` and `patience` are what the script asked for."""
 
     member: str
@@ -74,22 +74,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class TellStanding:
+class SendEvaluationStatus:
     """Tell an evaluator how the evaluation stands, which is also the receipt for what it said."""
 
     to: tuple[str, ...]
-    standing: Standing
+    standing: EvaluationStatus
 
 
 @dataclass(frozen=True, slots=True)
-class TellCheckpoint:
+class AnnounceCheckpoint:
     to: tuple[str, ...]
     step: int
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class TellTrained:
+class AnnounceTrainingFinished:
     """Tell evaluators that nobody trains any more."""
 
     to: tuple[str, ...]
@@ -97,7 +97,7 @@ class TellTrained:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class EvaluationNote:
     """A line of the story: what an evaluation found, and what that means."""
 
     member: str
@@ -113,11 +113,11 @@ class StopEarly:
     reason: str
 
 
-Instruction = Union[TellStanding, Judged, StopEarly, ev.Say]
+Instruction = Union[SendEvaluationStatus, EvaluationNote, StopEarly, ev.MembershipNote]
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluator:
+class EvaluatorState:
     """One that is connected, or was lately."""
 
     name: str
@@ -128,52 +128,52 @@ class Evaluator:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class EvaluationState:
     """The evaluators of one run, and how the evaluation stands."""
 
-    members: Mapping[str, Evaluator] = field(default_factory=dict)
-    standing: Standing = Standing()
+    members: Mapping[str, EvaluatorState] = field(default_factory=dict)
+    standing: EvaluationStatus = EvaluationStatus()
 
 
-def decide(state: State, event: object, now: float) -> tuple[State, tuple[Instruction, ...]]:
+def decide(state: EvaluationState, event: object, now: float) -> tuple[EvaluationState, tuple[Instruction, ...]]:
     """The next state, and what follows from it; events that concern worlds say nothing here."""
     match event:
-        case ev.Hello(name, incarnation, address):
-            members = {**state.members, name: Evaluator(name, incarnation, address.host, now)}
-            return replace(state, members=members), (TellStanding((name,), state.standing),)
-        case ev.Disconnected(name) if name in state.members:
+        case ev.MemberConnected(name, incarnation, address):
+            members = {**state.members, name: EvaluatorState(name, incarnation, address.host, now)}
+            return replace(state, members=members), (SendEvaluationStatus((name,), state.standing),)
+        case ev.MemberDisconnected(name) if name in state.members:
             gone = replace(state.members[name], connected=False)
             return replace(state, members={**state.members, name: gone}), ()
-        case ev.Lost(name, reason) if name in state.members:
-            return _without(state, name), (ev.Say(f"{name} is lost: {reason}; nobody waits for it", name),)
+        case ev.MemberLost(name, reason) if name in state.members:
+            return _without(state, name), (ev.MembershipNote(f"{name} is lost: {reason}; nobody waits for it", name),)
         case ev.MemberLeft(name) | ev.MemberDone(name):
             return _without(state, name), ()
         case ev.CoordinatorRestarted():
             # Silence while nobody listened is no silence.
             return replace(state, members={k: replace(one, since=now) for k, one in state.members.items()}), ()
-        case Evaluated():
+        case EvaluationReported():
             return _judge(state, event, now)
     return state, ()
 
 
-def due(state: State, beats: Mapping[str, Beat], now: float) -> tuple[ev.Lost, ...]:
+def due(state: EvaluationState, beats: Mapping[str, LastHeartbeat], now: float) -> tuple[ev.MemberLost, ...]:
     """The evaluators whose lease has run out."""
     lost = []
     for one in state.members.values():
         beat = beats.get(one.name)
         silent_s = now - max(beat.at if beat is not None else 0.0, one.since)
         if silent_s > LEASE_S:
-            lost.append(ev.Lost(one.name, f"silent for {silent_s:.0f} s"))
+            lost.append(ev.MemberLost(one.name, f"silent for {silent_s:.0f} s"))
     return tuple(lost)
 
 
-def judge(standing: Standing, found: Evaluated, now: float) -> Standing:
+def judge(standing: EvaluationStatus, found: EvaluationReported, now: float) -> EvaluationStatus:
     """How things stand after one more evaluation."""
     goal = parse(found.best)
     value = found.metrics.get(goal.metric) if goal is not None else None
     before = standing.best_value if standing.best == found.best else None
     better = goal is not None and value is not None and goal.better(value, before)
-    return Standing(
+    return EvaluationStatus(
         evaluations=standing.evaluations + 1,
         step=found.step,
         metrics=dict(found.metrics),
@@ -187,7 +187,7 @@ def judge(standing: Standing, found: Evaluated, now: float) -> Standing:
     )
 
 
-def exhausted(standing: Standing) -> str:
+def exhausted(standing: EvaluationStatus) -> str:
     """Why the run should end early, empty if it should not."""
     if standing.patience is None or standing.without < standing.patience:
         return ""
@@ -200,9 +200,11 @@ def exhausted(standing: Standing) -> str:
     return f"stopped early: {times} did not improve on {best}"
 
 
-def _judge(state: State, found: Evaluated, now: float) -> tuple[State, tuple[Instruction, ...]]:
+def _judge(
+    state: EvaluationState, found: EvaluationReported, now: float
+) -> tuple[EvaluationState, tuple[Instruction, ...]]:
     before = state.standing
-    to = TellStanding((found.member,), before)
+    to = SendEvaluationStatus((found.member,), before)
     if before.step == found.step:
         return state, (to,)  # it did not hear the answer, and says it again
     after = judge(before, found, now)
@@ -212,11 +214,11 @@ def _judge(state: State, found: Evaluated, now: float) -> tuple[State, tuple[Ins
     elif after.best_value is not None:
         reason = "the best so far" + (f", kept in {found.export}" if found.export else "")
     figures = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()) or "no number"
-    line = Judged(found.member, found.step, f"{found.member} evaluated step {found.step}: {figures}", reason)
+    line = EvaluationNote(found.member, found.step, f"{found.member} evaluated step {found.step}: {figures}", reason)
     told: tuple[Instruction, ...] = (line, replace(to, standing=after))
     why = exhausted(after)
     return replace(state, standing=after), (*told, StopEarly(why)) if why else told
 
 
-def _without(state: State, name: str) -> State:
+def _without(state: EvaluationState, name: str) -> EvaluationState:
     return replace(state, members={key: one for key, one in state.members.items() if key != name})

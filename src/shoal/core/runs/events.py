@@ -8,9 +8,9 @@ from typing import Union
 from shoal.core.fleet import events as fleet_events
 from shoal.core.membership import events
 from shoal.core.provisioning import events as provisioning_events
-from shoal.core.runs.evaluation import Evaluated
+from shoal.core.runs.evaluation import EvaluationReported
 from shoal.wire.api import RunSpec
-from shoal.wire.member_messages import Machine
+from shoal.wire.member_messages import MachineInfo
 
 Value = str | int | float | bool
 
@@ -40,7 +40,7 @@ class BudgetSet:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class UserStopRequested:
     """Somebody asked the run to stop; `status` is what it ends as."""
 
     reason: str
@@ -50,7 +50,7 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRaised:
+class ExceptionReported:
     """The user's code raised in a member."""
 
     member: str
@@ -61,16 +61,16 @@ class MemberRaised:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineKnown:
+class MachineReported:
     """What an agent said of its machine."""
 
     agent: str
-    machine: Machine
+    machine: MachineInfo
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProgressMeasured:
     """How the training went lately, now and then; `idle` is as in a beat."""
 
     step: int
@@ -84,7 +84,16 @@ class Measured:
     idle: tuple[float | None, float] | None = None
 
 
-RunEvent = Union[RunCreated, RunResumed, BudgetSet, StopRequested, MemberRaised, MachineKnown, Measured, Evaluated]
+RunEvent = Union[
+    RunCreated,
+    RunResumed,
+    BudgetSet,
+    UserStopRequested,
+    ExceptionReported,
+    MachineReported,
+    ProgressMeasured,
+    EvaluationReported,
+]
 
 KINDS: dict[str, type] = {
     kind.__name__: kind

@@ -6,21 +6,21 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shoal.core.fleet import decide as fl
-from shoal.core.fleet.state import Wanted
+from shoal.core.fleet.state import DesiredRun
 from shoal.core.membership.state import EVALUATOR
 from shoal.core.provisioning import decide as provisioning
-from shoal.core.runs.state import Run, Runs
+from shoal.core.runs.state import CoordinatorState, RunState
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRun:
     """A run that has not begun: its place in the queue, and what it waits for."""
 
     place: int
     what: str
 
 
-def queue_of(runs: Runs) -> list[str]:
+def queue_of(runs: CoordinatorState) -> list[str]:
     """The runs that have no process yet, in the order in which they get machines."""
     begun = {p.run for p in runs.fleet.processes.values() if p.role != EVALUATOR}
     found = [
@@ -31,7 +31,7 @@ def queue_of(runs: Runs) -> list[str]:
     return [run.name for run in sorted(found, key=lambda run: -run.spec.priority)]
 
 
-def waiting_of(run: Run, runs: Runs, now: float) -> Waiting | None:
+def waiting_of(run: RunState, runs: CoordinatorState, now: float) -> QueuedRun | None:
     """What a run waits for, None if it has begun."""
     queue = queue_of(runs)
     if run.name not in queue:
@@ -39,15 +39,15 @@ def waiting_of(run: Run, runs: Runs, now: float) -> Waiting | None:
     wanted = runs.fleet.runs[run.name]
     asked = [_asked(run, runs, now), *_troubles(run, runs), _holders(run, runs)]
     what = f"{wanted.least} places" if wanted.least > 1 else "a place"
-    return Waiting(1 + queue.index(run.name), "; ".join([what, *filter(None, asked)]))
+    return QueuedRun(1 + queue.index(run.name), "; ".join([what, *filter(None, asked)]))
 
 
-def _is_going(runs: Runs, run: Run) -> bool:
-    wanted: Wanted | None = runs.fleet.runs.get(run.name)
+def _is_going(runs: CoordinatorState, run: RunState) -> bool:
+    wanted: DesiredRun | None = runs.fleet.runs.get(run.name)
     return wanted is not None and wanted.status == fl.GOING
 
 
-def _asked(run: Run, runs: Runs, now: float) -> str:
+def _asked(run: RunState, runs: CoordinatorState, now: float) -> str:
     """The machines that were asked for on its behalf."""
     coming = [
         hire
@@ -62,12 +62,12 @@ def _asked(run: Run, runs: Runs, now: float) -> str:
     return f"{many} asked for {since_s:.0f} s ago" + (f" ({why})" if why else "")
 
 
-def _troubles(run: Run, runs: Runs) -> list[str]:
-    standings = {name: runs.supply.standings.get(name, provisioning.Standing()) for name in run.spec.on}
+def _troubles(run: RunState, runs: CoordinatorState) -> list[str]:
+    standings = {name: runs.supply.standings.get(name, provisioning.PoolHealth()) for name in run.spec.on}
     return [f"pool {name}: {one.why}" for name, one in standings.items() if one.why]
 
 
-def _holders(run: Run, runs: Runs) -> str:
+def _holders(run: RunState, runs: CoordinatorState) -> str:
     """Who has the places that it may use."""
     wanted = runs.fleet.runs[run.name]
     mine = {a.name for a in runs.fleet.agents.values() if not wanted.terms or _may(wanted, a.pool)}
@@ -77,6 +77,6 @@ def _holders(run: Run, runs: Runs) -> str:
     return "held by " + ", ".join(f"{name} ({count})" for name, count in held.most_common(3))
 
 
-def _may(wanted: Wanted, pool: str) -> bool:
+def _may(wanted: DesiredRun, pool: str) -> bool:
     pools = wanted.terms_of("trainer").pools
     return not pools or not pool or pool in pools

@@ -33,14 +33,14 @@ def tell(seq: int, at: float, run: str, event: Any, asked: Sequence[tuple[str, A
 
 def _worth_telling(run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> Sequence[tuple[str, Any]]:
     """What members decided by themselves is told in one line, and not again when they only repeat it."""
-    if isinstance(event, ev.Decided):
+    if isinstance(event, ev.AdjustmentReported):
         return [(run, event)] if asked else []
     return [(run, event), *asked]
 
 
 def _kind(told: Any) -> tuple[str, str]:
     """The kind of a line, and whom it is about: shares and batches are everybody's, whoever told of them."""
-    if isinstance(told, ev.Decided):
+    if isinstance(told, ev.AdjustmentReported):
         return f"{told.what.capitalize()}Decided", told.member if told.what == "memory" else ""
     return type(told).__name__, getattr(told, "member", "")
 
@@ -59,23 +59,23 @@ def _step(told: Any) -> int | None:
 Sentence = tuple[str, str] | None
 
 
-def _hello(e: ev.Hello) -> Sentence:
+def _hello(e: ev.MemberConnected) -> Sentence:
     if e.world is None:
         return f"{e.member} connected from {e.address.host}", ""
     return f"{e.member} found the coordinator again", f"it says that it is in world {e.world} at step {e.step}"
 
 
-def _ready(e: ev.BecameReady) -> Sentence:
+def _ready(e: ev.MemberReady) -> Sentence:
     held = f"it holds the state of step {e.step}" if e.step is not None else "it holds no state yet"
     return f"{e.member} is ready", held
 
 
-def _broke(e: ev.WorldBroke) -> Sentence:
+def _broke(e: ev.WorldBroken) -> Sentence:
     who = f", suspects {', '.join(e.suspects)}" if e.suspects else ""
     return f"{e.member} lost world {e.world} at step {e.step}{who}", e.cause
 
 
-def _decided(e: ev.Decided) -> Sentence:
+def _decided(e: ev.AdjustmentReported) -> Sentence:
     begins = f"from step {e.step} on" if e.what == "memory" else f"{e.what} from step {e.step} on"
     return f"{begins}: {e.reason}", e.reason
 
@@ -85,7 +85,7 @@ def _created(e: runs_events.RunCreated) -> Sentence:
     return f"run created: {' '.join(e.spec.argv)} with {low}:{high} members", ""
 
 
-def _raised(e: runs_events.MemberRaised) -> Sentence:
+def _raised(e: runs_events.ExceptionReported) -> Sentence:
     places = [line.strip() for line in e.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{e.member} raised {e.kind}: {e.text}", places[-1] if places else ""
 
@@ -95,7 +95,7 @@ def _exited(e: fe.ProcessExited) -> Sentence:
     return f"the process of {e.member} ended {how}".rstrip(), e.detail or e.cause
 
 
-def _agent_joined(e: fe.AgentJoined) -> Sentence:
+def _agent_joined(e: fe.AgentConnected) -> Sentence:
     offer = "as many members as asked" if e.slots is None else f"{e.slots} members"
     return f"agent {e.agent} connected and offers {offer}", ""
 
@@ -112,7 +112,7 @@ def _proposed(i: ev.ProposeWorld) -> Sentence:
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
 
-def _placed(i: ev.PlaceParts) -> Sentence:
+def _placed(i: ev.PublishPlacement) -> Sentence:
     if len(i.to) == 1:
         return f"{i.to[0]} is told of placement {i.placement.number}", i.reason
     held = "; ".join(
@@ -130,49 +130,52 @@ def _start(i: fe.StartProcess) -> Sentence:
 
 
 _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
-    ev.Hello: _hello,
-    ev.BecameReady: _ready,
-    ev.Decided: _decided,
-    ev.WorldBroke: _broke,
-    ev.Disconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
+    ev.MemberConnected: _hello,
+    ev.MemberReady: _ready,
+    ev.AdjustmentReported: _decided,
+    ev.WorldBroken: _broke,
+    ev.MemberDisconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
     ev.MemberDone: lambda e: (f"{e.member} is done at step {e.step}", ""),
-    ev.ClaimFulfilled: lambda e: (f"{e.member} did {e.name}", "exactly one member does it"),
+    ev.ClaimCompleted: lambda e: (f"{e.member} did {e.name}", "exactly one member does it"),
     ev.CheckpointWritten: lambda e: (f"{e.member} wrote the checkpoint of step {e.step}", e.path),
     ev.FormWorld: _formed,
     ev.ProposeWorld: _proposed,
     ev.DissolveWorld: lambda i: (f"world {i.number} is over", i.reason),
     ev.PartCopied: lambda e: (f"{e.member} has given part {e.part} to {e.to}", ""),
-    ev.PartYielded: lambda e: (f"{e.member} rests with part {e.part}, so that another can take over", ""),
+    ev.PartReleased: lambda e: (f"{e.member} rests with part {e.part}, so that another can take over", ""),
     ev.ServerUnreachable: lambda e: (f"{e.member} cannot reach {e.server}", e.cause),
-    ev.PlaceParts: _placed,
-    ev.TellGone: lambda i: (f"the servers no longer wait for {i.member}", i.reason),
-    ev.AskRestore: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
-    ev.Refuse: lambda i: (f"{i.member} is refused: {i.what}", i.why),
-    ev.Expel: lambda i: (f"{i.member} is told that it is out", i.reason),
+    ev.PublishPlacement: _placed,
+    ev.AnnounceTrainerLost: lambda i: (f"the servers no longer wait for {i.member}", i.reason),
+    ev.RestoreCheckpoint: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
+    ev.RejectMember: lambda i: (f"{i.member} is refused: {i.what}", i.why),
+    ev.EvictMember: lambda i: (f"{i.member} is told that it is out", i.reason),
     ev.StopMembers: lambda i: (f"{listed(i.to)} told to stop", i.reason),
-    ev.TellFinished: lambda i: (f"the training is finished at step {i.step}", ""),
-    ev.Say: lambda i: (i.text, ""),
-    evaluation.Judged: lambda i: (i.text, i.reason),
+    ev.AnnounceFinished: lambda i: (f"the training is finished at step {i.step}", ""),
+    ev.MembershipNote: lambda i: (i.text, ""),
+    evaluation.EvaluationNote: lambda i: (i.text, i.reason),
     evaluation.StopEarly: lambda i: ("the run ends before its last step", i.reason),
     runs_events.RunCreated: _created,
     runs_events.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
     runs_events.BudgetSet: lambda e: (f"the run may spend {e.budget:.2f} in all", ""),
-    runs_events.StopRequested: lambda e: ("the run is asked to stop", e.reason),
-    runs_events.MemberRaised: _raised,
-    fe.AgentJoined: _agent_joined,
-    fe.AgentAway: lambda e: (f"agent {e.agent} lost its connection", ""),
+    runs_events.UserStopRequested: lambda e: ("the run is asked to stop", e.reason),
+    runs_events.ExceptionReported: _raised,
+    fe.AgentConnected: _agent_joined,
+    fe.AgentDisconnected: lambda e: (f"agent {e.agent} lost its connection", ""),
     fe.AgentNotice: lambda e: (f"the machine of agent {e.agent} goes away within {e.within_s:.0f} s", e.cause),
     fe.ProcessStarted: lambda e: (f"{e.member} runs as process {e.pid}{', warm' if e.warm else ''}", ""),
     fe.ProcessExited: _exited,
     fe.StartProcess: _start,
-    fe.EndProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
-    fe.TrainingOver: lambda _: ("only the evaluator is waited for", "nobody trains any more"),
-    fe.RunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
-    fe.RunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
-    fe.Tell: lambda i: (i.text, ""),
-    se.Submit: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
-    se.Cancel: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
-    se.Tell: lambda i: (i.text, ""),
-    se.GiveUp: lambda i: ("the run cannot begin", "; ".join(f"pool {one.pool}: {one.why}" for one in i.troubles)),
-    se.OutOfMoney: lambda i: ("the run is stopped after a checkpoint", i.reason),
+    fe.StopProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
+    fe.MarkTrainingFinished: lambda _: ("only the evaluator is waited for", "nobody trains any more"),
+    fe.MarkRunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
+    fe.MarkRunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
+    fe.FleetNote: lambda i: (i.text, ""),
+    se.SubmitAllocation: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
+    se.CancelAllocation: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
+    se.ProvisioningNote: lambda i: (i.text, ""),
+    se.FailInfeasibleRun: lambda i: (
+        "the run cannot begin",
+        "; ".join(f"pool {one.pool}: {one.why}" for one in i.troubles),
+    ),
+    se.StopRunOverBudget: lambda i: ("the run is stopped after a checkpoint", i.reason),
 }

@@ -13,13 +13,13 @@ from math import inf
 from typing import Any, NamedTuple
 
 from shoal.core.shares import split as shares_split
-from shoal.core.shares.cost_curve import Curve
-from shoal.core.shares.settings import Rules, parse
-from shoal.core.shares.speed_table import Known, Seen, Speeds
+from shoal.core.shares.cost_curve import CostCurve
+from shoal.core.shares.settings import ShareSettings, parse
+from shoal.core.shares.speed_table import MemberProfile, SpeedTable, StepMeasurement
 from shoal.core.shares.split import Shares
-from shoal.core.shares.stats import Figures, idle, reason, slowest
+from shoal.core.shares.stats import ShareStats, idle, reason, slowest
 
-__all__ = ["Balance", "Change", "Figures", "Rules", "Seen", "parse"]
+__all__ = ["ShareBalancer", "ShareChange", "ShareSettings", "ShareStats", "StepMeasurement", "parse"]
 
 # Steps of the first windows: early corrections gain the most, later ones need certainty.
 FIRST_WINDOWS = (2, 4, 8)
@@ -42,7 +42,7 @@ QUIET_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ShareChange:
     """New shares, from which step on, and why in one sentence."""
 
     step: int
@@ -50,7 +50,7 @@ class Change:
     reason: str
 
 
-class _Plan(NamedTuple):
+class _SharePlan(NamedTuple):
     """Shares of one global batch size for members in rank order, and the step from which they hold."""
 
     step: int
@@ -59,23 +59,23 @@ class _Plan(NamedTuple):
     shares: Shares
 
 
-class Balance:
+class ShareBalancer:
     """The shares in force, the next ones, and all that is known of the members' speeds.
 
     `alone` says whether a share may be a single sample.
     """
 
     def __init__(
-        self, rules: Rules | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
+        self, rules: ShareSettings | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
     ) -> None:
-        self.rules = rules or Rules()
+        self.rules = rules or ShareSettings()
         self.ahead = ahead
         self.alone = True
         self._first_windows = first_windows
         self.reason = ""
-        self._speeds = Speeds()
-        self._plan: _Plan | None = None
-        self._next: _Plan | None = None
+        self._speeds = SpeedTable()
+        self._plan: _SharePlan | None = None
+        self._next: _SharePlan | None = None
         self._best: Shares | None = None
         self._window = 0
         self._matched = 0
@@ -139,7 +139,7 @@ class Balance:
             found = self._found[key] = self._solve(*key)
         return found
 
-    def _within_limits(self, now: _Plan | None) -> _Plan | None:
+    def _within_limits(self, now: _SharePlan | None) -> _SharePlan | None:
         if now is None:
             return None
         limits = [one.limit if (one := self._speeds.get(name)) else None for name in now.members]
@@ -176,7 +176,7 @@ class Balance:
             highs.append(high)
         return lows, highs
 
-    def _with_trial(self, now: _Plan) -> Shares:
+    def _with_trial(self, now: _SharePlan) -> Shares:
         """A sample or two of the largest share go to the member that is tried again."""
         assert self._trial is not None
         shares, few = list(now.shares), 1 if self.alone else 2
@@ -191,12 +191,12 @@ class Balance:
         self,
         step: int,
         members: Sequence[str],
-        seen: Sequence[Seen],
+        seen: Sequence[StepMeasurement],
         *,
         epoch: int = 0,
         left: int | None = None,
         speeds: Mapping[str, float] | None = None,
-    ) -> Change | None:
+    ) -> ShareChange | None:
         """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
         for name, speed in (speeds or {}).items():
             self.hint(name, speed)
@@ -229,7 +229,7 @@ class Balance:
         if size > 0 and (now is None or now.members != members or size > now.size or lasting):
             shares = self.shares(step, size, members)
             newcomers = now is None or not set(members) <= set(now.members)
-            self._plan, self._next, self._best, self._trial = _Plan(step, size, members, shares), None, None, None
+            self._plan, self._next, self._best, self._trial = _SharePlan(step, size, members, shares), None, None, None
             self._matched = self._waited = 0
             self._window = 0 if newcomers or now is None or now.members == members else min(self._window, 1)
             self._found.clear()
@@ -242,7 +242,7 @@ class Balance:
         steps = self._first_windows[self._window] if self._window < SETTLED else self.rules.window
         return self._matched >= steps or self._waited >= 4 * steps
 
-    def _fold(self, jumped: Sequence[tuple[Known, int]]) -> None:
+    def _fold(self, jumped: Sequence[tuple[MemberProfile, int]]) -> None:
         """Close the window: what was measured in it is taken in."""
         if any(steps for _, steps in jumped):
             self._best, self._backoff, self._recently = None, 1.0, []
@@ -254,7 +254,7 @@ class Balance:
 
     # --- the decision
 
-    def _decide(self, step: int, left: int | None) -> Change | None:
+    def _decide(self, step: int, left: int | None) -> ShareChange | None:
         now, due, self._due = self._plan, self._due, False
         self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
         self._backoff = self._backoff if self._recently else 1.0
@@ -287,7 +287,7 @@ class Balance:
             return None
         return self._change(step, now, wanted, costs, "")
 
-    def _wanted(self, now: _Plan, costs: Sequence[Curve], least_gain: float) -> Shares:
+    def _wanted(self, now: _SharePlan, costs: Sequence[CostCurve], least_gain: float) -> Shares:
         """The best shares within one change; a member is parked only if that is plainly better than a single sample."""
         lows, highs = self._near(now)
         wanted = shares_split.by_cost(now.size, costs, lows, highs)
@@ -298,7 +298,7 @@ class Balance:
         gain = max(least_gain, PARKING, 2 * self._speeds.noise(now.members))
         return kept if slowest(costs, wanted) > slowest(costs, kept) * (1 - gain) else wanted
 
-    def _leap(self, now: _Plan, wanted: Shares) -> float:
+    def _leap(self, now: _SharePlan, wanted: Shares) -> float:
         """How much of the gain to doubt because shares grow beyond what was measured."""
         leap = 0.0
         for name, had, share in zip(now.members, now.shares, wanted, strict=True):
@@ -307,7 +307,7 @@ class Balance:
                 leap = max(leap, LEAP * (share / points[-1].samples - 1))
         return min(leap, LEAP)
 
-    def _decide_by_ratio(self, step: int, now: _Plan) -> Change | None:
+    def _decide_by_ratio(self, step: int, now: _SharePlan) -> ShareChange | None:
         """The ancestors' law: b' = b·mean(t)/t."""
         seconds = []
         for name, share in zip(now.members, now.shares, strict=True):
@@ -329,7 +329,7 @@ class Balance:
         wanted = shares_split.capped(now.size, weights, lows, highs)
         return None if wanted == now.shares else self._change(step, now, wanted, self._speeds.costs(now.members), "")
 
-    def _near(self, now: _Plan) -> tuple[list[int], list[int]]:
+    def _near(self, now: _SharePlan) -> tuple[list[int], list[int]]:
         """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
         lows, highs = self._bounds(now.size, now.members)
         little = max(1, now.size // (4 * len(now.members)))
@@ -341,7 +341,7 @@ class Balance:
             near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
         return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
 
-    def _slower_than_best(self, now: _Plan) -> float | None:
+    def _slower_than_best(self, now: _SharePlan) -> float | None:
         """Remember the best shares so far; returns their seconds if those in force are measured to be slower."""
         now_s = self._speeds.measured_s(now.members, now.shares)
         best_s = self._speeds.measured_s(now.members, self._best) if self._best is not None else None
@@ -353,13 +353,13 @@ class Balance:
         slower = max(SLOWER, 1 + self._speeds.doubt(now.members, now.shares))
         return best_s if now_s > slower * best_s else None
 
-    def _least_gain(self, now: _Plan, rank: int) -> float:
+    def _least_gain(self, now: _SharePlan, rank: int) -> float:
         doubt = self._speeds.doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
         return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently) / 2)
 
-    def _change(self, step: int, now: _Plan, wanted: Shares, costs: Sequence[Curve], why: str) -> Change:
+    def _change(self, step: int, now: _SharePlan, wanted: Shares, costs: Sequence[CostCurve], why: str) -> ShareChange:
         then = step + 1 + self.ahead
-        self._next = _Plan(then, now.size, now.members, wanted)
+        self._next = _SharePlan(then, now.size, now.members, wanted)
         self._trial = None
         if self._window > SETTLED:
             self._recently = [*self._recently[-3:], step]
@@ -368,9 +368,9 @@ class Balance:
             one = self._speeds.of(name)
             one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
         self.reason = reason(now.members, now.shares, wanted, costs, why)
-        return Change(then, dict(zip(now.members, wanted, strict=True)), self.reason)
+        return ShareChange(then, dict(zip(now.members, wanted, strict=True)), self.reason)
 
-    def _try_parked(self, step: int, now: _Plan) -> None:
+    def _try_parked(self, step: int, now: _SharePlan) -> None:
         """Now and then a parked member computes a little of one step, as rarely as that is cheap."""
         if self._next is not None or self.rules.policy != "model" or (self._trial and step <= self._trial[0]):
             return
@@ -408,21 +408,21 @@ class Balance:
 
     # --- what is shown
 
-    def figures(self) -> Figures:
+    def figures(self) -> ShareStats:
         """The figures of the shares in force, by what is known now."""
         now = self._plan
         if now is None:
-            return Figures({}, 0.0, 0.0, 0.0)
+            return ShareStats({}, 0.0, 0.0, 0.0)
         costs = self._speeds.costs(now.members)
         known = any(self._speeds.of(name).speed.measured for name in now.members)
         per_sample = {
             name: cost.seconds(share) / share if share else cost.seconds(1)
             for name, share, cost in zip(now.members, now.shares, costs, strict=True)
         }
-        equal = shares_split.Equal().shares(now.size, len(now.members))
+        equal = shares_split.EqualShares().shares(now.size, len(now.members))
         if not known:
-            return Figures({}, 0.0, 0.0, 0.0)
-        return Figures(per_sample, slowest(costs, now.shares), idle(costs, now.shares), idle(costs, equal))
+            return ShareStats({}, 0.0, 0.0, 0.0)
+        return ShareStats(per_sample, slowest(costs, now.shares), idle(costs, now.shares), idle(costs, equal))
 
     # --- state
 
@@ -453,12 +453,12 @@ class Balance:
         self._found.clear()
 
 
-def _listed(one: _Plan | None) -> list[Any] | None:
+def _listed(one: _SharePlan | None) -> list[Any] | None:
     return None if one is None else [one.step, one.size, list(one.members), list(one.shares)]
 
 
-def _unlisted(values: list[Any] | None) -> _Plan | None:
-    return None if values is None else _Plan(values[0], values[1], tuple(values[2]), tuple(values[3]))
+def _unlisted(values: list[Any] | None) -> _SharePlan | None:
+    return None if values is None else _SharePlan(values[0], values[1], tuple(values[2]), tuple(values[3]))
 
 
 def _shrunk(size: int, shares: Shares) -> Shares:

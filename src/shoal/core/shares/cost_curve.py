@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CostCurve:
     """Seconds as a function of samples: straight between knots, rising, the first knot at 0 samples.
 
     Every micro-batch after the first costs `again_s` more.
@@ -59,15 +59,15 @@ class Curve:
         return int(start + (stop - start) * ((seconds - low) / (high - low)))
 
 
-def line(fixed_s: float, slope: float, micro: int | None = None) -> Curve:
+def line(fixed_s: float, slope: float, micro: int | None = None) -> CostCurve:
     """The cost a·ceil(b/m) + c·b."""
-    return Curve((0.0,), (fixed_s,), slope, micro, fixed_s if micro else 0.0)
+    return CostCurve((0.0,), (fixed_s,), slope, micro, fixed_s if micro else 0.0)
 
 
-def through(at: list[float], seconds_at: list[float], slope: float, micro: int | None, again_s: float) -> Curve:
+def through(at: list[float], seconds_at: list[float], slope: float, micro: int | None, again_s: float) -> CostCurve:
     """Add the knot at 0 and the slope after the last."""
     fixed_s = min(max(seconds_at[0] - slope * at[0], 0.0), seconds_at[0])
-    return Curve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)
+    return CostCurve((0.0, *at), (fixed_s, *seconds_at), slope, micro, again_s)
 
 
 def rising(values: list[float], weights: Sequence[float]) -> list[float]:

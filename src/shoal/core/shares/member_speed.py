@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any, Self
 
-from shoal.core.shares.cost_curve import Curve, rising, through
+from shoal.core.shares.cost_curve import CostCurve, rising, through
 
 KEPT = 8
 FULL = 100
@@ -30,7 +30,7 @@ LONGEST_S = 1e7
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SpeedPoint:
     """The usual seconds for this many samples, out of how many steps, and in which fold they were last seen."""
 
     samples: int
@@ -38,19 +38,19 @@ class Point:
     count: int
     fold: int
 
-    def scaled(self, factor: float) -> Point:
+    def scaled(self, factor: float) -> SpeedPoint:
         """The same after the member's speed changed: known from one step, as it were."""
-        return Point(self.samples, self.seconds * factor, 1, self.fold)
+        return SpeedPoint(self.samples, self.seconds * factor, 1, self.fold)
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class MemberSpeed:
     """What is known of one member's speed. `fold` adds what a window of steps showed.
 
     `hint` is the relative speed that its agent found with a probe, for as long as nothing is measured.
     """
 
-    points: tuple[Point, ...] = ()
+    points: tuple[SpeedPoint, ...] = ()
     folds: int = 0
     steps: int = 0
     noise: float = USUAL_NOISE
@@ -61,11 +61,11 @@ class Speed:
     def measured(self) -> bool:
         return bool(self.points)
 
-    def point(self, samples: int) -> Point | None:
+    def point(self, samples: int) -> SpeedPoint | None:
         """What was measured with exactly this share."""
         return next((point for point in self.points if point.samples == samples), None)
 
-    def fold(self, recent: Iterable[tuple[int, float]]) -> Speed:
+    def fold(self, recent: Iterable[tuple[int, float]]) -> MemberSpeed:
         """Take in the (samples, seconds) of some steps; what cannot be a measurement is left out."""
         by_size: dict[int, list[float]] = {}
         for samples, seconds in recent:
@@ -79,7 +79,7 @@ class Speed:
             usual_s = usual(some)
             noise = _noisier(noise, steps, some, usual_s)
             steps += len(some)
-            new, old = Point(samples, usual_s, len(some), folds), points.get(samples)
+            new, old = SpeedPoint(samples, usual_s, len(some), folds), points.get(samples)
             if old is not None and _differ(old, new, noise):
                 # The same share takes another time: so would all the others.
                 points = {size: point.scaled(new.seconds / old.seconds) for size, point in points.items()}
@@ -89,7 +89,7 @@ class Speed:
         kept.sort(key=lambda point: point.samples)
         return replace(self, points=tuple(kept), folds=folds, steps=steps, noise=noise)
 
-    def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> Speed:
+    def jumped(self, recent: Sequence[tuple[int, float]], alike: float | None = None) -> MemberSpeed:
         """The member is of another speed since the steps of `recent`: keep the shape, and let the new times count."""
         curve = self.curve(alike)
         good = [(samples, seconds) for samples, seconds in recent if usable(samples, seconds)]
@@ -134,7 +134,7 @@ class Speed:
         slope = max((v1 - fixed_s * uv) / vv, LEAST_SLOPE * latest.seconds / latest.samples)
         return fixed_s / slope, certain
 
-    def _sums(self, latest: Point) -> tuple[float, float, float, float, float]:
+    def _sums(self, latest: SpeedPoint) -> tuple[float, float, float, float, float]:
         """The normal equations of 1 = a·(times/t) + c·(samples/t)."""
         uu = uv = vv = u1 = v1 = 0.0
         noise, jagged = max(self.noise, LEAST_NOISE), self._jagged()
@@ -146,11 +146,11 @@ class Speed:
             u1, v1 = u1 + weight * u, v1 + weight * v
         return uu, uv, vv, u1, v1
 
-    def latest(self) -> Point:
+    def latest(self) -> SpeedPoint:
         """The point that was measured last, and of those the most often."""
         return max(self.points, key=lambda point: (point.fold, point.count, -point.samples))
 
-    def _weight(self, point: Point, latest: Point) -> float:
+    def _weight(self, point: SpeedPoint, latest: SpeedPoint) -> float:
         big, small = max(point.samples, latest.samples), min(point.samples, latest.samples)
         far, old = big / small - 1, self.folds - point.fold
         return point.count / ((1 + far * far * FAR) * (1 + AGEING * old))
@@ -162,14 +162,14 @@ class Speed:
             worst = max(worst, before.seconds / after.seconds - 1)
         return worst
 
-    def _guess(self, latest: Point, alike: float | None) -> float:
+    def _guess(self, latest: SpeedPoint, alike: float | None) -> float:
         """The part of the latest seconds that is guessed to be fixed, before sizes are compared."""
         if alike is not None:
             fixed = alike * self._times(latest.samples)
             return fixed / (fixed + latest.samples)
         return FIXED_PART
 
-    def curve(self, alike: float | None = None) -> Curve | None:
+    def curve(self, alike: float | None = None) -> CostCurve | None:
         """The fitted line, bent to pass through points that lie farther off than noise explains; None before any."""
         if not self.points:
             return None
@@ -187,7 +187,7 @@ class Speed:
                 seconds_at.append(expected_s * (1 + off * (1 - doubt * doubt / (off * off))))
                 counts.append(point.count)
         if not at:
-            return Curve((0.0,), (fixed_s,), slope, self.micro, again_s)
+            return CostCurve((0.0,), (fixed_s,), slope, self.micro, again_s)
         seconds_at = rising(seconds_at, counts)
         return through(at, seconds_at, slope, self.micro, again_s)
 
@@ -207,13 +207,13 @@ class Speed:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        points = tuple(Point(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
+        points = tuple(SpeedPoint(int(b), float(t), int(n), int(f)) for b, t, n, f in values["points"])
         folds, steps, noise = int(values["folds"]), int(values["steps"]), float(values["noise"])
         return cls(points, folds, steps, noise, values["hint"], values["micro"])
 
 
 @dataclass(slots=True)
-class Drift:
+class DriftDetector:
     """Notices, step by step, that a member's speed is no longer what it was (CUSUM).
 
     2(t - p)/(t + p) stands for log(t/p): the same near 1, and clipped, so that a single spike, however high, is not
@@ -271,17 +271,17 @@ def _noisier(noise: float, steps: int, some: Sequence[float], usual_s: float) ->
     return noise + (min(seen, 1.0) - noise) * len(some) / (len(some) + 2.0 + min(steps, 40))
 
 
-def _differ(old: Point, new: Point, noise: float) -> bool:
+def _differ(old: SpeedPoint, new: SpeedPoint, noise: float) -> bool:
     off = 2 * (new.seconds - old.seconds) / (new.seconds + old.seconds)
     return abs(off) > SHIFT * max(noise, LEAST_NOISE) * sqrt(1 / new.count + 1 / old.count)
 
 
-def _merged(old: Point | None, new: Point) -> Point:
+def _merged(old: SpeedPoint | None, new: SpeedPoint) -> SpeedPoint:
     if old is None:
         return replace(new, count=min(new.count, FULL))
     before = min(old.count, max(FULL - new.count, new.count))
     seconds = (old.seconds * before + new.seconds * new.count) / (before + new.count)
-    return Point(new.samples, seconds, min(before + new.count, FULL), new.fold)
+    return SpeedPoint(new.samples, seconds, min(before + new.count, FULL), new.fold)
 
 
 def common(shapes: Sequence[tuple[float, float]]) -> float | None:

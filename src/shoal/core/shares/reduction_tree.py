@@ -22,7 +22,7 @@ Node = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardRange:
     """Shards start…stop of so many, in a row; if start is beyond stop, from start to the end and then from the first.
 
     Whoever holds none need not know how many there are.
@@ -41,11 +41,11 @@ class Held:
         return not self.empty and self.start == 0 and self.stop == self.shards
 
 
-NOTHING = Held()
+NOTHING = ShardRange()
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class TreeMerge:
     """How two rows of nodes become one.
 
     Operands are numbered: first those that arrived, then our own. Each addition adds operand `source` to operand
@@ -61,21 +61,21 @@ def cut(size: int, whole: int, shards: int) -> tuple[int, ...]:
     return split(size, [1] * max(1, min(size, -(-size * shards // whole))))
 
 
-def deal(shares: Sequence[int], shards: int) -> tuple[Held, ...]:
+def deal(shares: Sequence[int], shards: int) -> tuple[ShardRange, ...]:
     """Whole shards for every rank, in proportion to their shares in samples."""
     ends = list(accumulate(split(shards, shares), initial=0))
-    return tuple(Held(shards, a, b) if a < b else NOTHING for a, b in pairwise(ends))
+    return tuple(ShardRange(shards, a, b) if a < b else NOTHING for a, b in pairwise(ends))
 
 
 @lru_cache(maxsize=1024)
-def nodes(held: Held) -> tuple[Node, ...]:
+def nodes(held: ShardRange) -> tuple[Node, ...]:
     """The fewest nodes of the tree that make up these shards, in their order."""
     round_the_end = held.start > held.stop
     rows = [(held.start, held.shards), (0, held.stop)] if round_the_end else [(held.start, held.stop)]
     return tuple(node for start, stop in rows for node in _within((0, held.shards), start, stop))
 
 
-def union(first: Held, then: Held) -> Held:
+def union(first: ShardRange, then: ShardRange) -> ShardRange:
     """What somebody holds who had `first` and gets `then`, which must follow it."""
     if first.empty or then.empty:
         return then if first.empty else first
@@ -84,11 +84,11 @@ def union(first: Held, then: Held) -> Held:
     grown = (over or first.shards) == _count(first) + _count(then)
     if first.shards != then.shards or not follows or not grown:
         raise ValueError(f"{then} does not follow {first}")
-    return Held(first.shards, 0, first.shards) if over == 0 else Held(first.shards, first.start, then.stop)
+    return ShardRange(first.shards, 0, first.shards) if over == 0 else ShardRange(first.shards, first.start, then.stop)
 
 
 @lru_cache(maxsize=4096)
-def merge(arrived: Held, own: Held) -> Merge:
+def merge(arrived: ShardRange, own: ShardRange) -> TreeMerge:
     """How nodes that arrived are added to our own; sums stand where our own nodes stood, whenever there is one."""
     mine = len(nodes(arrived))
     place = {node: number for number, node in enumerate((*nodes(arrived), *nodes(own)))}
@@ -103,16 +103,16 @@ def merge(arrived: Held, own: Held) -> Merge:
         return target
 
     kept = tuple(made(node) for node in nodes(union(arrived, own)))
-    return Merge(tuple(additions), kept)
+    return TreeMerge(tuple(additions), kept)
 
 
 @lru_cache(maxsize=4096)
 def merges(shards: int, start: int, shard: int) -> int:
     """How many nodes are completed when `shard` is added to a row of shards that begins at `start`."""
-    return len(nodes(Held(shards, start, shard))) + 1 - len(nodes(Held(shards, start, shard + 1)))
+    return len(nodes(ShardRange(shards, start, shard))) + 1 - len(nodes(ShardRange(shards, start, shard + 1)))
 
 
-def _count(held: Held) -> int:
+def _count(held: ShardRange) -> int:
     return held.shards if held.complete else (held.stop - held.start) % held.shards
 
 

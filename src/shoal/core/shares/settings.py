@@ -13,7 +13,7 @@ MODES = ("continuous", "epoch", "once")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ShareSettings:
     """How shares are found, and how readily they change.
 
     `threshold` is the part of a step that a change must save (for `ratio`: the dead band around the mean time).
@@ -36,13 +36,13 @@ class Rules:
         _check(self.mode in MODES, f"shares.mode cannot be {self.mode!r}", "the modes are " + ", ".join(MODES))
         _check(0 <= self.threshold < 1, f"shares.threshold cannot be {self.threshold}", "it is a part of a step")
         _check(self.window >= 1, f"shares.window cannot be {self.window}", "it is a number of steps, 1 at least")
-        _check(self.floor >= 0 and isfinite(self.floor), f"shares.floor cannot be {self.floor}", "it is not negative")
-        _check(self.cap > 0 and isfinite(self.cap), f"shares.cap cannot be {self.cap}", "it is above 0")
+        _check(self.floor >= 0 and isfinite(self.floor), f"shares.min cannot be {self.floor}", "it is not negative")
+        _check(self.cap > 0 and isfinite(self.cap), f"shares.max cannot be {self.cap}", "it is above 0")
         kinds = (self.floor < 1, self.cap <= 1)
         clash = self.floor > self.cap and kinds[0] == kinds[1]
         _check(not clash, f"a floor of {self.floor:g} is above the cap of {self.cap:g}", "nobody could satisfy both")
         if self.policy == "fixed":
-            shares.Fixed(self.weights)
+            shares.FixedShares(self.weights)
 
     @property
     def adapts(self) -> bool:
@@ -64,7 +64,7 @@ class Rules:
 
     def declared(self, ranks: int) -> list[int]:
         """The weights of the ranks for `equal` and `fixed`, as whole numbers."""
-        return shares.Fixed(self.weights).whole(ranks) if self.policy == "fixed" else [1] * ranks
+        return shares.FixedShares(self.weights).whole(ranks) if self.policy == "fixed" else [1] * ranks
 
 
 def parse(
@@ -75,14 +75,14 @@ def parse(
     floor: float = 0.0,
     cap: float = 1.0,
     mode: str = "continuous",
-) -> Rules:
+) -> ShareSettings:
     """The rules from settings; `text` is ``model``, ``ratio``, ``equal`` or for example ``fixed:3,1``."""
     name, _, rest = text.strip().partition(":")
     weights: tuple[float, ...] = ()
     if name == "fixed" or rest:
         declared = shares.parse(text)
-        weights = declared.weights if isinstance(declared, shares.Fixed) else ()
-    return Rules(name, weights, threshold, window, floor, cap, mode)
+        weights = declared.weights if isinstance(declared, shares.FixedShares) else ()
+    return ShareSettings(name, weights, threshold, window, floor, cap, mode)
 
 
 def _check(good: bool, what: str, why: str) -> None:

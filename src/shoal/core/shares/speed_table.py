@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
-from shoal.core.shares.cost_curve import Curve, line
-from shoal.core.shares.member_speed import Drift, Speed, common, usable, usual
+from shoal.core.shares.cost_curve import CostCurve, line
+from shoal.core.shares.member_speed import DriftDetector, MemberSpeed, common, usable, usual
 from shoal.core.shares.split import Shares
 
 JUMP = 0.15
@@ -19,7 +19,7 @@ STRANGERS = 16
 UNREAD = 64
 
 
-class Seen(NamedTuple):
+class StepMeasurement(NamedTuple):
     """What one member did in one step: its own data and compute seconds for so many samples."""
 
     samples: int
@@ -27,20 +27,20 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Known:
+class MemberProfile:
     """What is known of one member.
 
     `fresh` is one of whose present speed little is known; `parked_at` is the step since which it has no share.
     `curve`, `expected` (seconds for so many samples) and `slack` are kept between windows to save time.
     """
 
-    speed: Speed = field(default_factory=Speed)
-    drift: Drift = field(default_factory=Drift)
+    speed: MemberSpeed = field(default_factory=MemberSpeed)
+    drift: DriftDetector = field(default_factory=DriftDetector)
     recent: list[tuple[int, float]] = field(default_factory=list)
     limit: int | None = None
     fresh: bool = True
     parked_at: int | None = None
-    curve: Curve | None = None
+    curve: CostCurve | None = None
     expected: tuple[int, float] = (0, 0.0)
     slack: float = 0.0
 
@@ -70,7 +70,7 @@ class Known:
             return None
         return min(steps, len(self.recent)) if self.speed.point(samples) is not None else 0
 
-    def _expect(self, samples: int, curve: Curve) -> None:
+    def _expect(self, samples: int, curve: CostCurve) -> None:
         point = self.speed.point(samples)
         if point is not None:
             self.expected = (samples, point.seconds)
@@ -91,18 +91,18 @@ class Known:
         }
 
 
-class Speeds:
+class SpeedTable:
     """What is known of everybody, by name. `alike` is the a/c that members have in common."""
 
     def __init__(self) -> None:
         self.alike: float | None = None
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, MemberProfile] = {}
 
-    def of(self, name: str) -> Known:
+    def of(self, name: str) -> MemberProfile:
         """What is known of a member, from now on if there was nothing before."""
-        return self._known.setdefault(name, Known())
+        return self._known.setdefault(name, MemberProfile())
 
-    def get(self, name: str) -> Known | None:
+    def get(self, name: str) -> MemberProfile | None:
         return self._known.get(name)
 
     def expect(self, members: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ class Speeds:
             one = self._known[name]
             one.fresh = one.fresh and not one.speed.measured
 
-    def note(self, members: Sequence[str], seen: Sequence[Seen]) -> list[tuple[Known, int]]:
+    def note(self, members: Sequence[str], seen: Sequence[StepMeasurement]) -> list[tuple[MemberProfile, int]]:
         """Take in a step; returns who is of another speed than before and for how long (see `Known.note`)."""
         surprising = []
         for name, (samples, seconds) in zip(members, seen, strict=True):
@@ -136,7 +136,7 @@ class Speeds:
                     surprising.append((one, steps))
         return surprising
 
-    def fold(self, surprising: Sequence[tuple[Known, int]]) -> None:
+    def fold(self, surprising: Sequence[tuple[MemberProfile, int]]) -> None:
         """Close the window: everybody's measurements become points of their curves."""
         for one, steps in surprising:
             one.fresh = True
@@ -154,7 +154,7 @@ class Speeds:
         for one in self._known.values():
             one.draw(self.alike)
 
-    def costs(self, members: Sequence[str]) -> list[Curve]:
+    def costs(self, members: Sequence[str]) -> list[CostCurve]:
         """A curve for everybody: measured, or by comparison with those who are."""
         held = [self._known.get(name) for name in members]
         costs = [one.curve if one is not None else None for one in held]
@@ -163,7 +163,9 @@ class Speeds:
             costs = [cost or self._by_comparison(one, known, held) for one, cost in zip(held, costs, strict=True)]
         return [cost for cost in costs if cost is not None]
 
-    def _by_comparison(self, one: Known | None, known: Sequence[Known], everybody: Sequence[Known | None]) -> Curve:
+    def _by_comparison(
+        self, one: MemberProfile | None, known: Sequence[MemberProfile], everybody: Sequence[MemberProfile | None]
+    ) -> CostCurve:
         """The curve of a member that was not measured yet: by the probes, or like the usual member."""
         hint = one.speed.hint if one is not None else None
         if not known:
@@ -211,10 +213,10 @@ class Speeds:
         self._known = {name: _restored(values, self.alike) for name, values in state["members"].items()}
 
 
-def _restored(values: dict[str, Any], alike: float | None) -> Known:
+def _restored(values: dict[str, Any], alike: float | None) -> MemberProfile:
     up, down, steps = values["drift"]
     recent = [(int(samples), float(seconds)) for samples, seconds in values["recent"]]
-    one = Known(Speed.from_dict(values["speed"]), Drift(up, down, steps), recent)
+    one = MemberProfile(MemberSpeed.from_dict(values["speed"]), DriftDetector(up, down, steps), recent)
     one.limit, one.fresh, one.parked_at = values["limit"], values["fresh"], values["parked_at"]
     one.draw(alike)
     return one

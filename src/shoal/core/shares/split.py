@@ -15,7 +15,7 @@ from shoal.errors import BadPlan
 Shares = tuple[int, ...]
 
 
-class Policy(Protocol):
+class SharePolicy(Protocol):
     """How a global batch is shared out; pure, so that all members compute the same shares without asking anyone."""
 
     def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
@@ -24,7 +24,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Equal:
+class EqualShares:
     """Everyone gets the same; the first ranks take what is left over."""
 
     def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
@@ -32,7 +32,7 @@ class Equal:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedShares:
     """Rank r gets a share in proportion to weight r; ranks beyond the list count as the last one."""
 
     weights: tuple[float, ...]
@@ -48,7 +48,7 @@ class Fixed:
     def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
         weights = _without(self.whole(ranks), ghosts)
         # Those with a weight may all be ghosts or gone; the batch must be computed by somebody all the same.
-        return split(size, weights) if any(weights) else Equal().shares(size, ranks, ghosts)
+        return split(size, weights) if any(weights) else EqualShares().shares(size, ranks, ghosts)
 
     def whole(self, ranks: int) -> list[int]:
         """The weights of so many ranks, scaled to whole numbers without rounding."""
@@ -73,7 +73,7 @@ def split(size: int, weights: Sequence[int]) -> Shares:
 FAR = 4
 
 
-class Cost(Protocol):
+class CostModel(Protocol):
     """How long a member takes, never falling with its share."""
 
     def seconds(self, samples: int) -> float:
@@ -85,7 +85,7 @@ class Cost(Protocol):
         ...
 
 
-def by_cost(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> Shares:
+def by_cost(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> Shares:
     """The shares with which the last to finish finishes first: the sum is exact, and no share above its cap.
 
     Floors hold if the batch is large enough for all of them; if not, it is cut in proportion to the floors.
@@ -97,7 +97,7 @@ def by_cost(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequen
     return _handed_out(size - sum(shares), shares, costs, highs)
 
 
-def evened(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int], slower: float) -> Shares:
+def evened(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int], slower: float) -> Shares:
     """The fastest shares, or the most even ones if they are quite different and take at most this part longer.
 
     Where a step costs much the same whoever gets how much of it, noise would otherwise decide.
@@ -173,11 +173,11 @@ def _feasible(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
         )
 
 
-def _all_done_at(seconds: float, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> list[int]:
+def _all_done_at(seconds: float, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> list[int]:
     return [max(low, cost.reach(seconds, high)) for cost, low, high in zip(costs, lows, highs, strict=True)]
 
 
-def _latest_start(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: Sequence[int]) -> float:
+def _latest_start(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> float:
     """By bisection, about the longest time in which the members do not get more than the batch done."""
     early = 0.0
     late = max(cost.seconds(min(size, high)) for cost, high in zip(costs, highs, strict=True))
@@ -194,7 +194,7 @@ def _latest_start(size: int, costs: Sequence[Cost], lows: Sequence[int], highs: 
     return early
 
 
-def _handed_out(rest: int, shares: list[int], costs: Sequence[Cost], highs: Sequence[int]) -> Shares:
+def _handed_out(rest: int, shares: list[int], costs: Sequence[CostModel], highs: Sequence[int]) -> Shares:
     """Give what is left, one by one, to whoever would finish it first; ties go to the first rank."""
     queue = [(cost.seconds(share + 1), rank) for rank, (cost, share) in enumerate(zip(costs, shares, strict=True))]
     queue = [(seconds, rank) for seconds, rank in queue if shares[rank] < highs[rank]]
@@ -213,17 +213,17 @@ def span(shares: Sequence[int], rank: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
-def parse(text: str) -> Policy:
+def parse(text: str) -> SharePolicy:
     """A policy from a setting: ``equal`` or ``fixed:3,1``."""
     name, _, rest = text.strip().partition(":")
     if name == "equal" and not rest:
-        return Equal()
+        return EqualShares()
     if name == "fixed":
         try:
             weights = tuple(float(part) for part in rest.split(","))
         except ValueError as error:
             raise BadPlan(f"{text!r} is not a plan", why=str(error), do="for example fixed:3,1") from error
-        return Fixed(weights)
+        return FixedShares(weights)
     raise BadPlan(
         f"{text!r} is not a plan", why="the plans are equal and fixed", do="pass equal, or for example fixed:3,1"
     )

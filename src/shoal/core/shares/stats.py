@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.core.shares.cost_curve import Curve
+from shoal.core.shares.cost_curve import CostCurve
 from shoal.core.shares.member_speed import usual
 from shoal.core.shares.split import Shares
 
@@ -13,7 +13,7 @@ NAMED, SOME = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ShareStats:
     """What a display shows: figures by member, and the part of its time that an average member waits."""
 
     sample_s: dict[str, float]
@@ -22,12 +22,12 @@ class Figures:
     idle_if_equal: float
 
 
-def slowest(costs: Sequence[Curve], shares: Sequence[int]) -> float:
+def slowest(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
     """The seconds of a step: those of the last to finish."""
     return max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
 
 
-def idle(costs: Sequence[Curve], shares: Sequence[int]) -> float:
+def idle(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
     """The part of its time that an average member waits for the last."""
     step_s, busy = slowest(costs, shares), 0.0
     for cost, share in zip(costs, shares, strict=True):
@@ -35,7 +35,7 @@ def idle(costs: Sequence[Curve], shares: Sequence[int]) -> float:
     return 1 - busy / step_s if step_s > 0 else 0.0
 
 
-def reason(members: Sequence[str], now: Shares, wanted: Shares, costs: Sequence[Curve], why: str = "") -> str:
+def reason(members: Sequence[str], now: Shares, wanted: Shares, costs: Sequence[CostCurve], why: str = "") -> str:
     """A sentence such as "lab/1 takes 3.9 ms a sample, the others 1.0: 51, 13 instead of 32, 32; step 64 → 41 ms"."""
     if not why:
         each = [cost.seconds(max(share, 1)) / max(share, 1) for cost, share in zip(costs, now, strict=True)]

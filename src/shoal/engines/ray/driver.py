@@ -39,7 +39,7 @@ ADOPT_ORPHANS = 36
 ACTOR = "actor.json"
 
 
-class Hire:
+class AgentActor:
     """The actor: the agent is its child, whose end is its own, and its own end is the agent's.
 
     The script says where it is at home, reads the token from its input up to a dot, and keeps the rest of that pipe as
@@ -213,7 +213,7 @@ def look(prefix: str, known: Mapping[str, str]) -> dict[str, Any]:
     return {"hires": hires, "nodes": nodes}
 
 
-class Driver:
+class RayDriver:
     """What can be asked of a cluster; through Ray's client it looks from within, since only there is all to be seen."""
 
     def __init__(self, address: str) -> None:
@@ -229,7 +229,7 @@ class Driver:
         """Ask for the actor, and stay until the cluster itself wants it, whatever becomes of this process."""
         import ray
 
-        actor = ray.remote(Hire).options(
+        actor = ray.remote(AgentActor).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
@@ -319,7 +319,7 @@ def main() -> int:
         return 1
     try:
         _check_health(address)
-        driver = Driver(address)
+        driver = RayDriver(address)
     except Exception as error:  # noqa: BLE001 - whatever Ray raises is told to the engine
         answers({"id": 1, "failed": _kind(error), "why": _words(error)})
         return 1
@@ -331,7 +331,7 @@ def main() -> int:
     return 0
 
 
-def _answer(driver: Driver, request: dict[str, Any], answers: Callable[[dict[str, Any]], None]) -> None:
+def _answer(driver: RayDriver, request: dict[str, Any], answers: Callable[[dict[str, Any]], None]) -> None:
     number, what = request.pop("id"), request.pop("do")
     try:
         answers({"id": number, "ok": getattr(driver, what)(**request)})

@@ -27,7 +27,7 @@ class DriverError(Exception):
         self.kind, self.why = kind, why
 
 
-class Link:
+class RayDriverClient:
     """A driver that was just started; `ready` is done when it has reached the cluster."""
 
     def __init__(self, argv: Sequence[str]) -> None:

@@ -22,10 +22,10 @@ import msgspec
 from msgspec import Meta
 
 from shoal.engines import agent_script, exit_message, grace_period
-from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
 from shoal.engines.ray import nodes as ray_nodes
-from shoal.engines.ray.driver_client import DriverError, Link
-from shoal.errors import EngineUnreachable, HireRefused
+from shoal.engines.ray.driver_client import DriverError, RayDriverClient
+from shoal.errors import AllocationRefused, EngineUnreachable
 
 CONNECT_S = 20.0
 CONNECT_INSIDE_S = 45.0
@@ -47,7 +47,7 @@ _BEFORE = (
 )
 
 
-class RayOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RayOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A pool of Ray.
 
     `address` is `auto` on a node of the cluster, `HOST:6379` there too, and `ray://HOST:10001` from anywhere else.
@@ -75,14 +75,14 @@ class RayOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class Ray(Engine):
     """Agents on the nodes of a Ray cluster."""
 
-    options_type: ClassVar[type[Options]] = RayOptions
+    options_type: ClassVar[type[EngineOptions]] = RayOptions
     takes_images: ClassVar[bool] = True
     options: RayOptions
     sized = True
 
-    def __init__(self, pool: str, options: Options) -> None:
+    def __init__(self, pool: str, options: EngineOptions) -> None:
         super().__init__(pool, options)
-        self._link: Link | None = None
+        self._link: RayDriverClient | None = None
         self._lock = threading.Lock()
         # Only for what is said of hires that wait.
         self._takes: dict[str, dict[str, float]] = {}
@@ -91,20 +91,20 @@ class Ray(Engine):
     def size(self) -> tuple[int, int]:
         return int(self.options.cpus or 0), self.options.memory_bytes
 
-    def render(self, ask: Ask) -> Rendered:
-        return Rendered(self._argv, json.dumps(self._request(ask), indent=2) + "\n")
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
+        return RenderedRequest(self._argv, json.dumps(self._request(ask), indent=2) + "\n")
 
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         given = ask.credentials
         request = {**self._request(ask), "credentials": f"{given.token}\n{given.certificate_pem or ''}"}
         asked = {"CPU": request["options"]["num_cpus"], "memory": float(request["options"].get("memory", 0))}
         self._takes[ask.hire] = {name: amount for name, amount in asked.items() if amount}
         return cast(str, self._ask(request, SUBMIT_S + self._answer_s))
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         prefix = actor_name(tag, "")
         answer = self._ask({"do": "watch", "prefix": prefix}, self._answer_s)
-        seen: dict[str, Seen] = {}
+        seen: dict[str, AllocationStatus] = {}
         for one in answer["hires"]:
             hire = one["name"].removeprefix(prefix)
             known = seen.get(hire)
@@ -120,7 +120,7 @@ class Ray(Engine):
         del grace_s  # `within` has shortened it, if it was longer
         return self.options.grace_s + grace_period.MARGIN_S + CANCEL_S + self._answer_s + self._connect_s
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Capacity]:
         return ray_nodes.offers(self.options, self._ask({"do": "offers"}, self._answer_s))
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Ray(Engine):
     def _argv(self) -> tuple[str, ...]:
         return (self.options.client or sys.executable, "-P", str(DRIVER), "--address", self.options.address)
 
-    def _request(self, ask: Ask) -> dict[str, Any]:
+    def _request(self, ask: AllocationRequest) -> dict[str, Any]:
         tied = dataclasses.replace(ask, options=(*ask.options, "--lifeline", LIFELINE))
         tied = grace_period.within(tied, self.options.grace_s + grace_period.MARGIN_S)
         return {
@@ -146,15 +146,17 @@ class Ray(Engine):
             "script": agent_script.script(tied, self.options, python=self.options.python or "python3", before=_BEFORE),
         }
 
-    def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Seen:
+    def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> AllocationStatus:
         if one["state"] == "DEAD":
             self._takes.pop(hire, None)
             unfit = exit_message.of_python(one["why"], self.options.python)
-            return Seen(hire, one["name"], "gone", unfit or brief(one["why"]))
+            return AllocationStatus(hire, one["name"], "gone", unfit or brief(one["why"]))
         if one["state"] == "ALIVE":
             why = "Ray drains its node" if one["until"] else ""
-            return Seen(hire, one["name"], "running", why, one["until"])
-        return Seen(hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes, self._takes.get(hire)))
+            return AllocationStatus(hire, one["name"], "running", why, one["until"])
+        return AllocationStatus(
+            hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes, self._takes.get(hire))
+        )
 
     # --- how it is asked
 
@@ -178,11 +180,11 @@ class Ray(Engine):
             return self._await(link, link.ask(request), within_s)
         except DriverError as failed:
             if failed.kind == "refused":
-                raise HireRefused("Ray refuses this", where=self._where, why=failed.why) from failed
+                raise AllocationRefused("Ray refuses this", where=self._where, why=failed.why) from failed
             self._drop(link)
             raise self._unreachable(failed.why) from failed
 
-    def _connected(self) -> Link:
+    def _connected(self) -> RayDriverClient:
         """One conversation for all threads; whoever comes while it is opened waits with the others."""
         with self._lock:
             if self._link is None or self._link.ended:
@@ -196,7 +198,7 @@ class Ray(Engine):
             raise self._failure(failed) from failed
         return link
 
-    def _await(self, link: Link, answer: Future[Any], within_s: float) -> Any:
+    def _await(self, link: RayDriverClient, answer: Future[Any], within_s: float) -> Any:
         """Wait for an answer: not for long if others are late, since then the cluster is away, or the driver hangs.
 
         When the cluster comes back, a driver that waited for it answers at once, so it is given some time.
@@ -215,7 +217,7 @@ class Ray(Engine):
             return
         place = split_address(self.options.address)
         if place is None:
-            raise HireRefused(
+            raise AllocationRefused(
                 f"{self.options.address!r} is no address of a Ray cluster",
                 where=f"[pool.{self.pool}] address",
                 do="give auto, HOST:6379 (on a node of it) or ray://HOST:10001 (from elsewhere)",
@@ -225,34 +227,36 @@ class Ray(Engine):
         except OSError as error:
             raise self._unreachable(str(error)) from error
 
-    def _start(self) -> Link:
+    def _start(self) -> RayDriverClient:
         try:
-            return Link(self._argv)
+            return RayDriverClient(self._argv)
         except OSError as error:
-            raise HireRefused(
+            raise AllocationRefused(
                 "the interpreter for Ray cannot be started", where=self._where, why=str(error), do="correct client ="
             ) from error
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: RayDriverClient) -> None:
         with self._lock:
             if self._link is link:
                 self._link = None
         link.kill()
 
-    def _failure(self, failed: DriverError) -> EngineUnreachable | HireRefused:
+    def _failure(self, failed: DriverError) -> EngineUnreachable | AllocationRefused:
         """Why there is no conversation: what mends itself is asked again, what does not is said with its remedy."""
         where, why = self._where, failed.why
         if failed.kind == "never started":
-            return HireRefused("the interpreter for Ray cannot be used", where=where, why=why, do="correct client =")
+            return AllocationRefused(
+                "the interpreter for Ray cannot be used", where=where, why=why, do="correct client ="
+            )
         if failed.kind == "no ray":
             do = "pip install 'shoal[ray]', or let client = name an interpreter that has Ray"
-            return HireRefused("Ray is not installed here", where=where, why=why, do=do)
+            return AllocationRefused("Ray is not installed here", where=where, why=why, do=do)
         if failed.kind == "version":
             do = "let client = name an interpreter with the cluster's versions of Python and Ray"
-            return HireRefused("the cluster has another version of Ray or Python", where=where, why=why, do=do)
+            return AllocationRefused("the cluster has another version of Ray or Python", where=where, why=why, do=do)
         if failed.kind == "not a node":
             do = "give address = ray://HOST:10001, which can be reached from outside"
-            return HireRefused("this machine is not a node of that cluster", where=where, why=why, do=do)
+            return AllocationRefused("this machine is not a node of that cluster", where=where, why=why, do=do)
         return self._unreachable(why)
 
     @property

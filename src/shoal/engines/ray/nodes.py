@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.engines.engine import Offer
+from shoal.engines.engine import Capacity
 
 if TYPE_CHECKING:
     from shoal.engines.ray.engine import RayOptions
@@ -54,7 +54,7 @@ def why_waiting(
     return "Ray is placing it"
 
 
-def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offer]:
+def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Capacity]:
     """How many more hires of this shape would fit now, by kind of node."""
     asked = needs(options)
     counts: dict[str, int | None] = {}
@@ -66,7 +66,9 @@ def offers(options: RayOptions, nodes: Sequence[Mapping[str, Any]]) -> list[Offe
         counts[kind] = None if known is None or count is None else known + count
         whys[kind] = "" if counts[kind] != 0 else why_waiting(options, [node])
     cpus, gpus = math.ceil(CPUS if options.cpus is None else options.cpus), math.ceil(options.gpus)
-    return [Offer(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())]
+    return [
+        Capacity(kind, count, cpus, gpus, options.memory_bytes, whys[kind]) for kind, count in sorted(counts.items())
+    ]
 
 
 def node_kind(node: Mapping[str, Any]) -> str:

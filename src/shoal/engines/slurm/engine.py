@@ -22,11 +22,11 @@ import msgspec
 from msgspec import Meta
 
 from shoal.engines import agent_script, exit_message, grace_period, stale_dirs
-from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
 from shoal.engines.slurm import jobs as slurm_jobs
 from shoal.engines.slurm import nodes as slurm_nodes
 from shoal.engines.slurm.errors import failure, not_configured, not_installed
-from shoal.errors import BadCredentials, EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import AllocationRefused, BadCredentials, EngineUnreachable, LaunchError
 from shoal.wire import credentials
 
 NOTICE_S = 60
@@ -42,7 +42,7 @@ SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
 LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap")
 
 
-class SlurmOptions(Options, frozen=True, kw_only=True):
+class SlurmOptions(EngineOptions, frozen=True, kw_only=True):
     """What a pool of Slurm's can be told. All are handed to sbatch under the same name if no other is said.
 
     `directory` must be seen by the nodes too; as always, it is ~/.shoal if nothing else is said.
@@ -82,18 +82,18 @@ class Slurm(Engine):
     options_type = SlurmOptions
     options: SlurmOptions
 
-    def __init__(self, pool: str, options: Options) -> None:
+    def __init__(self, pool: str, options: EngineOptions) -> None:
         super().__init__(pool, options)
         given = options.directory or os.environ.get("SHOAL_HOME") or "~/.shoal"
         self._above = Path(given).expanduser().absolute()
-        self._looked: tuple[float, str, list[Seen]] | None = None
+        self._looked: tuple[float, str, list[AllocationStatus]] | None = None
         self._kill_wait_s, self._learnt = KILL_WAIT_S, False
 
     @property
     def size(self) -> tuple[int, int]:
         return self.options.cpus_per_task, slurm_nodes.mib(self.options.memory) << 20
 
-    def render(self, ask: Ask) -> Rendered:
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
         notice = ("--notice-source", f"slurm:{self.options.notice_s}")
         told = grace_period.within(replace(ask, options=(*notice, *ask.options)), self._kill_wait_s)
         options = msgspec.structs.replace(self.options, directory=str(self._above))
@@ -101,9 +101,9 @@ class Slurm(Engine):
         shell = "#!/bin/bash -l" if options.setup else "#!/bin/sh"
         python = options.python or ("python3" if options.image else sys.executable)
         script = agent_script.script(told, options, python=python, before=_BEFORE)
-        return Rendered(arguments(ask, self.options, self._home(ask.tag, ask.hire)), f"{shell}\n{script}")
+        return RenderedRequest(arguments(ask, self.options, self._home(ask.tag, ask.hire)), f"{shell}\n{script}")
 
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         name = slurm_jobs.job_name(ask.tag, ask.hire)
         known = slurm_jobs.seen(self._jobs(f"--name={name}"), ask.tag, time.time())
         if any(one.state != "gone" for one in known):
@@ -115,12 +115,12 @@ class Slurm(Engine):
         try:
             _prepare(where, ask)
             self._run(rendered.argv, rendered.text, rendered.env)
-        except HireRefused:
+        except AllocationRefused:
             _tidy(where)
             raise
         return name
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         now = time.monotonic()
         if self._looked is None or self._looked[1] != tag or now - self._looked[0] >= self.options.look_s:
             jobs = self._jobs()
@@ -144,12 +144,12 @@ class Slurm(Engine):
                 (where / "token").unlink(missing_ok=True)
         stale_dirs.remove(hires, tag, known, time.time())
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Capacity]:
         only = (f"--partition={self.options.partition}",) if self.options.partition else ()
         said = self._run(("sinfo", "--noheader", "--Node", f"--Format={slurm_nodes.FORMAT}", *only))
         nodes = slurm_nodes.parse(said)
         if not nodes:
-            return [Offer(self.options.partition or "Slurm", 0, why="Slurm shows no node there")]
+            return [Capacity(self.options.partition or "Slurm", 0, why="Slurm shows no node there")]
         return slurm_nodes.offers(
             nodes,
             cpus=self.options.cpus_per_task,
@@ -160,7 +160,7 @@ class Slurm(Engine):
     def _home(self, tag: str, hire: str) -> Path:
         return self._above / agent_script.HIRES / tag / hire
 
-    def _jobs(self, *which: str) -> list[slurm_jobs.Job]:
+    def _jobs(self, *which: str) -> list[slurm_jobs.SlurmJobRow]:
         """Ours in all states; those that ended stay for as long as the site's MinJobAge, five minutes mostly."""
         argv = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", *which)
         said = self._run((*argv, f"--Format={slurm_jobs.FORMAT}"), env={"SLURM_TIME_FORMAT": "%s"})
@@ -173,7 +173,7 @@ class Slurm(Engine):
                 said = slurm_jobs.kill_wait_s(self._run(("scontrol", "show", "config")))
                 self._kill_wait_s, self._learnt = KILL_WAIT_S if said is None else said, True
 
-    def _hurry(self, jobs: Sequence[slurm_jobs.Job], tag: str) -> None:
+    def _hurry(self, jobs: Sequence[slurm_jobs.SlurmJobRow], tag: str) -> None:
         """Ask Slurm not to let two minutes pass before it starts what it has queued again."""
         now, prefix = time.time(), slurm_jobs.job_name(tag, "")
         for job in jobs:
@@ -182,7 +182,7 @@ class Slurm(Engine):
                 with contextlib.suppress(LaunchError):
                     self._run(("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.ENOUGH_S}"))
 
-    def _with_last_words(self, one: Seen, tag: str) -> Seen:
+    def _with_last_words(self, one: AllocationStatus, tag: str) -> AllocationStatus:
         python = self.options.python or sys.executable
         words = boot_words(self._home(tag, one.hire), python) if one.state == "gone" and "FAILED" in one.why else ""
         return replace(one, why=f"{one.why}: {words}") if words else one
@@ -220,7 +220,7 @@ _BEFORE = (
 )
 
 
-def arguments(ask: Ask, options: SlurmOptions, home: Path) -> tuple[str, ...]:
+def arguments(ask: AllocationRequest, options: SlurmOptions, home: Path) -> tuple[str, ...]:
     """What sbatch is told; pure."""
     given = {
         "partition": options.partition,
@@ -263,7 +263,7 @@ def _container(options: SlurmOptions, home: Path) -> tuple[str, ...]:
     return (f"--container-image={options.image}", f"--container-mounts={above}:{above}")
 
 
-def _prepare(where: Path, ask: Ask) -> None:
+def _prepare(where: Path, ask: AllocationRequest) -> None:
     """Put what the job will need where it will look for it."""
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -273,7 +273,7 @@ def _prepare(where: Path, ask: Ask) -> None:
     except (OSError, BadCredentials) as error:
         why = error.why if isinstance(error, BadCredentials) else error.strerror or str(error)
         do = "set directory to one that this machine and the nodes share, with room in it"
-        raise HireRefused(
+        raise AllocationRefused(
             "the token cannot be put where the nodes find it", where=str(where), why=why, do=do
         ) from error
 

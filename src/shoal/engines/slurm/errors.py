@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 
 # Slurm is there later, or takes more jobs later.
 AWAY = (
@@ -101,20 +101,22 @@ def failure(argv: Sequence[str], said: str, given: Mapping[str, object], pool: s
         if re.search(pattern, said, re.IGNORECASE):
             is_given = bool(option) and bool(given.get(option))
             where = f"[pool.{pool}] {option} = {given[option]!r}" if is_given else f"[pool.{pool}]"
-            return HireRefused(meaning, where=where, why=words, do=remedy)
-    return HireRefused("Slurm refuses the job", where=f"[pool.{pool}]", why=words, do="correct the pool's options")
+            return AllocationRefused(meaning, where=where, why=words, do=remedy)
+    return AllocationRefused(
+        "Slurm refuses the job", where=f"[pool.{pool}]", why=words, do="correct the pool's options"
+    )
 
 
-def not_configured(why: str) -> HireRefused:
-    return HireRefused(
+def not_configured(why: str) -> AllocationRefused:
+    return AllocationRefused(
         "Slurm's commands find no cluster from this machine",
         why=why,
         do="start the coordinator on a login node of the cluster, or set SLURM_CONF",
     )
 
 
-def not_installed(command: str) -> HireRefused:
-    return HireRefused(
+def not_installed(command: str) -> AllocationRefused:
+    return AllocationRefused(
         f"{command} is not on this machine",
         why="the slurm engine runs Slurm's own commands",
         do="start the coordinator on a login node of the cluster, or install slurm-client and set SLURM_CONF",

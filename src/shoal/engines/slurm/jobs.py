@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.engines.engine import Seen
+from shoal.engines.engine import AllocationStatus
 
 # The name comes last: it is the only one that can hold a separator, in jobs that are not ours.
 FIELDS = (
@@ -76,7 +76,7 @@ LIMIT = re.compile(r"(Assoc|QOS)\w*(Max|Grp|Min|Usage)\w*")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJobRow:
     """A line of squeue. `status` is what wait() gave; `start` of one that waits is when it may start."""
 
     number: str
@@ -99,14 +99,14 @@ def job_name(tag: str, hire: str) -> str:
     return name
 
 
-def parse(text: str) -> list[Job]:
+def parse(text: str) -> list[SlurmJobRow]:
     """What squeue printed in our format."""
     return [_job(line) for line in text.splitlines() if line.count("|") >= len(FIELDS)]
 
 
-def _job(line: str) -> Job:
+def _job(line: str) -> SlurmJobRow:
     number, state, reason, start, end, preempted, restarts, status, node, name = line.split("|", len(FIELDS) - 1)
-    return Job(
+    return SlurmJobRow(
         number=number,
         # "CANCELLED by 1000" and the like.
         state=state.partition(" ")[0],
@@ -138,13 +138,13 @@ def timestamp(text: str) -> float | None:
         return None
 
 
-def seen(jobs: Iterable[Job], tag: str, now: float) -> list[Seen]:
+def seen(jobs: Iterable[SlurmJobRow], tag: str, now: float) -> list[AllocationStatus]:
     """The hires with this tag, each once, however many jobs it has.
 
     There are two when Slurm took a submission of which it did not say so: the second waits for the end of the first.
     """
     prefix = job_name(tag, "")
-    found: dict[str, tuple[tuple[int, int], Seen]] = {}
+    found: dict[str, tuple[tuple[int, int], AllocationStatus]] = {}
     for job in jobs:
         if not job.name.startswith(prefix):
             continue
@@ -155,27 +155,29 @@ def seen(jobs: Iterable[Job], tag: str, now: float) -> list[Seen]:
     return [one for _, one in sorted(found.values(), key=lambda pair: pair[1].hire)]
 
 
-def _seen(job: Job, hire: str, now: float) -> Seen:
+def _seen(job: SlurmJobRow, hire: str, now: float) -> AllocationStatus:
     if job.state in RUNNING:
         why = "Slurm takes its node back for another job" if job.preempted else ""
-        return Seen(hire, job.name, "running", why or f"Slurm job {job.number} on {job.node}", until=job.end)
+        return AllocationStatus(
+            hire, job.name, "running", why or f"Slurm job {job.number} on {job.node}", until=job.end
+        )
     if job.state in WAITING or comes_back(job, now):
-        return Seen(hire, job.name, "waiting", waits_for(job))
-    return Seen(hire, job.name, "gone", how_it_ended(job))
+        return AllocationStatus(hire, job.name, "waiting", waits_for(job))
+    return AllocationStatus(hire, job.name, "gone", how_it_ended(job))
 
 
-def comes_back(job: Job, now: float) -> bool:
+def comes_back(job: SlurmJobRow, now: float) -> bool:
     """Whether a job that is being ended is so only to be queued again: then its end is not known, or far ahead."""
     return job.state == "COMPLETING" and (job.end is None or job.end > now + AHEAD_S)
 
 
-def is_delayed(job: Job, now: float) -> bool:
+def is_delayed(job: SlurmJobRow, now: float) -> bool:
     """Whether it waits only because Slurm queued it again, and longer than it has to."""
     delayed = job.state == "PENDING" and job.reason == BEGIN and job.restarts > 0
     return delayed and job.start is not None and 2 * ENOUGH_S < job.start - now < DELAY_S
 
 
-def waits_for(job: Job) -> str:
+def waits_for(job: SlurmJobRow) -> str:
     """In plain words, with Slurm's own after them."""
     reason = job.reason or {"PENDING": ""}.get(job.state, job.state)
     key = reason.partition(",")[0]
@@ -194,7 +196,7 @@ def waits_for(job: Job) -> str:
     return f"requeued; {text}" if job.restarts else text
 
 
-def how_it_ended(job: Job) -> str:
+def how_it_ended(job: SlurmJobRow) -> str:
     """In plain words, with Slurm's own after them."""
     words = ENDS.get(job.state, "it ended")
     code = os.waitstatus_to_exitcode(job.status)

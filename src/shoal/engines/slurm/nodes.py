@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from shoal.engines.engine import Offer
+from shoal.engines.engine import Capacity
 
 FIELDS = ("NodeList", "Partition", "Available", "StateLong", "CPUsState", "Memory", "AllocMem", "Gres", "GresUsed")
 FORMAT = ",".join(f"{field}:|" for field in FIELDS)
@@ -19,7 +19,7 @@ ASLEEP = "~"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SlurmNode:
     """A node in one partition, with what is free of it."""
 
     name: str
@@ -35,18 +35,18 @@ class Node:
     gres: str
 
 
-def parse(text: str) -> list[Node]:
+def parse(text: str) -> list[SlurmNode]:
     """What sinfo printed in our format, node by node."""
     return [_node(line.split("|")) for line in text.splitlines() if line.count("|") >= len(FIELDS)]
 
 
-def _node(fields: list[str]) -> Node:
+def _node(fields: list[str]) -> SlurmNode:
     name, partition, available, state, cpus, memory, used_memory, gres, used_gres = fields[: len(FIELDS)]
     _, idle, _, total = (int(part) if part.isdecimal() else 0 for part in f"{cpus}/0/0/0".split("/")[:4])
     memory_mib = _number(memory)
     plain = state.rstrip(MARKS)
     answers = not set(state[len(plain) :]) - set(ASLEEP)
-    return Node(
+    return SlurmNode(
         name=name,
         partition=partition.rstrip("*"),
         state=state,
@@ -69,13 +69,13 @@ def _gpus(gres: str) -> int:
     return sum(int(count) for count in GPUS.findall(gres))
 
 
-def offers(nodes: list[Node], *, cpus: int = 1, memory_mib: int = 0, gpus: int = 0) -> list[Offer]:
+def offers(nodes: list[SlurmNode], *, cpus: int = 1, memory_mib: int = 0, gpus: int = 0) -> list[Capacity]:
     """One for each partition and kind of node: how many hires of this size have a place now."""
-    kinds: dict[tuple[str, int, int, int, str], list[Node]] = {}
+    kinds: dict[tuple[str, int, int, int, str], list[SlurmNode]] = {}
     for node in nodes:
         kinds.setdefault((node.partition, node.cpus, node.memory_mib, node.gpus, node.gres), []).append(node)
     return [
-        Offer(
+        Capacity(
             kind=f"{partition} ({gres})" if gres else partition,
             count=sum(_places(node, cpus, memory_mib, gpus) for node in alike),
             cpus=has_cpus,
@@ -87,7 +87,7 @@ def offers(nodes: list[Node], *, cpus: int = 1, memory_mib: int = 0, gpus: int =
     ]
 
 
-def _places(node: Node, cpus: int, memory_mib: int, gpus: int) -> int:
+def _places(node: SlurmNode, cpus: int, memory_mib: int, gpus: int) -> int:
     if not node.takes_jobs:
         return 0
     places = node.cpus_idle // max(1, cpus)
@@ -98,7 +98,7 @@ def _places(node: Node, cpus: int, memory_mib: int, gpus: int) -> int:
     return places
 
 
-def _states(nodes: list[Node]) -> str:
+def _states(nodes: list[SlurmNode]) -> str:
     counted = Counter(node.state for node in nodes)
     return ", ".join(f"{count} {state}" for state, count in sorted(counted.items()))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.engines import agent_script
-from shoal.engines.engine import Ask, Options
+from shoal.engines.engine import AllocationRequest, EngineOptions
 from shoal.errors import BadPool
 
 OLDEST_HELPER = (3, 7)
@@ -22,14 +22,14 @@ GRACE_S = 30.0
 SHIFTED = "shoal needs a newer Python here than"
 
 
-class SshOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SshOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a pool of ssh hosts can be told; all else comes from the user's own ssh configuration and agent.
 
     `hosts`: each `host`, `user@host`, `ssh://user@host:port` or an alias, with `*4` behind it for four hires on it.
     `per_host`: how many hires run on a host that does not say so itself. `port`, `identity` (a key file), `config`
     (instead of ~/.ssh/config) and `jump` (a host in between, which may have its own in the configuration) are for all
     hosts. `accept_new` notes the key of a host that was never seen; one that changed is refused all the same.
-    `connect_s` bounds the wait for a host, `parallel` how many are called at once. A host that was silent for
+    `connect_timeout_s` bounds the wait for a host, `parallel` how many are called at once. A host that was silent for
     `lost_after_s` is taken as lost, with all that ran there, until it answers again.
     """
 
@@ -40,22 +40,22 @@ class SshOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True)
     config: str = ""
     jump: str = ""
     accept_new: bool = False
-    connect_s: float = 10.0
+    connect_timeout_s: float = 10.0
     lost_after_s: float = 60.0
     parallel: int = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SshHost:
     """A host, as ssh is told it, and how many hires may be on it."""
 
     host: str
     room: int
 
 
-def places(pool: str, options: SshOptions) -> tuple[Place, ...]:
+def places(pool: str, options: SshOptions) -> tuple[SshHost, ...]:
     """The hosts of a pool, in their order; whatever ssh would take for something else is refused."""
-    found: dict[str, Place] = {}
+    found: dict[str, SshHost] = {}
     for text in options.hosts:
         match = re.fullmatch(r"([^\s*/-][^\s*]*?)(?:\*([1-9]\d*))?", text)
         if match is None:
@@ -63,17 +63,17 @@ def places(pool: str, options: SshOptions) -> tuple[Place, ...]:
         host = match[1]
         if host in found:
             raise _bad(pool, f"{host} is named twice", f'write "{host}*2" for two hires on it')
-        found[host] = Place(host, int(match[2]) if match[2] else options.per_host)
+        found[host] = SshHost(host, int(match[2]) if match[2] else options.per_host)
     if not found:
         raise _bad(pool, "it names no hosts", 'give it hosts = ["gpu1", "gpu2"]')
-    if options.per_host < 1 or options.parallel < 1 or options.connect_s <= 0 or options.lost_after_s < 0:
-        raise _bad(pool, "a number is too small", "per_host, parallel and connect_s are at least 1")
+    if options.per_host < 1 or options.parallel < 1 or options.connect_timeout_s <= 0 or options.lost_after_s < 0:
+        raise _bad(pool, "a number is too small", "per_host, parallel and connect_timeout_s are at least 1")
     if options.jump.startswith("-") or len(options.jump.split()) > 1:
         raise _bad(pool, f"{options.jump!r} is not a host to jump over", 'write jump = "me@gateway"')
     return tuple(found.values())
 
 
-def order(among: tuple[Place, ...], hire: str) -> tuple[Place, ...]:
+def order(among: tuple[SshHost, ...], hire: str) -> tuple[SshHost, ...]:
     """The hosts in the order in which a hire tries them: by its number, so that all who submit it begin with the same.
 
     Hires that follow each other begin with different hosts.
@@ -110,7 +110,7 @@ def leave_argv(options: SshOptions, host: str, control: str) -> tuple[str, ...]:
 def _ssh(options: SshOptions, control: str, port: int) -> Iterable[str]:
     settings = {
         "BatchMode": "yes",
-        "ConnectTimeout": f"{math.ceil(options.connect_s)}",
+        "ConnectTimeout": f"{math.ceil(options.connect_timeout_s)}",
         "ConnectionAttempts": "1",
         "ServerAliveInterval": f"{ALIVE_S}",
         "ServerAliveCountMax": f"{ALIVE_COUNT}",
@@ -145,7 +145,7 @@ def helper(options: SshOptions) -> str:
     return f'{python} -c "import json, sys; {too_old}; exec(json.loads(sys.stdin.readline()))"'
 
 
-def script(ask: Ask, options: SshOptions) -> str:
+def script(ask: AllocationRequest, options: SshOptions) -> str:
     """What becomes the agent on the host."""
     return agent_script.script(ask, options, python=agent_python(options))
 

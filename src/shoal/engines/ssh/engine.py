@@ -21,12 +21,12 @@ import msgspec
 
 from shoal.engines import exit_message, grace_period
 from shoal.engines.agent_script import KEEP_S
-from shoal.engines.engine import Ask, Engine, Offer, Options, Rendered, Seen
+from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
 from shoal.engines.ssh import command, host_connection
 from shoal.engines.ssh.command import SshOptions
-from shoal.engines.ssh.errors import Trouble
-from shoal.engines.ssh.host_connection import ENV, Contact, Json
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError, PoolFull
+from shoal.engines.ssh.errors import HostError
+from shoal.engines.ssh.host_connection import ENV, HostConnection, Json
+from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError, PoolFull
 
 FRESH_S = 2.0
 START_WITHIN_S = 20.0
@@ -40,7 +40,7 @@ NOBODY = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class _Doubt:
+class _UnconfirmedStart:
     """A host that may have started a hire; it will not start it after `until`, by the clock of `time.monotonic`."""
 
     host: str
@@ -54,7 +54,7 @@ class Ssh(Engine):
     and a hire that a host may or may not have started when its connection broke goes to no other host meanwhile.
     """
 
-    options_type: ClassVar[type[Options]] = SshOptions
+    options_type: ClassVar[type[EngineOptions]] = SshOptions
 
     def __init__(self, pool: str, options: SshOptions, control: str = "") -> None:
         config = os.path.expanduser(options.config)
@@ -62,9 +62,9 @@ class Ssh(Engine):
         self._places = command.places(pool, options)
         # Nobody can guess it and put something of theirs there; short, because the names of sockets have to be.
         self._control = control or f"/tmp/shoal-ssh-{secrets.token_hex(6)}"
-        later = _Later(options.parallel)
-        self._contacts = {one.host: Contact(pool, one, self._ssh, self._control, later) for one in self._places}
-        self._doubts: dict[tuple[str, str], _Doubt] = {}
+        later = _BackgroundTasks(options.parallel)
+        self._contacts = {one.host: HostConnection(pool, one, self._ssh, self._control, later) for one in self._places}
+        self._doubts: dict[tuple[str, str], _UnconfirmedStart] = {}
         self._turns: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         called = {*self._contacts, *filter(None, [options.jump])}
         self._leave = weakref.finalize(self, _let_go, self._ssh, called, self._control)
@@ -78,18 +78,18 @@ class Ssh(Engine):
     def most(self) -> int:
         return sum(place.room for place in self._places)
 
-    def render(self, ask: Ask) -> Rendered:
+    def render(self, ask: AllocationRequest) -> RenderedRequest:
         return self._rendered(ask, command.order(self._places, ask.hire)[0].host)
 
-    def _rendered(self, ask: Ask, host: str) -> Rendered:
-        return Rendered(command.argv(self._ssh, host, self._control), command.script(ask, self._ssh), ENV)
+    def _rendered(self, ask: AllocationRequest, host: str) -> RenderedRequest:
+        return RenderedRequest(command.argv(self._ssh, host, self._control), command.script(ask, self._ssh), ENV)
 
     def close(self) -> None:
         self._leave()
 
     # --- submit
 
-    def submit(self, ask: Ask) -> str:
+    def submit(self, ask: AllocationRequest) -> str:
         with self._turns[ask.tag, ask.hire]:
             self._resolve(ask)
             self._look(ask.tag, within_s=FRESH_S)
@@ -105,7 +105,7 @@ class Ssh(Engine):
                 return contact.host
         return None
 
-    def _start_somewhere(self, ask: Ask) -> str:
+    def _start_somewhere(self, ask: AllocationRequest) -> str:
         against: list[tuple[str, LaunchError | str]] = []
         for place in command.order(self._places, ask.hire):
             contact = self._contacts[place.host]
@@ -114,9 +114,9 @@ class Ssh(Engine):
                 continue
             try:
                 full = self._start(ask, contact)
-            except Trouble as trouble:
+            except HostError as trouble:
                 if trouble.unsure:
-                    self._doubts[ask.tag, ask.hire] = _Doubt(place.host, time.monotonic() + START_WITHIN_S)
+                    self._doubts[ask.tag, ask.hire] = _UnconfirmedStart(place.host, time.monotonic() + START_WITHIN_S)
                     raise trouble.error from None
                 against.append((place.host, trouble.error))
                 continue
@@ -125,7 +125,7 @@ class Ssh(Engine):
             against.append((place.host, full))
         raise self._nowhere(ask, against)
 
-    def _start(self, ask: Ask, contact: Contact) -> str:
+    def _start(self, ask: AllocationRequest, contact: HostConnection) -> str:
         """Start it there; why there is no room, if there is none."""
         if not _room(contact, ask.tag):
             return _full(contact.place.room, contact)
@@ -145,20 +145,20 @@ class Ssh(Engine):
         if answer["state"] == "full":
             return _full(answer["running"], contact)
         if answer["state"] == "late":
-            raise Trouble(EngineUnreachable(f"{contact.host} was too slow to start {ask.hire}", where=contact.host))
+            raise HostError(EngineUnreachable(f"{contact.host} was too slow to start {ask.hire}", where=contact.host))
         contact.note(ask.tag, ask.hire)
         return ""
 
-    def _prove(self, contact: Contact) -> None:
+    def _prove(self, contact: HostConnection) -> None:
         """See that an agent could run there, once."""
         if not contact.proved:
             try:
                 contact.call({"do": "check", "check": command.check(self._ssh)}, CHECK_S)
-            except Trouble as trouble:
-                raise Trouble(trouble.error) from trouble
+            except HostError as trouble:
+                raise HostError(trouble.error) from trouble
             contact.proved = True
 
-    def _resolve(self, ask: Ask) -> None:
+    def _resolve(self, ask: AllocationRequest) -> None:
         """Find out whether a host started it when its connection broke, before it is started anywhere else."""
         doubt = self._doubts.get((ask.tag, ask.hire))
         if doubt is None:
@@ -171,13 +171,13 @@ class Ssh(Engine):
             raise self._in_doubt(ask, contact, contact.why())
         del self._doubts[ask.tag, ask.hire]
 
-    def _in_doubt(self, ask: Ask, contact: Contact, why: str) -> EngineUnreachable:
+    def _in_doubt(self, ask: AllocationRequest, contact: HostConnection, why: str) -> EngineUnreachable:
         what = f"{contact.host} may have started {ask.hire} when the connection broke"
         return EngineUnreachable(
             what, where=f"pool {self.pool}, ssh {contact.host}", why=why, do="wait until it is known"
         )
 
-    def _nowhere(self, ask: Ask, against: list[tuple[str, LaunchError | str]]) -> LaunchError:
+    def _nowhere(self, ask: AllocationRequest, against: list[tuple[str, LaunchError | str]]) -> LaunchError:
         """The error of a hire that no host took; pools whose hosts are all silent can be asked again."""
         errors = [error for _, error in against if isinstance(error, LaunchError)]
         if len(against) == len(errors) == 1:
@@ -186,7 +186,7 @@ class Ssh(Engine):
             f"{host}: {error if isinstance(error, str) else f'{error.what} ({error.why})'}" for host, error in against
         ]
         silent = [error for error in errors if isinstance(error, EngineUnreachable)]
-        kind: type[LaunchError] = EngineUnreachable if len(silent) == len(against) else HireRefused
+        kind: type[LaunchError] = EngineUnreachable if len(silent) == len(against) else AllocationRefused
         if len(errors) < len(against):
             kind = PoolFull
         remedies = dict.fromkeys(error.do for error in errors if error.do)
@@ -199,11 +199,11 @@ class Ssh(Engine):
 
     # --- watch, cancel, offers
 
-    def watch(self, tag: str) -> list[Seen]:
+    def watch(self, tag: str) -> list[AllocationStatus]:
         answers = self._look(tag)
         if not any(answers.values()):
             raise self._unreachable()
-        found: dict[object, Seen] = {}
+        found: dict[object, AllocationStatus] = {}
         for host, answer in answers.items():
             contact = self._contacts[host]
             for one in (answer or contact.last(tag) or {"hires": ()})["hires"]:
@@ -217,10 +217,10 @@ class Ssh(Engine):
         """The error of a pool of which no host answers; one whose hosts all turn us away need not be asked again."""
         contacts = self._contacts.values()
         errors = [one.trouble.error for one in contacts if one.trouble is not None]
-        refusals = [error for error in errors if isinstance(error, HireRefused)]
+        refusals = [error for error in errors if isinstance(error, AllocationRefused)]
         if len(refusals) == len(contacts) == 1:
             return refusals[0]
-        kind: type[LaunchError] = HireRefused if len(refusals) == len(contacts) else EngineUnreachable
+        kind: type[LaunchError] = AllocationRefused if len(refusals) == len(contacts) else EngineUnreachable
         return kind(
             f"no host of pool {self.pool} answers",
             where=f"pool {self.pool}",
@@ -228,19 +228,19 @@ class Ssh(Engine):
             do="; ".join(dict.fromkeys(error.do for error in errors)),
         )
 
-    def _seen(self, contact: Contact, tag: str, one: Json, *, silent: bool) -> Seen:
+    def _seen(self, contact: HostConnection, tag: str, one: Json, *, silent: bool) -> AllocationStatus:
         handle = command.handle(contact.host, tag, one["hire"])
         if not one["alive"]:
             words = exit_message.of_log(one["said"], command.agent_python(self._ssh))
             contact.proved = False
-            return Seen(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
-        return Seen(one["hire"], handle, "running", contact.why() if silent else contact.skew)
+            return AllocationStatus(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
+        return AllocationStatus(one["hire"], handle, "running", contact.why() if silent else contact.skew)
 
     def cancel(self, handle: str) -> None:
         host, tag, hire = command.of_handle(handle)
         contact = self._contacts.get(host)
         if contact is None:
-            raise HireRefused(
+            raise AllocationRefused(
                 f"{host} is no host of pool {self.pool} any more",
                 where=handle,
                 do=f"name it in [pool.{self.pool}] again until {hire} is ended",
@@ -251,7 +251,7 @@ class Ssh(Engine):
             if known is not None and contact.look(tag) is None:
                 raise known
             answer = contact.call({"do": "cancel", "tag": tag, "hire": hire}, command.GRACE_S + END_MORE_S)
-        except Trouble as trouble:
+        except HostError as trouble:
             raise EngineUnreachable(
                 trouble.error.what, where=handle, why=trouble.error.why, do=trouble.error.do
             ) from None
@@ -264,16 +264,16 @@ class Ssh(Engine):
         request = {"do": "tidy", "tag": tag, "known": sorted(known), "keep_s": KEEP_S}
         for contact in [one for one in self._contacts.values() if one.trouble is None]:
             # What cannot be removed now can be removed the next time.
-            with contextlib.suppress(Trouble):
+            with contextlib.suppress(HostError):
                 contact.call(request, TIDY_S)
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Capacity]:
         answers = self._look(NOBODY, gpus=True)
         return [self._offer(self._contacts[host], answer) for host, answer in answers.items()]
 
-    def _offer(self, contact: Contact, answer: Json | None) -> Offer:
+    def _offer(self, contact: HostConnection, answer: Json | None) -> Capacity:
         if answer is None:
-            return Offer(contact.host, 0, why=contact.why())
+            return Capacity(contact.host, 0, why=contact.why())
         running = _running(answer)
         why = [f"{running} of {contact.place.room} hires run there"] if running else []
         if answer["load"] > answer["cpus"]:
@@ -281,7 +281,7 @@ class Ssh(Engine):
         if answer["disk_free_bytes"] < LOW_DISK_BYTES:
             why.append(f"only {answer['disk_free_bytes'] / (1 << 20):.0f} MiB of disk are free")
         why += [contact.skew] if contact.skew else []
-        return Offer(
+        return Capacity(
             contact.host, _room(contact, NOBODY), answer["cpus"], answer["gpus"], answer["memory_bytes"], "; ".join(why)
         )
 
@@ -291,7 +291,7 @@ class Ssh(Engine):
         """What is on every host; None for those that do not answer."""
         self._prepare()
         with ThreadPoolExecutor(self._ssh.parallel, thread_name_prefix="shoal-ssh") as pool:
-            ask = partial(Contact.look, tag=tag, within_s=within_s, gpus=gpus)
+            ask = partial(HostConnection.look, tag=tag, within_s=within_s, gpus=gpus)
             return dict(zip(self._contacts, pool.map(ask, self._contacts.values()), strict=True))
 
     def _prepare(self) -> None:
@@ -305,7 +305,7 @@ class Ssh(Engine):
             ) from error
 
 
-class _Later:
+class _BackgroundTasks:
     """Does things in the background, not too many at once; whoever ends does not wait for them."""
 
     def __init__(self, parallel: int) -> None:
@@ -338,11 +338,11 @@ def _running(answer: Json) -> int:
     return int(answer["others"]) + sum(bool(one["alive"]) for one in answer["hires"])
 
 
-def _room(contact: Contact, tag: str) -> int:
+def _room(contact: HostConnection, tag: str) -> int:
     """How many more it takes, as far as is known."""
     known = contact.last(tag)
     return max(0, contact.place.room - (_running(known) if known is not None else 0))
 
 
-def _full(running: int, contact: Contact) -> str:
+def _full(running: int, contact: HostConnection) -> str:
     return f"it is full, {running} of {contact.place.room} hires run there"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.engines.ssh.command import OLDEST_AGENT, OLDEST_HELPER, SHIFTED, SshOptions, agent_python
-from shoal.errors import EngineUnreachable, HireRefused, LaunchError
+from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 
 SSH_FAILED = 255
 NOT_FOUND, NOT_RUNNABLE = 127, 126
@@ -16,7 +16,7 @@ SKEW_S = 2.0
 
 
 @dataclass(eq=False)
-class Trouble(Exception):  # noqa: N818 - it carries the error that users see
+class HostError(Exception):
     """A host that could not do what it was asked; `unsure` if it may have done it all the same."""
 
     error: LaunchError
@@ -27,7 +27,7 @@ class Trouble(Exception):  # noqa: N818 - it carries the error that users see
 
 
 @dataclass(frozen=True, slots=True)
-class _Cause:
+class _SshErrorPattern:
     """What ssh says, and what that means. Before a session is open, nothing can have been done on the host."""
 
     said: str
@@ -38,7 +38,7 @@ class _Cause:
 
 
 _CAUSES = (
-    _Cause(
+    _SshErrorPattern(
         r"Read from remote host|client_loop|ssh_dispatch_run_fatal|Broken pipe|not responding|mux_client"
         r"|Connection to .* closed",
         EngineUnreachable,
@@ -46,103 +46,103 @@ _CAUSES = (
         "check that it is switched on and that this machine may reach it",
         unsure=True,
     ),
-    _Cause(
+    _SshErrorPattern(
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key for .* has changed",
-        HireRefused,
+        AllocationRefused,
         "{host} shows another key than before",
         "find out why; if it was set up anew: ssh-keygen -R {name}, then call it once by hand: ssh {host}",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Host key verification failed|No \S+ host key is known",
-        HireRefused,
+        AllocationRefused,
         "the key of {host} is not known here",
         "call it once by hand and compare its key: ssh {host}; or set accept_new = true in [pool.{pool}]",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Permission denied|Too many authentication failures|No supported authentication methods",
-        HireRefused,
+        AllocationRefused,
         "{host} does not let us in",
         "ssh {host} must work without a question: add your key to ~/.ssh/authorized_keys there, load it into the "
         "agent (ssh-add), or name it as identity in [pool.{pool}]",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Temporary failure in name resolution",
         EngineUnreachable,
         "the name {host} could not be looked up just now",
         "check the name server of this machine, or correct hosts in [pool.{pool}]",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Could not resolve hostname",
-        HireRefused,
+        AllocationRefused,
         "there is no host {host}",
         "correct hosts in [pool.{pool}], or give {name} a HostName in ~/.ssh/config",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Connection refused",
         EngineUnreachable,
         "{host} is there, but no sshd listens",
         "start sshd there, or correct port in [pool.{pool}]",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"(?i)connection timed out|operation timed out|no route to host|network is unreachable|host is down"
         r"|timed out during banner exchange|Connection timed out during",
         EngineUnreachable,
         "{host} does not answer",
         "check that it is switched on and that this machine may reach it",
     ),
-    _Cause(
+    _SshErrorPattern(
         r"kex_exchange_identification|banner exchange|Connection closed by|Connection reset by",
         EngineUnreachable,
         "{host} hung up before we were in",
         "look at sshd's log there; if it limits new connections (MaxStartups), lower parallel in [pool.{pool}]",
         unsure=True,
     ),
-    _Cause(
+    _SshErrorPattern(
         r"Bad configuration option|terminating, \d+ bad configuration|Can't open user config file|keyword .* extra"
         r"|Bad owner or permissions on|unix_listener: path .* too long|not accessible: No such file",
-        HireRefused,
+        AllocationRefused,
         "ssh cannot be used as it is configured here",
         "correct config or identity in [pool.{pool}], or ~/.ssh/config",
     ),
 )
 
 
-def of_ssh(pool: str, host: str, code: int, said: str) -> Trouble:
+def of_ssh(pool: str, host: str, code: int, said: str) -> HostError:
     """What an ssh that brought no answer means."""
     line = _telling(said)
     names = {"pool": pool, "host": host, "name": re.sub(r"^(ssh://)?([^@]*@)?", "", host)}
     if code == SSH_FAILED:
         for cause in _CAUSES:
             if re.search(cause.said, said):
-                return Trouble(
+                return HostError(
                     cause.kind(cause.what.format(**names), where=_where(names), why=line, do=cause.do.format(**names)),
                     cause.unsure,
                 )
         what = f"the connection to {host} ended before an answer"
-        return Trouble(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
+        return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
     if SHIFTED in said:
         oldest = ".".join(map(str, OLDEST_HELPER))
         return _unfit(names, f"the Python of {host} is too old", line, f"Shoal's helper there needs {oldest} or newer")
     if code in (NOT_FOUND, NOT_RUNNABLE):
         return _unfit(names, f"there is no such Python on {host}", line, "nothing was started")
     what = f"what Shoal asked {host} to do failed there with exit code {code}"
-    return Trouble(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
+    return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
 
 
-def silent(pool: str, host: str, within_s: float) -> Trouble:
+def silent(pool: str, host: str, within_s: float) -> HostError:
     """A host to which there is a connection, or might have been, but no answer."""
     what, do = f"{host} does not answer", "check that it is switched on and that this machine may reach it"
     why = f"nothing came for {within_s:g} s"
-    return Trouble(EngineUnreachable(what, where=_where({"pool": pool, "host": host}), why=why, do=do), True)
+    return HostError(EngineUnreachable(what, where=_where({"pool": pool, "host": host}), why=why, do=do), True)
 
 
-def no_ssh(pool: str, why: str) -> Trouble:
+def no_ssh(pool: str, why: str) -> HostError:
     """This machine cannot run ssh at all."""
     do = "install OpenSSH's client on the machine of the coordinator"
-    return Trouble(HireRefused("ssh cannot be started here", where=f"pool {pool}", why=why, do=do))
+    return HostError(AllocationRefused("ssh cannot be started here", where=f"pool {pool}", why=why, do=do))
 
 
-def of_answer(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> Trouble | None:
+def of_answer(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> HostError | None:
     """What a host could not do, if it says so."""
     if answer["state"] == "unfit":
         return _of_python(pool, host, options, answer)
@@ -162,7 +162,7 @@ def of_answer(pool: str, host: str, options: SshOptions, answer: Mapping[str, An
         answer["errno"],
         (f"Shoal's directory on {host} cannot be written", f"give [pool.{pool}] a directory that can be"),
     )
-    return Trouble(HireRefused(what, where=_where(names), why=why, do=do))
+    return HostError(AllocationRefused(what, where=_where(names), why=why, do=do))
 
 
 def skew(now_there: float, asked_at: float, answered_at: float) -> str:
@@ -175,7 +175,7 @@ def skew(now_there: float, asked_at: float, answered_at: float) -> str:
     return ""
 
 
-def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> Trouble:
+def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> HostError:
     names = {"pool": pool, "host": host}
     *before, last = answer["said"].split("\n")[-3:-1] or [""]
     version = before[-1] if before and last == "no shoal" else last
@@ -195,12 +195,12 @@ def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, A
     return _unfit(names, f"Python cannot be started on {host}", why, f"tried {python}")
 
 
-def _unfit(names: Mapping[str, str], what: str, why: str, more: str) -> Trouble:
+def _unfit(names: Mapping[str, str], what: str, why: str, more: str) -> HostError:
     do = (
         f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"; '
         'or let it be installed there: environment = "requirements.txt"'
     )
-    return Trouble(HireRefused(what, where=_where(names), why=f"{why} ({more})", do=do))
+    return HostError(AllocationRefused(what, where=_where(names), why=f"{why} ({more})", do=do))
 
 
 def _where(names: Mapping[str, str]) -> str:

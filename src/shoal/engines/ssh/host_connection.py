@@ -14,8 +14,8 @@ from typing import Any
 
 from shoal.engines.ssh import command, remote_helper
 from shoal.engines.ssh import errors as ssh_errors
-from shoal.engines.ssh.command import Place, SshOptions
-from shoal.engines.ssh.errors import Trouble
+from shoal.engines.ssh.command import SshHost, SshOptions
+from shoal.engines.ssh.errors import HostError
 
 ENV = {"SSH_ASKPASS_REQUIRE": "never"}
 PAUSE_S, PAUSE_MAX_S = 1.0, 15.0
@@ -25,16 +25,21 @@ LOOK_S = 5.0
 Json = Mapping[str, Any]
 
 
-class Contact:
+class HostConnection:
     """A host. One that does not answer is asked again in the background, so that it costs the others no time."""
 
     def __init__(
-        self, pool: str, place: Place, options: SshOptions, control: str, later: Callable[[Callable[[], object]], None]
+        self,
+        pool: str,
+        place: SshHost,
+        options: SshOptions,
+        control: str,
+        later: Callable[[Callable[[], object]], None],
     ) -> None:
         self.place, self._pool, self._options, self._control = place, pool, options, control
         self._later = later
         self.silent_since: float | None = None
-        self.trouble: Trouble | None = None
+        self.trouble: HostError | None = None
         self.ahead_s = 0.0
         self.skew = ""
         self.proved = False
@@ -66,7 +71,7 @@ class Contact:
     def _ask(self, tag: str, *, gpus: bool) -> Json | None:
         try:
             answer = self.call({"do": "look", "tag": tag, "gpus": gpus}, LOOK_S)
-        except Trouble as trouble:
+        except HostError as trouble:
             self._failed(trouble)
             return None
         finally:
@@ -102,7 +107,7 @@ class Contact:
         since = time.strftime("%H:%M:%S", time.localtime(self.silent_since or time.time()))
         return f"{self.trouble}, since {since}"
 
-    def _failed(self, trouble: Trouble) -> None:
+    def _failed(self, trouble: HostError) -> None:
         self.trouble = trouble
         if self.silent_since is None:
             self.silent_since, self._pause_s = time.time(), PAUSE_S
@@ -117,7 +122,7 @@ class Contact:
         words = command.argv(options, self.host, self._control)
         asked = json.dumps({"directory": options.directory, **request})
         program = json.dumps(inspect.getsource(remote_helper))
-        within_s = options.connect_s + more_s
+        within_s = options.connect_timeout_s + more_s
         asked_at = time.time()
         code, said, erred = self._run(words, f"{program}\n{asked}", within_s)
         answers = [line for line in said.splitlines() if line.startswith(remote_helper.MARK)]

@@ -10,8 +10,8 @@ import keras
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backends.optimizer_guard import Guard
-from shoal.worker.data.rng_state import Generators
+from shoal.keras.backends.optimizer_guard import OptimizerGuard
+from shoal.worker.data.rng_state import RngState
 
 BACKENDS = ("tensorflow", "torch")
 
@@ -21,7 +21,7 @@ Given = Callable[[Arrays], Arrays | None]
 """Takes the gradients of a piece; returns those of the whole global batch if they are to be applied now."""
 
 
-class Computed(NamedTuple):
+class TrainStepResult(NamedTuple):
     """What a train step made of one batch.
 
     `statistics` are what layers keep, after it; `before` and `after` are what metrics hold.
@@ -34,13 +34,13 @@ class Computed(NamedTuple):
     after: Arrays
 
 
-class Backend(ABC):
+class KerasBackend(ABC):
     """Computes and applies the gradients of one model, as its own `train_step` would.
 
     `statistics` and `meters` are the variables of layers and metrics that a step changes besides what it trains.
     """
 
-    def __init__(self, model: Any, guard: Guard) -> None:
+    def __init__(self, model: Any, guard: OptimizerGuard) -> None:
         self.model, self._guard = model, guard
         self.statistics: list[Any] = []
         self.meters: list[Any] = []
@@ -64,7 +64,7 @@ class Backend(ABC):
 
     def seed(self, seed: int) -> None:
         """Let all random numbers start anew but those of layers, which are variables."""
-        Generators().seed(seed)
+        RngState().seed(seed)
 
     @property
     def compiles(self) -> bool:
@@ -72,7 +72,7 @@ class Backend(ABC):
         return False
 
     @abstractmethod
-    def compute(self, batch: Any) -> Computed:
+    def compute(self, batch: Any) -> TrainStepResult:
         """Run the model's train_step up to its optimizer; those variables that have no gradient are left out."""
 
     @abstractmethod
@@ -110,12 +110,12 @@ def check_backend() -> None:
         )
 
 
-def backend_of(model: Any, guard: Guard, jit: bool = False) -> Backend:
+def backend_of(model: Any, guard: OptimizerGuard, jit: bool = False) -> KerasBackend:
     """The backend that Keras is set to; `jit` says whether to compile steps."""
     if keras.backend.backend() == "torch":
-        from shoal.keras.backends.torch import Torch
+        from shoal.keras.backends.torch import TorchBackend
 
-        return Torch(model, guard)
-    from shoal.keras.backends.tensorflow import TensorFlow
+        return TorchBackend(model, guard)
+    from shoal.keras.backends.tensorflow import TensorFlowBackend
 
-    return TensorFlow(model, guard, jit)
+    return TensorFlowBackend(model, guard, jit)

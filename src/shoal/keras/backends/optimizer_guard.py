@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shoal.errors import UnusableModel
 
 
-class Asked(NamedTuple):
+class ApplyCall(NamedTuple):
     """What an optimizer was asked to apply."""
 
     gradients: list[Any]
@@ -19,7 +19,7 @@ class Asked(NamedTuple):
 Take = Callable[[list[Any], list[Any] | None], None]
 
 
-class Guard:
+class OptimizerGuard:
     """Takes the gradients that an optimizer is asked to apply: they have to be summed over the members first.
 
     `take` is given them as they come, in a loop of the script's own; otherwise those of one train step are kept.
@@ -35,7 +35,7 @@ class Guard:
         self.optimizer = optimizer
         self.take: Take | None = None
         self._real: Callable[..., Any] = optimizer.apply
-        self._asked: list[Asked] | None = None
+        self._asked: list[ApplyCall] | None = None
         # On the instance, so that the class, its name and its configuration stay as they are.
         object.__setattr__(optimizer, "apply", self._apply)
 
@@ -45,9 +45,9 @@ class Guard:
             object.__delattr__(self.optimizer, "apply")
 
     @contextmanager
-    def keeping(self) -> Iterator[list[Asked]]:
+    def keeping(self) -> Iterator[list[ApplyCall]]:
         """Inside, what the optimizer is asked for is kept; gives the one thing that it was asked for."""
-        kept: list[Asked] = []
+        kept: list[ApplyCall] = []
         self._asked = kept
         try:
             yield kept
@@ -75,10 +75,10 @@ class Guard:
                 why="all that one step computes is summed over the members at once, when it is complete",
                 do="add the losses, and apply their gradients once",
             )
-        self._asked.append(Asked(gradients, variables))
+        self._asked.append(ApplyCall(gradients, variables))
 
 
-def only(kept: list[Asked]) -> Asked:
+def only(kept: list[ApplyCall]) -> ApplyCall:
     """The one thing that a train step asked of its optimizer."""
     if not kept:
         raise UnusableModel(

@@ -11,14 +11,14 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backends.base import Arrays, Backend, Computed, Given, Logs
-from shoal.keras.backends.optimizer_guard import Guard, only
+from shoal.keras.backends.base import Arrays, Given, KerasBackend, Logs, TrainStepResult
+from shoal.keras.backends.optimizer_guard import OptimizerGuard, only
 
 
-class TensorFlow(Backend):
+class TensorFlowBackend(KerasBackend):
     """Traced once: the number of samples of a batch is left open."""
 
-    def __init__(self, model: Any, guard: Guard, jit: bool) -> None:
+    def __init__(self, model: Any, guard: OptimizerGuard, jit: bool) -> None:
         super().__init__(model, guard)
         if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
             raise UnusableModel(
@@ -39,13 +39,13 @@ class TensorFlow(Backend):
         # XLA compiles for one number of samples, which is not the one that comes.
         return not self.model.run_eagerly and not self._jit
 
-    def compute(self, batch: Any) -> Computed:
+    def compute(self, batch: Any) -> TrainStepResult:
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
         if self._computing is None:
             self._computing = self._compute if self.model.run_eagerly else self._traced(batch)
         logs, *found = self._computing(batch)
         gradients, statistics, before, after = ([np.asarray(one) for one in some] for some in found)
-        return Computed(logs, gradients, statistics, before, after)
+        return TrainStepResult(logs, gradients, statistics, before, after)
 
     def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
         places = [place for place, one in enumerate(gradients) if one is not None]

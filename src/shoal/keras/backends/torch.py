@@ -9,12 +9,12 @@ import keras
 import torch
 from numpy.typing import NDArray
 
-from shoal.keras.backends.base import Arrays, Backend, Computed, Given, Logs
+from shoal.keras.backends.base import Arrays, Given, KerasBackend, Logs, TrainStepResult
 from shoal.keras.backends.optimizer_guard import only
 from shoal.worker.training.loop import tells_of_memory
 
 
-class Torch(Backend):
+class TorchBackend(KerasBackend):
     """Runs the model's train_step as it is."""
 
     def seed(self, seed: int) -> None:
@@ -22,7 +22,7 @@ class Torch(Backend):
         # Dropout without a seed of its own draws from here.
         torch.default_generator.manual_seed(seed)
 
-    def compute(self, batch: Any) -> Computed:
+    def compute(self, batch: Any) -> TrainStepResult:
         batch = keras.tree.map_structure(
             lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
         )
@@ -32,7 +32,7 @@ class Torch(Backend):
         asked = only(kept)
         gradients = self._noted(asked.gradients, asked.variables)
         statistics, after = ([self.read(v) for v in some] for some in (self.statistics, self.meters))
-        return Computed(logs, gradients, statistics, before, after)
+        return TrainStepResult(logs, gradients, statistics, before, after)
 
     def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
         found = given(self._noted(gradients, variables))

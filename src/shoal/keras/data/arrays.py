@@ -12,16 +12,16 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import ShoalError, UnusableData
 from shoal.worker.data.fetch import Batch, Fetcher, Watch, failed, sample_seed
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 
 Rows = NDArray[np.int64]
 KEPT_ITEMS = 4
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Samples by number. `shuffled` says whether their numbers may be drawn in any order at no extra cost."""
 
     shuffled = True
@@ -34,15 +34,15 @@ class Source(ABC):
         """One batch of these samples."""
 
 
-class Found(NamedTuple):
+class SourceWithReaders(NamedTuple):
     """A source, and who reads ahead from it if nothing else is asked for: so many threads, or processes."""
 
-    source: Source
+    source: SampleSource
     workers: int = 0
     processes: bool = False
 
 
-class Arrays(Source):
+class ArraySource(SampleSource):
     """NumPy arrays, or whatever can be made into them, in any nesting; the first axis counts samples.
 
     As in Keras, whose models have but one type of numbers, double precision becomes what `floatx` is.
@@ -76,7 +76,7 @@ class Arrays(Source):
         return keras.tree.map_structure(lambda one: None if one is None else _in_floatx(one[ids]), self._data)
 
 
-class Items(Source):
+class PyDatasetSource(SampleSource):
     """A PyDataset, or what is like one: its items are batches of its own, which are read whole.
 
     Items are shuffled, samples within an item are not: a PyDataset does that itself. `seeding` says whether the global
@@ -102,13 +102,13 @@ class Items(Source):
         self._dataset, self._count, self._seed, self._what = dataset, int(count), seed, what
         self._kept: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._keeping = threading.Lock()
-        with Generators().preserved():
+        with RngState().preserved():
             self._size, self._last = (_length(self._item(number, 0)) for number in (0, self._count - 1))
         if self._last > self._size:
             raise UnusableData(f"the last item of the {what} is longer than the first", do="make all items alike")
         # Whichever item is last in an epoch, the short one is: its place does not depend on the order.
         whole = self._count - 1 if self._last < self._size else self._count
-        self._items = Order(samples=whole, size=1, epochs=1, seed=seed, shuffle=shuffle)
+        self._items = SampleOrder(samples=whole, size=1, epochs=1, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         return (self._count - 1) * self._size + self._last
@@ -142,7 +142,7 @@ class Items(Source):
             item = self._kept.get(place)
         if item is None:
             if self.seeding:
-                Generators().seed(sample_seed(self._seed, epoch, number))
+                RngState().seed(sample_seed(self._seed, epoch, number))
             item = self._dataset[number]
             with self._keeping:
                 self._kept[place] = item
@@ -154,13 +154,15 @@ class Items(Source):
 class SourceFetcher(Fetcher):
     """Reads batches from a source, and weighs their samples by class if asked to."""
 
-    def __init__(self, source: Source, order: Order, class_weight: Mapping[int, float] | None = None) -> None:
-        super().__init__(source, order, list, Generators())
+    def __init__(
+        self, source: SampleSource, order: SampleOrder, class_weight: Mapping[int, float] | None = None
+    ) -> None:
+        super().__init__(source, order, list, RngState())
         self._classes = class_weight
 
     @property
     def quiet(self) -> bool:
-        return not isinstance(self._source, Items)
+        return not isinstance(self._source, PyDatasetSource)
 
     def _batch(self, ids: Rows, epoch: int, watch: Watch) -> Batch | None:
         if not watch(int(ids[0])):
@@ -202,17 +204,17 @@ def weighed(batch: Any, classes: Mapping[int, float] | None) -> Any:
     return x, y, of_class if weight is None else of_class * np.asarray(weight)
 
 
-def source_of(data: Any, y: Any, sample_weight: Any, seed: int, shuffle: bool) -> Found:
+def source_of(data: Any, y: Any, sample_weight: Any, seed: int, shuffle: bool) -> SourceWithReaders:
     """The source for whatever `model.fit` takes, as far as samples can be taken out of it by number."""
     if isinstance(data, keras.utils.PyDataset):
         _alone(y, sample_weight, "PyDataset")
         # As Keras does: one worker that is a thread is nobody.
         workers = data.workers if data.workers > 1 or data.use_multiprocessing else 0
-        return Found(Items(data, seed, shuffle), workers, data.use_multiprocessing)
+        return SourceWithReaders(PyDatasetSource(data, seed, shuffle), workers, data.use_multiprocessing)
     if y is None and sample_weight is None:
         data = data if isinstance(data, tuple) else (data,)
-        return Found(Arrays(data))
-    return Found(Arrays((data, y) if sample_weight is None else (data, y, sample_weight)))
+        return SourceWithReaders(ArraySource(data))
+    return SourceWithReaders(ArraySource((data, y) if sample_weight is None else (data, y, sample_weight)))
 
 
 def is_tf_dataset(data: Any) -> bool:

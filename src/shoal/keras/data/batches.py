@@ -13,23 +13,23 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from shoal.core.batch.goodput import AutoBatch
 from shoal.core.batch.setting import wanted
-from shoal.core.data.rounds import Rounds
-from shoal.core.data.sample_order import Order
+from shoal.core.data.rounds import RoundOrder
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.validation import whole
 from shoal.errors import NotAttached, UnusableData, UnusableModel
 from shoal.keras.backends.base import check_backend
-from shoal.keras.data.arrays import Found, Source, SourceFetcher, is_tf_dataset, source_of
-from shoal.keras.data.read_ahead import Reading
+from shoal.keras.data.arrays import SampleSource, SourceFetcher, SourceWithReaders, is_tf_dataset, source_of
+from shoal.keras.data.read_ahead import ReadAheadConfig
 from shoal.keras.fit.fit_arguments import asked_of, check_use
-from shoal.keras.modes.local_sgd import LocalTrainer
+from shoal.keras.modes.local_sgd import KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer
 from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, IndexedFeed
-from shoal.worker.data.fetch import Key, always
+from shoal.worker.data.fetch import ReadKey, always
 from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.share_loader import ShareLoader
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.training_state import TrainingState
 
 SHARDS = 16
 # More steps than an epoch can have: Keras goes on until we say that it is over.
@@ -66,7 +66,7 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         """A few samples, to build the model with."""
 
     @abstractmethod
-    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
 
     def epoch_of(self, step: int) -> int:
@@ -163,7 +163,7 @@ class IndexedBatches(Batches):
 
     def __init__(
         self,
-        source: Source,
+        source: SampleSource,
         size: int,
         seed: int,
         shares: str | None,
@@ -172,27 +172,27 @@ class IndexedBatches(Batches):
         last: Literal["keep", "drop"],
         micro: int | None,
         class_weight: Mapping[int, float] | None,
-        reading: Reading,
+        reading: ReadAheadConfig,
     ) -> None:
         super().__init__(size, seed, shares, shuffle, class_weight)
         self._source, self._micro, self._reading = source, micro, reading
         self._how: dict[str, Any] = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
 
     def few(self) -> Any:
-        order = Order(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)
+        order = SampleOrder(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)
         fetcher = SourceFetcher(self._source, order, self._classes)
         with fetcher.generators.preserved():
-            found = fetcher.read(Key(0, 0, order.size, None), always)
+            found = fetcher.read(ReadKey(0, 0, order.size, None), always)
         assert found is not None
         return found[0]
 
-    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
         wished = wanted(settings.batch, self.size, len(self._source))
-        if isinstance(loop, LocalTrainer):
+        if isinstance(loop, KerasLocalTrainer):
             if wished.bounds is not None:
                 loop.refuse("batch=auto", "pass a number, or train with --sync step")
             return self._rounds(loop.length, wished.size, keeper, settings, epochs)
-        order = Order(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
+        order = SampleOrder(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
         if wished.bounds is not None and self.length is not None:
             raise UnusableData("steps_per_epoch has no meaning with batch=auto", do="leave it out, or pass a batch")
         if self.length is None and wished.bounds is None:
@@ -200,7 +200,7 @@ class IndexedBatches(Batches):
         elif self.length is not None:
             needed = math.ceil(epochs * self.length / order.steps_per_epoch)
             how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
-            order = Order(samples=len(self._source), size=wished.size, **how)
+            order = SampleOrder(samples=len(self._source), size=wished.size, **how)
         balance = balance_of(settings, self.shares, ahead=self._reading.depth)
         balance.rules.check(wished.size)
         keeper.parts["shares"] = balance
@@ -209,20 +209,20 @@ class IndexedBatches(Batches):
         described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
         if wished.bounds is None:
             return IndexedFeed(order, loader, balance), described
-        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.batch_law), ahead=max(1, balance.ahead))
+        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.lr_scaling), ahead=max(1, balance.ahead))
         loop.auto = auto
-        loop.soundings.every = min(settings.noise_every or LOOK_EVERY, LOOK_EVERY)
+        loop.soundings.every = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
         keeper.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.soundings.noise)
         return feed, described
 
     def _rounds(
-        self, length: int, size: int, keeper: StateKeeper, settings: Any, epochs: int
+        self, length: int, size: int, keeper: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
         """Rounds of so many global batches; `steps_per_epoch` counts those."""
         samples, every = len(self._source), self.length
-        plain = Order(samples=samples, size=size, epochs=1, **self._how)
+        plain = SampleOrder(samples=samples, size=size, epochs=1, **self._how)
         needed = max(1, math.ceil(epochs * every / plain.steps_per_epoch)) if every else epochs
-        order = Rounds.of(samples, size, length, needed, every=every, **self._how)
+        order = RoundOrder.of(samples, size, length, needed, every=every, **self._how)
         self.length, self.ends = None if every else order.steps_per_epoch, order.ends
         # What is read ahead of a round is little.
         balance = balance_of(settings, self.shares, 0, FIRST_ROUNDS)
@@ -294,7 +294,7 @@ def batches(
         found = source_of(data, y, sample_weight, seed, shuffle)
     given: dict[str, Any] = {"size": size, "seed": seed, "shares": shares, "class_weight": class_weight}
     if found is not None:
-        reading = Reading(found.workers if workers is None else workers, prefetch, found.processes)
+        reading = ReadAheadConfig(found.workers if workers is None else workers, prefetch, found.processes)
         made: Batches = IndexedBatches(found.source, shuffle=shuffle, last=last, micro=micro, reading=reading, **given)
     else:
         made = _streamed(data, batched, shards or SHARDS, given, {"last": last, "micro": micro, "workers": workers})
@@ -302,7 +302,7 @@ def batches(
     return made
 
 
-def _found(pipeline: Any, batched: bool, seed: int, shuffle: bool, shards: int | None) -> Found | None:
+def _found(pipeline: Any, batched: bool, seed: int, shuffle: bool, shards: int | None) -> SourceWithReaders | None:
     """The samples of a tf.data pipeline by number, if they can be had so and are not asked for in shards."""
     from shoal.keras.data import tf_pipelines
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.keras.data.arrays import Items, SourceFetcher
-from shoal.worker.data.read_ahead_processes import Forked
+from shoal.keras.data.arrays import PyDatasetSource, SourceFetcher
+from shoal.worker.data.read_ahead_processes import ForkedReaders
 from shoal.worker.data.read_ahead_threads import Threads, depth
-from shoal.worker.data.share_loader import Ahead
+from shoal.worker.data.share_loader import ReadAhead
 
 
-class Reading(NamedTuple):
+class ReadAheadConfig(NamedTuple):
     """So many workers, threads or `processes`, of which each reads `prefetch` steps ahead."""
 
     workers: int
@@ -22,12 +22,12 @@ class Reading(NamedTuple):
         """How many steps are read ahead."""
         return depth(self.workers, self.prefetch)
 
-    def ahead(self, fetcher: SourceFetcher) -> Ahead | None:
+    def ahead(self, fetcher: SourceFetcher) -> ReadAhead | None:
         if not self.depth:
             return None
         if self.processes:
-            return Threads(Forked(fetcher, self.workers), self.workers, self.prefetch)
-        if isinstance(fetcher.source, Items):
+            return Threads(ForkedReaders(fetcher, self.workers), self.workers, self.prefetch)
+        if isinstance(fetcher.source, PyDatasetSource):
             # Threads share the global random generators with each other and with the training.
             fetcher.source.seeding = False
         return Threads(fetcher, self.workers, self.prefetch)

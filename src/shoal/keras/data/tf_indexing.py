@@ -20,7 +20,7 @@ Flat = list[Any]
 PASSING = ("OptionsDataset", "PrefetchDataset", "ShuffleDataset")
 
 
-class Node(ABC):
+class PipelineNode(ABC):
     """`length` elements, each of them the tensors of its `spec` in a list; `shuffled` if their order was to be random.
 
     `one` and `many` are called while a function is traced. Of elements that are batches the last may be `short`; if
@@ -41,7 +41,7 @@ class Node(ABC):
         return list(found)
 
 
-class Slices(Node):
+class Slices(PipelineNode):
     """Rows of tensors."""
 
     def __init__(self, tensors: Sequence[Any], spec: Any, shuffled: bool = False) -> None:
@@ -62,10 +62,10 @@ class Slices(Node):
         return Slices(flat, _row(self.spec), self.shuffled)
 
 
-class Mapped(Node):
+class Mapped(PipelineNode):
     """What a function makes of each element."""
 
-    def __init__(self, inner: Node, function: Callable[..., Iterable[Any]], spec: Any) -> None:
+    def __init__(self, inner: PipelineNode, function: Callable[..., Iterable[Any]], spec: Any) -> None:
         super().__init__(inner.length, spec, inner.shuffled, inner.short)
         self._inner, self._function = inner, function
 
@@ -73,10 +73,10 @@ class Mapped(Node):
         return list(self._function(*self._inner.one(number)))
 
 
-class Batched(Node):
+class Batched(PipelineNode):
     """Elements put together to batches; the last of them may be short."""
 
-    def __init__(self, inner: Node, size: int, spec: Any, whole: bool) -> None:
+    def __init__(self, inner: PipelineNode, size: int, spec: Any, whole: bool) -> None:
         length = inner.length // size if whole else -(-inner.length // size)
         super().__init__(length, spec, inner.shuffled, short=length * size > inner.length)
         self.inner, self._size = inner, size
@@ -86,10 +86,10 @@ class Batched(Node):
         return self.inner.many(tf.range(first, tf.minimum(first + self._size, self.inner.length)))
 
 
-class Picked(Node):
+class Picked(PipelineNode):
     """Some of the elements, or some of them repeatedly; `place` says which one is which."""
 
-    def __init__(self, inner: Node, length: int, place: Callable[[Any], Any]) -> None:
+    def __init__(self, inner: PipelineNode, length: int, place: Callable[[Any], Any]) -> None:
         last = length > 0 and place(length - 1) == inner.length - 1
         super().__init__(length, inner.spec, inner.shuffled, inner.short and last)
         self.inner, self._place = inner, place
@@ -104,15 +104,15 @@ class Picked(Node):
 class Repeated(Picked):
     """All elements, several times."""
 
-    def __init__(self, inner: Node, times: int) -> None:
+    def __init__(self, inner: PipelineNode, times: int) -> None:
         super().__init__(inner, inner.length * times, lambda number: number % inner.length)
         self.times, self.uneven = times, inner.short and times > 1
 
 
-class Zipped(Node):
+class Zipped(PipelineNode):
     """Elements side by side."""
 
-    def __init__(self, inner: Sequence[Node], spec: Any) -> None:
+    def __init__(self, inner: Sequence[PipelineNode], spec: Any) -> None:
         super().__init__(min(one.length for one in inner), spec, short=any(one.short for one in inner))
         self._inner = inner
 
@@ -123,7 +123,7 @@ class Zipped(Node):
         return [leaf for part in self._inner for leaf in part.many(numbers)]
 
 
-def node_of(dataset: Any) -> Node | None:
+def node_of(dataset: Any) -> PipelineNode | None:
     """The elements of a pipeline by number; None if one of its operations is not known well enough."""
     try:
         return _node(dataset)
@@ -132,7 +132,7 @@ def node_of(dataset: Any) -> Node | None:
         return None
 
 
-def samples_of(node: Node) -> Node | None:
+def samples_of(node: PipelineNode) -> PipelineNode | None:
     """The samples in elements that are batches, if they can be had one by one."""
     if isinstance(node, Batched):
         return node.inner
@@ -164,7 +164,7 @@ def is_fixed(dataset: Any) -> bool:
     )
 
 
-def _node(dataset: Any) -> Node | None:
+def _node(dataset: Any) -> PipelineNode | None:
     kind, spec = kind_of(dataset), dataset.element_spec
     if kind == "TensorSliceDataset":
         return Slices(dataset._tensors, spec)
@@ -181,7 +181,7 @@ def _node(dataset: Any) -> Node | None:
     return _around(dataset, inner, kind, spec) if inner is not None else None
 
 
-def _around(dataset: Any, inner: Node, kind: str, spec: Any) -> Node | None:
+def _around(dataset: Any, inner: PipelineNode, kind: str, spec: Any) -> PipelineNode | None:
     if kind in PASSING:
         inner.shuffled = inner.shuffled or kind == "ShuffleDataset"
         return inner
@@ -197,7 +197,7 @@ def _around(dataset: Any, inner: Node, kind: str, spec: Any) -> Node | None:
     return _part(dataset, inner, kind) if not inner.shuffled else None
 
 
-def _part(dataset: Any, inner: Node, kind: str) -> Node | None:
+def _part(dataset: Any, inner: PipelineNode, kind: str) -> PipelineNode | None:
     if kind == "TakeDataset":
         count = int(dataset._count)
         return inner if count < 0 else Picked(inner, min(count, inner.length), lambda number: number)
@@ -209,7 +209,7 @@ def _part(dataset: Any, inner: Node, kind: str) -> Node | None:
     return None
 
 
-def _cached(dataset: Any) -> Node | None:
+def _cached(dataset: Any) -> PipelineNode | None:
     """All elements of a pipeline that is to be kept in memory: they are read now, once."""
     below, shuffled = dataset._input_dataset, False
     while kind_of(below) in PASSING:

@@ -9,17 +9,17 @@ import numpy as np
 import tensorflow as tf
 
 from shoal.errors import UnusableData
-from shoal.keras.data.arrays import Found, Items, Rows, Source
-from shoal.keras.data.tf_indexing import Node, is_fixed, kind_of, node_of, operations, samples_of
+from shoal.keras.data.arrays import PyDatasetSource, Rows, SampleSource, SourceWithReaders
+from shoal.keras.data.tf_indexing import PipelineNode, is_fixed, kind_of, node_of, operations, samples_of
 from shoal.worker.data.fetch import Batch
 
 INFINITE, UNKNOWN = -1, -2
 
 
-class Samples(Source):
+class PipelineSamples(SampleSource):
     """A pipeline whose elements are samples."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: PipelineNode) -> None:
         self._length, self._spec = node.length, node.spec
 
         @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
@@ -36,10 +36,10 @@ class Samples(Source):
         return _arrays(self._spec, self._read(tf.constant(ids, tf.int64)))
 
 
-class Elements:
+class PipelineBatches:
     """A pipeline whose elements are batches, as a PyDataset is one."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: PipelineNode) -> None:
         self.num_batches, self._spec = node.length, node.spec
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ class Elements:
         return _arrays(self._spec, self._read(tf.constant(number, tf.int64)))
 
 
-def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> Found | None:
+def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> SourceWithReaders | None:
     """The pipeline as samples by number; None if it can only be read from its start."""
     node = node_of(dataset)
     if node is None or node.length < 1 or (node.shuffled and not shuffle):
@@ -63,8 +63,11 @@ def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> Found | N
     samples = samples_of(node) if batched else node
     if samples is None and node.uneven:
         return None
-    return Found(
-        Items(Elements(node), seed, shuffle, "tf.data pipeline") if samples is None else Samples(samples), ahead
+    return SourceWithReaders(
+        PyDatasetSource(PipelineBatches(node), seed, shuffle, "tf.data pipeline")
+        if samples is None
+        else PipelineSamples(samples),
+        ahead,
     )
 
 

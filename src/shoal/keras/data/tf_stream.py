@@ -17,14 +17,14 @@ from shoal.errors import UnusableData
 from shoal.keras.data.arrays import weighed
 from shoal.keras.data.batches import Batches
 from shoal.keras.data.tf_pipelines import check_stream
-from shoal.keras.modes.local_sgd import LocalTrainer
+from shoal.keras.modes.local_sgd import KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer
 from shoal.worker.data.dealing import balance_of
 from shoal.worker.data.feed import Feed, StreamFeed
 from shoal.worker.data.lane import Shards
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 from shoal.worker.data.stream_reader import LaneReader, LaneSource
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.training_state import TrainingState
 
 
 class StreamedBatches(Batches):
@@ -49,7 +49,7 @@ class StreamedBatches(Batches):
         self._shards = shards
 
     def few(self) -> Any:
-        first = _Reading(self._dataset)
+        first = _ClosingIterator(self._dataset)
         try:
             samples = list(itertools.islice(first, 2))
         finally:
@@ -58,8 +58,8 @@ class StreamedBatches(Batches):
             raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
         return self._batch(samples)
 
-    def feed(self, loop: AnyTrainer, keeper: StateKeeper, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
-        if isinstance(loop, LocalTrainer):
+    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+        if isinstance(loop, KerasLocalTrainer):
             loop.refuse(
                 "a tf.data pipeline that is read as a stream", "pass data with an index, or train with --sync step"
             )
@@ -72,7 +72,7 @@ class StreamedBatches(Batches):
         passes = epochs * (self.length or 1)
         layout = LaneLayout.of(self._shards, self.size, None, passes, self.seed, False)
         opened = Shards([self._opener(number) for number in range(self._shards)])
-        reader = LaneReader(LaneSource(opened, layout, self._batch, Generators(), kept_steps=1))
+        reader = LaneReader(LaneSource(opened, layout, self._batch, RngState(), kept_steps=1))
         feed = StreamFeed(layout, reader, balance_of(settings, self.shares or "equal", ahead=0))
         keeper.parts["shares"], keeper.parts["stream"] = feed.balance, feed
         described = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
@@ -84,10 +84,10 @@ class StreamedBatches(Batches):
 
     def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
         shard = self._dataset.shard(self._shards, number)
-        return lambda: _Reading(shard)
+        return lambda: _ClosingIterator(shard)
 
 
-class _Reading:
+class _ClosingIterator:
     """An iterator that is let go of at once: TensorFlow waits for all that the pipeline is reading ahead."""
 
     def __init__(self, dataset: Any) -> None:

@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.keras.backends.base import Backend, Logs
+from shoal.keras.backends.base import KerasBackend, Logs
 from shoal.worker.data.feed import Feed
 
 
-class Calls(ABC):
+class TrainFunction(ABC):
     """Goes with a loop of `shoal.worker`, whose body it is."""
 
     feed: Feed | None
     epoch_of: Callable[[int], int]
-    _backend: Backend
+    _backend: KerasBackend
     _batches: Iterator[Any] | None = None
     _held: Any = None
 

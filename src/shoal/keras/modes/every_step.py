@@ -12,50 +12,50 @@ from numpy.typing import NDArray
 
 from shoal.core.batch.goodput import Law, law_for
 from shoal.errors import UnusableModel
-from shoal.keras.backends.base import Arrays, Backend, Computed, Logs
-from shoal.keras.fit.train_function import Calls
+from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
+from shoal.keras.fit.train_function import TrainFunction
 from shoal.keras.fit.variables import loss_in, reseed, seeds_of, statistics_of, weights_of
-from shoal.keras.modes.gradient_norms import Squares, expected
-from shoal.keras.modes.state import Variables
+from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected
+from shoal.keras.modes.state import VariableGroup
 from shoal.worker.collectives.catch_up import Blank
 from shoal.worker.collectives.exchange import ExchangeBroken
-from shoal.worker.collectives.flat_buffers import FlatSums, Like
+from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
 from shoal.worker.data.feed import Feed, IndexedFeed
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.loop import Loop
 from shoal.worker.training.noise_sampling import is_halfway
-from shoal.worker.training.step import Turn
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.step import Step
+from shoal.worker.training.training_state import TrainingState
 
 
-class Trainer(Loop, Calls):
+class KerasTrainer(Loop, TrainFunction):
     """Computes, sums and applies the gradients of one model.
 
     The model's metrics are summed over the members along with the gradients, and so are, as means, the statistics that
     its layers keep: all members hold the same numbers, and their callbacks decide the same.
     """
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, backend: KerasBackend) -> None:
         super().__init__(session, keeper)
         self._backend = backend
         model = backend.model
         self._seeds, self._statistics = seeds_of(model), statistics_of(model)
         self._meters: list[Any] = []
-        self._sums: FlatSums | None = None
-        self._likes = [Like(v.shape, str(v.dtype)) for v in model.trainable_variables]
+        self._sums: FlatBuffers | None = None
+        self._likes = [ArraySpec(v.shape, str(v.dtype)) for v in model.trainable_variables]
         self._kept_statistics: Arrays = []
         self._kept_meters: Arrays = []
-        self._squares: Squares | None = None
+        self._squares: KerasGradientNorms | None = None
         # What layers and metrics hold since our last piece.
         self._now: tuple[Arrays, Arrays] = [], []
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         # These change only when a step is applied, which waits for those who read them.
         self._at_rest = weights_of(model) | {id(v) for v in backend.optimizer.variables}
-        keeper.parts["model"] = Variables(lambda: model.variables, self._read_for_others)
-        keeper.parts["optimizer"] = Variables(lambda: backend.optimizer.variables, self._read_for_others)
-        keeper.parts["metrics"] = Variables(lambda: model.metrics_variables, self._read_for_others)
+        keeper.parts["model"] = VariableGroup(lambda: model.variables, self._read_for_others)
+        keeper.parts["optimizer"] = VariableGroup(lambda: backend.optimizer.variables, self._read_for_others)
+        keeper.parts["metrics"] = VariableGroup(lambda: model.metrics_variables, self._read_for_others)
         keeper.parts["noise"] = self.soundings.noise
 
     # --- what the train function asks
@@ -68,7 +68,7 @@ class Trainer(Loop, Calls):
         held = (*backend.model.variables, *backend.model.metrics_variables, *backend.optimizer.variables)
         before = [(one, backend.read(one).copy()) for one in {id(one): one for one in held}.values()]
         self._find_meters()
-        with Generators().preserved():
+        with RngState().preserved():
             try:
                 computed = backend.compute(batch)
                 self._fit(computed.gradients)
@@ -117,7 +117,7 @@ class Trainer(Loop, Calls):
     def _set_up(self) -> None:
         if self._sums is None:
             tail = sum(int(np.prod(v.shape)) for v in (*self._statistics, *self._meters))
-            self._sums = FlatSums(self._likes, tail)
+            self._sums = FlatBuffers(self._likes, tail)
 
     def _keep(self) -> None:
         read = self._backend.read
@@ -146,7 +146,7 @@ class Trainer(Loop, Calls):
         self._backend.seed(seed)
         reseed(self._seeds, seed)
 
-    def _check_piece(self, turn: Turn, number: int) -> None:
+    def _check_piece(self, turn: Step, number: int) -> None:
         """The loop's body is ours."""
 
     # --- one step
@@ -167,7 +167,7 @@ class Trainer(Loop, Calls):
         results = self._change(turn, found, computed)
         return results if results is not None and results.keys() == computed.logs.keys() else computed.logs
 
-    def _change(self, turn: Turn, found: Arrays | None, computed: Computed) -> Logs | None:  # noqa: ARG002
+    def _change(self, turn: Step, found: Arrays | None, computed: TrainStepResult) -> Logs | None:  # noqa: ARG002
         """Apply these gradients, if any; what the metrics say if that made a step."""
         if found is None:
             return None
@@ -177,7 +177,7 @@ class Trainer(Loop, Calls):
         self._commit(turn)
         return results
 
-    def _summed(self, turn: Turn, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
+    def _summed(self, turn: Step, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
         """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
         self._count(turn, now)
         if self._session.broken:
@@ -191,7 +191,7 @@ class Trainer(Loop, Calls):
         assert self._sums is not None
         return self._sums.views
 
-    def _count(self, turn: Turn, now: tuple[Arrays, Arrays]) -> None:
+    def _count(self, turn: Step, now: tuple[Arrays, Arrays]) -> None:
         """A piece was computed."""
         self._now = now
         if turn.backwards == 0:
@@ -220,7 +220,7 @@ class Trainer(Loop, Calls):
         return law_for(type(optimizer).__name__) if asked == "auto" else asked
 
     @contextmanager
-    def _gained(self, turn: Turn) -> Iterator[None]:
+    def _gained(self, turn: Step) -> Iterator[None]:
         """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
         gain = self.auto.gain_at(turn.step) if self.auto is not None else 1.0
         if gain == 1.0:
@@ -238,24 +238,24 @@ class Trainer(Loop, Calls):
         """Have room for the sums of as many gradients as there are."""
         if len(gradients) != len(self._likes):
             # Some variables have no gradient, in any member alike.
-            self._likes = [Like(one.shape, one.dtype) for one in gradients]
+            self._likes = [ArraySpec(one.shape, one.dtype) for one in gradients]
             self._sums = None
         self._set_up()
 
-    def _load(self, turn: Turn, gradients: Arrays) -> None:
+    def _load(self, turn: Step, gradients: Arrays) -> None:
         self._fit(gradients)
         assert self._sums is not None
         self._sums.load(gradients, turn.own / turn.nominal, add=turn.backwards > 1)
         if self._squares is not None and is_halfway(turn):
             self._squares.halve(self._sums.views, turn.weight)
 
-    def _sounding(self, turn: Turn) -> Squares | None:
+    def _sounding(self, turn: Step) -> KerasGradientNorms | None:
         if not self.soundings.due(turn):
             return None
         usual = expected(self._backend.optimizer, self._backend.read, range(len(self._likes)))
-        return Squares(usual) if usual is not None else None
+        return KerasGradientNorms(usual) if usual is not None else None
 
-    def _exchange(self, turn: Turn) -> bool:
+    def _exchange(self, turn: Step) -> bool:
         """Sum what all have; False if the world broke over it."""
         sums, exchange = self._sums, turn.exchange
         assert sums is not None
@@ -282,7 +282,7 @@ class Trainer(Loop, Calls):
             self._squares.everybody(sums.views)
         return True
 
-    def _fill_tail(self, turn: Turn, total: float) -> None:
+    def _fill_tail(self, turn: Step, total: float) -> None:
         """Our part of the mean of the layers' statistics, and what this step added to our metrics."""
         assert self._sums is not None
         part, (statistics, meters) = turn.weight / total if total else 0.0, self._now
@@ -294,7 +294,7 @@ class Trainer(Loop, Calls):
         if numbers:
             np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
 
-    def _take_over(self, turn: Turn) -> None:
+    def _take_over(self, turn: Step) -> None:
         """Everybody's statistics and metrics are ours."""
         assert self._sums is not None
         rest = self._sums.tail
@@ -305,13 +305,13 @@ class Trainer(Loop, Calls):
             self._kept_meters = [(a + b).astype(a.dtype) for a, b in zip(self._kept_meters, added, strict=True)]
 
 
-class LoopTrainer(Trainer):
+class KerasLoopTrainer(KerasTrainer):
     """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, backend: KerasBackend) -> None:
         super().__init__(session, keeper, backend)
         del keeper.parts["metrics"]
-        self._applied: Turn | None = None
+        self._applied: Step | None = None
 
     def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """What the optimizer was asked to apply."""
@@ -336,7 +336,7 @@ class LoopTrainer(Trainer):
         self._applied = turn if found is not None else None
         return found
 
-    def _check_piece(self, turn: Turn, number: int) -> None:
+    def _check_piece(self, turn: Step, number: int) -> None:
         if turn.backwards <= number:
             raise UnusableModel(
                 f"step {turn.step} ended without optimizer.apply", do="apply the optimizer once for each batch"
@@ -344,7 +344,7 @@ class LoopTrainer(Trainer):
         # Only now is the optimizer surely done.
         self._done(turn)
 
-    def _done(self, turn: Turn) -> None:
+    def _done(self, turn: Step) -> None:
         """The optimizer has applied what it was given of a piece, if anything."""
         if self._applied is turn:
             self._take_over(turn)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 DAMPING = 0.1
 
 
-class Squares:
+class KerasGradientNorms:
     """The squared norms of one step in the optimizer's own metric: `usual` are the gradients that it expects."""
 
     def __init__(self, usual: Sequence[NDArray[Any] | None]) -> None:
@@ -39,7 +39,7 @@ class Squares:
         self.total = self._squared(gradients)
 
     def weighted(self, weight: float, nominal: float) -> tuple[float, int]:
-        """See `shoal.worker.training.step.Squares`; gradients come multiplied by weight / nominal, as they are
+        """See `shoal.worker.training.step.GradientNorms`; gradients come multiplied by weight / nominal, as they are
         summed.
         """
         rest = weight - self._half_weight

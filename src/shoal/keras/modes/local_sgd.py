@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 
 from shoal.core import sync_mode
-from shoal.errors import NotForLocal
-from shoal.keras.backends.base import Arrays, Backend, Computed, Logs
-from shoal.keras.modes.every_step import LoopTrainer, Trainer
-from shoal.keras.modes.outer_optimizer import Outer, Start
-from shoal.keras.modes.state import Variables
-from shoal.worker.collectives.flat_buffers import FlatSums, Like
+from shoal.errors import UnsupportedWithLocalSgd
+from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
+from shoal.keras.modes.every_step import KerasLoopTrainer, KerasTrainer
+from shoal.keras.modes.outer_optimizer import KerasOuterOptimizer, KerasRoundStart
+from shoal.keras.modes.state import VariableGroup
+from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
 from shoal.worker.data.round_feed import RoundFeed
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.step import Turn
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.step import Step
+from shoal.worker.training.training_state import TrainingState
 
 
-class LocalTrainer(Trainer):
+class KerasLocalTrainer(KerasTrainer):
     """A trainer whose optimizer steps for itself, and whose steps are rounds."""
 
     feed: RoundFeed | None
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper, backend: Backend) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, backend: KerasBackend) -> None:
         super().__init__(session, keeper, backend)
         settings = session.settings
         self.length = sync_mode.parse(settings.sync).local
@@ -41,21 +41,21 @@ class LocalTrainer(Trainer):
             if getattr(self._inner, option):
                 self.refuse(f"an optimizer with {option}", "leave it out, or train with --sync step")
         self._trained: list[Any] = backend.model.trainable_variables
-        self._outer = Outer(settings.outer_lr, settings.outer_momentum, self._trained)
+        self._outer = KerasOuterOptimizer(settings.outer_lr, settings.outer_momentum, self._trained)
         if self._outer.velocities:
-            keeper.parts["outer"] = Variables(lambda: self._outer.velocities, lambda velocity: velocity.value)
-        self._start = Start(backend.read)
-        self._kept_for: Turn | None = None
+            keeper.parts["outer"] = VariableGroup(lambda: self._outer.velocities, lambda velocity: velocity.value)
+        self._start = KerasRoundStart(backend.read)
+        self._kept_for: Step | None = None
         self._iterations = 0
-        self._own: FlatSums | None = None
+        self._own: FlatBuffers | None = None
 
     def refuse(self, what: str, do: str) -> None:
         """Raise: the script asks for what local training cannot do."""
-        raise NotForLocal(f"{what} cannot be used with --sync local:{self.length}", do=do)
+        raise UnsupportedWithLocalSgd(f"{what} cannot be used with --sync local:{self.length}", do=do)
 
     # --- one batch of a round
 
-    def _summed(self, turn: Turn, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
+    def _summed(self, turn: Step, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
         """Take the gradients of a piece; those of a whole batch of ours, if they are complete and count."""
         assert self.feed is not None
         self._count(turn, now)
@@ -64,7 +64,7 @@ class LocalTrainer(Trainer):
         number = bisect_left(self.feed.lots, turn.piece, key=lambda lot: lot.last)
         lot = self.feed.lots[number]
         if self._own is None or len(self._own.views) != len(gradients):
-            self._own = FlatSums([Like(one.shape, one.dtype) for one in gradients], tail=0)
+            self._own = FlatBuffers([ArraySpec(one.shape, one.dtype) for one in gradients], tail=0)
         self._own.load(gradients, turn.own / (lot.samples or 1), add=turn.piece > lot.first)
         if turn.piece < lot.last:
             return None
@@ -78,7 +78,7 @@ class LocalTrainer(Trainer):
         self._inner._iterations.assign(self._iterations + self.feed.due(turn.step, number))
         return self._own.views
 
-    def _remember(self, turn: Turn) -> None:
+    def _remember(self, turn: Step) -> None:
         """Before the first change of a round: copy what the round began with."""
         if self._kept_for is turn:
             return
@@ -88,7 +88,7 @@ class LocalTrainer(Trainer):
         self._iterations = int(self._backend.read(self._inner._iterations))
         self._kept_for = turn
 
-    def _change(self, turn: Turn, found: Arrays | None, computed: Computed) -> Logs | None:
+    def _change(self, turn: Step, found: Arrays | None, computed: TrainStepResult) -> Logs | None:
         if found is not None:
             self._backend.apply(found, computed.statistics, computed.after)
         self._end_batch(turn)
@@ -96,7 +96,7 @@ class LocalTrainer(Trainer):
 
     # --- the end of a round
 
-    def _end_batch(self, turn: Turn) -> None:
+    def _end_batch(self, turn: Step) -> None:
         """What there was to apply is applied; after the last batch, everybody's round becomes one."""
         if not turn.last_piece or self._session.broken or not self._average(turn) or not self._may_apply():
             return
@@ -111,7 +111,7 @@ class LocalTrainer(Trainer):
         self._inner._iterations.assign(self._iterations + self.feed.batches_in(turn.step))
         self._commit(turn)
 
-    def _average(self, turn: Turn) -> bool:
+    def _average(self, turn: Step) -> bool:
         """Sum the changes of all members by their weights; False if the world broke over it."""
         assert self._sums is not None
         assert self.feed is not None
@@ -134,8 +134,8 @@ class LocalTrainer(Trainer):
         super()._undo_uncommitted()
 
 
-class LocalLoopTrainer(LocalTrainer, LoopTrainer):
+class KerasLocalLoop(KerasLocalTrainer, KerasLoopTrainer):
     """For a loop of the script's own: it is given one batch of a round after the other."""
 
-    def _done(self, turn: Turn) -> None:
+    def _done(self, turn: Step) -> None:
         self._end_batch(turn)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.worker.collectives.flat_buffers import Like
+from shoal.worker.collectives.flat_buffers import ArraySpec
 
 Read = Callable[[Any], NDArray[Any]]
 
@@ -18,7 +18,7 @@ Read = Callable[[Any], NDArray[Any]]
 class Velocity:
     """What the outer momentum holds of one variable; it is handed over as variables are."""
 
-    def __init__(self, path: str, like: Like) -> None:
+    def __init__(self, path: str, like: ArraySpec) -> None:
         self.path, self.shape, self.dtype = path, like.shape, like.dtype
         self.value = np.zeros(like.shape, like.dtype)
 
@@ -26,12 +26,12 @@ class Velocity:
         np.copyto(self.value, value)
 
 
-class Outer:
+class KerasOuterOptimizer:
     """The outer optimizer of these variables; all members hold the same momentum."""
 
     def __init__(self, lr: float, momentum: float, variables: Sequence[Any]) -> None:
         self._lr, self._momentum = lr, momentum
-        self.velocities = [Velocity(v.path, Like(v.shape, str(v.dtype))) for v in variables] if momentum else []
+        self.velocities = [Velocity(v.path, ArraySpec(v.shape, str(v.dtype))) for v in variables] if momentum else []
 
     def step(self, changes: Sequence[NDArray[Any]], start: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
         """The new value of each variable: where it started, plus the step; `changes` are used up."""
@@ -48,7 +48,7 @@ class Outer:
             yield change.astype(value.dtype, copy=False)
 
 
-class Start:
+class KerasRoundStart:
     """What variables held when a round began: copies, so that a round that does not commit leaves no trace."""
 
     def __init__(self, read: Read) -> None:

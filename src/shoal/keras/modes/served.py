@@ -16,38 +16,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.batch.goodput import AutoBatch, Law
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnusableModel
-from shoal.keras.backends.base import Arrays, Backend, Logs
-from shoal.keras.fit.train_function import Calls
+from shoal.keras.backends.base import Arrays, KerasBackend, Logs
+from shoal.keras.fit.train_function import TrainFunction
 from shoal.keras.fit.variables import kept_of, loss_in, reseed, seeds_of
-from shoal.keras.modes.every_step import Trainer
-from shoal.keras.modes.server_shard import Layout, Vault, gradients_of, take_over
+from shoal.keras.modes.every_step import KerasTrainer
+from shoal.keras.modes.server_shard import KerasShardLayout, KerasShardStore, gradients_of, take_over
 from shoal.keras.modes.shard_optimizer import averages_of, refused
 from shoal.worker.data.feed import Feed
 from shoal.worker.parameter_server.rpc import Raw
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketTurn
-from shoal.worker.training.noise_sampling import Soundings
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketStep
+from shoal.worker.training.noise_sampling import NoiseSampler
+from shoal.worker.training.training_state import TrainingState
 
 
-class TicketTrainer(TicketLoop, Calls):
+class KerasServedTrainer(TicketLoop, TrainFunction):
     """Computes the gradients of one model, ticket by ticket; what `shoal.keras.modes.every_step` is with `--sync
     step`.
     """
 
-    def __init__(self, session: PlacedSession, keeper: StateKeeper, backend: Backend) -> None:
+    def __init__(self, session: ServedSession, keeper: TrainingState, backend: KerasBackend) -> None:
         super().__init__(session, keeper)
         needs_all = refused(backend.optimizer)
         if needs_all is not None:
             raise self.unusable(*needs_all)
         self.auto: AutoBatch | None = None
-        self.soundings = Soundings(0)
+        self.soundings = NoiseSampler(0)
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         self._backend = backend
         self._seeds, self._kept = seeds_of(backend.model), kept_of(backend.model)
-        self._layout: Layout | None = None
+        self._layout: KerasShardLayout | None = None
         # The gradients of the pieces of a ticket, times their samples, by the ids of variables.
         self._sums: dict[int, NDArray[Any]] = {}
         # What layers hold before a ticket and after it, and what metrics hold before it.
@@ -82,11 +82,11 @@ class TicketTrainer(TicketLoop, Calls):
 
     # --- what the loop asks
 
-    def _vault(self, order: Order, parts: int) -> Vault:
-        return Vault(self._backend, order, parts)
+    def _vault(self, order: SampleOrder, parts: int) -> KerasShardStore:
+        return KerasShardStore(self._backend, order, parts)
 
     def _lay_out(self, parts: int) -> None:
-        self._layout = Layout(self._backend.model, self._backend.read, parts)
+        self._layout = KerasShardLayout(self._backend.model, self._backend.read, parts)
 
     def _pull(self, life: int) -> None:
         super()._pull(life)
@@ -110,7 +110,7 @@ class TicketTrainer(TicketLoop, Calls):
         settable = hasattr(optimizer._learning_rate, "assign")
         return float(self._backend.read(optimizer._learning_rate)) if settable else None
 
-    def _gradients(self, turn: TicketTurn) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         layout, weight = self._layout, turn.weight
         assert layout is not None
         means = self._sums if len(turn.pieces) == 1 else {key: one / weight for key, one in self._sums.items()}
@@ -123,10 +123,10 @@ class TicketTrainer(TicketLoop, Calls):
         reseed(self._seeds, seed)
         self._before, self._counted = [self._backend.read(v).copy() for v in self._kept], []
 
-    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+    def _check_piece(self, turn: TicketStep, number: int) -> None:
         """The loop's body is ours."""
 
-    def _end_ticket(self, turn: TicketTurn) -> None:
+    def _end_ticket(self, turn: TicketStep) -> None:
         if turn.abandoned:
             for some, values in ((self._kept, self._before), (self._backend.meters, self._counted)):
                 for variable, value in zip(some, values, strict=False):
@@ -161,7 +161,7 @@ class TicketTrainer(TicketLoop, Calls):
             self._push(turn)
         return computed.logs
 
-    def _open_ticket(self, turn: TicketTurn) -> None:
+    def _open_ticket(self, turn: TicketStep) -> None:
         self._sums, self._came_in = {}, True
         if self._first_rate is not None:
             rate, step = self._first_rate
@@ -171,7 +171,7 @@ class TicketTrainer(TicketLoop, Calls):
             else:
                 self._first_rate = None
 
-    def _add(self, turn: TicketTurn, gradients: Arrays, variables: Sequence[Any]) -> None:
+    def _add(self, turn: TicketStep, gradients: Arrays, variables: Sequence[Any]) -> None:
         samples = turn.pieces[turn.piece].samples
         turn.backwards += 1
         turn.weight += samples
@@ -200,7 +200,7 @@ class TicketTrainer(TicketLoop, Calls):
         return self._keys[id(variable)][0]
 
 
-class TicketLoopTrainer(TicketTrainer):
+class KerasServedLoop(KerasServedTrainer):
     """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
 
     def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
@@ -221,7 +221,7 @@ class TicketLoopTrainer(TicketTrainer):
             self._open_ticket(turn)
         self._add(turn, [one.copy() for one in gradients], variables)
 
-    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+    def _check_piece(self, turn: TicketStep, number: int) -> None:
         step = turn.granted.ticket.step
         if turn.backwards <= number:
             raise UnusableModel(
@@ -232,4 +232,4 @@ class TicketLoopTrainer(TicketTrainer):
             self._push(turn)
 
 
-AnyTrainer: TypeAlias = Trainer | TicketTrainer
+AnyTrainer: TypeAlias = KerasTrainer | KerasServedTrainer

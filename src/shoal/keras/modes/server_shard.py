@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core import placement
-from shoal.core.data.sample_order import Order
-from shoal.errors import NotForServers, StateMalformed
-from shoal.keras.backends.base import Arrays, Backend
+from shoal.core.data.sample_order import SampleOrder
+from shoal.errors import StateMalformed, UnsupportedWithServers
+from shoal.keras.backends.base import Arrays, KerasBackend
 from shoal.keras.fit.variables import kept_of, weights_of
 from shoal.keras.modes.shard_optimizer import averages_of, copy_of
-from shoal.worker.parameter_server.rpc import Garbled, Raw
+from shoal.worker.parameter_server.rpc import MalformedFrame, Raw
 from shoal.worker.transport.snapshot import Bytes
 
 Read = Callable[[Any], NDArray[Any]]
 
 
-class How(msgspec.Struct, frozen=True, array_like=True):
+class KerasPushHeader(msgspec.Struct, frozen=True, array_like=True):
     """What the bytes of a push are: which of the shard's variables have a gradient, and what it counts for.
 
     `rate` is the learning rate that the trainer had set for it, at this step, if it is not a schedule's.
@@ -39,7 +39,7 @@ class How(msgspec.Struct, frozen=True, array_like=True):
     present: list[bool]
 
 
-class Layout:
+class KerasShardLayout:
     """Which variables of a model are in which part; the same on every member."""
 
     def __init__(self, model: Any, read: Read, parts: int) -> None:
@@ -72,10 +72,10 @@ class Layout:
         return [*self.parts[part], *self.kept_in(part)]
 
 
-class _Lane:
+class _KerasShardState:
     """How far one shard is, and what it steps with."""
 
-    def __init__(self, layout: Layout, part: int, script: Any, backend: Backend) -> None:
+    def __init__(self, layout: KerasShardLayout, part: int, script: Any, backend: KerasBackend) -> None:
         self.trained, self._like = layout.trained[part], layout.like
         self.sums: list[NDArray[Any] | None] = [None] * len(self.trained)
         self.weight = 0.0
@@ -131,7 +131,7 @@ class _Lane:
         return self._appliers[present]
 
 
-class _Saved(msgspec.Struct, array_like=True):
+class _SavedShard(msgspec.Struct, array_like=True):
     """What of a lane is not an array; `sums` are those of its variables that a sum follows for."""
 
     weight: float
@@ -142,18 +142,18 @@ class _Saved(msgspec.Struct, array_like=True):
     sums: list[bool]
 
 
-class Vault:
+class KerasShardStore:
     """The shards of a model on one server."""
 
-    def __init__(self, backend: Backend, order: Order, parts: int) -> None:
-        self.layout = Layout(backend.model, backend.read, parts)
+    def __init__(self, backend: KerasBackend, order: SampleOrder, parts: int) -> None:
+        self.layout = KerasShardLayout(backend.model, backend.read, parts)
         self._backend, self._order = backend, order
         self._lock = threading.RLock()
         self._built = {part: self._values(self.layout.variables_of(part)) for part in self.layout.parts}
         self._lanes = {part: self._new_lane(part) for part in self.layout.parts}
 
-    def _new_lane(self, part: int) -> _Lane:
-        return _Lane(self.layout, part, self._backend.optimizer, self._backend)
+    def _new_lane(self, part: int) -> _KerasShardState:
+        return _KerasShardState(self.layout, part, self._backend.optimizer, self._backend)
 
     def _values(self, variables: Sequence[Any]) -> Arrays:
         return [self._backend.read(v).copy() for v in variables]
@@ -161,7 +161,7 @@ class Vault:
     # --- gradients
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        told = msgspec.msgpack.decode(how, type=How)
+        told = msgspec.msgpack.decode(how, type=KerasPushHeader)
         with self._lock:
             lane, kept = self._lanes[part], self.layout.kept_in(part)
             places = [index for index, there in enumerate(told.present) if there]
@@ -179,12 +179,12 @@ class Vault:
             if due > 0:
                 self._step(lane, due)
 
-    def _step(self, lane: _Lane, due: int) -> None:
+    def _step(self, lane: _KerasShardState, due: int) -> None:
         try:
             lane.step(due)
         except Exception as error:
             kind = type(lane.optimizer).__name__
-            raise NotForServers(
+            raise UnsupportedWithServers(
                 f"{kind} cannot step with a part of the model: {type(error).__name__}: {error}",
                 why="servers have the gradients of their own variables only",
                 do="use an optimizer that changes each variable for itself, or --sync step",
@@ -211,11 +211,11 @@ class Vault:
             values = self._values([*self.layout.variables_of(part), *lane.state()])
             sums = [one.copy() for one in lane.sums if one is not None]
             there = [one is not None for one in lane.sums]
-            saved = _Saved(lane.weight, lane.samples, lane.steps, lane.rate, lane.newest, there)
+            saved = _SavedShard(lane.weight, lane.samples, lane.steps, lane.rate, lane.newest, there)
             return msgspec.msgpack.encode(saved), [as_bytes(one) for one in (*values, *sums)]
 
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
-        saved = msgspec.msgpack.decode(header, type=_Saved)
+        saved = msgspec.msgpack.decode(header, type=_SavedShard)
         with self._lock:
             lane = self._new_lane(part)
             variables = [*self.layout.variables_of(part), *lane.state()]
@@ -244,17 +244,21 @@ class Vault:
 
 
 def gradients_of(
-    layout: Layout, part: int, gradients: dict[int, NDArray[Any]], kept: Arrays, how: tuple[float, int, float | None]
+    layout: KerasShardLayout,
+    part: int,
+    gradients: dict[int, NDArray[Any]],
+    kept: Arrays,
+    how: tuple[float, int, float | None],
 ) -> tuple[bytes, list[Bytes]]:
     """What a trainer pushes to one part: of its gradients, by the ids of variables, and of what its layers keep."""
     trained = layout.trained[part]
     present = [id(v) in gradients for v in trained]
     arrays = [gradients[id(v)] for v, there in zip(trained, present, strict=True) if there]
     arrays += kept if layout.kept_in(part) else []
-    return msgspec.msgpack.encode(How(*how, present)), [as_bytes(one) for one in arrays]
+    return msgspec.msgpack.encode(KerasPushHeader(*how, present)), [as_bytes(one) for one in arrays]
 
 
-def take_over(layout: Layout, part: int, averages: Sequence[Any], body: memoryview) -> tuple[float, int]:
+def take_over(layout: KerasShardLayout, part: int, averages: Sequence[Any], body: memoryview) -> tuple[float, int]:
     """Write pulled variables into a trainer's model; the learning rate that came along, and the step that it is of."""
     variables = [*layout.variables_of(part), *averages]
     *values, rate = arrays_of(body, [*map(layout.like, variables), np.zeros(2)])
@@ -270,7 +274,7 @@ def as_bytes(array: NDArray[Any]) -> Bytes:
 def arrays_of(body: memoryview, likes: Sequence[NDArray[Any]]) -> Arrays:
     """Arrays like others, over bytes that follow each other without gaps."""
     if len(body) != sum(one.nbytes for one in likes):
-        raise Garbled("the bytes of a gradient are not those of the model")
+        raise MalformedFrame("the bytes of a gradient are not those of the model")
     found, start = [], 0
     for like in likes:
         found.append(_array(body[start : start + like.nbytes], like))

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from shoal.errors import NotForServers
+from shoal.errors import UnsupportedWithServers
 
 PLAIN = (bool, int, float, str, set, frozenset, re.Pattern)
 OWN = ("built", "name", "_lock")
@@ -40,7 +40,7 @@ def copy_of(optimizer: Any, variables: Sequence[Any]) -> Any:
         found = type(optimizer).from_config(config)
     except (NotImplementedError, TypeError, ValueError) as error:
         kind = type(optimizer).__name__
-        raise NotForServers(
+        raise UnsupportedWithServers(
             f"{kind} cannot be made anew for a part of the model: {type(error).__name__}: {error}",
             why="every server steps with optimizers of its own, which are made from the configuration of the script's",
             do=f"let get_config of {kind} return what its __init__ takes, or use --sync step",

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import ModelDiffers, StateMalformed
+from shoal.errors import ModelMismatch, StateMalformed
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -22,7 +22,7 @@ FORMAT = 1
 ARRAY = 1
 
 
-class Variables:
+class VariableGroup:
     """Variables that are handed over together; `read` gives the value of one, `list_` those that there are now."""
 
     def __init__(self, list_: Callable[[], Sequence[Any]], read: Callable[[Any], NDArray[Any]]) -> None:
@@ -40,7 +40,7 @@ class Variables:
             one.assign(raw.view(like.dtype).reshape(like.shape))
 
 
-class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _KerasStateHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     format: int
     variables: dict[str, list[tuple[str, str, list[int]]]]
     plain: dict[str, Any]
@@ -57,9 +57,9 @@ def capture(parts: Mapping[str, Any]) -> tuple[bytes, list[Bytes]]:
         arrays.append(_as_bytes(value).copy())
         return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode((len(arrays) - 1, str(value.dtype), value.shape)))
 
-    held = {name: part for name, part in parts.items() if isinstance(part, Variables)}
+    held = {name: part for name, part in parts.items() if isinstance(part, VariableGroup)}
     plain = {name: part.state_dict() for name, part in parts.items() if name not in held}
-    header = _Header(FORMAT, {name: part.described() for name, part in held.items()}, plain)
+    header = _KerasStateHeader(FORMAT, {name: part.described() for name, part in held.items()}, plain)
     try:
         packed = msgspec.msgpack.encode(header, enc_hook=put)
     except (TypeError, OverflowError) as error:
@@ -82,7 +82,7 @@ def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -
         return buffers[number].view(kind).reshape(shape).copy()
 
     try:
-        found = msgspec.msgpack.decode(header, type=_Header, ext_hook=get)
+        found = msgspec.msgpack.decode(header, type=_KerasStateHeader, ext_hook=get)
     except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise StateMalformed("the header of a state cannot be read", why=str(error)) from error
     if found.format != FORMAT:
@@ -90,7 +90,7 @@ def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -
             f"a state has format {found.format}, but this version of Shoal reads {FORMAT}",
             do="install the same version of Shoal everywhere",
         )
-    held = {name: part for name, part in parts.items() if isinstance(part, Variables)}
+    held = {name: part for name, part in parts.items() if isinstance(part, VariableGroup)}
     _check(found, parts, held, len(buffers) - arrays)
     start = arrays
     for name, part in held.items():
@@ -101,11 +101,11 @@ def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -
         parts[name].load_state_dict(state)
 
 
-def _check(found: _Header, parts: Mapping[str, Any], held: Mapping[str, Variables], buffers: int) -> None:
+def _check(found: _KerasStateHeader, parts: Mapping[str, Any], held: Mapping[str, VariableGroup], buffers: int) -> None:
     there, here = found.variables.keys() | found.plain.keys(), parts.keys()
     if there != here:
         differ = ", ".join(sorted(there ^ here))
-        raise ModelDiffers(
+        raise ModelMismatch(
             "the state of the run does not have the parts that this member has",
             why=f"only one of them has: {differ}",
             do="run the same script everywhere",
@@ -114,7 +114,7 @@ def _check(found: _Header, parts: Mapping[str, Any], held: Mapping[str, Variable
         # Paths tell which one differs, but are no part of what must agree: Keras numbers layers through.
         theirs, ours = found.variables.get(name, []), part.described()
         if [one[1:] for one in theirs] != [one[1:] for one in ours]:
-            raise ModelDiffers(
+            raise ModelMismatch(
                 f"the {name} of the run has other variables than that of this member",
                 why=_difference(theirs, ours),
                 do="run the same script everywhere",

@@ -20,14 +20,14 @@ KINDS = f'a requirements file (.txt), a pylock.toml, a packed environment ({", "
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class PublishedEnvironment:
     """An environment that was put where machines can fetch it, by the hashes of Shoal's wheel and of its recipe."""
 
     shoal: str
     recipe: str
 
 
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EnvironmentRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a machine makes it: `files` are hashes by name, `made_of` is the hash of all that it depends on.
 
     `shoal` and `pip` are the names of wheels among the files; there may be no pip.
@@ -41,7 +41,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pip: str = ""
 
 
-SHOWN = Environment("<shoal>", "<recipe>")
+SHOWN = PublishedEnvironment("<shoal>", "<recipe>")
 
 
 def kind_of(text: str) -> str:
@@ -76,7 +76,7 @@ def resolved(text: str, base: Path, where: str = "") -> str:
     return str(path.resolve())
 
 
-def stow(text: str, put: Callable[[Path | bytes], str]) -> Environment:
+def stow(text: str, put: Callable[[Path | bytes], str]) -> PublishedEnvironment:
     """Put everything that machines will need where they can fetch it; `put` keeps it, and gives its hash."""
     name, data = wheel.of_shoal()
     ours = put(data)
@@ -91,8 +91,8 @@ def stow(text: str, put: Callable[[Path | bytes], str]) -> Environment:
     made_of = _hash(kind, *(part for pair in sorted(files.items()) for part in pair), *_with(kind, ours))
     pip = wheel.of_pip() if kind == REQUIREMENTS else None
     files |= {name: ours, **({pip[0]: put(pip[1])} if pip is not None else {})}
-    recipe = Recipe(kind, label, files, made_of, name, pip[0] if pip is not None else "")
-    return Environment(ours, put(msgspec.json.encode(recipe)))
+    recipe = EnvironmentRecipe(kind, label, files, made_of, name, pip[0] if pip is not None else "")
+    return PublishedEnvironment(ours, put(msgspec.json.encode(recipe)))
 
 
 def _with(kind: str, shoal: str) -> tuple[str, ...]:

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Lost(Exception):  # noqa: N818 - what could not be had
+class DownloadFailed(Exception):  # noqa: N818 - what could not be had
     """The coordinator does not give what it was asked for."""
 
 
-class Coordinator:
+class BootstrapClient:
     """What has the coordinator's token, and trusts its certificate and no other; proxies are not for it.
 
     `url` may name several, with commas: the first that answers as the coordinator is taken.
     """
 
-    lost = Lost
+    lost = DownloadFailed
 
     def __init__(self, url: str, token_file: str) -> None:
         with open(token_file) as file:
@@ -62,10 +62,10 @@ class Coordinator:
             try:
                 self._get(digest, path)
             except urllib.error.HTTPError as error:
-                raise Lost(f"it says {error.code} for {digest[:12]}") from error
-            except Lost as error:
+                raise DownloadFailed(f"it says {error.code} for {digest[:12]}") from error
+            except DownloadFailed as error:
                 if attempt == TRIES:
-                    raise Lost(f"{self._url}: {error}") from error
+                    raise DownloadFailed(f"{self._url}: {error}") from error
                 time.sleep(0.1 * 2**attempt)
             else:
                 return
@@ -80,7 +80,7 @@ class Coordinator:
                     found.update(piece)
                     file.write(piece)
             if found.hexdigest() != digest:
-                raise Lost(f"{digest[:12]} arrived damaged")
+                raise DownloadFailed(f"{digest[:12]} arrived damaged")
             os.replace(part, path)
         finally:
             if os.path.exists(part):
@@ -96,9 +96,9 @@ class Coordinator:
         except urllib.error.HTTPError as error:
             if error.code < 500:
                 raise
-            raise Lost(f"it says {error.code}") from error
+            raise DownloadFailed(f"it says {error.code}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise Lost(str(getattr(error, "reason", error))) from error
+            raise DownloadFailed(str(getattr(error, "reason", error))) from error
 
     def tell(self, path: str, body: bytes, within_s: float) -> None:
         """Send it something; OSError if it does not take it."""
@@ -118,7 +118,7 @@ def _first_of(urls: list[str], context: ssl.SSLContext | None) -> str:
         if not problem:
             return url
         problems.append(f"{url}: {problem}")
-    raise Lost("; ".join(problems))
+    raise DownloadFailed("; ".join(problems))
 
 
 def _greet(url: str, context: ssl.SSLContext | None, answers: queue.Queue[tuple[str, str]]) -> None:
@@ -138,11 +138,11 @@ def main() -> None:
     wheel = os.path.join(root, f"shoal-{shoal[:20]}.whl")
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
-        coordinator = Coordinator(url, token_file)
+        coordinator = BootstrapClient(url, token_file)
         if not _is_there(wheel, shoal):
             coordinator.get(shoal, wheel)
         os.utime(wheel)
-    except (Lost, OSError) as error:
+    except (DownloadFailed, OSError) as error:
         sys.exit(f"error[S444] Shoal could not be fetched\n  why    {error}")
     sys.path.insert(0, wheel)
     from shoal.pack.remote import env_main

@@ -15,9 +15,16 @@ import tarfile
 import zipfile
 import zlib
 
-from shoal.errors import ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnfit, NoEnvironments, PythonTooOld, ShoalError
+from shoal.errors import (
+    ArchiveDamaged,
+    EnvironmentNotBuilt,
+    EnvironmentUnusable,
+    PythonTooOld,
+    ShoalError,
+    VenvUnavailable,
+)
 from shoal.pack.remote.env_cache import node
-from shoal.pack.remote.env_commands import Steps, environ, plain, tail
+from shoal.pack.remote.env_commands import BuildCommands, environ, plain, tail
 
 try:
     from lzma import LZMAError
@@ -29,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from shoal.pack.remote.bootstrap import Coordinator
-    from shoal.pack.remote.env_cache import Cache
+    from shoal.pack.remote.bootstrap import BootstrapClient
+    from shoal.pack.remote.env_cache import EnvironmentCache
 
 OLDEST = (3, 11)
 NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
@@ -42,14 +49,14 @@ SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PATHS = "import json, sys; print(json.dumps(sys.path))"
 
 
-class Kinds:
+class EnvironmentBuilder:
     """Makes what one recipe asks for."""
 
-    def __init__(self, coordinator: Coordinator, cache: Cache, recipe: dict[str, Any]) -> None:
+    def __init__(self, coordinator: BootstrapClient, cache: EnvironmentCache, recipe: dict[str, Any]) -> None:
         self._coordinator, self._cache, self._recipe = coordinator, cache, recipe
         self._label: str = recipe["label"]
         self._doing = f"builds its environment from {self._label}"
-        self._steps = Steps(lambda: cache.doing(self._doing), self._label)
+        self._steps = BuildCommands(lambda: cache.doing(self._doing), self._label)
 
     def ready(self) -> tuple[str, dict[str, str]]:
         """The interpreter of the environment, and the variables that belong to it."""
@@ -192,7 +199,7 @@ class Kinds:
         if code != 0:
             why = "; ".join(tail(folder)[-3:])[:400] or f"exit code {code}"
             do = "install it there (Debian, Ubuntu: python3-venv), or name another as python of the pool"
-            raise NoEnvironments(f"{self._python()} on {node()} cannot make environments", why=why, do=do)
+            raise VenvUnavailable(f"{self._python()} on {node()} cannot make environments", why=why, do=do)
         return os.path.join(where, "bin", "python")
 
     def _check(self, folder: str, python: str, beside: str) -> None:
@@ -204,7 +211,7 @@ class Kinds:
         if self._steps.run(folder, [python, "-c", "import shoal.agent.__main__"], env=env) != 0:
             do = "pack it with what Shoal needs, for machines like this one: pip install shoal before packing"
             why = (tail(folder) or ["it said nothing"])[-1]
-            raise EnvironmentUnfit(f"no agent can start in {self._label} on {node()}", why=why, do=do)
+            raise EnvironmentUnusable(f"no agent can start in {self._label} on {node()}", why=why, do=do)
         with open(os.path.join(folder, "python"), "w") as file:
             file.write(os.path.relpath(python, folder))
         shutil.rmtree(os.path.join(folder, "tmp"), ignore_errors=True)

@@ -24,7 +24,7 @@ import tempfile
 import time
 
 from shoal import errors
-from shoal.errors import EnvironmentNotBuilt, NoCacheThere, ShoalError
+from shoal.errors import EnvironmentNotBuilt, RemoteCacheUnwritable, ShoalError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ STALE_S = 3600.0
 UNUSED_S = 30 * 86400.0
 
 
-class Cache:
+class EnvironmentCache:
     """What was made in a directory. `doing` is told what is being done, as often as one likes."""
 
     def __init__(self, root: str, doing: Callable[[str], None]) -> None:
@@ -108,7 +108,7 @@ class Cache:
                 raise
             found = self._find(name)
         if found is None:
-            raise NoCacheThere("an environment was gone as soon as it was made", where=f"{node()}:{folder}")
+            raise RemoteCacheUnwritable("an environment was gone as soon as it was made", where=f"{node()}:{folder}")
         if found != folder:
             shutil.rmtree(folder, ignore_errors=True)
         return found

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 
-from shoal.errors import EnvironmentNotBuilt, EnvironmentUnfit
+from shoal.errors import EnvironmentNotBuilt, EnvironmentUnusable
 from shoal.pack.remote.env_cache import BUILD_S, LOOK_S, node
 
 TYPE_CHECKING = False
@@ -25,7 +25,7 @@ PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
 
 
-class Steps:
+class BuildCommands:
     """Runs commands in a folder, whose `log` takes what they say; `meanwhile` is called all the time."""
 
     def __init__(self, meanwhile: Callable[[], None], label: str) -> None:
@@ -96,9 +96,9 @@ class Steps:
                 raise EnvironmentNotBuilt(f"{self._label} does not come to an end on {node()}", why=why, do=do)
             time.sleep(LOOK_S)
 
-    def _unfit(self, why: str) -> EnvironmentUnfit:
+    def _unfit(self, why: str) -> EnvironmentUnusable:
         do = "pack it on a machine of the same system and processor"
-        return EnvironmentUnfit(f"{self._label} does not work on {node()}", why=why, do=do)
+        return EnvironmentUnusable(f"{self._label} does not work on {node()}", why=why, do=do)
 
 
 def plain(folder: str) -> dict[str, str]:

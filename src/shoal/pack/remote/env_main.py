@@ -21,38 +21,38 @@ from shoal.errors import (
     ArchiveDamaged,
     EnvironmentNotBuilt,
     EnvironmentNotFetched,
-    EnvironmentUnfit,
-    NoCacheThere,
-    NoRoomThere,
+    EnvironmentUnusable,
+    RemoteCacheUnwritable,
+    RemoteDiskFull,
     ShoalError,
 )
-from shoal.pack.remote.env_builders import Kinds
-from shoal.pack.remote.env_cache import Cache, node
+from shoal.pack.remote.env_builders import EnvironmentBuilder
+from shoal.pack.remote.env_cache import EnvironmentCache, node
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from shoal.pack.remote.bootstrap import Coordinator
+    from shoal.pack.remote.bootstrap import BootstrapClient
 
 SAY_S = 30.0
 TELL_S = 5.0
 FAILED, STOPPED = 4, 128 + signal.SIGTERM
 # What is wrong with the environment itself, wherever it is made.
-FINAL = (ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnfit)
+FINAL = (ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnusable)
 
 
-class Stopped(BaseException):
+class SetupCancelled(BaseException):
     """The hire was cancelled; whatever is half made goes."""
 
 
-def main(coordinator: Coordinator, argv: list[str]) -> int:
+def main(coordinator: BootstrapClient, argv: list[str]) -> int:
     """Make the environment or find it, and become the agent; an exit code if there is none."""
     root, _, _, _, recipe, hire, *agent = argv
-    line = Line(coordinator, hire, _lifeline(agent))
+    line = SetupReporter(coordinator, hire, _lifeline(agent))
     signal.signal(signal.SIGTERM, _stop)
     try:
         python, env = _ready(coordinator, line, os.path.abspath(root), recipe)
         os.execve(python, [python, "-P", "-m", "shoal.agent", *agent], env)
-    except Stopped:
+    except SetupCancelled:
         return STOPPED
     except ShoalError as error:
         return line.refuse(error)
@@ -64,14 +64,14 @@ def main(coordinator: Coordinator, argv: list[str]) -> int:
         return line.refuse(of_disk(error))
 
 
-def _ready(coordinator: Coordinator, line: Line, root: str, digest: str) -> tuple[str, dict[str, str]]:
-    cache = Cache(root, line.doing)
+def _ready(coordinator: BootstrapClient, line: SetupReporter, root: str, digest: str) -> tuple[str, dict[str, str]]:
+    cache = EnvironmentCache(root, line.doing)
     with tempfile.TemporaryDirectory(dir=root) as folder:
         path = os.path.join(folder, "recipe")
         coordinator.get(digest, path)
         with open(path) as file:
             recipe = json.load(file)
-    return Kinds(coordinator, cache, recipe).ready()
+    return EnvironmentBuilder(coordinator, cache, recipe).ready()
 
 
 def of_disk(error: OSError) -> ShoalError:
@@ -79,22 +79,22 @@ def of_disk(error: OSError) -> ShoalError:
     why = f"{error.strerror or error}: {error.filename or 'the cache of environments'}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         do = "make room there, or give the pool a directory on a larger disk"
-        return NoRoomThere(f"no space is left on {node()} for the environment", why=why, do=do)
+        return RemoteDiskFull(f"no space is left on {node()} for the environment", why=why, do=do)
     do = "give the pool a directory that can be written"
-    return NoCacheThere(f"environments cannot be kept on {node()}", why=why, do=do)
+    return RemoteCacheUnwritable(f"environments cannot be kept on {node()}", why=why, do=do)
 
 
-class Line:
+class SetupReporter:
     """What the coordinator hears of it: what is being done, now and then, and why it failed."""
 
-    def __init__(self, coordinator: Coordinator, hire: str, lifeline: int | None) -> None:
+    def __init__(self, coordinator: BootstrapClient, hire: str, lifeline: int | None) -> None:
         self._coordinator, self._hire, self._lifeline = coordinator, hire, lifeline
         self._next, self._said = 0.0, ""
 
     def doing(self, what: str) -> None:
         """To be called all the time: says what is done if it is news, or was not said for long; ends what is over."""
         if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
-            raise Stopped
+            raise SetupCancelled
         now = time.monotonic()
         if what != self._said or now >= self._next:
             if what != self._said:
@@ -121,7 +121,7 @@ class Line:
 
 def _stop(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Stopped
+    raise SetupCancelled
 
 
 def _lifeline(agent: list[str]) -> int | None:

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EventRow:
     """What one event of a file holds."""
 
     at: float
@@ -28,7 +28,7 @@ class Row:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-class Board:
+class RunRows:
     """Turns the views and the story of one run into rows.
 
     TensorBoard takes an event whose step is not above that of the one before for a training that was set back, and
@@ -41,7 +41,7 @@ class Board:
         self._told_step = step + 1 if step else 0
         self._told: dict[str, deque[StoryLine]] = {}
         self._fresh: dict[str, float] = {}
-        self._rows: list[Row] = []
+        self._rows: list[EventRow] = []
         self._shown_at: float | None = None
         self._shown_step = -1
         self._shown: dict[str, float] = {}
@@ -55,7 +55,7 @@ class Board:
         if step == self._shown_step:
             found = {tag: value for tag, value in _lasting(found).items() if self._shown.get(tag) != value}
         if found and (step or view.metrics):
-            self._rows.append(Row(now, step, scalars=found))
+            self._rows.append(EventRow(now, step, scalars=found))
             self._shown_at, self._shown_step = now, step
             self._shown.update(found)
 
@@ -74,15 +74,15 @@ class Board:
     def waiting(self) -> bool:
         return bool(self._rows or self._fresh)
 
-    def take(self) -> list[Row]:
+    def take(self) -> list[EventRow]:
         """The rows since the last call, oldest first."""
         rows = [*self._rows, *self._fresh_texts()]
         self._rows.clear()
         return rows
 
-    def _fresh_texts(self) -> list[Row]:
+    def _fresh_texts(self) -> list[EventRow]:
         rows = [
-            Row(at, self._told_step, texts={tag: "\n\n".join(map(sentence, self._told[tag]))})
+            EventRow(at, self._told_step, texts={tag: "\n\n".join(map(sentence, self._told[tag]))})
             for tag, at in self._fresh.items()
         ]
         self._fresh.clear()

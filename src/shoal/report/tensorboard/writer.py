@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from shoal.report.tensorboard import tfevents
-from shoal.report.tensorboard.rows import Board, Row
+from shoal.report.tensorboard.rows import EventRow, RunRows
 from shoal.wire.api import RunView, StoryLine
 
 FOLDER = "tensorboard"
@@ -36,7 +36,7 @@ class EventFile:
         self._file: IO[bytes] | None = None
         self._size = 0
 
-    def append(self, rows: list[Row]) -> None:
+    def append(self, rows: list[EventRow]) -> None:
         """Write all rows, or none of them if an OSError is raised."""
         file = self._file = self._file or self._open()
         data = b"".join(map(encode, rows))
@@ -91,15 +91,15 @@ class _Report:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
-        self.board = Board(step)
+        self.board = RunRows(step)
         self.file = EventFile(folder)
-        self.waiting: deque[Row] = deque(maxlen=MAX_WAITING)
+        self.waiting: deque[EventRow] = deque(maxlen=MAX_WAITING)
         self.trouble = ""
         self.warned = False
         self.over = False
 
 
-class Reports:
+class EventFiles:
     """The event files of all runs of a coordinator.
 
     `show` and `tell` only take notes; `write` does the writing and may be called in any thread. An error of the disk
@@ -174,7 +174,7 @@ class Reports:
         report.trouble = ""
 
 
-def encode(row: Row) -> bytes:
+def encode(row: EventRow) -> bytes:
     """The records of a row."""
     found = b""
     if row.scalars:

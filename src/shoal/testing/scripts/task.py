@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.testing.scripts import hold
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -28,7 +28,7 @@ TASK = "SHOAL_TASK"
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """How much there is to train. While its test holds a run back, every step is followed by a pause."""
 
     samples: int = 200
@@ -43,7 +43,7 @@ class Task:
     pause_s: float = 0.03
 
     @classmethod
-    def read(cls) -> Task:
+    def read(cls) -> TrainingTask:
         """As the test put it into the environment."""
         return cls(**json.loads(os.environ.get(TASK, "{}")))
 
@@ -52,8 +52,8 @@ class Task:
         return {TASK: json.dumps(asdict(self))}
 
     @property
-    def order(self) -> Order:
-        return Order(self.samples, self.batch, self.epochs, self.seed)
+    def order(self) -> SampleOrder:
+        return SampleOrder(self.samples, self.batch, self.epochs, self.seed)
 
     def data(self) -> tuple[Floats, Floats]:
         """All samples: `x`, whose first column is their number, and `y`."""
@@ -101,10 +101,10 @@ class Task:
         return [one.reshape(shape) for one, shape in zip(np.split(parameters, ends), shapes, strict=True)]
 
 
-class Record:
+class RunRecord:
     """What one member writes down; a line is on disk before the next thing happens."""
 
-    def __init__(self, task: Task, member: str) -> None:
+    def __init__(self, task: TrainingTask, member: str) -> None:
         self._task, self._member = task, member
         self._place = Path(os.environ[RECORDS])
         life = os.environ.get("SHOAL_INCARNATION", "alone")

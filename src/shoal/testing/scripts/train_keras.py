@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 import shoal.keras as shoal
-from shoal.testing.scripts.task import Record, Task
+from shoal.testing.scripts.task import RunRecord, TrainingTask
 
 
 class Numbered(keras.layers.Layer):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class Numbered(keras.layers.Layer):  # type: ignore[misc]
 class Commits(keras.callbacks.Callback):  # type: ignore[misc]
     """Records every step that this member committed, and what Keras says of every epoch."""
 
-    def __init__(self, run: shoal.Run, record: Record) -> None:
+    def __init__(self, run: shoal.Run, record: RunRecord) -> None:
         super().__init__()
         self._run, self._record = run, record
 
@@ -47,7 +47,7 @@ def parameters(model: Any) -> list[Any]:
     return [keras.ops.convert_to_numpy(one) for one in model.trainable_variables]
 
 
-def build(task: Task, tell: Callable[[Any], None], *between: Any, kind: type = keras.optimizers.SGD) -> Any:
+def build(task: TrainingTask, tell: Callable[[Any], None], *between: Any, kind: type = keras.optimizers.SGD) -> Any:
     """The model of the task, with further layers between its two."""
     layers = keras.layers.Dense(task.width, activation="tanh"), *between, keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((task.features + 1,)), Numbered(tell), *layers])
@@ -58,8 +58,8 @@ def build(task: Task, tell: Callable[[Any], None], *between: Any, kind: type = k
 
 def main() -> None:
     keras.config.set_floatx("float64")
-    task, run = Task.read(), shoal.join()
-    record = Record(task, run.member)
+    task, run = TrainingTask.read(), shoal.join()
+    record = RunRecord(task, run.member)
 
     def tell(numbers: Any) -> None:
         record.given(run.step, run.world, numbers.tolist() if run.share else [])

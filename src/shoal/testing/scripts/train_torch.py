@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.scripts.task import Record, Task
+from shoal.testing.scripts.task import RunRecord, TrainingTask
 
 
-def build(task: Task) -> torch.nn.Module:
+def build(task: TrainingTask) -> torch.nn.Module:
     layers = torch.nn.Linear(task.features, task.width), torch.nn.Tanh(), torch.nn.Linear(task.width, 1)
     model = torch.nn.Sequential(*layers).double()
     with torch.no_grad():
@@ -19,8 +19,8 @@ def build(task: Task) -> torch.nn.Module:
 
 def main() -> None:
     torch.set_num_threads(1)
-    task, run = Task.read(), shoal.join()
-    record = Record(task, run.member)
+    task, run = TrainingTask.read(), shoal.join()
+    record = RunRecord(task, run.member)
     model = build(task)
     optimizer = torch.optim.SGD(model.parameters(), task.rate, task.momentum)
     model, optimizer = run.attach(model, optimizer)

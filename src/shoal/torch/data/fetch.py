@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shoal.core.data.lanes import LaneLayout
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.validation import whole
 from shoal.errors import BadSize
-from shoal.torch.data.worker_processes import Prefetch
+from shoal.torch.data.worker_processes import WorkerPool
 from shoal.worker.data.fetch import Batch, Collate, Fetcher, Watch
 from shoal.worker.data.lane import Open, Shards
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader, LaneSource
 
 
-class TorchGenerators(Generators):
+class TorchRngState(RngState):
     """Also that of torch's CPU; that of a device is the model's business."""
 
     def seed(self, seed: int) -> None:
@@ -43,9 +43,9 @@ class TorchGenerators(Generators):
 class TorchFetcher(Fetcher):
     """A fetcher that takes rows of a TensorDataset all at once."""
 
-    def __init__(self, dataset: Any, order: Order, collate: Collate | None = None) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder, collate: Collate | None = None) -> None:
         source, indices = _unwrap(dataset)
-        super().__init__(source, order, collate or default_collate, TorchGenerators(), indices)
+        super().__init__(source, order, collate or default_collate, TorchRngState(), indices)
         plain = type(source) is TensorDataset and collate is None
         self._tensors: tuple[torch.Tensor, ...] | None = source.tensors if plain else None
 
@@ -60,33 +60,33 @@ class TorchFetcher(Fetcher):
         return [tensor[rows] for tensor in self._tensors]
 
 
-class Reading(NamedTuple):
+class LoaderParts(NamedTuple):
     """What a loader is made of."""
 
-    order: Order
+    order: SampleOrder
     fetcher: Fetcher
-    ahead: Prefetch | None
+    ahead: WorkerPool | None
     micro: int | None
 
 
 def reading(
     dataset: Any,
-    order: Order,
+    order: SampleOrder,
     workers: int = 0,
     prefetch: int = 2,
     collate: Collate | None = None,
     micro: int | None = None,
     pin_memory: bool = False,
-) -> Reading:
+) -> LoaderParts:
     """How to read a map-style dataset in `workers` processes or, with none, in this one."""
     workers, prefetch = whole("workers", workers, 0), whole("prefetch", prefetch)
     micro = None if micro is None else whole("micro", micro)
     fetcher = TorchFetcher(dataset, order, collate)
     pin = pin_memory and torch.cuda.is_available()
-    return Reading(order, fetcher, Prefetch(fetcher, workers, prefetch, pin) if workers else None, micro)
+    return LoaderParts(order, fetcher, WorkerPool(fetcher, workers, prefetch, pin) if workers else None, micro)
 
 
-def share_loader(dataset: Any, order: Order, *how: Any, **more: Any) -> ShareLoader:
+def share_loader(dataset: Any, order: SampleOrder, *how: Any, **more: Any) -> ShareLoader:
     """A loader of any slices of global batches; see `reading` for how it may read."""
     return ShareLoader(*reading(dataset, order, *how, **more))
 
@@ -104,9 +104,9 @@ def lane_reader(
     if workers not in (0, 1):
         raise BadSize(f"workers={workers}", why="a stream is read by one process", do="pass workers=0 or workers=1")
     kept_steps = prefetch * workers + 1
-    source = LaneSource(Shards(shards, open), layout, collate or default_collate, TorchGenerators(), kept_steps)
+    source = LaneSource(Shards(shards, open), layout, collate or default_collate, TorchRngState(), kept_steps)
     pin = pin_memory and torch.cuda.is_available()
-    return LaneReader(source, Prefetch(source, 1, prefetch, pin) if workers else None)
+    return LaneReader(source, WorkerPool(source, 1, prefetch, pin) if workers else None)
 
 
 def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:

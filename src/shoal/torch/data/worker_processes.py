@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from shoal.errors import LoaderDied, SampleFailed
-from shoal.worker.data.fetch import Key, Source
+from shoal.worker.data.fetch import BatchReader, ReadKey
 from shoal.worker.data.share_loader import Foresight
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -28,50 +28,50 @@ CLOSE_S = 2.0
 FEWER = "ask for fewer workers, or workers=0 to see the cause"
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A key on its way to a worker; without one the worker has nothing to do and answers at once."""
 
     serial: int
-    key: Key | None
+    key: ReadKey | None
 
 
-class Failure(NamedTuple):
+class WorkerError(NamedTuple):
     """What a worker answers instead of batches."""
 
     error: SampleFailed
     notes: tuple[str, ...]
 
 
-class Prefetch:
+class WorkerPool:
     """One DataLoader for the life of the member.
 
     Its sampler asks for the steps ahead as they are foreseen at that moment, always `depth` requests at a time. When
     the foresight changes, requests in flight that no longer fit are marked void, and the workers skip them.
     """
 
-    def __init__(self, source: Source, workers: int, prefetch: int, pin_memory: bool) -> None:
+    def __init__(self, source: BatchReader, workers: int, prefetch: int, pin_memory: bool) -> None:
         self._owner = os.getpid()
         self._noun = source.noun
         self._depth = workers * prefetch
         self._void = RawArray(ctypes.c_byte, 2 * self._depth)
         self._reading = RawArray(ctypes.c_int64, [-1] * workers)
         self._pids = RawArray(ctypes.c_int64, workers)
-        self._urgent: Key | None = None
-        self._flying: dict[int, Key | None] = {}
-        self._ready: dict[Key, Any] = {}
+        self._urgent: ReadKey | None = None
+        self._flying: dict[int, ReadKey | None] = {}
+        self._ready: dict[ReadKey, Any] = {}
         self._serial = 0
-        self._now: Key | None = None
+        self._now: ReadKey | None = None
         self._foresee: Foresight = _nothing
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(source, self._void, self._reading),  # type: ignore[arg-type]
+            _WorkerDataset(source, self._void, self._reading),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_Requests(self._next),
+            sampler=_RequestSampler(self._next),
             num_workers=workers,
             prefetch_factor=prefetch,
             persistent_workers=True,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
-            worker_init_fn=_Birth(self._owner, self._pids),
+            worker_init_fn=_WorkerInit(self._owner, self._pids),
             generator=torch.Generator(),
         )
         self._stream: Iterator[Any] | None = None
@@ -94,7 +94,7 @@ class Prefetch:
         # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
         atexit.register(self.close)
 
-    def get(self, key: Key, foresee: Foresight) -> Any:
+    def get(self, key: ReadKey, foresee: Foresight) -> Any:
         """What the source gives for `key`; meanwhile the workers go on with the steps that `foresee` names."""
         self._now, self._foresee = key, cache(foresee)
         if key not in self._ready and key not in self._flying.values():
@@ -106,7 +106,7 @@ class Prefetch:
         self._foresee = _nothing
         answer = self._ready.pop(key)
         self._ready = {other: batches for other, batches in self._ready.items() if other.step > key.step}
-        if isinstance(answer, Failure):
+        if isinstance(answer, WorkerError):
             for note in answer.notes:
                 answer.error.add_note(note)
             raise answer.error
@@ -114,7 +114,7 @@ class Prefetch:
 
     def look_ahead(self, step: int, foresee: Foresight) -> None:
         """Set idle workers to what is foreseen after `step`, in which nothing is asked of them; waits for nothing."""
-        self._now, self._foresee = Key(step, 0, 0, None), cache(foresee)
+        self._now, self._foresee = ReadKey(step, 0, 0, None), cache(foresee)
         self._forget()
         if self._following() is not None:
             self.start()
@@ -143,20 +143,20 @@ class Prefetch:
                 self._flying[serial] = None
         self._ready = {key: answer for key, answer in self._ready.items() if self._useful(key)}
 
-    def _useful(self, key: Key) -> bool:
+    def _useful(self, key: ReadKey) -> bool:
         assert self._now is not None
         ahead = key.step - self._now.step
         return key == self._now or (0 < ahead <= self._depth and key == self._foresee(key.step))
 
-    def _next(self) -> Request:
+    def _next(self) -> ReadRequest:
         key, self._urgent = self._urgent or self._following(), None
-        request = Request(self._serial, key)
+        request = ReadRequest(self._serial, key)
         self._void[request.serial % len(self._void)] = 0
         self._flying[request.serial] = key
         self._serial += 1
         return request
 
-    def _following(self) -> Key | None:
+    def _following(self) -> ReadKey | None:
         """The next step ahead that nobody reads yet."""
         if self._now is None:
             return None
@@ -191,31 +191,31 @@ class Prefetch:
                 raise LoaderDied(what, why=_ending(process.exitcode), do=FEWER)
 
 
-class _Requests:
+class _RequestSampler:
     """A sampler without an end: every request is made at the moment it is sent."""
 
-    def __init__(self, following: Callable[[], Request]) -> None:
+    def __init__(self, following: Callable[[], ReadRequest]) -> None:
         self._following = following
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         while True:
             yield self._following()
 
 
-class _Reader:
+class _WorkerDataset:
     """The dataset that the workers see: indexed by requests, gives (serial, answer)."""
 
-    def __init__(self, source: Source, void: Any, reading: Any) -> None:
+    def __init__(self, source: BatchReader, void: Any, reading: Any) -> None:
         self._source = source
         self._void = void
         self._reading = reading
 
-    def __getitem__(self, request: Request) -> tuple[int, Any]:
+    def __getitem__(self, request: ReadRequest) -> tuple[int, Any]:
         return request.serial, None if request.key is None else self._read(
             request.serial % len(self._void), request.key
         )
 
-    def _read(self, slot: int, key: Key) -> Any:
+    def _read(self, slot: int, key: ReadKey) -> Any:
         info = get_worker_info()
         assert info is not None
 
@@ -226,12 +226,12 @@ class _Reader:
         try:
             return self._source.read(key, watch)
         except SampleFailed as error:
-            return Failure(error, tuple(error.__notes__))
+            return WorkerError(error, tuple(error.__notes__))
         finally:
             self._reading[info.id] = -1
 
 
-class _Birth:
+class _WorkerInit:
     """Makes a worker one that never outlives its member, and that leaves signals to it."""
 
     def __init__(self, parent: int, pids: Any) -> None:

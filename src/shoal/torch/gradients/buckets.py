@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
-from shoal.torch.gradients.gradient_norms import Squares
+from shoal.torch.gradients.gradient_norms import TorchGradientNorms
 from shoal.worker.collectives.catch_up import Blank
-from shoal.worker.collectives.exchange import Adder, Exchange, Ticket
+from shoal.worker.collectives.exchange import Adder, Exchange, Work
 
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -53,9 +53,9 @@ class Buckets:
         self._number = {p: n for n, p in enumerate(self.parameters)}
         self._seen: set[torch.nn.Parameter] = set()
         self._exchange: Exchange | None = None
-        self._tickets: list[Ticket] = []
+        self._tickets: list[Work] = []
         self._next = 0
-        self.squares: Squares | None = None
+        self.squares: TorchGradientNorms | None = None
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Buckets:
                 parameter.grad = None if nobody_used[self._number[parameter]] else view
 
 
-def reduce(exchange: Exchange, flat: torch.Tensor) -> Ticket:
+def reduce(exchange: Exchange, flat: torch.Tensor) -> Work:
     """Sum a flat tensor over all members in place."""
     if getattr(exchange, "takes_tensors", False):
         return exchange.reduce(flat)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ ADAPTIVE = ("exp_avg_sq", "square_avg", "sum")
 DAMPING = 0.1
 
 
-class Squares:
+class TorchGradientNorms:
     """Adds up the squared norms of one step: of each group of samples here, and of the whole global batch.
 
     The groups are the share of this member, or, if it has the whole batch to itself, the two halves of its pieces.

@@ -16,7 +16,7 @@ import torch
 from shoal.errors import NotAttached, UnusableBackward
 
 
-class Gate(Protocol):
+class StepGate(Protocol):
     """Says what may happen now; the run."""
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
@@ -35,7 +35,7 @@ class Gate(Protocol):
     def accumulating(self) -> bool: ...
 
 
-def guard_optimizer(gate: Gate, optimizer: torch.optim.Optimizer) -> None:
+def guard_optimizer(gate: StepGate, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise UnusableBackward(
             f"{type(optimizer).__name__} cannot be used",
@@ -92,7 +92,7 @@ def outside(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def guard_scheduler(gate: Gate, scheduler: Any) -> None:
+def guard_scheduler(gate: StepGate, scheduler: Any) -> None:
     """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
 
     Where the global batch is chosen, a scheduler that is stepped at every step advances by the progress that was made;
@@ -110,7 +110,7 @@ def guard_scheduler(gate: Gate, scheduler: Any) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
 
-def guard_scaler(gate: Gate, scaler: Any) -> None:
+def guard_scaler(gate: StepGate, scaler: Any) -> None:
     """A scaler's step counts as the optimizer's, even if it finds infinities and skips that."""
     real_step = scaler.step
 

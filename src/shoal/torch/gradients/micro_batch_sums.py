@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 
-class Gathered:
+class MicroBatchSums:
     """What the pieces so far have added up to; around each backward pass it is lent to the parameters.
 
     Between pieces they have no gradient: what a script does to gradients after each backward pass, such as clipping

@@ -19,7 +19,7 @@ from shoal.worker.training.loop import tells_of_memory
 PROBE_SAMPLES = 2
 
 
-class Watch(Protocol):
+class OomHandler(Protocol):
     """Who is told that a piece did not fit; the trainer."""
 
     @property
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)
 
 
-def guard_model(watch: Watch, model: torch.nn.Module) -> None:
+def guard_model(watch: OomHandler, model: torch.nn.Module) -> None:
     """Let a forward pass of a training step that does not fit return a stand-in instead of raising."""
     # A compiled module has its forward on the instance; others on the class, where copies and pickles find it.
     compiled = model.__dict__.get("forward")

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import Store
 
 from shoal.core.world import World
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, Part
-from shoal.worker.collectives.ring import Ring, RingTicket
-from shoal.worker.transport.peers import Port
+from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, TreePartials
+from shoal.worker.collectives.ring import Ring, RingWork
+from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import shut
 
 _ROUND_S = 0.002
@@ -35,18 +35,18 @@ _device_lock = threading.Lock()
 
 
 def connect(
-    port: Port,
+    port: Peers,
     world: World,
     timeout_s: float,
     cancelled: threading.Event,
     on_break: OnBreak | None = None,
     backend: str = "gloo",
-) -> Collective:
+) -> ProcessGroupExchange:
     """Join a world's process group; return when all of its members have, or raise ExchangeBroken."""
-    breakage = _Breakage(on_break)
+    breakage = _BreakNotifier(on_break)
     ring = port.connect(world, timeout_s, cancelled, breakage)
     try:
-        collective = Collective(ring, port.seen_as, timeout_s, backend)
+        collective = ProcessGroupExchange(ring, port.seen_as, timeout_s, backend)
     except (RuntimeError, ExchangeBroken) as error:
         ring.close()
         raise ExchangeBroken(f"could not build the {backend} group: {error}") from error
@@ -54,13 +54,13 @@ def connect(
     return collective
 
 
-class _Breakage:
+class _BreakNotifier:
     """Passes the news of a broken ring on to a collective that may not be built yet."""
 
     def __init__(self, on_break: OnBreak | None) -> None:
         self._on_break = on_break
         self._lock = threading.Lock()
-        self._collective: Collective | None = None
+        self._collective: ProcessGroupExchange | None = None
         self._news: tuple[tuple[str, ...], str] | None = None
 
     def __call__(self, suspects: tuple[str, ...], cause: str) -> None:
@@ -72,7 +72,7 @@ class _Breakage:
         if self._on_break is not None:
             self._on_break(suspects, cause)
 
-    def tell(self, collective: Collective) -> None:
+    def tell(self, collective: ProcessGroupExchange) -> None:
         with self._lock:
             self._collective = collective
             broken = self._news is not None
@@ -80,10 +80,10 @@ class _Breakage:
             collective.cut()
 
 
-class CollectiveTicket:
+class ProcessGroupWork:
     """One sum of a process group, from its submission to its end."""
 
-    def __init__(self, work: Any, collective: Collective) -> None:
+    def __init__(self, work: Any, collective: ProcessGroupExchange) -> None:
         self._work, self._collective = work, collective
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ class CollectiveTicket:
             self._collective.check()
 
 
-class Collective:
+class ProcessGroupExchange:
     """An exchange whose sums are made by a process group; everything else goes over a ring, which it then owns."""
 
     def __init__(self, ring: Ring, host: str, timeout_s: float, backend: str = "gloo") -> None:
@@ -121,13 +121,13 @@ class Collective:
         """Why nothing more can be exchanged; None while all is well."""
         return self._ring.broken
 
-    def gather(self, record: NDArray[np.float64]) -> RingTicket:
+    def gather(self, record: NDArray[np.float64]) -> RingWork:
         """Send one small record to all and receive everybody's."""
         return self._ring.gather(record)
 
     def reduce(
-        self, buffer: NDArray[Any] | torch.Tensor, add: Adder | None = None, part: Part | None = None
-    ) -> CollectiveTicket | RingTicket:
+        self, buffer: NDArray[Any] | torch.Tensor, add: Adder | None = None, part: TreePartials | None = None
+    ) -> ProcessGroupWork | RingWork:
         """Sum a buffer over all ranks in place: a NumPy view of a CPU tensor, or a tensor.
 
         The group adds every type by itself; `add` only says that a uint16 buffer holds bfloat16. No group knows a
@@ -139,8 +139,8 @@ class Collective:
         if add is not None and tensor.dtype == torch.uint16:
             tensor = tensor.view(torch.bfloat16)
         if self._group is None or self._ring.broken is not None:
-            return CollectiveTicket(None, self)
-        return CollectiveTicket(self._group.allreduce([tensor]), self)
+            return ProcessGroupWork(None, self)
+        return ProcessGroupWork(self._group.allreduce([tensor]), self)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

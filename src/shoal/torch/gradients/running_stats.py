@@ -11,7 +11,7 @@ import torch
 from shoal.torch.gradients.buckets import Buckets
 
 
-class Statistics:
+class RunningStats:
     """The buffers of a model, and what they were at the last commit."""
 
     def __init__(self, model: torch.nn.Module) -> None:

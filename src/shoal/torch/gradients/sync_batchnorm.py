@@ -17,7 +17,7 @@ from shoal.torch.gradients.buckets import reduce
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 
 
-class Members(Protocol):
+class BatchNormReducer(Protocol):
     """Gives the exchange of the step under way; the run."""
 
     def exchange_now(self) -> tuple[Exchange | None, float]: ...
@@ -25,7 +25,7 @@ class Members(Protocol):
     def lost(self, broken: ExchangeBroken) -> None: ...
 
 
-def synchronise(module: torch.nn.Module, members: Members) -> torch.nn.Module:
+def synchronise(module: torch.nn.Module, members: BatchNormReducer) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module by one that is synchronised; parameters and buffers are kept."""
     made: dict[torch.nn.Module, GlobalBatchNorm] = {}
 
@@ -47,7 +47,7 @@ def synchronise(module: torch.nn.Module, members: Members) -> torch.nn.Module:
 class GlobalBatchNorm(_BatchNorm):
     """A BatchNorm layer whose statistics are those of the global batch."""
 
-    def __init__(self, plain: _BatchNorm, members: Members) -> None:
+    def __init__(self, plain: _BatchNorm, members: BatchNormReducer) -> None:
         super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
         self.weight, self.bias = plain.weight, plain.bias
         self.running_mean, self.running_var = plain.running_mean, plain.running_var
@@ -116,7 +116,7 @@ class _Sum(torch.autograd.Function):
     """A sum over members whose gradient is the sum of the members' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, exchange: Exchange, members: Members) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, exchange: Exchange, members: BatchNormReducer) -> torch.Tensor:
         ctx.exchange, ctx.members = exchange, members
         return _over_members(local, exchange, members)
 
@@ -125,7 +125,7 @@ class _Sum(torch.autograd.Function):
         return _over_members(gradients[0], ctx.exchange, ctx.members), None, None
 
 
-def _over_members(local: torch.Tensor, exchange: Exchange, members: Members) -> torch.Tensor:
+def _over_members(local: torch.Tensor, exchange: Exchange, members: BatchNormReducer) -> torch.Tensor:
     flat = local.detach().clone().contiguous()
     try:
         reduce(exchange, flat).wait()

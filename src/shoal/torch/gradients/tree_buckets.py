@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares import reduction_tree
-from shoal.core.shares.balancer import Balance
-from shoal.core.shares.reduction_tree import NOTHING, Held
+from shoal.core.shares.balancer import ShareBalancer
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange
 from shoal.core.world import World
-from shoal.errors import NotExact
+from shoal.errors import UnsupportedInExactMode
 from shoal.torch.gradients.buckets import Bucket, Buckets, operand
 from shoal.worker.collectives.catch_up import Blank
-from shoal.worker.collectives.exchange import Exchange, Part
-from shoal.worker.data.feed import IndexedFeed, Piece
-from shoal.worker.data.fetch import Key
+from shoal.worker.collectives.exchange import Exchange, TreePartials
+from shoal.worker.data.feed import IndexedFeed, MicroBatch
+from shoal.worker.data.fetch import ReadKey
 from shoal.worker.data.share_loader import ShareLoader, Span
 
 # Sums of multiples of it, up to 2³³ in all, are exact in any order.
@@ -38,13 +38,15 @@ def exact_weight(weight: float) -> float:
 def make_alike(model: torch.nn.Module, synchronised: bool, threads: int) -> dict[str, Any]:
     """Fix what else the bits depend on, and tell it: members that differ in it must not train together."""
     if synchronised:
-        raise NotExact(
+        raise UnsupportedInExactMode(
             "exact mode cannot be used with run.sync_batchnorm",
             why="its statistics are those of all members at once, but shards are computed one by one",
             do="leave BatchNorm as it is: it normalises each shard, which is the same for any membership",
         )
     if any(p.device.type != "cpu" for p in model.parameters()):
-        raise NotExact("exact mode is for CPUs", why="the model is on another device", do="train without exact=")
+        raise UnsupportedInExactMode(
+            "exact mode is for CPUs", why="the model is on another device", do="train without exact="
+        )
     torch.set_num_threads(threads or 1)
     capability = torch.backends.cpu.get_cpu_capability()
     return {"threads": torch.get_num_threads(), "cpu": capability, "torch": torch.__version__}
@@ -53,16 +55,18 @@ def make_alike(model: torch.nn.Module, synchronised: bool, threads: int) -> dict
 class ShardLoader(ShareLoader):
     """Reads slices of global batches that begin and end with shards, in pieces of one shard each."""
 
-    def __init__(self, shards: int, order: Order, *how: Any) -> None:
+    def __init__(self, shards: int, order: SampleOrder, *how: Any) -> None:
         super().__init__(order, *how)
         self._shards = shards
         if not 1 <= shards <= order.size:
-            raise NotExact(
+            raise UnsupportedInExactMode(
                 f"a global batch of {order.size} samples cannot be cut into {shards} shards",
                 do=f"pass exact=1 to {order.size}; 8 to 32 is usual",
             )
         if self.micro is not None:
-            raise NotExact("exact and micro exclude each other", do="raise exact= until one shard fits into memory")
+            raise UnsupportedInExactMode(
+                "exact and micro exclude each other", do="raise exact= until one shard fits into memory"
+            )
 
     def bounds(self, step: int) -> list[int]:
         """Where the shards of a step begin, and where the last one ends."""
@@ -75,7 +79,7 @@ class ShardLoader(ShareLoader):
         shards = pairwise(self.bounds(step))
         return tuple(min(b, stop) - max(a, start) for a, b in shards if a < stop and b > start)
 
-    def _key(self, step: int, span: Span) -> Key:
+    def _key(self, step: int, span: Span) -> ReadKey:
         return super()._key(step, span)._replace(micro=self.sizes_of(step, span))
 
 
@@ -84,7 +88,7 @@ class ShardFeed(IndexedFeed):
 
     _loader: ShardLoader
 
-    def __init__(self, order: Order, loader: ShardLoader, balance: Balance) -> None:
+    def __init__(self, order: SampleOrder, loader: ShardLoader, balance: ShareBalancer) -> None:
         super().__init__(order, loader, balance)
         self.held = NOTHING
 
@@ -96,7 +100,7 @@ class ShardFeed(IndexedFeed):
         """Shards are what they are."""
         return False
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
         found = super().pieces(step, world, rank, ghosts)
         self.held = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)
         self.units = self.held.stop - self.held.start
@@ -105,7 +109,7 @@ class ShardFeed(IndexedFeed):
     def _sizes(self, step: int, span: Span) -> tuple[int, ...]:
         return self._loader.sizes_of(step, span)
 
-    def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> Held:
+    def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> ShardRange:
         count = len(self._loader.bounds(step)) - 1
         return reduction_tree.deal(self.balance.shares(step, count, members, ghosts), count)[rank]
 
@@ -135,7 +139,7 @@ class TreeBuckets(Buckets):
         self._keep_this = False
         self._is_open = False
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: ShardRange) -> None:
         """A step begins, or begins anew: forget what was summed before."""
         self._held, self._shard = held, held.start - 1
         self._depth = self._merges = 0
@@ -174,7 +178,7 @@ class TreeBuckets(Buckets):
         self._is_open = False
 
     def blanks(self) -> list[Blank]:
-        return [(*operand(torch.zeros_like(bucket.flat)), Part()) for bucket in self._buckets]
+        return [(*operand(torch.zeros_like(bucket.flat)), TreePartials()) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
         assert self._exchange is not None
@@ -259,4 +263,4 @@ class TreeBuckets(Buckets):
         count = 0 if self._held.empty else self._depth + 1 - self._merges
         held = [operand(level.flat)[0] for level in levels[:count]]
         self._next += 1
-        self._tickets.append(self._exchange.reduce(*operand(levels[0].flat), Part(self._held, held)))
+        self._tickets.append(self._exchange.reduce(*operand(levels[0].flat), TreePartials(self._held, held)))

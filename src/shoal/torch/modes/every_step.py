@@ -10,38 +10,38 @@ from typing import Any
 import torch
 
 from shoal.errors import UnusableBackward
-from shoal.torch.data.fetch import TorchGenerators
+from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
-from shoal.torch.gradients.gradient_norms import Squares
+from shoal.torch.gradients.gradient_norms import TorchGradientNorms
 from shoal.torch.gradients.guards import forget_gradients, outside
-from shoal.torch.gradients.micro_batch_sums import Gathered
+from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
-from shoal.torch.gradients.running_stats import Statistics
+from shoal.torch.gradients.running_stats import RunningStats
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
-from shoal.torch.modes.lr_scaling import Gained
+from shoal.torch.modes.lr_scaling import ScaledLearningRate
 from shoal.worker.collectives.catch_up import Blank
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.loop import Loop
 from shoal.worker.training.noise_sampling import is_halfway
-from shoal.worker.training.step import Turn
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.step import Step
+from shoal.worker.training.training_state import TrainingState
 
 
-class Trainer(Loop):
+class TorchTrainer(Loop):
     """The loop for PyTorch. Optimizers, schedulers, scalers and BatchNorm layers ask it what may happen now."""
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState) -> None:
         super().__init__(session, keeper)
         self.model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.synchronised = False
         self._buckets: Buckets | None = None
-        self._statistics: Statistics | None = None
-        self._gathered = Gathered()
+        self._statistics: RunningStats | None = None
+        self._gathered = MicroBatchSums()
         self._nested = False
 
     def _progress(self, calls: int) -> int:
@@ -60,7 +60,7 @@ class Trainer(Loop):
 
     def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
         assert self.model is not None
-        self._statistics = Statistics(self.model)
+        self._statistics = RunningStats(self.model)
         self._keeper.loaded.append(self._statistics.keep)
         self._choose_exchange()
         return all(p.device.type == "cpu" for p in self.model.parameters())
@@ -82,7 +82,7 @@ class Trainer(Loop):
     def _rate(self) -> float:
         return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
 
-    def _check_piece(self, turn: Turn, number: int) -> None:
+    def _check_piece(self, turn: Step, number: int) -> None:
         if turn.backwards <= number:
             raise UnusableBackward(
                 f"step {turn.step} ended without run.backward", do="call run.backward(loss) for every batch"
@@ -93,7 +93,7 @@ class Trainer(Loop):
                 f"step {turn.step} ended without optimizer.step{left}", do="call optimizer.step() of each every time"
             )
 
-    def _lacks_step(self, turn: Turn) -> bool:
+    def _lacks_step(self, turn: Step) -> bool:
         """Whether a turn that came to its end uncommitted did so because of the script."""
         return turn.reduced
 
@@ -167,7 +167,7 @@ class Trainer(Loop):
                 # Some of our gradients may be on their way: all of them repeat the step, in another world.
                 self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
 
-    def _go_back(self, turn: Turn, scaled: torch.Tensor) -> None:
+    def _go_back(self, turn: Step, scaled: torch.Tensor) -> None:
         if turn.last_piece:
             self._exchange(turn, scaled)
         elif isinstance(self._buckets, TreeBuckets):
@@ -178,17 +178,17 @@ class Trainer(Loop):
             self._halve(turn)
             self._gathered.take_back(self._buckets.parameters)
 
-    def _squares(self, turn: Turn) -> Squares | None:
+    def _squares(self, turn: Step) -> TorchGradientNorms | None:
         """What takes the norms of this step's gradients, if it is time for that."""
-        squares = Squares(self.optimizers) if self.soundings.due(turn) else None
+        squares = TorchGradientNorms(self.optimizers) if self.soundings.due(turn) else None
         return squares if squares is not None and squares.ready else None
 
-    def _halve(self, turn: Turn) -> None:
+    def _halve(self, turn: Step) -> None:
         buckets = self._buckets
         if buckets is not None and buckets.squares is not None and is_halfway(turn):
             buckets.squares.halve(buckets.parameters, turn.weight)
 
-    def _sum_shard(self, buckets: TreeBuckets, turn: Turn, scaled: torch.Tensor) -> None:
+    def _sum_shard(self, buckets: TreeBuckets, turn: Step, scaled: torch.Tensor) -> None:
         assert self._statistics is not None
         buckets.open()
         if turn.counts:
@@ -198,7 +198,7 @@ class Trainer(Loop):
         # Each shard begins with what the buffers were at the last commit, wherever it is computed.
         self._statistics.put_back()
 
-    def _exchange(self, turn: Turn, scaled: torch.Tensor) -> None:
+    def _exchange(self, turn: Step, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
         assert self._statistics is not None
         session, exchange = self._session, turn.exchange
@@ -266,7 +266,7 @@ class Trainer(Loop):
         self._stepped(turn, optimizer)
         return result
 
-    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, turn: Step, optimizer: torch.optim.Optimizer) -> None:
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) == len(self.optimizers):
             self._commit(turn)
@@ -274,7 +274,7 @@ class Trainer(Loop):
     def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         if self.auto is None or self.turn is None:
             return real()
-        with Gained(optimizer, self.auto.gain_at(self.turn.step)):
+        with ScaledLearningRate(optimizer, self.auto.gain_at(self.turn.step)):
             return real()
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
@@ -292,7 +292,7 @@ class Trainer(Loop):
         self._stepped(turn, optimizer)
         return result
 
-    def _outside(self, turn: Turn) -> bool:
+    def _outside(self, turn: Step) -> bool:
         if self._session.broken or not turn.last_piece or turn.spoiled:
             return True
         if turn.committed:
@@ -301,7 +301,7 @@ class Trainer(Loop):
             raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
         return False
 
-    def _commit(self, turn: Turn) -> None:
+    def _commit(self, turn: Step) -> None:
         assert self._statistics is not None
         assert self._buckets is not None
         if any(p.weight for p in turn.everybody):
@@ -334,7 +334,7 @@ class Trainer(Loop):
 
 def seed_everything(seed: int) -> None:
     """Let all random numbers start anew: Python's, NumPy's and torch's."""
-    TorchGenerators().seed(seed)
+    TorchRngState().seed(seed)
     # The general way takes a stack trace for each kind of device that is not there.
     if _has_devices():
         torch.manual_seed(seed)

@@ -14,45 +14,45 @@ from typing import Any
 
 import torch
 
-from shoal.core.sync_mode import Sync
-from shoal.errors import NotForLocal, UnusableBackward
+from shoal.core.sync_mode import SyncMode
+from shoal.errors import UnsupportedWithLocalSgd, UnusableBackward
 from shoal.torch.gradients.guards import outside
-from shoal.torch.modes.every_step import Trainer
-from shoal.torch.modes.outer_optimizer import Changes, Outer, Start
+from shoal.torch.modes.every_step import TorchTrainer
+from shoal.torch.modes.outer_optimizer import OuterOptimizer, ParameterDeltas, RoundStart
 from shoal.worker.collectives.exchange import ExchangeBroken
-from shoal.worker.data.round_feed import Lot, RoundFeed
+from shoal.worker.data.round_feed import LocalBatch, RoundFeed
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.step import Turn
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.step import Step
+from shoal.worker.training.training_state import TrainingState
 
 
 @dataclass(slots=True)
-class _Batch:
+class _LocalStep:
     """The batch of a round that the loop's body is at."""
 
-    turn: Turn
+    turn: Step
     number: int
-    lot: Lot
+    lot: LocalBatch
     weight: float = 0.0
     whole: bool = False
     applied: bool = False
 
 
-class LocalTrainer(Trainer):
+class TorchLocalTrainer(TorchTrainer):
     """A trainer whose optimizers step for themselves, and whose steps are rounds."""
 
     feed: RoundFeed | None
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper, sync: Sync) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, sync: SyncMode) -> None:
         super().__init__(session, keeper)
         # Gradients are never summed over members, so there is nothing to compare.
         self.soundings.every = 0
         self.length = sync.local
-        self._outer = Outer(session.settings.outer_lr, session.settings.outer_momentum)
-        self._start = Start()
-        self._kept_for: Turn | None = None
-        self._batch: _Batch | None = None
+        self._outer = OuterOptimizer(session.settings.outer_lr, session.settings.outer_momentum)
+        self._start = RoundStart()
+        self._kept_for: Step | None = None
+        self._batch: _LocalStep | None = None
         self._calls: list[int] = []
         self._every: list[bool] = []
         self._ahead = 0
@@ -73,7 +73,7 @@ class LocalTrainer(Trainer):
             self._at(turn)
         super().backward(loss, weight)
 
-    def _at(self, turn: Turn) -> None:
+    def _at(self, turn: Step) -> None:
         """Notice that another batch has begun."""
         assert self.feed is not None
         before = self._batch if self._batch is not None and self._batch.turn is turn else None
@@ -87,12 +87,12 @@ class LocalTrainer(Trainer):
                 f"batch {before.number} of round {turn.step} ended without optimizer.step",
                 do="call optimizer.step() every time",
             )
-        self._batch = _Batch(turn, number, self.feed.lots[number])
+        self._batch = _LocalStep(turn, number, self.feed.lots[number])
         self._gathered.begin()
         turn.nominal = self._batch.lot.samples or 1
         turn.stepped.clear()
 
-    def _go_back(self, turn: Turn, scaled: torch.Tensor) -> None:
+    def _go_back(self, turn: Step, scaled: torch.Tensor) -> None:
         batch, pace = self._batch, self._pace
         assert batch is not None
         assert self._buckets is not None
@@ -119,12 +119,12 @@ class LocalTrainer(Trainer):
         assert self._statistics is not None
         parameters = list(self.model.parameters())
         if self._buckets is None or not self._buckets.fits(parameters):
-            self._buckets = Changes(parameters, self._statistics.count, told=1 + len(self.schedulers))
+            self._buckets = ParameterDeltas(parameters, self._statistics.count, told=1 + len(self.schedulers))
 
     # --- what guards ask
 
     @property
-    def _now(self) -> _Batch | None:
+    def _now(self) -> _LocalStep | None:
         """The batch that the loop's body is at, if it counts so far."""
         batch = self._batch
         if batch is None or batch.turn is not self.turn or self._session.broken or batch.turn.spoiled:
@@ -168,7 +168,7 @@ class LocalTrainer(Trainer):
         self._stepped(turn, optimizer)
         return result
 
-    def _outside(self, turn: Turn) -> bool:
+    def _outside(self, turn: Step) -> bool:
         if self._session.broken or turn.spoiled:
             return True
         batch = self._now
@@ -178,11 +178,11 @@ class LocalTrainer(Trainer):
             raise UnusableBackward("optimizer.step was called twice for one batch", do="call it once for each batch")
         return not batch.whole
 
-    def _step_locally(self, turn: Turn, real: Callable[[], Any]) -> Any:
+    def _step_locally(self, turn: Step, real: Callable[[], Any]) -> Any:
         self._keep(turn)
         return None if turn.empty else real()
 
-    def _keep(self, turn: Turn) -> None:
+    def _keep(self, turn: Step) -> None:
         """Before the first change of a round: copy what the round began with."""
         if self._kept_for is turn:
             return
@@ -194,7 +194,7 @@ class LocalTrainer(Trainer):
         self._start.keep(self._buckets.parameters, self.optimizers, others)
         self._kept_for = turn
 
-    def _stepped(self, turn: Turn, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, turn: Step, optimizer: torch.optim.Optimizer) -> None:
         turn.stepped.add(id(optimizer))
         if len(turn.stepped) < len(self.optimizers):
             return
@@ -207,13 +207,13 @@ class LocalTrainer(Trainer):
         """Each member is at a batch of its own."""
         return 0.0
 
-    def _lacks_step(self, turn: Turn) -> bool:  # noqa: ARG002
+    def _lacks_step(self, turn: Step) -> bool:  # noqa: ARG002
         return True
 
     # --- the end of a round
 
-    def _end_round(self, turn: Turn) -> None:
-        assert isinstance(self._buckets, Changes)
+    def _end_round(self, turn: Step) -> None:
+        assert isinstance(self._buckets, ParameterDeltas)
         assert self.feed is not None
         turn.data_s += self.feed.read_s
         turn.compute_s = time.perf_counter() - turn.given_at - self.feed.read_s
@@ -232,7 +232,7 @@ class LocalTrainer(Trainer):
         self._commit(turn)
         self._catch_up(turn)
 
-    def _average(self, turn: Turn, changes: Changes) -> None:
+    def _average(self, turn: Step, changes: ParameterDeltas) -> None:
         assert self._statistics is not None
         began = time.perf_counter()
         total = self._receive_pulses(turn, self._send_pulse(turn))
@@ -244,7 +244,7 @@ class LocalTrainer(Trainer):
         turn.wait_s = time.perf_counter() - began
         turn.reduced = True
 
-    def _number(self, turn: Turn) -> int:
+    def _number(self, turn: Step) -> int:
         assert self._batch is not None
         assert self._batch.turn is turn
         return self._batch.number
@@ -276,20 +276,20 @@ class LocalTrainer(Trainer):
         step = batch.turn.step
         return self.feed.due(step, batch.number + 1) - self.feed.due(step, batch.number)
 
-    def _every_batch(self, changes: Changes) -> list[bool]:
+    def _every_batch(self, changes: ParameterDeltas) -> list[bool]:
         """Which schedulers are stepped after every batch, by what all members tell of all but their last one."""
         batches, *calls = (int(number) for number in changes.told.tolist())
         if not batches:
             return self._every or [False] * len(calls)
         if any(count not in (0, batches) for count in calls):
-            raise NotForLocal(
+            raise UnsupportedWithLocalSgd(
                 "a scheduler was stepped after some batches of a round and not after others",
                 why="members have different numbers of batches, and their schedules would no longer be the same",
                 do="step it after every batch, or only if run.committed or run.epoch_ended",
             )
         return [count == batches for count in calls]
 
-    def _catch_up(self, turn: Turn) -> None:
+    def _catch_up(self, turn: Step) -> None:
         """Bring schedules to where they are one step before the end of the round; that one, the script does."""
         assert self.feed is not None
         steps = self.feed.batches_in(turn.step)

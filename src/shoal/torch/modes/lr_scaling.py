@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Gained:
+class ScaledLearningRate:
     """An optimizer's learning rates, multiplied for one step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, gain: float) -> None:

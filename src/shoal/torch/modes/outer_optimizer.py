@@ -18,7 +18,7 @@ from shoal.worker.collectives.exchange import Exchange
 Values = dict[torch.nn.Parameter, torch.Tensor]
 
 
-class Changes(Buckets):
+class ParameterDeltas(Buckets):
     """By how much a round changed each parameter, summed over members; `told` are further numbers, summed along."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int, told: int) -> None:
@@ -47,7 +47,7 @@ class Changes(Buckets):
             yield from zip(bucket.parameters, bucket.views, strict=True)
 
 
-class Outer:
+class OuterOptimizer:
     """The outer optimizer; all members hold the same momentum."""
 
     def __init__(self, lr: float, momentum: float) -> None:
@@ -55,7 +55,7 @@ class Outer:
         self.velocities: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def step(self, changes: Changes, start: Values) -> None:
+    def step(self, changes: ParameterDeltas, start: Values) -> None:
         """Set every parameter to where it started, plus the step."""
         if self._momentum and [v.shape for v in self.velocities] != [p.shape for p in changes.parameters]:
             # The first round, or the first one in which other layers are trained.
@@ -68,7 +68,7 @@ class Outer:
             parameter.copy_(start[parameter].add(change, alpha=self._lr))
 
 
-class Start:
+class RoundStart:
     """The state that a round began with: copies, so that a round that does not commit leaves no trace."""
 
     def __init__(self) -> None:

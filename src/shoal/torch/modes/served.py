@@ -11,48 +11,55 @@ from typing import Any
 
 import torch
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnusableBackward
 from shoal.torch.gradients.guards import outside
-from shoal.torch.gradients.micro_batch_sums import Gathered
+from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.modes.every_step import seed_everything
-from shoal.torch.modes.server_shard import PER_EPOCH, PER_STEP, Layout, Vault, gradients_of, take_over
+from shoal.torch.modes.server_shard import (
+    PER_EPOCH,
+    PER_STEP,
+    TorchShardLayout,
+    TorchShardStore,
+    gradients_of,
+    take_over,
+)
 from shoal.worker.parameter_server.rpc import Raw
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketTurn
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketStep
+from shoal.worker.training.training_state import TrainingState
 
 
-class TicketTrainer(TicketLoop):
+class TorchServedTrainer(TicketLoop):
     """Does the tickets of one loop; optimizers and schedulers ask it what may happen now."""
 
     synchronised = False
 
-    def __init__(self, session: PlacedSession, keeper: StateKeeper) -> None:
+    def __init__(self, session: ServedSession, keeper: TrainingState) -> None:
         super().__init__(session, keeper)
         self.model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self._layout: Layout | None = None
-        self._gathered = Gathered()
+        self._layout: TorchShardLayout | None = None
+        self._gathered = MicroBatchSums()
         self._pace = 0
 
     # --- what the loop asks
 
-    def _vault(self, order: Order, parts: int) -> Vault:
+    def _vault(self, order: SampleOrder, parts: int) -> TorchShardStore:
         assert self.model is not None
-        return Vault(self.model, self.optimizers, self.schedulers, order, parts)
+        return TorchShardStore(self.model, self.optimizers, self.schedulers, order, parts)
 
     def _lay_out(self, parts: int) -> None:
         assert self.model is not None
-        self._layout = Layout(self.model, parts)
+        self._layout = TorchShardLayout(self.model, parts)
 
     def _take_over(self, part: int, body: memoryview) -> None:
         assert self._layout is not None
         take_over(self._layout, part, body)
 
-    def _gradients(self, turn: TicketTurn) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         layout = self._layout
         assert layout is not None
         return {part: gradients_of(layout, part, turn.weight, self._pace) for part in layout.parts}
@@ -60,7 +67,7 @@ class TicketTrainer(TicketLoop):
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
 
-    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+    def _check_piece(self, turn: TicketStep, number: int) -> None:
         step = turn.granted.ticket.step
         if turn.backwards <= number:
             raise UnusableBackward(
@@ -71,7 +78,7 @@ class TicketTrainer(TicketLoop):
                 f"a batch of step {step} ended without optimizer.step", do="call optimizer.step() every time"
             )
 
-    def _end_ticket(self, turn: TicketTurn) -> None:
+    def _end_ticket(self, turn: TicketStep) -> None:
         if turn.abandoned:
             self._clear()
         # How the script calls its schedulers, as its batches show.
@@ -116,7 +123,7 @@ class TicketTrainer(TicketLoop):
         if turn.last_piece:
             self._complete(turn)
 
-    def _go_back(self, turn: TicketTurn, loss: torch.Tensor, own: float) -> None:
+    def _go_back(self, turn: TicketStep, loss: torch.Tensor, own: float) -> None:
         assert self.model is not None
         self._gathered.lend(self.model.parameters())
         if own:
@@ -124,7 +131,7 @@ class TicketTrainer(TicketLoop):
         if not turn.last_piece:
             self._gathered.take_back(self.model.parameters())
 
-    def _complete(self, turn: TicketTurn) -> None:
+    def _complete(self, turn: TicketStep) -> None:
         """All pieces are summed up: make it the mean."""
         assert self.model is not None
         for parameter in self.model.parameters():

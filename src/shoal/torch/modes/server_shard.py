@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from shoal.core import placement
-from shoal.core.data.sample_order import Order
-from shoal.errors import NotForServers
+from shoal.core.data.sample_order import SampleOrder
+from shoal.errors import UnsupportedWithServers
 from shoal.torch.state import capture as state
-from shoal.worker.parameter_server.rpc import Garbled, Raw
+from shoal.worker.parameter_server.rpc import MalformedFrame, Raw
 from shoal.worker.transport.snapshot import Bytes
 
 PER_STEP, PER_EPOCH = 1, 2
 
 
-class How(msgspec.Struct, frozen=True, array_like=True):
+class TorchPushHeader(msgspec.Struct, frozen=True, array_like=True):
     """What the bytes of a push are: which of the shard's parameters have a gradient, and what it counts for.
 
     `pace` says how the script calls its schedulers: not known yet, every step, or every epoch.
@@ -38,7 +38,7 @@ class How(msgspec.Struct, frozen=True, array_like=True):
     present: list[bool]
 
 
-class Layout:
+class TorchShardLayout:
     """Which tensors of a model are in which part; the same on every member."""
 
     def __init__(self, model: torch.nn.Module, parts: int) -> None:
@@ -57,7 +57,7 @@ class Layout:
         return [*(p.detach() for p in self.parts[part]), *(b.detach() for b in self.buffers_of(part))]
 
 
-class _Lane:
+class _TorchShardState:
     """How far one shard is, and what its optimizers and schedulers are set to."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Lane:
         self.schedules: list[Any] = []
 
 
-class Vault:
+class TorchShardStore:
     """The shards of a model on one server."""
 
     def __init__(
@@ -79,10 +79,10 @@ class Vault:
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         schedulers: Sequence[Any],
-        order: Order,
+        order: SampleOrder,
         parts: int,
     ) -> None:
-        self.layout = Layout(model, parts)
+        self.layout = TorchShardLayout(model, parts)
         self._optimizers, self._schedulers, self._order = optimizers, schedulers, order
         self._lock = threading.RLock()
         self._groups = _settings_of(optimizers)
@@ -90,8 +90,8 @@ class Vault:
         self._lanes = {part: self._new_lane(part) for part in self.layout.parts}
         self._built = {part: [t.clone() for t in self.layout.tensors_of(part)] for part in self.layout.parts}
 
-    def _new_lane(self, part: int) -> _Lane:
-        lane = _Lane()
+    def _new_lane(self, part: int) -> _TorchShardState:
+        lane = _TorchShardState()
         lane.sums = [None] * len(self.layout.parts[part])
         lane.groups, lane.schedules = copy.deepcopy(self._groups), copy.deepcopy(self._schedules)
         return lane
@@ -99,7 +99,7 @@ class Vault:
     # --- gradients
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        told = msgspec.msgpack.decode(how, type=How)
+        told = msgspec.msgpack.decode(how, type=TorchPushHeader)
         parameters, buffers = self.layout.parts[part], self.layout.buffers_of(part)
         wanted = [p for p, present in zip(parameters, told.present, strict=True) if present]
         pieces = _tensors(body, [*wanted, *buffers])
@@ -119,7 +119,7 @@ class Vault:
             if due > 0:
                 self._step(part, lane, due)
 
-    def _step(self, part: int, lane: _Lane, due: int) -> None:
+    def _step(self, part: int, lane: _TorchShardState, due: int) -> None:
         """One step with all that has come in; a ticket that completes two short batches counts as both."""
         parameters = self.layout.parts[part]
         self._put_in_place(lane)
@@ -136,7 +136,7 @@ class Vault:
         self._schedule(lane)
         self._take_away(lane)
 
-    def _schedule(self, lane: _Lane) -> None:
+    def _schedule(self, lane: _TorchShardState) -> None:
         epochs = lane.steps // self._order.steps_per_epoch
         target = lane.steps if lane.pace == PER_STEP else epochs if lane.pace == PER_EPOCH else lane.scheduled
         for _ in range(target - lane.scheduled):
@@ -144,14 +144,14 @@ class Vault:
                 scheduler.step()
         lane.scheduled = max(lane.scheduled, target)
 
-    def _put_in_place(self, lane: _Lane) -> None:
+    def _put_in_place(self, lane: _TorchShardState) -> None:
         for optimizer, groups in zip(self._optimizers, lane.groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
         for scheduler, saved in zip(self._schedulers, lane.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(saved))
 
-    def _take_away(self, lane: _Lane) -> None:
+    def _take_away(self, lane: _TorchShardState) -> None:
         lane.groups = _settings_of(self._optimizers)
         lane.schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
 
@@ -172,7 +172,7 @@ class Vault:
 
     def capture(self, part: int) -> tuple[bytes, list[Bytes]]:
         with self._lock:
-            header, tensors = state.capture({"shard": _Saved(self._saved(part))})
+            header, tensors = state.capture({"shard": _StateDictHolder(self._saved(part))})
             return header, state.as_bytes(tensors)
 
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
@@ -185,7 +185,7 @@ class Vault:
                     optimizer.state.pop(parameter, None)
                     if kept:
                         optimizer.state[parameter] = _cloned(kept)
-            lane = self._lanes[part] = _Lane()
+            lane = self._lanes[part] = _TorchShardState()
             lane.sums = [None if each is None else each.clone() for each in saved["sums"]]
             lane.groups, lane.schedules = saved["groups"], saved["schedules"]
             lane.weight, lane.samples, lane.steps = saved["weight"], saved["samples"], saved["steps"]
@@ -218,7 +218,7 @@ class Vault:
         }
 
 
-class _Saved:
+class _StateDictHolder:
     """A dict as a part of a state."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -235,23 +235,23 @@ def _step_with(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except Exception as error:
-        raise NotForServers(
+        raise UnsupportedWithServers(
             f"{type(optimizer).__name__} cannot step with a part of the model: {type(error).__name__}: {error}",
             why="servers have the gradients of their own parameters only; those of all others are None",
             do="use an optimizer that passes over parameters without a gradient, or --sync step",
         ) from error
 
 
-def gradients_of(layout: Layout, part: int, weight: float, pace: int) -> tuple[bytes, list[Bytes]]:
+def gradients_of(layout: TorchShardLayout, part: int, weight: float, pace: int) -> tuple[bytes, list[Bytes]]:
     """What a trainer pushes of its gradient to one part."""
     parameters = layout.parts[part]
     present = [p.grad is not None for p in parameters]
     tensors = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
     tensors += [b.detach() for b in layout.buffers_of(part)]
-    return msgspec.msgpack.encode(How(weight, pace, present)), state.as_bytes(tensors)
+    return msgspec.msgpack.encode(TorchPushHeader(weight, pace, present)), state.as_bytes(tensors)
 
 
-def take_over(layout: Layout, part: int, body: memoryview) -> None:
+def take_over(layout: TorchShardLayout, part: int, body: memoryview) -> None:
     """Write pulled parameters into a trainer's model."""
     tensors = layout.tensors_of(part)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def take_over(layout: Layout, part: int, body: memoryview) -> None:
 def _tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors over bytes that follow each other without gaps."""
     if len(body) != sum(tensor.nbytes for tensor in like):
-        raise Garbled("the bytes of a gradient are not those of the model")
+        raise MalformedFrame("the bytes of a gradient are not those of the model")
     found, start = [], 0
     for tensor in like:
         piece = body[start : start + tensor.nbytes]
@@ -276,7 +276,7 @@ def _tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return found
 
 
-def _add(lane: _Lane, index: int, gradient: torch.Tensor, weight: float) -> None:
+def _add(lane: _TorchShardState, index: int, gradient: torch.Tensor, weight: float) -> None:
     known = lane.sums[index]
     if known is None:
         exact = gradient.dtype if gradient.dtype == torch.float64 else torch.float32

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.errors import ModelDiffers, StateMalformed
-from shoal.torch.state.encode import Decoder, Encoder, canonical
+from shoal.errors import ModelMismatch, StateMalformed
+from shoal.torch.state.encode import StateDecoder, StateEncoder, canonical
 from shoal.torch.state.fingerprint import describe as describe
 from shoal.torch.state.fingerprint import describe_difference as describe_difference
 from shoal.torch.state.fingerprint import fingerprint as fingerprint
@@ -28,7 +28,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 FORMAT = 1
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """Something whose state is handed over: a model, an optimizer, a scheduler, a scaler, the user's own."""
 
     def state_dict(self) -> Any: ...
@@ -36,21 +36,21 @@ class Part(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _TorchStateHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     format: int
     parts: dict[str, Any]
     tensors: list[TensorInfo]
     sizes: list[int]
 
 
-def capture(parts: Mapping[str, Part]) -> tuple[bytes, list[torch.Tensor]]:
+def capture(parts: Mapping[str, Stateful]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the state of all parts as a header and flat byte tensors; those of parameters are live memory."""
-    encoder = Encoder()
+    encoder = StateEncoder()
     trees: dict[str, Any] = {}
     for name, part in parts.items():
         trees[name] = encoder.encode(part.state_dict(), name, _live_memory(part))
     tensors, buffers = encoder.layout()
-    header = _Header(FORMAT, trees, tensors, [buffer.numel() for buffer in buffers])
+    header = _TorchStateHeader(FORMAT, trees, tensors, [buffer.numel() for buffer in buffers])
     return msgspec.msgpack.encode(header), buffers
 
 
@@ -59,13 +59,13 @@ def as_bytes(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
     return [_bytes_of(tensor) for tensor in tensors]
 
 
-def capture_bytes(parts: Mapping[str, Part]) -> tuple[bytes, list[Bytes]]:
+def capture_bytes(parts: Mapping[str, Stateful]) -> tuple[bytes, list[Bytes]]:
     """Return the state of all parts as a header and bytes, for whoever sends or stores it."""
     header, tensors = capture(parts)
     return header, as_bytes(tensors)
 
 
-def restore(parts: Mapping[str, Part], header: bytes, buffers: Sequence[Bytes]) -> None:
+def restore(parts: Mapping[str, Stateful], header: bytes, buffers: Sequence[Bytes]) -> None:
     """Load a captured state into the parts, after checking that all of it fits them.
 
     The buffers are given away: an optimizer may keep using their memory as its state.
@@ -86,7 +86,7 @@ def restore(parts: Mapping[str, Part], header: bytes, buffers: Sequence[Bytes]) 
 def read(header: bytes, buffers: Sequence[Bytes]) -> dict[str, Any]:
     """Return the state_dict of every part in a captured state; its tensors lie over the buffers."""
     try:
-        decoded = msgspec.msgpack.decode(header, type=_Header)
+        decoded = msgspec.msgpack.decode(header, type=_TorchStateHeader)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise StateMalformed("the header of a state cannot be read", why=str(error)) from error
     if decoded.format != FORMAT:
@@ -100,11 +100,11 @@ def read(header: bytes, buffers: Sequence[Bytes]) -> dict[str, Any]:
             "the buffers of a state are not those that its header describes",
             why=f"{len(sizes)} buffers of {sum(sizes)} bytes, not {len(decoded.sizes)} of {sum(decoded.sizes)}",
         )
-    decoder = Decoder(decoded.tensors, buffers)
+    decoder = StateDecoder(decoded.tensors, buffers)
     return {name: decoder.decode(tree) for name, tree in decoded.parts.items()}
 
 
-def checksum(parts: Mapping[str, Part]) -> str:
+def checksum(parts: Mapping[str, Stateful]) -> str:
     """Return one hash over every value of the state, equal on members whose state is bitwise equal."""
     digest = hashlib.sha256()
     for name in sorted(parts):
@@ -112,15 +112,15 @@ def checksum(parts: Mapping[str, Part]) -> str:
     return digest.hexdigest()
 
 
-class _Everything(Container[Memory]):
+class _AllMemory(Container[Memory]):
     def __contains__(self, _memory: object) -> bool:
         return True
 
 
-def _live_memory(part: Part) -> Container[Memory]:
+def _live_memory(part: Stateful) -> Container[Memory]:
     """Return the memory of a part that only an optimizer step changes."""
     if hasattr(part, "param_groups"):
-        return _Everything()
+        return _AllMemory()
     if isinstance(part, torch.nn.Module):
         return {memory_of(each) for each in part.parameters() if not torch.nn.parameter.is_lazy(each)}
     return ()
@@ -134,10 +134,10 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).cpu().numpy()
 
 
-def _check_names(parts: Mapping[str, Part], states: Mapping[str, Any]) -> None:
+def _check_names(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(parts.keys() - states.keys()), sorted(states.keys() - parts.keys())
     if missing or unexpected:
-        raise ModelDiffers(
+        raise ModelMismatch(
             "the state of the run does not have the parts that this member has",
             why="; ".join(
                 f"{text}: {', '.join(names)}"
@@ -148,7 +148,7 @@ def _check_names(parts: Mapping[str, Part], states: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fits(name: str, part: Part, state: Any) -> None:
+def _check_fits(name: str, part: Stateful, state: Any) -> None:
     if isinstance(part, torch.nn.Module):
         why = _module_difference(part.state_dict(), state)
     elif hasattr(part, "param_groups"):
@@ -156,7 +156,7 @@ def _check_fits(name: str, part: Part, state: Any) -> None:
     else:
         return
     if why:
-        raise ModelDiffers(
+        raise ModelMismatch(
             f"the state of {name!r} does not fit the one that this member has built",
             why=why,
             do="build the same model and optimizer on every member",
@@ -192,7 +192,7 @@ def _type_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _undo_casts(part: Part, state: Any) -> None:
+def _undo_casts(part: Stateful, state: Any) -> None:
     """Give an optimizer its state in the type that it was sent in.
 
     torch's Optimizer.load_state_dict turns every tensor into the parameter's type; an optimizer that keeps float32

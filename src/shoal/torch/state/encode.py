@@ -29,7 +29,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-class Walker(ABC):
+class StateWalker(ABC):
     """Turns a value into msgpack values; what becomes of a tensor or an array is the subclass's affair."""
 
     def __init__(self, name: str = "") -> None:
@@ -139,7 +139,7 @@ class Walker(ABC):
         )
 
 
-class Encoder(Walker):
+class StateEncoder(StateWalker):
     """Encodes the trees of several parts, and lays out the memory of all their tensors together."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class Encoder(Walker):
         return self._numbers[key]
 
 
-class Canonical(Walker):
+class CanonicalEncoder(StateWalker):
     """Encodes values only: how they lie in memory, and the order of keys, make no difference."""
 
     def tensor(self, value: torch.Tensor) -> list[Any]:
@@ -197,10 +197,10 @@ class Canonical(Walker):
 
 def canonical(value: Any, name: str) -> Any:
     """Return the value as msgpack values in which a tensor is its type, shape and hash."""
-    return Canonical(name).visit(value)
+    return CanonicalEncoder(name).visit(value)
 
 
-class Decoder:
+class StateDecoder:
     """Builds values from an encoded tree, with tensors over the buffers; strict, because the tree may be garbage."""
 
     def __init__(self, tensors: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> None:

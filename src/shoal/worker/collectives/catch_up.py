@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.step_report import GHOST, Pulse, decode, encode
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, GatherTicket, Part, Ticket
+from shoal.core.step_report import GHOST, StepReport, decode, encode
+from shoal.worker.collectives.exchange import Adder, ExchangeBroken, GatherWork, TreePartials, Work
 from shoal.worker.collectives.ring import Ring
 
-Blank: TypeAlias = tuple[NDArray[Any], Adder | None, Part | None]
+Blank: TypeAlias = tuple[NDArray[Any], Adder | None, TreePartials | None]
 """One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""
 
 KEPT_STEPS = 32
@@ -32,13 +32,13 @@ LOOK_AGAIN_S = 0.002
 LATE = 0.25
 
 
-class Shadow:
+class CatchUpExchange:
     """An exchange that plays back what happened before its owner could take part, and then is the real one.
 
     `blanks` are the buffers of one step, in order. `ends(pulses)` says whether no step follows the one of these pulses.
     """
 
-    def __init__(self, real: Ring, blanks: Sequence[Blank], ends: Callable[[tuple[Pulse, ...]], bool]) -> None:
+    def __init__(self, real: Ring, blanks: Sequence[Blank], ends: Callable[[tuple[StepReport, ...]], bool]) -> None:
         self.rank, self.size = real.rank, real.size
         self._real, self._blanks, self._ends = real, list(blanks), ends
         self._kept: deque[tuple[NDArray[np.float64], list[NDArray[Any]]]] = deque()
@@ -60,7 +60,7 @@ class Shadow:
         found: ExchangeBroken | None = getattr(self._real, "broken", None)
         return found
 
-    def gather(self, record: NDArray[np.float64]) -> GatherTicket:
+    def gather(self, record: NDArray[np.float64]) -> GatherWork:
         with self._changed:
             self._awaited, self._own_s = True, time.monotonic() - self._worked_from
             self._changed.notify_all()
@@ -72,13 +72,13 @@ class Shadow:
             self._worked_from = time.monotonic()
             self._playing.extend(buffers)
             self._changed.notify_all()
-            return _Played(pulses)
+            return _ReplayedWork(pulses)
 
-    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: Part | None = None) -> Ticket:
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: TreePartials | None = None) -> Work:
         if not self._playing:
             return self._real.reduce(buffer, add, part)
         np.copyto(buffer, self._playing.popleft())
-        return _Played(np.empty((0, 0)))
+        return _ReplayedWork(np.empty((0, 0)))
 
     def barrier(self) -> None:
         self._real.barrier()
@@ -106,7 +106,7 @@ class Shadow:
         if self._owner_is_first():
             return False
         follows = self._owner_follows()
-        gathered = self._real.gather(encode(Pulse(step=-1, wishes=0 if follows else GHOST)))
+        gathered = self._real.gather(encode(StepReport(step=-1, wishes=0 if follows else GHOST)))
         # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
         buffers = [np.zeros_like(blank) for blank, _, _ in self._blanks]
         tickets = [self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._blanks, strict=True)]
@@ -142,7 +142,7 @@ def is_nearly_there(worked_s: float, own_s: float, step_s: float) -> bool:
     return own_s - worked_s <= LATE * step_s
 
 
-class _Played:
+class _ReplayedWork:
     """An operation that was over before it was asked for."""
 
     def __init__(self, pulses: NDArray[np.float64]) -> None:

@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, Held, Merge, merge, nodes, union
-from shoal.worker.collectives.exchange import Adder, Part
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange, TreeMerge, merge, nodes, union
+from shoal.worker.collectives.exchange import Adder, TreePartials
 from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES
-from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, Neighbours
+from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, RingLinks
 
 HELD = struct.Struct("<III")
 # Nodes of one member rarely number more; it only decides from which size on a credit is asked for.
 USUAL_NODES = 4
 
 
-def settle(flat: NDArray[Any], part: Part, add: Adder) -> None:
+def settle(flat: NDArray[Any], part: TreePartials, add: Adder) -> None:
     """The sum of one member that holds all shards."""
     with np.errstate(all="ignore"):
         found = _applied(merge(NOTHING, part.held), list(part.nodes), add)
     _store(flat, found, complete=part.held.complete)
 
 
-class Merging:
+class ExactReduce:
     """One sum over shards, written to `flat` on every rank."""
 
     def __init__(
-        self, neighbours: Neighbours, header: bytes, rank: int, flat: NDArray[Any], add: Adder, part: Part
+        self, neighbours: RingLinks, header: bytes, rank: int, flat: NDArray[Any], add: Adder, part: TreePartials
     ) -> None:
         size, item = neighbours.size, flat.itemsize
         self._neighbours, self._flat, self._add, self._part = neighbours, flat, add, part
@@ -52,7 +52,7 @@ class Merging:
         # what is being received: the header, then hop after hop, of which each sum begins with what it holds
         self._hop = self._header_got = 0
         self._notice = memoryview(bytearray(HELD.size))
-        self._arrived: Held | None = None
+        self._arrived: ShardRange | None = None
         self._merge = merge(NOTHING, part.held)
         self._rows: NDArray[Any] | None = None
         self._got, self._at = 0, self._spans[0][0]
@@ -105,7 +105,7 @@ class Merging:
         if piece.size:
             self._outbox.append(piece.view(np.uint8).data)
 
-    def _tell(self, held: Held) -> None:
+    def _tell(self, held: ShardRange) -> None:
         self._outbox.append(memoryview(HELD.pack(held.shards, held.start, held.stop)))
 
     # --- receiving
@@ -127,7 +127,7 @@ class Merging:
         self._got += moved
         if self._got == HELD.size:
             self._got = 0
-            arrived = self._arrived = Held(*HELD.unpack(self._notice))
+            arrived = self._arrived = ShardRange(*HELD.unpack(self._notice))
             self._merge = merge(arrived, self._part.held)
             if self._hop < self._sums:
                 self._tell(union(arrived, self._part.held))
@@ -198,7 +198,7 @@ class Merging:
             self._at = self._spans[self._hop][0]
 
 
-def _applied(how: Merge, operands: list[NDArray[Any]], add: Adder) -> list[NDArray[Any]]:
+def _applied(how: TreeMerge, operands: list[NDArray[Any]], add: Adder) -> list[NDArray[Any]]:
     for target, source in how.additions:
         add(operands[target], operands[source])
     return [operands[number] for number in how.kept]

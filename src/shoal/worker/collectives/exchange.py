@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, Held, nodes
+from shoal.core.shares.reduction_tree import NOTHING, ShardRange, nodes
 
 Adder = Callable[[NDArray[Any], NDArray[Any]], object]
 """Adds its second argument to its first, in place; for types that NumPy cannot add."""
@@ -24,13 +24,13 @@ def plain_add(target: NDArray[Any], source: NDArray[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TreePartials:
     """What one member has of a sum over shards: which ones, and their nodes, each as long as the sum.
 
     The nodes are used up; the first may be the very buffer that the sum is written to.
     """
 
-    held: Held = NOTHING
+    held: ShardRange = NOTHING
     nodes: Sequence[NDArray[Any]] = ()
 
     def check(self, flat: NDArray[Any]) -> None:
@@ -56,14 +56,14 @@ class ExchangeBroken(Exception):  # noqa: N818 - it is an event of the world, no
         return (ExchangeBroken, (self.cause, self.suspects))
 
 
-class Ticket(Protocol):
+class Work(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
         """Return when the operation is complete; raise ExchangeBroken if it never will be."""
 
 
-class GatherTicket(Ticket, Protocol):
+class GatherWork(Work, Protocol):
     """A gather under way."""
 
     def result(self) -> NDArray[np.float64]:
@@ -79,10 +79,10 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather(self, record: NDArray[np.float64]) -> GatherTicket:
+    def gather(self, record: NDArray[np.float64]) -> GatherWork:
         """Send one small record to all and receive everybody's."""
 
-    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: Part | None = None) -> Ticket:
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: TreePartials | None = None) -> Work:
         """Sum a buffer over all ranks in place, bitwise equal on all; leave it alone until the ticket is done.
 
         With `part`, which all ranks then pass, the sum is that of the shards that they hold between them: its bits

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from shoal.worker.collectives.catch_up import Blank
-from shoal.worker.collectives.exchange import Exchange, Ticket
+from shoal.worker.collectives.exchange import Exchange, Work
 
 # While one bucket is on its way, the next one is filled.
 BUCKET_BYTES = 8 << 20
 ALIGNMENT_BYTES = 64
 
 
-class Like:
+class ArraySpec:
     """The shape and type of an array."""
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike) -> None:
@@ -26,16 +26,16 @@ class Like:
         self.bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class FlatSums:
+class FlatBuffers:
     """Arrays in a few flat buffers, and a tail of other numbers that are summed along with them."""
 
-    def __init__(self, likes: Sequence[Like], tail: int) -> None:
+    def __init__(self, likes: Sequence[ArraySpec], tail: int) -> None:
         self.views: list[NDArray[Any]] = []
         self._buckets: list[NDArray[Any]] = []
         for first, stop in _grouped(likes):
             self._add(likes[first:stop])
         self.tail = np.zeros(tail, np.float64)
-        self._tickets: list[Ticket] = []
+        self._tickets: list[Work] = []
 
     def blanks(self) -> list[Blank]:
         """Buffers like ours, for a shadow that takes part without gradients."""
@@ -67,7 +67,7 @@ class FlatSums:
             for bucket in self._buckets:
                 bucket /= bucket.dtype.type(divisor)
 
-    def _add(self, likes: Sequence[Like]) -> None:
+    def _add(self, likes: Sequence[ArraySpec]) -> None:
         starts, total = [], 0
         for like in likes:
             starts.append(total)
@@ -80,7 +80,7 @@ class FlatSums:
             self.views.append(aligned[start : start + like.bytes].view(like.dtype).reshape(like.shape))
 
 
-def _grouped(likes: Sequence[Like]) -> list[tuple[int, int]]:
+def _grouped(likes: Sequence[ArraySpec]) -> list[tuple[int, int]]:
     """Runs of arrays of one type that fill a bucket."""
     found: list[tuple[int, int]] = []
     room = 0

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.worker.collectives.exact_ring import Merging, settle
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, Part, plain_add
-from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES, Summing, gather
-from shoal.worker.collectives.ring_links import GATHER, MERGE, REDUCE, Neighbours, header_of
+from shoal.worker.collectives.exact_ring import ExactReduce, settle
+from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, TreePartials, plain_add
+from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES, RingReduce, gather
+from shoal.worker.collectives.ring_links import GATHER, MERGE, REDUCE, RingLinks, header_of
 
 SMALL_BYTES = 32 << 10
 """Up to here whole vectors go round, in half the hops of a ring of sums."""
 
 
-class RingTicket:
+class RingWork:
     """One operation of a ring, from its submission to its end."""
 
     __slots__ = ("_broken", "_gate", "_result", "work")
@@ -76,28 +76,28 @@ class Ring:
         self.rank = rank
         self.size = len(members)
         self._on_break = on_break
-        self._queue: deque[RingTicket] = deque()
+        self._queue: deque[RingWork] = deque()
         self._lock = threading.Lock()
         self._resting = False
         self._broken: ExchangeBroken | None = None
         self._sequence = 0
-        self._neighbours: Neighbours | None = None
+        self._neighbours: RingLinks | None = None
         self._thread: threading.Thread | None = None
         self._scratch = np.empty(SEGMENT_BYTES if self.size > 1 else 0, np.uint8)
         if self.size > 1:
             assert following is not None
             assert preceding is not None
             names = (members[(rank + 1) % self.size], members[rank - 1])
-            self._neighbours = Neighbours(self.size, following, preceding, names)
+            self._neighbours = RingLinks(self.size, following, preceding, names)
             self._thread = threading.Thread(target=self._serve, name="shoal-ring", daemon=True)
             self._thread.start()
 
-    def gather(self, record: NDArray[np.float64]) -> RingTicket:
+    def gather(self, record: NDArray[np.float64]) -> RingWork:
         """Send one small record to all and receive everybody's."""
         row = np.array(record, np.float64).reshape(-1)
-        return self._submit(RingTicket(lambda: self._gather(row)))
+        return self._submit(RingWork(lambda: self._gather(row)))
 
-    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: Part | None = None) -> RingTicket:
+    def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: TreePartials | None = None) -> RingWork:
         """Sum a C-contiguous buffer over all ranks in place; bitwise equal on all ranks.
 
         With `part`, which all ranks then pass, the sum is that of the shards that they hold between them: its bits
@@ -108,8 +108,8 @@ class Ring:
         flat = buffer.reshape(-1)
         if part is not None:
             part.check(flat)
-            return self._submit(RingTicket(lambda: self._merge(flat, add or plain_add, part)))
-        return self._submit(RingTicket(lambda: self._sum(flat, add)))
+            return self._submit(RingWork(lambda: self._merge(flat, add or plain_add, part)))
+        return self._submit(RingWork(lambda: self._sum(flat, add)))
 
     def stirs(self, timeout_s: float) -> bool:
         """Whether another rank begins an operation within so many seconds; for a rank that has none under way."""
@@ -138,7 +138,7 @@ class Ring:
         """Why nothing more can be exchanged; None while all is well."""
         return self._broken
 
-    def _submit(self, ticket: RingTicket) -> RingTicket:
+    def _submit(self, ticket: RingWork) -> RingWork:
         if self._neighbours is None:
             broken = self._broken
             ticket.finish(ticket.work() if broken is None else None, broken)
@@ -155,7 +155,7 @@ class Ring:
 
     def _serve(self) -> None:
         assert self._neighbours is not None
-        current: RingTicket | None = None
+        current: RingWork | None = None
         try:
             # infinities are the user's business: a gradient scaler looks for them
             with np.errstate(all="ignore"):
@@ -170,14 +170,14 @@ class Ring:
         except Exception as error:  # noqa: BLE001 - the outer loop: whatever it is, nobody may wait forever
             self._fail(current, ExchangeBroken(f"the ring failed here: {type(error).__name__}: {error}"))
 
-    def _take(self) -> RingTicket | None:
+    def _take(self) -> RingWork | None:
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
             self._resting = True
             return None
 
-    def _fail(self, current: RingTicket | None, broken: ExchangeBroken) -> None:
+    def _fail(self, current: RingWork | None, broken: ExchangeBroken) -> None:
         assert self._neighbours is not None
         with self._lock:
             ours = self._broken is not None
@@ -204,7 +204,7 @@ class Ring:
             return
         header = header_of(REDUCE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
         if flat.nbytes > SMALL_BYTES:
-            Summing(self._neighbours, header, self.rank, flat, add, self._scratch).run()
+            RingReduce(self._neighbours, header, self.rank, flat, add, self._scratch).run()
             return
         first, *others = self._rows(header, flat)
         if add is None:
@@ -218,12 +218,12 @@ class Ring:
             add(total, row)
         flat[...] = total
 
-    def _merge(self, flat: NDArray[Any], add: Adder, part: Part) -> None:
+    def _merge(self, flat: NDArray[Any], add: Adder, part: TreePartials) -> None:
         if self._neighbours is None:
             settle(flat, part, add)
             return
         header = header_of(MERGE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
-        Merging(self._neighbours, header, self.rank, flat, add, part).run()
+        ExactReduce(self._neighbours, header, self.rank, flat, add, part).run()
 
     def _rows(self, header: bytes, own: NDArray[Any]) -> list[NDArray[Any]]:
         assert self._neighbours is not None

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.worker.collectives.exchange import Adder, plain_add
-from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, Neighbours
+from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, RingLinks
 
 SEGMENT_BYTES = 256 << 10
 
 
-def gather(neighbours: Neighbours, header: bytes, own: memoryview) -> memoryview:
+def gather(neighbours: RingLinks, header: bytes, own: memoryview) -> memoryview:
     """Send `own` all the way round; the rows of the other ranks, the previous rank's first."""
     width, hops = len(own), neighbours.size - 1
     outbox = memoryview(header + own)
@@ -54,7 +54,7 @@ def gather(neighbours: Neighbours, header: bytes, own: memoryview) -> memoryview
     return inbox[HEADER_BYTES:]
 
 
-class Summing:
+class RingReduce:
     """One sum of a vector, in place: every rank adds to each chunk as it passes, then the sums go round.
 
     `scratch` is room for one segment, which arrives there before it is added.
@@ -62,7 +62,7 @@ class Summing:
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        neighbours: RingLinks,
         header: bytes,
         rank: int,
         flat: NDArray[Any],

@@ -40,7 +40,7 @@ def _describe(header: bytes) -> str:
     return f"operation {sequence}, {_KINDS.get(kind, 'unknown')} of {count_bytes} bytes of {name}"
 
 
-class Neighbours:
+class RingLinks:
     """The next and the previous rank of a ring of `size`, and the wake-up of the thread that serves them."""
 
     def __init__(self, size: int, following: socket.socket, preceding: socket.socket, names: tuple[str, str]) -> None:

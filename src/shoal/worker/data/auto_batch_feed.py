@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core.batch.goodput import AutoBatch
-from shoal.core.batch.gradient_noise import Noise
-from shoal.core.data.sample_order import Order
-from shoal.core.shares.balancer import Balance
-from shoal.core.step_report import Pulse
+from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.shares.balancer import ShareBalancer
+from shoal.core.step_report import StepReport
 from shoal.core.world import World
-from shoal.worker.data.feed import Decision, IndexedFeed, Piece
+from shoal.worker.data.feed import Adjustment, IndexedFeed, MicroBatch
 from shoal.worker.data.share_loader import ShareLoader
 
 # With a batch to choose, the noise is looked at more often: it decides.
@@ -26,12 +26,14 @@ class AutoFeed(IndexedFeed):
     All of it is state of the run: every member finds the same decision at the same commit.
     """
 
-    def __init__(self, order: Order, loader: ShareLoader, balance: Balance, auto: AutoBatch, noise: Noise) -> None:
+    def __init__(
+        self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer, auto: AutoBatch, noise: GradientNoise
+    ) -> None:
         super().__init__(order, loader, balance)
         self.auto, self._noise = auto, noise
         self._exchange_s = 0.0
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
         if world.size > 1 or step % LOOK_EVERY or self._loader.micro is not None:
             return super().pieces(step, world, rank, ghosts)
         # Alone, and with the batch in one piece, there would be nothing to compare.
@@ -41,7 +43,7 @@ class AutoFeed(IndexedFeed):
         finally:
             self._loader.micro = None
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
+    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         if step and self._order.size_from(step) != self._order.size_from(step - 1):
             self.balance.restart()
         decisions = super().committed(step, world, everybody)
@@ -53,7 +55,7 @@ class AutoFeed(IndexedFeed):
         decided = self._choose(step, tuple(seat.member for seat in world.seats))
         return decisions + ([decided] if decided is not None else [])
 
-    def _choose(self, step: int, members: tuple[str, ...]) -> Decision | None:
+    def _choose(self, step: int, members: tuple[str, ...]) -> Adjustment | None:
         def step_seconds(size: int) -> float:
             return self.balance.step_seconds(size, members) + self._exchange_s
 
@@ -64,9 +66,9 @@ class AutoFeed(IndexedFeed):
         if found is None or found.step >= self._order.total_steps:
             return None
         self._use(self._order.change(found.step, found.size))
-        return Decision(found.step, "batch", {"batch": found.size}, found.reason)
+        return Adjustment(found.step, "batch", {"batch": found.size}, found.reason)
 
-    def _use(self, order: Order) -> None:
+    def _use(self, order: SampleOrder) -> None:
         self._order = self._loader.order = order
         self.total = order.total_steps
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.core.shares.balancer import FIRST_WINDOWS, Balance, parse
+from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer, parse
 
 
 def balance_of(
     settings: Any, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS
-) -> Balance:
+) -> ShareBalancer:
     """What deals out the shares; `shares` is what the script asks for, if anything."""
     rules = parse(
         shares or settings.shares_policy,
         threshold=settings.shares_threshold,
         window=settings.shares_window,
-        floor=settings.shares_floor,
-        cap=settings.shares_cap,
+        floor=settings.shares_min,
+        cap=settings.shares_max,
         mode=settings.shares_mode,
     )
-    return Balance(rules, ahead, first_windows)
+    return ShareBalancer(rules, ahead, first_windows)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.core.data.lanes import LaneLayout, advance
-from shoal.core.data.sample_order import Cursor, Order
+from shoal.core.data.sample_order import Cursor, SampleOrder
 from shoal.core.shares import split as shares_split
-from shoal.core.shares.balancer import Balance, Seen
-from shoal.core.shares.reduction_tree import Held
-from shoal.core.step_report import Pulse
+from shoal.core.shares.balancer import ShareBalancer, StepMeasurement
+from shoal.core.shares.reduction_tree import ShardRange
+from shoal.core.step_report import StepReport
 from shoal.core.world import World
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Adjustment:
     """Something that all members changed alike at a commit, from which step on, and why."""
 
     step: int
@@ -28,7 +28,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MicroBatch:
     """One batch for the loop's body, and how many samples of the global batch it holds: 0 for a ghost's."""
 
     batch: Any
@@ -47,9 +47,9 @@ class Feed(Protocol):
     """
 
     total: int | None
-    balance: Balance
+    balance: ShareBalancer
     units: int
-    held: Held | None
+    held: ShardRange | None
 
     @property
     def micro(self) -> int | None: ...
@@ -62,11 +62,11 @@ class Feed(Protocol):
 
     def nominal(self, step: int) -> int: ...
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]: ...
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]: ...
 
     def more(self) -> bool: ...
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]: ...
+    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]: ...
 
     def start(self) -> None: ...
 
@@ -76,10 +76,10 @@ class Feed(Protocol):
 class IndexedFeed:
     """Global batches of a map-style dataset."""
 
-    def __init__(self, order: Order, loader: ShareLoader, balance: Balance) -> None:
+    def __init__(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer) -> None:
         self.total: int | None = order.total_steps
         self.balance, self.units = balance, 0
-        self.held: Held | None = None
+        self.held: ShardRange | None = None
         self._order, self._loader = order, loader
 
     @property
@@ -103,7 +103,7 @@ class IndexedFeed:
     def nominal(self, step: int) -> int:
         return self._order.size_of(step)
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
         members = told(self.balance, world)
 
         def ahead(later: int) -> tuple[int, int] | None:
@@ -114,26 +114,26 @@ class IndexedFeed:
             self._loader.micro = self.balance.micro_of(members[rank])
         span = self._span(step, members, rank, ghosts)
         self.units = span[1] - span[0]
-        ghost = [Piece(self._loader.ghost(step), 0)] if span[0] == span[1] else []
+        ghost = [MicroBatch(self._loader.ghost(step), 0)] if span[0] == span[1] else []
         # Also with an empty share: the workers read ahead for the steps in which it is not.
         batches = self._loader.take(step, span, ahead)
         if ghost:
             return ghost
-        return [Piece(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
+        return [MicroBatch(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
 
     @property
-    def order(self) -> Order:
+    def order(self) -> SampleOrder:
         return self._order
 
-    def cut(self, step: int, start: int, stop: int) -> list[Piece]:
+    def cut(self, step: int, start: int, stop: int) -> list[MicroBatch]:
         """The pieces of any span of a global batch; nobody knows which one comes next, so nothing is read ahead."""
         batches = self._loader.take(step, (start, stop), lambda _later: None)
-        return [Piece(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
+        return [MicroBatch(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
 
     def more(self) -> bool:
         return True
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
+    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         left = self._order.total_steps - step - 1
         return _observe(self.balance, step, world, everybody, self.cursor(step).epoch, left)
 
@@ -153,14 +153,14 @@ class IndexedFeed:
 class StreamFeed:
     """Global batches of data that cannot be indexed; where an epoch ends is found out by reading."""
 
-    def __init__(self, layout: LaneLayout, reader: LaneReader, balance: Balance) -> None:
+    def __init__(self, layout: LaneLayout, reader: LaneReader, balance: ShareBalancer) -> None:
         self.total: int | None = None
         self.balance, self.units = balance, 0
         self._layout, self._reader = layout, reader
         self._cursor = Cursor(0, 0)
         self._more = True
         self.micro: int | None = None
-        self.held: Held | None = None
+        self.held: ShardRange | None = None
 
     def shrink(self, samples: int) -> bool:  # noqa: ARG002
         """What is read of a stream is given out in one piece."""
@@ -175,7 +175,7 @@ class StreamFeed:
     def nominal(self, step: int) -> int:  # noqa: ARG002
         return self._layout.size
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:  # noqa: ARG002
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:  # noqa: ARG002
         # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
         # dealing a lane out anew for a single step would make two members seek in it.
         shares = self.balance.shares(step, self._layout.lanes, told(self.balance, world), ())
@@ -184,13 +184,13 @@ class StreamFeed:
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
         self._more = taken.more
         if taken.samples == 0 or taken.batch is None:
-            return [Piece(self._reader.ghost(), 0)]
-        return [Piece(taken.batch, taken.samples)]
+            return [MicroBatch(self._reader.ghost(), 0)]
+        return [MicroBatch(taken.batch, taken.samples)]
 
     def more(self) -> bool:
         return self._more
 
-    def committed(self, step: int, world: World, everybody: Sequence[Pulse]) -> list[Decision]:
+    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         self._cursor = advance(self._cursor, any(p.more for p in everybody))
         return _observe(self.balance, step, world, everybody, self._cursor.epoch, None)
 
@@ -208,7 +208,7 @@ class StreamFeed:
         self._reader.load_state_dict(state["shards"])
 
 
-def told(balance: Balance, world: World) -> tuple[str, ...]:
+def told(balance: ShareBalancer, world: World) -> tuple[str, ...]:
     """The members of a world, of whose speed the balance knows what their agents guessed, if all of them did."""
     if all(seat.speed for seat in world.seats):
         for seat in world.seats:
@@ -217,13 +217,13 @@ def told(balance: Balance, world: World) -> tuple[str, ...]:
 
 
 def _observe(
-    balance: Balance, step: int, world: World, everybody: Sequence[Pulse], epoch: int, left: int | None
-) -> list[Decision]:
+    balance: ShareBalancer, step: int, world: World, everybody: Sequence[StepReport], epoch: int, left: int | None
+) -> list[Adjustment]:
     """Let the balance learn from what the pulses of a committed step say of the one before."""
     for seat, pulse in zip(world.seats, everybody, strict=True):
         if pulse.measured:
             balance.micro(seat.member, pulse.micro or None)
     members = tuple(seat.member for seat in world.seats)
-    seen = [Seen(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
+    seen = [StepMeasurement(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
     change = balance.observe(step, members, seen, epoch=epoch, left=left)
-    return [Decision(change.step, "shares", change.shares, change.reason)] if change is not None else []
+    return [Adjustment(change.step, "shares", change.shares, change.reason)] if change is not None else []

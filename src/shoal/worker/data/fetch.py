@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.data.sample_order import Order
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares.split import split
 from shoal.errors import SampleFailed
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -23,7 +23,7 @@ Watch = Callable[[int], bool]
 _MASK = (1 << 64) - 1
 
 
-class Key(NamedTuple):
+class ReadKey(NamedTuple):
     """What identifies a piece of work; the same key always gives the same batches.
 
     `start` and `stop` are positions of an epoch's order, or lanes of a stream.
@@ -37,12 +37,12 @@ class Key(NamedTuple):
     epoch: int = 0
 
 
-class Source(Protocol):
+class BatchReader(Protocol):
     """What reads data, in this process or in a worker; `noun` is what its watch is told."""
 
     noun: str
 
-    def read(self, key: Key, watch: Watch) -> Any | None:
+    def read(self, key: ReadKey, watch: Watch) -> Any | None:
         """What belongs to this key; None as soon as watch(sample) says that nobody wants it any more."""
         ...
 
@@ -60,9 +60,9 @@ class Fetcher:
     def __init__(
         self,
         source: Any,
-        order: Order,
+        order: SampleOrder,
         collate: Collate,
-        generators: Generators,
+        generators: RngState,
         indices: NDArray[np.int64] | None = None,
     ) -> None:
         self.generators = generators
@@ -79,7 +79,7 @@ class Fetcher:
         """Whether reading never touches a global random generator."""
         return False
 
-    def read(self, key: Key, watch: Watch) -> list[Any] | None:
+    def read(self, key: ReadKey, watch: Watch) -> list[Any] | None:
         """The pieces of the slice that `key` names, or its samples if they are to be bare."""
         epoch = key.epoch
         if key.bare:

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.core.data.lanes import LaneLayout, locate
 from shoal.errors import SampleFailed, ShardChanged, UnusableShard
 from shoal.worker.data.fetch import failed, sample_seed
-from shoal.worker.data.rng_state import Generators
+from shoal.worker.data.rng_state import RngState
 
 Open = Callable[[Any], Iterable[Any]]
 Lengths = dict[int, int]
@@ -72,7 +72,7 @@ class Lane:
         number: int,
         epoch: int,
         lengths: Lengths,
-        generators: Generators,
+        generators: RngState,
     ) -> None:
         self.epoch = epoch
         self._shards, self._generators = shards, generators

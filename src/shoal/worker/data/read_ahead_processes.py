@@ -12,17 +12,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shoal.errors import LoaderDied, ShoalError
-from shoal.worker.data.fetch import Key, Source, Watch, always
+from shoal.worker.data.fetch import BatchReader, ReadKey, Watch, always
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 2.0
 FEWER = "ask for fewer workers, or workers=0 to see the cause"
 
 
-class Forked:
+class ForkedReaders:
     """Reads a source in processes that are forked when it is started; whoever asks waits for one that is free."""
 
-    def __init__(self, source: Source, workers: int) -> None:
+    def __init__(self, source: BatchReader, workers: int) -> None:
         self.noun = source.noun
         self._source, self._count, self._owner = source, workers, os.getpid()
         self._workers: list[_Worker] = []
@@ -42,7 +42,7 @@ class Forked:
         # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
         atexit.register(self.close)
 
-    def read(self, key: Key, watch: Watch) -> Any | None:
+    def read(self, key: ReadKey, watch: Watch) -> Any | None:
         """What the source gives for this key, wherever it is read."""
         self.start()
         worker = self._free.get()
@@ -63,14 +63,14 @@ class Forked:
 
 
 class _Worker:
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchReader) -> None:
         self._here, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_serve, args=(source, there, os.getpid()), daemon=True)
         self.process.start()
         there.close()
 
-    def read(self, key: Key) -> Any:
+    def read(self, key: ReadKey) -> Any:
         try:
             self._here.send(key)
             found = self._here.recv()
@@ -79,12 +79,12 @@ class _Worker:
             code = self.process.exitcode
             why = f"its exit code is {code}" if code is not None else "its pipe is closed"
             raise LoaderDied(f"data worker {self.process.pid} ended", why=why, do=FEWER) from error
-        if isinstance(found, _Failure):
+        if isinstance(found, _ReaderError):
             raise found.error()
         return found
 
 
-class _Failure:
+class _ReaderError:
     """What a worker answers instead of batches; notes do not travel with an error."""
 
     def __init__(self, error: ShoalError) -> None:
@@ -96,7 +96,7 @@ class _Failure:
         return self._told
 
 
-def _serve(source: Source, here: Connection, parent: int) -> None:
+def _serve(source: BatchReader, here: Connection, parent: int) -> None:
     """The life of a worker: it leaves signals to its member, and dies with it."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -113,4 +113,4 @@ def _serve(source: Source, here: Connection, parent: int) -> None:
         try:
             here.send(source.read(key, always))
         except ShoalError as error:
-            here.send(_Failure(error))
+            here.send(_ReaderError(error))

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from shoal.core.validation import whole
-from shoal.worker.data.fetch import Key, Source, always
-from shoal.worker.data.read_ahead_processes import Forked
+from shoal.worker.data.fetch import BatchReader, ReadKey, always
+from shoal.worker.data.read_ahead_processes import ForkedReaders
 from shoal.worker.data.share_loader import Foresight
 
 
@@ -21,28 +21,28 @@ class Threads:
     read when it is asked for is read by who asks.
     """
 
-    def __init__(self, source: Source, workers: int, prefetch: int) -> None:
+    def __init__(self, source: BatchReader, workers: int, prefetch: int) -> None:
         self._source, self._workers, self._depth = source, workers, depth(workers, prefetch)
-        self._asked: dict[Key, _Reading] = {}
-        self._queue: deque[_Reading] = deque()
+        self._asked: dict[ReadKey, _ReadTask] = {}
+        self._queue: deque[_ReadTask] = deque()
         self._some = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return self._source.pids if isinstance(self._source, Forked) else ()
+        return self._source.pids if isinstance(self._source, ForkedReaders) else ()
 
     def start(self) -> None:
         """Start the threads; none of them keeps the process from ending."""
         if not self._threads and not self._closed:
-            if isinstance(self._source, Forked):
+            if isinstance(self._source, ForkedReaders):
                 self._source.start()
             self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._workers)]
             for thread in self._threads:
                 thread.start()
 
-    def get(self, key: Key, foresee: Foresight) -> Any:
+    def get(self, key: ReadKey, foresee: Foresight) -> Any:
         """What the source gives for `key`; meanwhile the threads go on with the steps that `foresee` names."""
         if key.bare:
             return self._source.read(key, always)
@@ -65,7 +65,7 @@ class Threads:
         for reading in self._asked.values():
             reading.void = True
         self._asked.clear()
-        if isinstance(self._source, Forked):
+        if isinstance(self._source, ForkedReaders):
             self._source.close()
 
     def _plan(self, step: int, foresee: Foresight) -> None:
@@ -75,7 +75,7 @@ class Threads:
             self._asked.pop(key).void = True
         for key in wanted:
             if key not in self._asked:
-                self._asked[key] = reading = _Reading(key)
+                self._asked[key] = reading = _ReadTask(key)
                 with self._some:
                     self._queue.append(reading)
                     self._some.notify()
@@ -87,16 +87,16 @@ class Threads:
             # Or it would be held until the next one comes.
             del reading
 
-    def _next(self) -> _Reading | None:
+    def _next(self) -> _ReadTask | None:
         with self._some:
             self._some.wait_for(lambda: self._queue or self._closed)
             return None if self._closed else self._queue.popleft()
 
 
-class _Reading:
+class _ReadTask:
     """A key that somebody may read; who takes it first does."""
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: ReadKey) -> None:
         self.key, self.void = key, False
         self.future: Future[Any] = Future()
         self._free = threading.Lock()
@@ -104,7 +104,7 @@ class _Reading:
     def take(self) -> bool:
         return not self.void and self._free.acquire(blocking=False)
 
-    def read(self, read: Callable[[Key, Callable[[int], bool]], Any]) -> None:
+    def read(self, read: Callable[[ReadKey, Callable[[int], bool]], Any]) -> None:
         try:
             self.future.set_result(read(self.key, lambda _: not self.void))
         except BaseException as error:  # noqa: BLE001 - it is raised again where the batch is asked for

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 
-class Generators:
+class RngState:
     """Those of Python and NumPy; a framework adds its own."""
 
     def seed(self, seed: int) -> None:

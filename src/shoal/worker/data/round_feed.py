@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.core.data.rounds import Rounds, local_batches
-from shoal.core.shares.balancer import Balance
+from shoal.core.data.rounds import RoundOrder, local_batches
+from shoal.core.shares.balancer import ShareBalancer
 from shoal.core.world import World
-from shoal.worker.data.feed import IndexedFeed, Piece, told
-from shoal.worker.data.fetch import Batch, Key, cut
+from shoal.worker.data.feed import IndexedFeed, MicroBatch, told
+from shoal.worker.data.fetch import Batch, ReadKey, cut
 from shoal.worker.data.share_loader import Foresight, ShareLoader, Span
 
 # A round is many steps long: one of them tells as much of the members' speeds as several steps do.
@@ -21,7 +21,7 @@ FIRST_ROUNDS = (1, 2, 4)
 class BatchLoader(ShareLoader):
     """Reads one batch after the other, not all of a round at once."""
 
-    def batch(self, key: Key, foresee: Foresight) -> list[Batch]:
+    def batch(self, key: ReadKey, foresee: Foresight) -> list[Batch]:
         """The pieces of one batch; `foresee` names those that follow, by their number."""
         if self._ahead:
             pieces: list[Batch] = self._ahead.get(key, foresee)
@@ -35,7 +35,7 @@ class BatchLoader(ShareLoader):
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class LocalBatch:
     """One batch of a round: how many samples it has, and which of the round's pieces make it up."""
 
     samples: int
@@ -43,7 +43,7 @@ class Lot:
     last: int
 
 
-class _Due(Piece):
+class _LazyMicroBatch(MicroBatch):
     """A piece that is read when it is given out."""
 
     def take(self) -> Any:
@@ -53,12 +53,12 @@ class _Due(Piece):
 class RoundFeed(IndexedFeed):
     """Rounds of a map-style dataset; `lots` are the batches of this member's share, `read_s` what reading them took."""
 
-    _order: Rounds
+    _order: RoundOrder
     _loader: BatchLoader
 
-    def __init__(self, order: Rounds, loader: BatchLoader, balance: Balance) -> None:
+    def __init__(self, order: RoundOrder, loader: BatchLoader, balance: ShareBalancer) -> None:
         super().__init__(order, loader, balance)
-        self.lots: list[Lot] = []
+        self.lots: list[LocalBatch] = []
         self.read_s = 0.0
         self._members = 1
         # Batches are numbered through, so that those of the next round can be read ahead.
@@ -78,7 +78,7 @@ class RoundFeed(IndexedFeed):
         """How many of those have passed after so many batches of this member's own, of its share of this round."""
         return batches * self._order.batches_in(step) // len(self.lots)
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[Piece]:
+    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
         members = told(self.balance, world)
         start, stop = self._span(step, members, rank, ghosts)
         self._first += self._count if step != self._step else 0
@@ -86,16 +86,16 @@ class RoundFeed(IndexedFeed):
         self._step, self._members, self._count = step, world.size, len(sizes)
         self.units, self.read_s, self.lots = stop - start, 0.0, []
         foresee = self._foresight(step, (start, stop), members, rank)
-        found: list[Piece] = []
+        found: list[MicroBatch] = []
         for number, samples in enumerate(sizes, self._first):
             parts = cut(samples, self._loader.micro)
-            self.lots.append(Lot(samples, len(found), len(found) + len(parts) - 1))
-            read = _Reading(lambda number=number: self._read(number, foresee))  # type: ignore[misc]
-            found += [_Due(read.next, part) for part in parts]
+            self.lots.append(LocalBatch(samples, len(found), len(found) + len(parts) - 1))
+            read = _LazyBatch(lambda number=number: self._read(number, foresee))  # type: ignore[misc]
+            found += [_LazyMicroBatch(read.next, part) for part in parts]
         if not found:
             # The workers read ahead for the rounds in which the share is not empty.
-            self.lots = [Lot(0, 0, 0)]
-            found = [Piece(self._loader.ghost(step), 0)]
+            self.lots = [LocalBatch(0, 0, 0)]
+            found = [MicroBatch(self._loader.ghost(step), 0)]
             self._loader.look_ahead(self._first - 1, foresee)
         return found
 
@@ -109,19 +109,19 @@ class RoundFeed(IndexedFeed):
 
     def _foresight(self, step: int, span: Span, members: Sequence[str], rank: int) -> Foresight:
         first, micro = self._first, self._loader.micro
-        known: dict[int, list[Key]] = {}
+        known: dict[int, list[ReadKey]] = {}
 
-        def keys_of(later: int) -> list[Key]:
+        def keys_of(later: int) -> list[ReadKey]:
             if later not in known:
                 start, stop = span if later == step else self._span(later, members, rank, ())
                 place, at, known[later] = self._order.place(later), start, []
                 for samples in local_batches(stop - start, self._order.batch, len(members)):
                     begin = place.first + at
-                    known[later].append(Key(0, begin, begin + samples, micro, epoch=place.epoch))
+                    known[later].append(ReadKey(0, begin, begin + samples, micro, epoch=place.epoch))
                     at += samples
             return known[later]
 
-        def foresee(number: int) -> Key | None:
+        def foresee(number: int) -> ReadKey | None:
             later, on = step, number - first
             while not self.over(later):
                 keys = keys_of(later)
@@ -135,7 +135,7 @@ class RoundFeed(IndexedFeed):
         return foresee
 
 
-class _Reading:
+class _LazyBatch:
     """The pieces of one batch, which are read together when the first of them is asked for."""
 
     def __init__(self, read: Callable[[], list[Batch]]) -> None:

@@ -6,18 +6,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shoal.core.data.sample_order import Order
-from shoal.worker.data.fetch import Batch, Fetcher, Key, always, cut
+from shoal.core.data.sample_order import SampleOrder
+from shoal.worker.data.fetch import Batch, Fetcher, ReadKey, always, cut
 
 Span = tuple[int, int]
-Foresight = Callable[[int], Key | None]
+Foresight = Callable[[int], ReadKey | None]
 Spans = Callable[[int], Span | None]
 
 # BatchNorm refuses to train on a single sample.
 GHOST_SAMPLES = 2
 
 
-class Ahead(Protocol):
+class ReadAhead(Protocol):
     """Reads ahead in processes of its own."""
 
     @property
@@ -25,7 +25,7 @@ class Ahead(Protocol):
 
     def start(self) -> None: ...
 
-    def get(self, key: Key, foresee: Foresight) -> Any: ...
+    def get(self, key: ReadKey, foresee: Foresight) -> Any: ...
 
     def look_ahead(self, step: int, foresee: Foresight) -> None: ...
 
@@ -35,7 +35,7 @@ class Ahead(Protocol):
 class Reader:
     """What reads data when asked, or lets `ahead` do it before."""
 
-    def __init__(self, ahead: Ahead | None) -> None:
+    def __init__(self, ahead: ReadAhead | None) -> None:
         self._ahead = ahead
         self._ghost_samples: list[Any] = []
         if ahead:
@@ -58,7 +58,9 @@ class ShareLoader(Reader):
     `micro`, the largest number of samples in one piece, and the sizes of the order's batches may change between steps.
     """
 
-    def __init__(self, order: Order, fetcher: Fetcher, ahead: Ahead | None = None, micro: int | None = None) -> None:
+    def __init__(
+        self, order: SampleOrder, fetcher: Fetcher, ahead: ReadAhead | None = None, micro: int | None = None
+    ) -> None:
         super().__init__(ahead)
         self.micro = micro
         self.order = order
@@ -88,18 +90,18 @@ class ShareLoader(Reader):
         if self._ahead:
             self._ahead.close()
 
-    def _key(self, step: int, span: Span) -> Key:
+    def _key(self, step: int, span: Span) -> ReadKey:
         place = self.order.place(step)
-        return Key(step, place.first + span[0], place.first + span[1], self.micro, epoch=place.epoch)
+        return ReadKey(step, place.first + span[0], place.first + span[1], self.micro, epoch=place.epoch)
 
     def _foresight(self, ahead: Spans) -> Foresight:
-        def foresee(step: int) -> Key | None:
+        def foresee(step: int) -> ReadKey | None:
             span = ahead(step)
             return None if span is None or span[0] == span[1] else self._key(step, span)
 
         return foresee
 
-    def _get(self, key: Key, ahead: Spans) -> list[Any]:
+    def _get(self, key: ReadKey, ahead: Spans) -> list[Any]:
         if self._ahead:
             pieces: list[Any] = self._ahead.get(key, self._foresight(ahead))
             return pieces

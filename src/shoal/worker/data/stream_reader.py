@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from shoal.core.data.lanes import LaneLayout
 from shoal.errors import EmptyDataset
-from shoal.worker.data.fetch import Batch, Collate, Key, Watch, always, combine
+from shoal.worker.data.fetch import Batch, Collate, ReadKey, Watch, always, combine
 from shoal.worker.data.lane import Lane, Lengths, Shards
-from shoal.worker.data.rng_state import Generators
-from shoal.worker.data.share_loader import Ahead, Reader
+from shoal.worker.data.rng_state import RngState
+from shoal.worker.data.share_loader import ReadAhead, Reader
 
 GHOST_SAMPLES = 2
 # More steps than an epoch can have: how many there are is known only at its end.
 EPOCH = 1 << 40
 
 
-class Taken(NamedTuple):
+class LaneBatch(NamedTuple):
     """One member's part of one step; `more` says whether its lanes have another sample after it."""
 
     batch: Batch | None
@@ -32,7 +32,7 @@ class LaneSource:
     noun = "lane"
 
     def __init__(
-        self, shards: Shards, layout: LaneLayout, collate: Collate, generators: Generators, kept_steps: int
+        self, shards: Shards, layout: LaneLayout, collate: Collate, generators: RngState, kept_steps: int
     ) -> None:
         self.lengths: Lengths = shards.known_lengths()
         self.generators = generators
@@ -44,7 +44,7 @@ class LaneSource:
         self._lanes: dict[int, Lane] = {}
         self._seen: list[Any] = []
 
-    def read(self, key: Key, watch: Watch) -> Any | None:
+    def read(self, key: ReadKey, watch: Watch) -> Any | None:
         """(Taken, newly learned lengths) for lanes start…stop at a step, or bare samples for a ghost."""
         if key.bare:
             return self._seen or self._first()
@@ -61,7 +61,7 @@ class LaneSource:
         self._seen = samples[:GHOST_SAMPLES] or self._seen
         where = f"step {index} of epoch {epoch}, lanes {key.start}…{key.stop - 1}"
         batch = combine(self._collate, samples, where) if samples else None
-        return Taken(batch, len(samples), more), self._news()
+        return LaneBatch(batch, len(samples), more), self._news()
 
     def collate(self, samples: list[Any]) -> Batch:
         """One batch of these samples."""
@@ -100,20 +100,20 @@ class LaneReader(Reader):
     What it learns of the shards' lengths is its state: with it, a resumed stream finds its place without reading.
     """
 
-    def __init__(self, source: LaneSource, ahead: Ahead | None = None) -> None:
+    def __init__(self, source: LaneSource, ahead: ReadAhead | None = None) -> None:
         super().__init__(ahead)
         self._source = source
 
-    def take(self, step_in_epoch: int, epoch: int, lane_range: tuple[int, int]) -> Taken:
+    def take(self, step_in_epoch: int, epoch: int, lane_range: tuple[int, int]) -> LaneBatch:
         """What these lanes give to this step, wherever the reader was before."""
-        taken, news = self._get(Key(epoch * EPOCH + step_in_epoch, *lane_range, None))
+        taken, news = self._get(ReadKey(epoch * EPOCH + step_in_epoch, *lane_range, None))
         self._source.lengths.update(news)
-        return Taken(*taken)
+        return LaneBatch(*taken)
 
     def ghost(self) -> Batch:
         """A tiny batch for a member without samples: it computes along, and counts for nothing."""
         if not self._ghost_samples:
-            self._ghost_samples = self._get(Key(0, 0, 0, None, bare=True))
+            self._ghost_samples = self._get(ReadKey(0, 0, 0, None, bare=True))
         return self._source.collate(self._ghost_samples)
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -132,7 +132,7 @@ class LaneReader(Reader):
             self._ahead.close()
         self._source.close()
 
-    def _get(self, key: Key) -> Any:
+    def _get(self, key: ReadKey) -> Any:
         if self._ahead:
             return self._ahead.get(key, lambda step: key._replace(step=step) if not key.bare else None)
         with self._source.generators.preserved():

@@ -16,7 +16,7 @@ from shoal.errors import (
     BadEvaluation,
     CheckpointDamaged,
     EvaluatorDiffers,
-    ModelDiffers,
+    ModelMismatch,
     NoCheckpoint,
     NothingToEvaluate,
     StoreUnusable,
@@ -24,9 +24,9 @@ from shoal.errors import (
 from shoal.wire import member_messages as messages
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.session import output_upload
-from shoal.worker.session.session import RunOver
+from shoal.worker.session.session import MemberExit
 from shoal.worker.training.metrics import number_of
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.training_state import TrainingState
 
 LOOK_S = 5.0
 UNSEEN_S = 60.0
@@ -36,7 +36,7 @@ Write = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EvaluationRequest:
     """What a script asked for: how to score its model, what is best, and what to do about it."""
 
     score: Callable[[], Any]
@@ -48,7 +48,7 @@ class Wish:
 
 def wish(
     score: Callable[[], Any], best: str | None, patience: int | None, export: str | os.PathLike[str] | None
-) -> Wish:
+) -> EvaluationRequest:
     """Check what a script asks for; every process does, so that a mistake is found before the training."""
     if not callable(score):
         raise BadEvaluation(f"a {type(score).__name__} cannot evaluate a model", do="pass a function of no arguments")
@@ -60,10 +60,12 @@ def wish(
         raise BadEvaluation(
             f"{what} was given, but not what is best", do='write best="max:accuracy" or best="min:loss"'
         )
-    return Wish(score, best or "", goal, patience, os.fspath(export) if export is not None else "")
+    return EvaluationRequest(score, best or "", goal, patience, os.fspath(export) if export is not None else "")
 
 
-def follow(session: EvaluatorSession, keeper: StateKeeper, asked: Wish | None, write: Write) -> RunOver:
+def follow(
+    session: EvaluatorSession, keeper: TrainingState, asked: EvaluationRequest | None, write: Write
+) -> MemberExit:
     """Evaluate each new checkpoint until nobody trains any more; what the process then ends with.
 
     `write(path)` writes the model that is loaded. If several checkpoints came meanwhile, only the newest counts.
@@ -91,13 +93,13 @@ def follow(session: EvaluatorSession, keeper: StateKeeper, asked: Wish | None, w
         line.pause(LOOK_S)
 
 
-def _best(standing: messages.Standing, asked: Wish) -> float | None:
+def _best(standing: messages.EvaluationStatusMsg, asked: EvaluationRequest) -> float | None:
     """What an evaluator before us found, if it asked the same."""
     return standing.best_value if standing.best == asked.best else None
 
 
 def _evaluate(
-    session: EvaluatorSession, keeper: StateKeeper, asked: Wish, write: Write, best: float | None
+    session: EvaluatorSession, keeper: TrainingState, asked: EvaluationRequest, write: Write, best: float | None
 ) -> tuple[int, float | None]:
     """Evaluate the newest checkpoint; returns its step, and the best value so far."""
     session.phase("loading")
@@ -114,11 +116,11 @@ def _evaluate(
         export(asked.export, write)
         output_upload.bring_back(session.environment, asked.export)
     kept = asked.export if better else ""
-    session.line.evaluated(messages.Evaluated(step, finite, asked.best, asked.patience, kept))
+    session.line.evaluated(messages.EvaluatedMsg(step, finite, asked.best, asked.patience, kept))
     return step, value if better else best
 
 
-def _load(session: EvaluatorSession, keeper: StateKeeper) -> int:
+def _load(session: EvaluatorSession, keeper: TrainingState) -> int:
     """Load the newest checkpoint; one that is pruned while we read it has made room for another."""
     for left in reversed(range(TRIES)):
         try:
@@ -127,7 +129,7 @@ def _load(session: EvaluatorSession, keeper: StateKeeper) -> int:
             if not left:
                 raise
             step = None
-        except ModelDiffers as error:
+        except ModelMismatch as error:
             raise EvaluatorDiffers(
                 f"the evaluator has another model than the run: {error.what}",
                 why=error.why,

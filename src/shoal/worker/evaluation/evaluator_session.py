@@ -8,23 +8,23 @@ import time
 from shoal.core.world import Address
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
-from shoal.worker.session.coordinator_client import Correspondence
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.session import PREEMPTED, RunOver
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.coordinator_client import CoordinatorClient
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.session import PREEMPTED, MemberExit
+from shoal.worker.session.standalone import StandaloneSession
 
 
-class EvaluatorSession(Solo):
+class EvaluatorSession(StandaloneSession):
     """What a Session is to a member, to an evaluator: to its model it is alone, and it trains and writes nothing."""
 
     is_writer = False
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: MemberEnvironment) -> None:
         super().__init__()
         self.environment = environment
         self.settings = environment.values
         self.me = environment.member
-        self.line = Line(environment)
+        self.line = EvaluatorClient(environment)
 
     def phase(self, name: str) -> None:
         self.line.phase(name)
@@ -47,15 +47,15 @@ class EvaluatorSession(Solo):
         self.line.close()
 
 
-class Line(Correspondence):
+class EvaluatorClient(CoordinatorClient):
     """What an evaluator says to the coordinator and hears from it."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: MemberEnvironment) -> None:
         super().__init__(environment, credentials.read(environment.token_file))
         self.address = Address(environment.host, 0)
         self.checkpoint: tuple[int, float] | None = None
-        self._standing: messages.Standing | None = None
-        self._unheard: messages.Evaluated | None = None
+        self._standing: messages.EvaluationStatusMsg | None = None
+        self._unheard: messages.EvaluatedMsg | None = None
         self._link.open()
 
     @property
@@ -63,7 +63,7 @@ class Line(Correspondence):
         """Whether nobody trains any more, so that no other checkpoint will come."""
         return self._finished
 
-    def standing(self) -> messages.Standing:
+    def standing(self) -> messages.EvaluationStatusMsg:
         """How the evaluation stood when the coordinator last said so; it is waited for."""
         with self._changed:
             self._wait_until(
@@ -73,7 +73,7 @@ class Line(Correspondence):
             assert self._standing is not None
             return self._standing
 
-    def evaluated(self, found: messages.Evaluated) -> None:
+    def evaluated(self, found: messages.EvaluatedMsg) -> None:
         """Report an evaluation; it is said again until it was heard."""
         with self._changed:
             self._unheard = found
@@ -94,12 +94,12 @@ class Line(Correspondence):
         if self._error is not None:
             raise self._error
         if self._leaving is not None:
-            self._say(messages.Left(self.step))
+            self._say(messages.LeftMsg(self.step))
             raise self.goodbye(PREEMPTED, f"left the run: {self._leaving[1]}")
 
-    def goodbye(self, exit_code: int, reason: str) -> RunOver:
+    def goodbye(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
-        return RunOver(exit_code, reason)
+        return MemberExit(exit_code, reason)
 
     def close(self) -> None:
         self._link.close()
@@ -109,13 +109,13 @@ class Line(Correspondence):
 
     # --- hearing, in the link's thread
 
-    def _on_standing(self, message: messages.Standing) -> None:
+    def _on_evaluationstatus(self, message: messages.EvaluationStatusMsg) -> None:
         self._standing = message
         if self._unheard is not None and message.step == self._unheard.step:
             self._unheard = None
 
-    def _on_checkpointed(self, message: messages.Checkpointed) -> None:
+    def _on_checkpointwritten(self, message: messages.CheckpointWrittenMsg) -> None:
         self.checkpoint = (message.step, time.monotonic())
 
-    def _on_expelled(self, _message: messages.Expelled) -> None:
+    def _on_evicted(self, _message: messages.EvictedMsg) -> None:
         self._say_hello_again()

@@ -10,35 +10,43 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from shoal.core.parameter_server.ticket_ledger import Granted, Ticket
+from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted
 from shoal.core.placement import LEDGER, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
-from shoal.worker.parameter_server.liveness import Presence
-from shoal.worker.parameter_server.rpc import Answer, Bye, Call, Pull, Push, Raw, Turn
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.liveness import LivenessConnection
+from shoal.worker.parameter_server.rpc import (
+    Disconnect,
+    PullParameters,
+    PushGradients,
+    Raw,
+    ServerCall,
+    ServerReply,
+    TicketRequest,
+)
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.transport.handshake import CALL
 from shoal.worker.transport.sockets import disown, shut
 
 PAUSE_S = 0.05
 
 
-class Abandoned(Exception):  # noqa: N818 - it is an event of the run, not a mistake
+class TicketAbandoned(Exception):  # noqa: N818 - it is an event of the run, not a mistake
     """What this trainer was doing does not count: others do it, or the state went back to a checkpoint."""
 
 
-class Pusher:
+class ServerClient:
     """The connections of one trainer to the servers; used by one thread."""
 
-    def __init__(self, session: PlacedSession) -> None:
+    def __init__(self, session: ServedSession) -> None:
         self._session = session
         self._socks: dict[str, tuple[str, socket.socket]] = {}
         self._guard = threading.Lock()
         self._dialled: tuple[str, str, threading.Event] | None = None
         self._reported: set[tuple[str, int]] = set()
-        self._presence = Presence(self._be_seen_by)
+        self._presence = LivenessConnection(self._be_seen_by)
         self.placement: Placement | None = None
         self.waits_for: tuple[str, ...] = ()
         session.adopted = self._adopted
@@ -51,14 +59,14 @@ class Pusher:
             self.placement = self._session.newer_placement(0)
         return self._take_newest()
 
-    def turn(self, done: Ticket | None, seconds: float, wants: bool = True) -> Answer:
+    def turn(self, done: Ticket | None, seconds: float, wants: bool = True) -> ServerReply:
         """Say what is finished and get the next ticket; waits as long as it takes, unless we have to go."""
         life, began = self.wait_for_servers().life, time.monotonic()
         while True:
             placement = self._take_newest()
             if placement.life != life:
-                raise Abandoned("the state went back to a checkpoint")
-            call = Turn(life, placement.number, done, seconds, wants)
+                raise TicketAbandoned("the state went back to a checkpoint")
+            call = TicketRequest(life, placement.number, done, seconds, wants)
             (answer, _), *_ = self._ask({LEDGER: (call, ())})
             if answer.kind in ("granted", "over"):
                 self.waits_for = ()
@@ -75,17 +83,20 @@ class Pusher:
         """The parameters of every part that has another version than we have, with their versions."""
         life = self.wait_for_servers().life
         parts = range(1, len(self.wait_for_servers().holdings))
-        answers = self._ask({part: (Pull(life, part, versions.get(part, -1)), ()) for part in parts})
+        answers = self._ask({part: (PullParameters(life, part, versions.get(part, -1)), ()) for part in parts})
         found: dict[int, tuple[int, memoryview | None]] = {}
         for part, (answer, body) in zip(parts, answers, strict=True):
             found[part] = (answer.version, None if answer.kind == "same" else body)
         return found
 
-    def push(self, granted: Granted, life: int, gradients: Mapping[int, tuple[bytes, Sequence[Raw]]]) -> None:
+    def push(self, granted: TicketGranted, life: int, gradients: Mapping[int, tuple[bytes, Sequence[Raw]]]) -> None:
         """Give every part its gradient; returns when all have taken it in."""
         self._ask(
             {
-                part: (Push(life, part, granted.ticket, granted.clock, granted.low, granted.settled, how), body)
+                part: (
+                    PushGradients(life, part, granted.ticket, granted.clock, granted.low, granted.settled, how),
+                    body,
+                )
                 for part, (how, body) in gradients.items()
             }
         )
@@ -96,7 +107,7 @@ class Pusher:
         if placement is not None:
             try:
                 sock = self._sock(placement, placement.holdings[LEDGER].primary)
-                rpc.send(sock, Bye(placement.life))
+                rpc.send(sock, Disconnect(placement.life))
             except (OSError, ExchangeBroken):
                 return
 
@@ -109,9 +120,9 @@ class Pusher:
 
     # --- asking until it is answered
 
-    def _ask(self, calls: Mapping[int, tuple[Call, Sequence[Raw]]]) -> list[tuple[Answer, memoryview]]:
+    def _ask(self, calls: Mapping[int, tuple[ServerCall, Sequence[Raw]]]) -> list[tuple[ServerReply, memoryview]]:
         """The answers of the parts' primaries, in the order of the calls."""
-        answers: dict[int, tuple[Answer, memoryview]] = {}
+        answers: dict[int, tuple[ServerReply, memoryview]] = {}
         began = time.monotonic()
         while len(answers) < len(calls):
             placement = self._take_newest()
@@ -119,7 +130,7 @@ class Pusher:
             for part, answered in self._ask_once(placement, waiting).items():
                 kind = answered[0].kind
                 if kind in ("void", "stale", "refused"):
-                    raise Abandoned(answered[0].reason)
+                    raise TicketAbandoned(answered[0].reason)
                 if kind != "moved":
                     answers[part] = answered
             if len(answers) < len(calls):
@@ -127,8 +138,8 @@ class Pusher:
         return [answers[part] for part in calls]
 
     def _ask_once(
-        self, placement: Placement, calls: Mapping[int, tuple[Call, Sequence[Raw]]]
-    ) -> dict[int, tuple[Answer, memoryview]]:
+        self, placement: Placement, calls: Mapping[int, tuple[ServerCall, Sequence[Raw]]]
+    ) -> dict[int, tuple[ServerReply, memoryview]]:
         """Send all calls, then take the answers, so that the servers work at the same time."""
         sent: list[tuple[int, str, socket.socket]] = []
         broken: set[str] = set()
@@ -143,7 +154,7 @@ class Pusher:
             except (OSError, ExchangeBroken) as error:
                 broken.add(server)
                 self._lost(placement, server, str(error))
-        found: dict[int, tuple[Answer, memoryview]] = {}
+        found: dict[int, tuple[ServerReply, memoryview]] = {}
         for part, server, sock in sent:
             if server in broken:
                 continue
@@ -160,7 +171,7 @@ class Pusher:
         self._session.pause(PAUSE_S)
         newest = self._session.placement
         if newest is not None and newest.life != placement.life:
-            raise Abandoned("the state went back to a checkpoint")
+            raise TicketAbandoned("the state went back to a checkpoint")
         if self._session.finished:
             self._session.raise_if_over()
         if newest is None or newest.number == placement.number:
@@ -191,7 +202,7 @@ class Pusher:
         newest = self._session.placement
         if newest is not None and newest.number == placement.number and (server, newest.number) not in self._reported:
             self._reported = {(server, newest.number)} | {one for one in self._reported if one[1] == newest.number}
-            self._session.say(messages.Unreachable(server, placement.number, cause))
+            self._session.say(messages.ServerUnreachableMsg(server, placement.number, cause))
 
     def _sock(self, placement: Placement, server: str) -> socket.socket:
         seat = placement.seat_of(server)
@@ -204,7 +215,9 @@ class Pusher:
         cancelled = threading.Event()
         with self._guard:
             self._dialled = (server, seat.incarnation, cancelled)
-        sock = self._session.port.call(CALL, placement.number, seat, self._session.settings.connect_s, cancelled)
+        sock = self._session.port.call(
+            CALL, placement.number, seat, self._session.settings.connect_timeout_s, cancelled
+        )
         with self._guard:
             self._socks[server], self._dialled = (seat.incarnation, sock), None
         return sock
@@ -225,4 +238,4 @@ class Pusher:
         self._presence.show(placement.seat_of(placement.holdings[LEDGER].primary) if placement is not None else None)
 
     def _be_seen_by(self, seat: Seat) -> socket.socket:
-        return self._session.port.call(CALL, 0, seat, self._session.settings.connect_s, threading.Event())
+        return self._session.port.call(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())

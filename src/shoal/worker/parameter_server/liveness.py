@@ -14,7 +14,7 @@ LOOK_S = 0.5
 AGAIN_S = 0.1
 
 
-class Presence:
+class LivenessConnection:
     """Connected, as soon and as long as it can be, to whoever was named last."""
 
     def __init__(self, call: Callable[[Seat], socket.socket]) -> None:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shoal.core.parameter_server import ticket_ledger
-from shoal.core.parameter_server.ticket_ledger import Ledger, Outcome, Sizes, Ticket
-from shoal.worker.parameter_server.rpc import Push, Raw
+from shoal.core.parameter_server.ticket_ledger import BatchSizes, Outcome, Ticket, TicketLedger
+from shoal.worker.parameter_server.rpc import PushGradients, Raw
 from shoal.worker.transport.snapshot import Bytes
 
 if TYPE_CHECKING:
-    from shoal.worker.parameter_server.replication import Replica
+    from shoal.worker.parameter_server.replication import ReplicaSender
 
 
-class Vault(Protocol):
+class ShardStore(Protocol):
     """A framework's side of a server: the parameters and whatever changes them."""
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
@@ -46,7 +46,7 @@ class Vault(Protocol):
         """Be as the script built it."""
 
 
-class Part(ABC):
+class ReplicatedPart(ABC):
     """One part of the state, and the copies that others are given of it."""
 
     def __init__(self, number: int, life: int) -> None:
@@ -56,7 +56,7 @@ class Part(ABC):
         self.gone = False
         self.lock = threading.RLock()
         self.memory = threading.RLock()
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, ReplicaSender] = {}
 
     @abstractmethod
     def apply(self, what: bytes, body: memoryview) -> None:
@@ -71,7 +71,7 @@ class Part(ABC):
         """Take over all of it."""
 
 
-class _Tally(msgspec.Struct):
+class _AppliedTickets(msgspec.Struct):
     """What a shard remembers of the tickets that it has taken in."""
 
     taken: list[tuple[int, int]]
@@ -82,17 +82,17 @@ class _Tally(msgspec.Struct):
 
 def vault_header(meta: bytes) -> bytes:
     """What the vault said of a captured shard."""
-    return msgspec.msgpack.decode(meta, type=_Tally).header
+    return msgspec.msgpack.decode(meta, type=_AppliedTickets).header
 
 
-class Shard(Part):
+class ParameterShard(ReplicatedPart):
     """Some of the parameters. `taken` are the tickets that are in them, as far as they could come again.
 
     `floor` is the slowest clock that a bound ever counted on. Whoever is below it is not counted on any more, and its
     gradient is too old.
     """
 
-    def __init__(self, number: int, life: int, vault: Vault) -> None:
+    def __init__(self, number: int, life: int, vault: ShardStore) -> None:
         super().__init__(number, life)
         self.taken: set[tuple[int, int]] = set()
         self.settled = 0
@@ -103,7 +103,7 @@ class Shard(Part):
         return ticket.step < self.settled or ticket.key in self.taken
 
     def apply(self, what: bytes, body: memoryview) -> None:
-        push = msgspec.msgpack.decode(what, type=Push)
+        push = msgspec.msgpack.decode(what, type=PushGradients)
         with self.memory:
             self._vault.apply(self.number, push.how, push.ticket.samples, body)
             self.taken.add(push.ticket.key)
@@ -116,10 +116,12 @@ class Shard(Part):
     def capture(self) -> tuple[bytes, list[Bytes]]:
         with self.memory:
             header, buffers = self._vault.capture(self.number)
-            return msgspec.msgpack.encode(_Tally(sorted(self.taken), self.settled, self.floor, header)), buffers
+            return msgspec.msgpack.encode(
+                _AppliedTickets(sorted(self.taken), self.settled, self.floor, header)
+            ), buffers
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:
-        tally = msgspec.msgpack.decode(meta, type=_Tally)
+        tally = msgspec.msgpack.decode(meta, type=_AppliedTickets)
         with self.memory:
             self._vault.install(self.number, tally.header, buffers)
             self.taken, self.settled, self.floor = set(tally.taken), tally.settled, tally.floor
@@ -131,7 +133,7 @@ class Shard(Part):
             return found, [] if found == version else self._vault.parameters(self.number)
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LedgerUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of the ledger: a trainer's turn, or that it is gone."""
 
     member: str
@@ -142,25 +144,25 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gone: bool = False
 
 
-class LedgerPart(Part):
+class LedgerPart(ReplicatedPart):
     """The ledger of tickets."""
 
-    def __init__(self, number: int, life: int, ledger: Ledger, sizes: Sizes) -> None:
+    def __init__(self, number: int, life: int, ledger: TicketLedger, sizes: BatchSizes) -> None:
         super().__init__(number, life)
         self.ledger = ledger
         self.seen_number = 0
         self.changed = threading.Condition(self.lock)
         self._sizes = sizes
 
-    def outcome(self, step: Step) -> tuple[Ledger, Outcome]:
+    def outcome(self, step: LedgerUpdate) -> tuple[TicketLedger, Outcome]:
         """What would follow from an entry."""
         if step.gone:
-            return ticket_ledger.drop(self.ledger, step.member, step.session), ticket_ledger.Unknown()
+            return ticket_ledger.drop(self.ledger, step.member, step.session), ticket_ledger.TrainerUnknown()
         joined = ticket_ledger.join(self.ledger, step.member, step.session)
         return ticket_ledger.turn(joined, self._sizes, step.member, step.session, step.done, step.seconds, step.wants)
 
     def apply(self, what: bytes, body: memoryview) -> None:  # noqa: ARG002
-        self.ledger, _ = self.outcome(msgspec.msgpack.decode(what, type=Step))
+        self.ledger, _ = self.outcome(msgspec.msgpack.decode(what, type=LedgerUpdate))
         self.version += 1
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
@@ -168,4 +170,4 @@ class LedgerPart(Part):
         return msgspec.msgpack.encode(replace(self.ledger, marked=None)), []
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:  # noqa: ARG002
-        self.ledger = msgspec.msgpack.decode(meta, type=Ledger)
+        self.ledger = msgspec.msgpack.decode(meta, type=TicketLedger)

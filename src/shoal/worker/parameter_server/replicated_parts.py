@@ -12,26 +12,26 @@ import threading
 import time
 from collections.abc import Sequence
 
-from shoal.core.parameter_server.ticket_ledger import Ledger, Sizes
-from shoal.core.placement import LEDGER, Holding, Placement
+from shoal.core.parameter_server.ticket_ledger import BatchSizes, TicketLedger
+from shoal.core.placement import LEDGER, PartAssignment, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
-from shoal.worker.parameter_server.parts import LedgerPart, Part, Shard, Vault
-from shoal.worker.parameter_server.replication import Replica, Sent
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.parts import LedgerPart, ParameterShard, ReplicatedPart, ShardStore
+from shoal.worker.parameter_server.replication import PendingUpdate, ReplicaSender
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.transport.handshake import COPY
 from shoal.worker.transport.snapshot import Bytes
 
 BREATH_S = 0.5
 
 
-class Shelf:
+class ReplicatedParts:
     """The parts that this member holds, by number."""
 
-    def __init__(self, session: PlacedSession, vault: Vault, sizes: Sizes, ledger: Ledger) -> None:
+    def __init__(self, session: ServedSession, vault: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
         self._session, self._vault, self._sizes, self._new_ledger = session, vault, sizes, ledger
-        self._parts: dict[int, Part] = {}
-        self._replicas: dict[tuple[int, str], Replica] = {}
+        self._parts: dict[int, ReplicatedPart] = {}
+        self._replicas: dict[tuple[int, str], ReplicaSender] = {}
         self._insisted_at = 0.0
         self._restored: dict[int, tuple[bytes, list[Bytes]]] = {}
         self._placement: Placement | None = None
@@ -69,7 +69,7 @@ class Shelf:
                 self._drop_replicas(part_held, ())
         self._restored.clear()
 
-    def _first(self, number: int, placement: Placement) -> Part:
+    def _first(self, number: int, placement: Placement) -> ReplicatedPart:
         """A part at the beginning of a life: as the script built it, or as the checkpoint has it."""
         part = self._make(number, placement.life)
         if number not in self._restored and not placement.fresh:
@@ -80,14 +80,14 @@ class Shelf:
         self._parts[number] = part
         return part
 
-    def _make(self, number: int, life: int) -> Part:
+    def _make(self, number: int, life: int) -> ReplicatedPart:
         if number == LEDGER:
             return LedgerPart(number, life, self._new_ledger, self._sizes)
         if number not in self._restored:
             self._vault.renew(number)
-        return Shard(number, life, self._vault)
+        return ParameterShard(number, life, self._vault)
 
-    def _equip(self, part: Part, holding: Holding, placement: Placement) -> None:
+    def _equip(self, part: ReplicatedPart, holding: PartAssignment, placement: Placement) -> None:
         wanted = tuple(name for name in (holding.backup, holding.learner) if name)
         self._drop_replicas(part, wanted, placement)
         for name in wanted:
@@ -99,8 +99,10 @@ class Shelf:
         elif not holding.handing:
             part.resting = False
 
-    def _start_replica(self, part: Part, seat: Seat, holding: Holding, placement: Placement, complete: bool) -> None:
-        replica = Replica(
+    def _start_replica(
+        self, part: ReplicatedPart, seat: Seat, holding: PartAssignment, placement: Placement, complete: bool
+    ) -> None:
+        replica = ReplicaSender(
             part,
             seat,
             holding.since,
@@ -113,7 +115,7 @@ class Shelf:
         self._replicas[part.number, seat.member] = replica
         replica.start()
 
-    def _drop_replicas(self, part: Part, wanted: Sequence[str], placement: Placement | None = None) -> None:
+    def _drop_replicas(self, part: ReplicatedPart, wanted: Sequence[str], placement: Placement | None = None) -> None:
         """Let go of copies that are not wanted, or that another process is to have."""
         for (number, name), replica in list(self._replicas.items()):
             if number != part.number:
@@ -133,14 +135,14 @@ class Shelf:
 
     def _connect(self, seat: Seat, cancelled: threading.Event) -> socket.socket:
         number = self._placement.number if self._placement is not None else 0
-        return self._session.port.call(COPY, number, seat, self._session.settings.connect_s, cancelled)
+        return self._session.port.call(COPY, number, seat, self._session.settings.connect_timeout_s, cancelled)
 
-    def _copied(self, part: Part, seat: Seat, since: int) -> None:
-        self._session.say(messages.Copied(part.number, seat.member, since))
+    def _copied(self, part: ReplicatedPart, seat: Seat, since: int) -> None:
+        self._session.say(messages.PartCopiedMsg(part.number, seat.member, since))
         with self._changed:
             self._changed.notify_all()
 
-    def _lost_touch(self, part: Part, seat: Seat, cause: str) -> None:
+    def _lost_touch(self, part: ReplicatedPart, seat: Seat, cause: str) -> None:
         """A copy is lost; the coordinator says what follows."""
         with self._changed:
             placement = self._placement
@@ -153,13 +155,13 @@ class Shelf:
     def _report(self, server: str, cause: str) -> None:
         placement = self._placement
         if placement is not None and placement.seat_of(server) is not None:
-            self._session.say(messages.Unreachable(server, placement.number, cause))
+            self._session.say(messages.ServerUnreachableMsg(server, placement.number, cause))
 
-    def _come_to_rest(self, part: Part, number: int) -> None:
+    def _come_to_rest(self, part: ReplicatedPart, number: int) -> None:
         with part.lock:
             # Whoever had the lock before has been acknowledged by the backup, so both hold the same now.
             part.resting = True
-        self._session.say(messages.Yielded(part.number, number))
+        self._session.say(messages.PartReleasedMsg(part.number, number))
 
     def outstanding(self) -> list[messages.Message]:
         """What the coordinator may not have heard, because it was away; said again with every hello."""
@@ -169,10 +171,10 @@ class Shelf:
         for (number, name), replica in list(self._replicas.items()):
             holding = placement.holdings[number]
             if replica.complete and not replica.failed and holding.learner == name and holding.since == replica.since:
-                found.append(messages.Copied(number, name, replica.since))
+                found.append(messages.PartCopiedMsg(number, name, replica.since))
         for number, part in list(self._parts.items()):
             if part.resting and placement.holdings[number].handing:
-                found.append(messages.Yielded(number, placement.number))
+                found.append(messages.PartReleasedMsg(number, placement.number))
         return found
 
     def restore(self, parts: dict[int, tuple[bytes, list[Bytes]]]) -> None:
@@ -201,7 +203,7 @@ class Shelf:
 
     # --- committing
 
-    def _commit(self, part: Part, what: bytes, body: memoryview) -> bool:
+    def _commit(self, part: ReplicatedPart, what: bytes, body: memoryview) -> bool:
         """Make a change here and on the backup; under the part's lock. False if this server is not the primary."""
         if not self._backup_attached(part):
             return False
@@ -217,7 +219,7 @@ class Shelf:
                 return False
         return True
 
-    def _backup_attached(self, part: Part) -> bool:
+    def _backup_attached(self, part: ReplicatedPart) -> bool:
         """Wait until there is a connection to the backup, if there is one; False if we are not the primary."""
         while True:
             with self._changed:
@@ -241,7 +243,7 @@ class Shelf:
             self._insisted_at = now
             self._report(server, cause)
 
-    def _taken_in(self, part: Part, replica: Replica, entry: Sent) -> bool:
+    def _taken_in(self, part: ReplicatedPart, replica: ReplicaSender, entry: PendingUpdate) -> bool:
         name = replica.seat.member
         while not entry.done.wait(0.05):
             if not replica.complete:
@@ -259,7 +261,7 @@ class Shelf:
                 self._changed.wait(0.1)
             self._insist(name, entry.failed)
 
-    def _is_primary(self, part: Part) -> bool:
+    def _is_primary(self, part: ReplicatedPart) -> bool:
         placement = self._placement
         return (
             not part.gone
@@ -269,7 +271,7 @@ class Shelf:
             and placement.holdings[part.number].primary == self._session.me
         )
 
-    def _primary(self, number: int, life: int, *, resting: bool = False) -> Part | None:
+    def _primary(self, number: int, life: int, *, resting: bool = False) -> ReplicatedPart | None:
         """The part, if this server answers for it."""
         part = self._parts.get(number)
         if part is None or part.life != life or not self._is_primary(part) or (part.resting and not resting):
@@ -277,7 +279,7 @@ class Shelf:
         return part
 
 
-def _same(holding: Holding, replica: Replica) -> bool:
+def _same(holding: PartAssignment, replica: ReplicaSender) -> bool:
     """Whether this is the copy that the holding means, and not an earlier one on the same server."""
     name = replica.seat.member
     return (name == holding.backup and replica.complete) or (name == holding.learner and replica.since == holding.since)

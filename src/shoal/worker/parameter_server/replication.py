@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from shoal.core.world import Seat
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
-from shoal.worker.parameter_server.parts import Part
-from shoal.worker.parameter_server.rpc import Entry, Install
+from shoal.worker.parameter_server.parts import ReplicatedPart
+from shoal.worker.parameter_server.rpc import InstallReplica, ReplicateUpdate
 from shoal.worker.transport.sockets import disown, shut
 
 Connect = Callable[[Seat, threading.Event], socket.socket]
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class PendingUpdate:
     """An entry on its way to a copy."""
 
-    entry: Entry
+    entry: ReplicateUpdate
     body: memoryview
     done: threading.Event = field(default_factory=threading.Event)
     failed: str = ""
 
 
-class Replica:
+class ReplicaSender:
     """The copy of a part on one other server; entries are sent in a thread of their own, and acknowledged in order.
 
     A copy that is `complete` has all that the primary has; from then on nothing counts that it did not take in. Until
@@ -37,33 +37,33 @@ class Replica:
 
     def __init__(
         self,
-        part: Part,
+        part: ReplicatedPart,
         seat: Seat,
         since: int,
         number: int,
         complete: bool,
         connect: Connect,
-        on_complete: Callable[[Part, Seat, int], object],
-        on_lost: Callable[[Part, Seat, str], object],
+        on_complete: Callable[[ReplicatedPart, Seat, int], object],
+        on_lost: Callable[[ReplicatedPart, Seat, str], object],
     ) -> None:
         self.seat, self.since = seat, since
         self.complete = complete
         self.failed = ""
         self._part, self._number = part, number
         self._connect, self._on_complete, self._on_lost = connect, on_complete, on_lost
-        self._entries: queue.Queue[Sent | None] = queue.Queue()
+        self._entries: queue.Queue[PendingUpdate | None] = queue.Queue()
         self._cancelled = threading.Event()
         self._guard = threading.Lock()
         self._sock: socket.socket | None = None
-        self._in_flight: Sent | None = None
+        self._in_flight: PendingUpdate | None = None
         self._thread = threading.Thread(target=self._run, name="shoal-replica", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, what: bytes, version: int, body: memoryview) -> Sent:
+    def put(self, what: bytes, version: int, body: memoryview) -> PendingUpdate:
         """Send an entry; call it under the part's lock."""
-        sent = Sent(Entry(self._part.life, self._part.number, self._number, version, what), body)
+        sent = PendingUpdate(ReplicateUpdate(self._part.life, self._part.number, self._number, version, what), body)
         with self._guard:
             if self.failed:
                 sent.failed = self.failed
@@ -114,7 +114,7 @@ class Replica:
             version = part.version
             part.replicas[self.seat.member] = self
         sizes = tuple(len(buffer) for buffer in buffers)
-        self._ask(sock, Install(part.life, part.number, self._number, version, meta, sizes), buffers)
+        self._ask(sock, InstallReplica(part.life, part.number, self._number, version, meta, sizes), buffers)
 
     def _complete_if_idle(self) -> None:
         if self.complete:
@@ -125,7 +125,7 @@ class Replica:
             self.complete = True
         self._on_complete(self._part, self.seat, self.since)
 
-    def _ask(self, sock: socket.socket, call: rpc.Call, parts: Sequence[rpc.Raw]) -> None:
+    def _ask(self, sock: socket.socket, call: rpc.ServerCall, parts: Sequence[rpc.Raw]) -> None:
         rpc.send(sock, call, parts)
         answer, _ = rpc.receive_answer(sock)
         if answer.kind != "done":

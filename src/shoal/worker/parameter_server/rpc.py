@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.parameter_server.ticket_ledger import Granted, Ticket
+from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted
 
 HEADER_LIMIT_BYTES = 64 << 20
 _PREFIX = struct.Struct("!4sIQ")
@@ -21,13 +21,13 @@ _MAGIC = b"shfr"
 Raw = Union[bytes, bytearray, memoryview, NDArray[np.uint8]]
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class ServerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all calls. `life` is the life of the state that the caller means."""
 
     life: int
 
 
-class Turn(Call, frozen=True):
+class TicketRequest(ServerCall, frozen=True):
     """A trainer has finished a ticket, or not, and wants another, or not. `number` is the placement that it knows."""
 
     number: int
@@ -36,7 +36,7 @@ class Turn(Call, frozen=True):
     wants: bool
 
 
-class Push(Call, frozen=True):
+class PushGradients(ServerCall, frozen=True):
     """The gradient of a ticket, for one part; `how` is the framework's own description of the bytes that follow."""
 
     part: int
@@ -47,20 +47,20 @@ class Push(Call, frozen=True):
     how: bytes
 
 
-class Pull(Call, frozen=True):
+class PullParameters(ServerCall, frozen=True):
     """Asks for the parameters of a part, unless they are still those of `version`."""
 
     part: int
     version: int
 
 
-class Fetch(Call, frozen=True):
+class FetchPart(ServerCall, frozen=True):
     """Asks for a copy of a part, for a checkpoint."""
 
     part: int
 
 
-class Install(Call, frozen=True):
+class InstallReplica(ServerCall, frozen=True):
     """A copy of a part from its primary; what follows is entries."""
 
     part: int
@@ -70,7 +70,7 @@ class Install(Call, frozen=True):
     sizes: tuple[int, ...]
 
 
-class Entry(Call, frozen=True):
+class ReplicateUpdate(ServerCall, frozen=True):
     """One change of a part, which its primary has made or is about to make; `what` is what `Part.apply` takes."""
 
     part: int
@@ -79,18 +79,18 @@ class Entry(Call, frozen=True):
     what: bytes
 
 
-class Bye(Call, frozen=True):
+class Disconnect(ServerCall, frozen=True):
     """A trainer goes, and holds no ticket."""
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a server answers. `kind` is done, granted, wait, over, same, moved, void, stale or refused."""
 
     kind: str
     reason: str = ""
     version: int = 0
     number: int = 0
-    granted: Granted | None = None
+    granted: TicketGranted | None = None
     clock: int = 0
     low: int = 0
     finished_samples: int = 0
@@ -99,14 +99,14 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sizes: tuple[int, ...] = ()
 
 
-AnyCall = Union[Turn, Push, Pull, Fetch, Install, Entry, Bye]
+AnyCall = Union[TicketRequest, PushGradients, PullParameters, FetchPart, InstallReplica, ReplicateUpdate, Disconnect]
 
 _encoder = msgspec.msgpack.Encoder()
 _calls = msgspec.msgpack.Decoder(AnyCall)
-_answers = msgspec.msgpack.Decoder(Answer)
+_answers = msgspec.msgpack.Decoder(ServerReply)
 
 
-class Garbled(OSError):  # noqa: N818 - the peer's fault, not ours
+class MalformedFrame(OSError):  # noqa: N818 - the peer's fault, not ours
     """The peer sent something that is no frame; the connection is of no use any more."""
 
 
@@ -126,7 +126,7 @@ def receive_call(sock: socket.socket) -> tuple[AnyCall, memoryview]:
     return _decode(_calls, packed), body
 
 
-def receive_answer(sock: socket.socket) -> tuple[Answer, memoryview]:
+def receive_answer(sock: socket.socket) -> tuple[ServerReply, memoryview]:
     """The answer to a call and its bytes."""
     packed, body = _receive(sock)
     return _decode(_answers, packed), body
@@ -135,7 +135,7 @@ def receive_answer(sock: socket.socket) -> tuple[Answer, memoryview]:
 def slices(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     """The parts of a body."""
     if sum(sizes) != len(body):
-        raise Garbled(f"{len(body)} bytes where {sum(sizes)} were announced")
+        raise MalformedFrame(f"{len(body)} bytes where {sum(sizes)} were announced")
     found, start = [], 0
     for size in sizes:
         found.append(body[start : start + size])
@@ -147,7 +147,7 @@ def _receive(sock: socket.socket) -> tuple[memoryview, memoryview]:
     magic, header_bytes, body_bytes = _PREFIX.unpack(_exactly(sock, _PREFIX.size))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if magic != _MAGIC or header_bytes > HEADER_LIMIT_BYTES or body_bytes > memory_bytes:
-        raise Garbled("a frame that is none")
+        raise MalformedFrame("a frame that is none")
     return _exactly(sock, header_bytes), _exactly(sock, body_bytes)
 
 
@@ -166,4 +166,4 @@ def _decode(decoder: Any, packed: memoryview) -> Any:
     try:
         return decoder.decode(packed)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise Garbled(f"a malformed frame: {error}") from error
+        raise MalformedFrame(f"a malformed frame: {error}") from error

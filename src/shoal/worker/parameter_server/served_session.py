@@ -18,18 +18,18 @@ from shoal.wire import credentials
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
-from shoal.worker.session.coordinator_client import Correspondence
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.session import PREEMPTED, RunOver
+from shoal.worker.session.coordinator_client import CoordinatorClient
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.session import PREEMPTED, MemberExit
 from shoal.worker.transport.handshake import COPY
-from shoal.worker.transport.peers import Port
+from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes
 from shoal.worker.transport.sockets import disown
 
 WRITING = "write what callbacks write"
 
 
-class PlacedSession(Correspondence):
+class ServedSession(CoordinatorClient):
     """A member of a run that has servers: a trainer or a server."""
 
     rank = 0
@@ -39,7 +39,7 @@ class PlacedSession(Correspondence):
     reason = ""
     exchange = None
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: MemberEnvironment) -> None:
         access = credentials.read(environment.token_file)
         super().__init__(environment, access)
         self.serves = environment.role == SERVER
@@ -49,7 +49,7 @@ class PlacedSession(Correspondence):
         self.outstanding: Callable[[], list[messages.Message]] = list
         self._restore_asked = False
         self._failure: Exception | None = None
-        self.port = Port(
+        self.port = Peers(
             access.token.encode(),
             environment.run,
             self.me,
@@ -70,7 +70,7 @@ class PlacedSession(Correspondence):
         """The model is built: ask to be admitted."""
         with self._changed:
             self._fingerprint, self._ready = fingerprint, True
-            self._say(messages.Ready(fingerprint, self.step if self.serves else None))
+            self._say(messages.ReadyMsg(fingerprint, self.step if self.serves else None))
         self.phase("waiting")
 
     def say(self, message: messages.Message) -> None:
@@ -80,14 +80,14 @@ class PlacedSession(Correspondence):
         """Every ticket is finished."""
         with self._changed:
             self.step, self._done = step, True
-            self._say(messages.Done(step))
+            self._say(messages.DoneMsg(step))
         self.phase("done")
 
     def restored(self, step: int | None) -> None:
         """The checkpoint that was asked for is loaded, or there is none."""
         with self._changed:
             self._restore_asked = False
-            self._say(messages.Ready(self._fingerprint, step, restored=True))
+            self._say(messages.ReadyMsg(self._fingerprint, step, restored=True))
 
     # --- waiting, in the main thread
 
@@ -100,7 +100,7 @@ class PlacedSession(Correspondence):
         return self._restore_asked
 
     @property
-    def stop(self) -> messages.Stop | None:
+    def stop(self) -> messages.StopMsg | None:
         return self._stop
 
     @property
@@ -139,15 +139,15 @@ class PlacedSession(Correspondence):
         if self._finished:
             raise self.goodbye(0, "the run has finished")
         if self._stop is not None:
-            self._say(messages.Left(self.step))
+            self._say(messages.LeftMsg(self.step))
             raise self.goodbye(self._stop.exit_code, f"stopped: {self._stop.reason}")
         if self._leaving is not None:
-            self._say(messages.Left(self.step))
+            self._say(messages.LeftMsg(self.step))
             raise self.goodbye(PREEMPTED, f"left the run: {self._leaving[1]}")
 
-    def goodbye(self, exit_code: int, reason: str) -> RunOver:
+    def goodbye(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
-        return RunOver(exit_code, reason)
+        return MemberExit(exit_code, reason)
 
     def fail(self, error: Exception) -> None:
         """Something went wrong in a thread of ours; the main thread raises it."""
@@ -166,19 +166,19 @@ class PlacedSession(Correspondence):
     def _hello(self) -> list[messages.Message]:
         return super()._hello() + self.outstanding()
 
-    def _on_place(self, message: messages.Place) -> None:
+    def _on_placement(self, message: messages.PlacementMsg) -> None:
         if message.placement.number <= self._number():
             return
         self.placement, self.reason = message.placement, message.reason
         self.adopted(message.placement)
 
-    def _on_gone(self, message: messages.Gone) -> None:
+    def _on_trainerlost(self, message: messages.TrainerLostMsg) -> None:
         self.gone(message.member, message.incarnation)
 
-    def _on_restore(self, _message: messages.Restore) -> None:
+    def _on_restore(self, _message: messages.RestoreMsg) -> None:
         self._restore_asked = True
 
-    def _on_expelled(self, _message: messages.Expelled) -> None:
+    def _on_evicted(self, _message: messages.EvictedMsg) -> None:
         self._claims.pop(WRITING, None)
         self.placement = None
         self.adopted(None)
@@ -186,10 +186,10 @@ class PlacedSession(Correspondence):
 
     # --- peers
 
-    def fetch(self, call: rpc.Call, seat: Seat) -> tuple[bytes, list[Bytes]] | None:
+    def fetch(self, call: rpc.ServerCall, seat: Seat) -> tuple[bytes, list[Bytes]] | None:
         """A copy of something from another server, None if it cannot be had now."""
         try:
-            sock = self.port.call(COPY, call.life, seat, self.settings.connect_s, threading.Event())
+            sock = self.port.call(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
         except ExchangeBroken:
             return None
         try:
@@ -213,7 +213,7 @@ class PlacedSession(Correspondence):
         """The script left its loop: the others go on without this member."""
         with self._changed:
             self._done = self._quit = True
-            self._say(messages.Done(self.step or 0, early=True))
+            self._say(messages.DoneMsg(self.step or 0, early=True))
         self.phase("done")
 
     status: Callable[[], dict[str, Any]]

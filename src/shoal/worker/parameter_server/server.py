@@ -16,14 +16,25 @@ from dataclasses import replace
 import msgspec
 
 from shoal.core.parameter_server import ticket_ledger
-from shoal.core.parameter_server.ticket_ledger import Ledger, Sizes
+from shoal.core.parameter_server.ticket_ledger import BatchSizes, TicketLedger
 from shoal.core.placement import LEDGER, Placement
 from shoal.worker.parameter_server import rpc
-from shoal.worker.parameter_server.parts import LedgerPart, Part, Shard, Step, Vault
-from shoal.worker.parameter_server.replicated_parts import Shelf
-from shoal.worker.parameter_server.rpc import Answer, AnyCall, Bye, Entry, Fetch, Install, Pull, Push, Raw, Turn
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.transport.handshake import CALL, COPY, Hello
+from shoal.worker.parameter_server.parts import LedgerPart, LedgerUpdate, ParameterShard, ReplicatedPart, ShardStore
+from shoal.worker.parameter_server.replicated_parts import ReplicatedParts
+from shoal.worker.parameter_server.rpc import (
+    AnyCall,
+    Disconnect,
+    FetchPart,
+    InstallReplica,
+    PullParameters,
+    PushGradients,
+    Raw,
+    ReplicateUpdate,
+    ServerReply,
+    TicketRequest,
+)
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.transport.handshake import CALL, COPY, PeerHello
 from shoal.worker.transport.snapshot import Bytes
 from shoal.worker.transport.sockets import disown
 
@@ -32,15 +43,15 @@ NEWS_S = 5.0
 
 log = logging.getLogger("shoal.serving")
 
-MOVED = Answer("moved", "this server does not answer for that part")
-VOID = Answer("void", "that life of the state is over")
-Reply = tuple[Answer, Sequence[Raw]]
+MOVED = ServerReply("moved", "this server does not answer for that part")
+VOID = ServerReply("void", "that life of the state is over")
+Reply = tuple[ServerReply, Sequence[Raw]]
 
 
-class Server(Shelf):
+class ParameterServer(ReplicatedParts):
     """A shelf that answers."""
 
-    def __init__(self, session: PlacedSession, vault: Vault, sizes: Sizes, ledger: Ledger) -> None:
+    def __init__(self, session: ServedSession, vault: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
         super().__init__(session, vault, sizes, ledger)
         self._callers: Counter[tuple[str, str]] = Counter()
         self._unseen: dict[str, float] = {}
@@ -83,7 +94,7 @@ class Server(Shelf):
         return part is not None and self._primary(LEDGER, part.life) is part
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> TicketLedger | None:
         part = self._parts.get(LEDGER)
         return part.ledger if isinstance(part, LedgerPart) else None
 
@@ -116,11 +127,11 @@ class Server(Shelf):
         seat = placement.seat_of(holding.primary)
         if seat is None:
             return None
-        return self._session.fetch(Fetch(placement.life, number), seat)
+        return self._session.fetch(FetchPart(placement.life, number), seat)
 
     # --- trainers
 
-    def _serve_trainer(self, hello: Hello, sock: socket.socket) -> None:
+    def _serve_trainer(self, hello: PeerHello, sock: socket.socket) -> None:
         member, session = hello.member, hello.incarnation
         with self._changed:
             self._callers[member, session] += 1
@@ -138,21 +149,21 @@ class Server(Shelf):
             with self._changed:
                 self._callers[member, session] -= 1
 
-    def _answer(self, hello: Hello, call: AnyCall, body: memoryview) -> Reply:
-        if isinstance(call, Turn):
+    def _answer(self, hello: PeerHello, call: AnyCall, body: memoryview) -> Reply:
+        if isinstance(call, TicketRequest):
             return self._turn(hello, call), ()
-        if isinstance(call, Push):
+        if isinstance(call, PushGradients):
             return self._push(call, body), ()
-        if isinstance(call, Pull):
+        if isinstance(call, PullParameters):
             return self._pull(call)
-        if isinstance(call, Bye):
+        if isinstance(call, Disconnect):
             self._drop(hello.member, hello.incarnation)
-            return Answer("done"), ()
-        if isinstance(call, Fetch):
+            return ServerReply("done"), ()
+        if isinstance(call, FetchPart):
             return self._fetch(call)
-        return Answer("refused", "trainers do not say this"), ()
+        return ServerReply("refused", "trainers do not say this"), ()
 
-    def _turn(self, hello: Hello, call: Turn) -> Answer:
+    def _turn(self, hello: PeerHello, call: TicketRequest) -> ServerReply:
         part = self._primary(LEDGER, call.life)
         if not isinstance(part, LedgerPart):
             return self._not_here(call.life)
@@ -162,7 +173,7 @@ class Server(Shelf):
                 if self._primary(LEDGER, call.life) is not part:
                     return self._not_here(call.life)
                 part.seen_number = max(part.seen_number, call.number)
-                step = Step(hello.member, hello.incarnation, done, call.seconds, call.wants)
+                step = LedgerUpdate(hello.member, hello.incarnation, done, call.seconds, call.wants)
                 ledger, outcome = part.outcome(step)
                 if ledger != part.ledger and not self._enter(part, step):
                     return MOVED
@@ -172,18 +183,18 @@ class Server(Shelf):
                     return answer
                 part.changed.wait(min(0.1, POLL_S))
 
-    def _told(self, part: LedgerPart, outcome: ticket_ledger.Outcome) -> Answer:
+    def _told(self, part: LedgerPart, outcome: ticket_ledger.Outcome) -> ServerReply:
         number = part.seen_number
-        if isinstance(outcome, ticket_ledger.Granted):
-            return Answer("granted", granted=outcome, number=number)
-        if isinstance(outcome, ticket_ledger.Over) and not self.sealed:
+        if isinstance(outcome, ticket_ledger.TicketGranted):
+            return ServerReply("granted", granted=outcome, number=number)
+        if isinstance(outcome, ticket_ledger.TicketsExhausted) and not self.sealed:
             # Once trainers are told, all servers end, and nobody is left to write the state.
-            return Answer("wait", "the last checkpoint is written")
-        if isinstance(outcome, ticket_ledger.Over):
-            return Answer("over", finished_samples=outcome.finished_samples, number=number)
-        if isinstance(outcome, ticket_ledger.Wait):
-            return Answer("wait", outcome.reason, clock=outcome.clock, low=outcome.low, whom=outcome.whom)
-        return Answer("wait", "it is not in the ledger")
+            return ServerReply("wait", "the last checkpoint is written")
+        if isinstance(outcome, ticket_ledger.TicketsExhausted):
+            return ServerReply("over", finished_samples=outcome.finished_samples, number=number)
+        if isinstance(outcome, ticket_ledger.TicketDelayed):
+            return ServerReply("wait", outcome.reason, clock=outcome.clock, low=outcome.low, whom=outcome.whom)
+        return ServerReply("wait", "it is not in the ledger")
 
     def _drop(self, member: str, session: str) -> None:
         part = self._parts.get(LEDGER)
@@ -192,64 +203,64 @@ class Server(Shelf):
                 known = part.ledger.trainers.get(member)
                 mine = self._primary(LEDGER, part.life) is part
                 if known is not None and known.session == session and mine:
-                    self._enter(part, Step(member, session, gone=True))
+                    self._enter(part, LedgerUpdate(member, session, gone=True))
 
-    def _enter(self, part: LedgerPart, step: Step) -> bool:
+    def _enter(self, part: LedgerPart, step: LedgerUpdate) -> bool:
         """Write an entry of the ledger; False if this server turns out not to keep it any more."""
         done = self._commit(part, msgspec.msgpack.encode(step), memoryview(b""))
         part.changed.notify_all()
         return done
 
-    def _push(self, call: Push, body: memoryview) -> Answer:
+    def _push(self, call: PushGradients, body: memoryview) -> ServerReply:
         part = self._primary(call.part, call.life)
-        if not isinstance(part, Shard):
+        if not isinstance(part, ParameterShard):
             return self._not_here(call.life)
         with part.lock:
             if self._primary(call.part, call.life) is not part:
                 return self._not_here(call.life)
             if part.has(call.ticket):
-                return Answer("done", version=part.version)
+                return ServerReply("done", version=part.version)
             if self._new_ledger.bound is not None and call.clock < part.floor:
-                return Answer("stale", f"clock {call.clock} is behind {part.floor}, which all others have reached")
+                return ServerReply("stale", f"clock {call.clock} is behind {part.floor}, which all others have reached")
             if not self._commit(part, msgspec.msgpack.encode(call), body):
                 return MOVED
-            return Answer("done", version=part.version)
+            return ServerReply("done", version=part.version)
 
-    def _pull(self, call: Pull) -> Reply:
+    def _pull(self, call: PullParameters) -> Reply:
         part = self._primary(call.part, call.life, resting=True)
-        if not isinstance(part, Shard):
+        if not isinstance(part, ParameterShard):
             return self._not_here(call.life), ()
         version, buffers = part.read(call.version)
         sizes = tuple(len(buffer) for buffer in buffers)
-        return Answer("done" if buffers else "same", version=version, sizes=sizes), buffers
+        return ServerReply("done" if buffers else "same", version=version, sizes=sizes), buffers
 
-    def _fetch(self, call: Fetch) -> Reply:
+    def _fetch(self, call: FetchPart) -> Reply:
         part = self._primary(call.part, call.life, resting=True)
         if part is None:
             return self._not_here(call.life), ()
         meta, buffers = part.capture()
-        return Answer("done", meta=meta, sizes=tuple(len(buffer) for buffer in buffers)), buffers
+        return ServerReply("done", meta=meta, sizes=tuple(len(buffer) for buffer in buffers)), buffers
 
-    def _not_here(self, life: int) -> Answer:
+    def _not_here(self, life: int) -> ServerReply:
         placement = self._placement
         return VOID if placement is not None and placement.life > life else MOVED
 
     # --- primaries that keep their copies here
 
-    def _serve_primary(self, hello: Hello, sock: socket.socket) -> None:
+    def _serve_primary(self, hello: PeerHello, sock: socket.socket) -> None:
         try:
             while True:
                 call, body = rpc.receive_call(sock)
-                if isinstance(call, Install):
+                if isinstance(call, InstallReplica):
                     answer = self._install(hello.member, call, body)
-                elif isinstance(call, Entry):
+                elif isinstance(call, ReplicateUpdate):
                     answer = self._take_in(hello.member, call, body)
-                elif isinstance(call, Fetch):
+                elif isinstance(call, FetchPart):
                     answer, parts = self._fetch(call)
                     rpc.send(sock, answer, parts)
                     continue
                 else:
-                    answer = Answer("refused", "primaries do not say this")
+                    answer = ServerReply("refused", "primaries do not say this")
                 rpc.send(sock, answer)
         except OSError as error:
             log.debug("%s keeps no copy here any more: %s", hello.member, error)
@@ -270,30 +281,30 @@ class Server(Shelf):
             copies = (holding.backup, holding.learner)
             return self._placement.life == life and holding.primary == primary and self._session.me in copies
 
-    def _install(self, primary: str, call: Install, body: memoryview) -> Answer:
+    def _install(self, primary: str, call: InstallReplica, body: memoryview) -> ServerReply:
         if not self._keeps_here(primary, call.number, call.part, call.life):
             return MOVED
-        part: Part
+        part: ReplicatedPart
         if call.part == LEDGER:
             part = LedgerPart(call.part, call.life, self._new_ledger, self._sizes)
         else:
-            part = Shard(call.part, call.life, self._vault)
+            part = ParameterShard(call.part, call.life, self._vault)
         part.install(call.meta, rpc.slices(body, call.sizes))
         part.version = call.version
         with self._changed:
             if (old := self._parts.get(call.part)) is not None:
                 old.gone = True
             self._parts[call.part] = part
-        return Answer("done")
+        return ServerReply("done")
 
-    def _take_in(self, primary: str, call: Entry, body: memoryview) -> Answer:
+    def _take_in(self, primary: str, call: ReplicateUpdate, body: memoryview) -> ServerReply:
         if not self._keeps_here(primary, call.number, call.part, call.life):
             return MOVED
         part = self._parts.get(call.part)
         if part is None or part.life != call.life:
-            return Answer("refused", "there is no copy here")
+            return ServerReply("refused", "there is no copy here")
         with part.memory:
             if call.version != part.version + 1:
-                return Answer("refused", f"entry {call.version} does not follow {part.version}")
+                return ServerReply("refused", f"entry {call.version} does not follow {part.version}")
             part.apply(call.what, body)
-        return Answer("done")
+        return ServerReply("done")

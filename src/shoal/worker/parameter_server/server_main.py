@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.data.sample_order import Order
-from shoal.core.parameter_server.ticket_ledger import Ledger
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.parameter_server.ticket_ledger import TicketLedger
 from shoal.core.placement import LEDGER
 from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
-from shoal.store.checkpoint_schedule import Schedule
+from shoal.store.checkpoint_schedule import CheckpointSchedule
 from shoal.wire import member_messages as messages
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
-from shoal.worker.parameter_server.parts import Vault
-from shoal.worker.parameter_server.served_session import PlacedSession
-from shoal.worker.parameter_server.server import Server
-from shoal.worker.session.session import PREEMPTED, RunOver
-from shoal.worker.training.training_state import StateKeeper, say
+from shoal.worker.parameter_server.parts import ShardStore
+from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.parameter_server.server import ParameterServer
+from shoal.worker.session.session import PREEMPTED, MemberExit
+from shoal.worker.training.training_state import TrainingState, say
 from shoal.worker.transport.snapshot import Snapshot
 
 TICK_S = 0.2
@@ -30,12 +30,17 @@ END_TRIES = 25
 
 
 def serve(
-    session: PlacedSession, keeper: StateKeeper, vault: Vault, order: Order, ledger: Ledger, identity: str
-) -> RunOver:
+    session: ServedSession,
+    keeper: TrainingState,
+    vault: ShardStore,
+    order: SampleOrder,
+    ledger: TicketLedger,
+    identity: str,
+) -> MemberExit:
     """Serve until the run ends, or until we are told to go; what the process then ends with."""
-    server = Server(session, vault, order, ledger)
+    server = ParameterServer(session, vault, order, ledger)
     session.adopted, session.gone, session.outstanding = server.adopt, server.gone, server.outstanding
-    service = _Service(session, keeper, server, order)
+    service = _ServerMain(session, keeper, server, order)
     session.status = service.status
     session.begin(identity)
     try:
@@ -44,13 +49,15 @@ def serve(
         server.close()
 
 
-class _Service:
+class _ServerMain:
     """What a server does besides answering."""
 
-    def __init__(self, session: PlacedSession, keeper: StateKeeper, server: Server, order: Order) -> None:
+    def __init__(
+        self, session: ServedSession, keeper: TrainingState, server: ParameterServer, order: SampleOrder
+    ) -> None:
         self._session, self._keeper, self._server, self._order = session, keeper, server, order
         settings = session.settings
-        self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
+        self._schedule = CheckpointSchedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()
         self._writing: threading.Thread | None = None
         self._tried = self._tries = 0
@@ -58,7 +65,7 @@ class _Service:
         self._pen = threading.Lock()
         server.sealed = not settings.evaluator
 
-    def run(self) -> RunOver:
+    def run(self) -> MemberExit:
         session, server = self._session, self._server
         while True:
             session.pause(TICK_S)
@@ -71,7 +78,7 @@ class _Service:
             if session.stop is not None:
                 return self._stop(session.stop)
             if session.leaving and self._may_go():
-                session.say(messages.Left(None))
+                session.say(messages.LeftMsg(None))
                 return session.goodbye(PREEMPTED, f"left the run: {session.leaving}")
             self._checkpoint_if_due()
             self._seal_if_over()
@@ -92,7 +99,7 @@ class _Service:
             self._left_behind = self._write()
         return False
 
-    def _stop(self, stop: messages.Stop) -> RunOver:
+    def _stop(self, stop: messages.StopMsg) -> MemberExit:
         session = self._session
         if stop.checkpoint and self._server.leads:
             session.phase("checkpoint")
@@ -100,7 +107,7 @@ class _Service:
                 if self._write():
                     break
                 session.pause(TICK_S)
-        session.say(messages.Left(None))
+        session.say(messages.LeftMsg(None))
         return session.goodbye(stop.exit_code, f"stopped: {stop.reason}")
 
     # --- checkpoints
@@ -140,7 +147,7 @@ class _Service:
         if found is None or placement is None:
             return False
         self._last_step, self._last_time = self._step(), began
-        ledger = msgspec.msgpack.decode(found[LEDGER][0], type=Ledger)
+        ledger = msgspec.msgpack.decode(found[LEDGER][0], type=TicketLedger)
         step = self._tried = self._order.steps_within(ledger.finished_samples)
         snapshot = Snapshot(step, *parameter_server_sharded_checkpoint.whole(found), readers=1)
         store = self._keeper.open()

@@ -17,10 +17,10 @@ from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server.parts import vault_header
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
-from shoal.worker.training.training_state import Codec
+from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.training_state import StateCodec
 from shoal.worker.transport.snapshot import Bytes
 
 # By number, what describes a part and its buffers.
@@ -30,7 +30,7 @@ Parts: TypeAlias = dict[int, tuple[bytes, list[Bytes]]]
 Load: TypeAlias = Callable[[Mapping[str, Any], Parts], None]
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True):
+class _ShardedHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of a checkpoint: for each part its own, and how many of the buffers are its."""
 
     parts: list[tuple[int, bytes, int]]
@@ -38,14 +38,14 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 def whole(parts: Parts) -> tuple[bytes, list[Bytes]]:
     """All parts as one header with buffers."""
-    header = _Header([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(parts.items())])
+    header = _ShardedHeader([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(parts.items())])
     return msgspec.msgpack.encode(header), [one for _, (_, owned) in sorted(parts.items()) for one in owned]
 
 
 def apart(header: bytes, buffers: list[Bytes]) -> Parts:
     """The parts that make up a whole."""
     try:
-        described = msgspec.msgpack.decode(header, type=_Header).parts
+        described = msgspec.msgpack.decode(header, type=_ShardedHeader).parts
     except (msgspec.DecodeError, ValueError) as error:
         raise StateMalformed(
             "this is no checkpoint of servers",
@@ -58,7 +58,7 @@ def apart(header: bytes, buffers: list[Bytes]) -> Parts:
     return {part: (meta, [np.asarray(next(left)) for _ in range(count)]) for part, meta, count in described}
 
 
-def reading(session: Session | PlacedSession | Solo, usual: Codec, load: Load) -> Codec:
+def reading(session: Session | ServedSession | StandaloneSession, usual: StateCodec, load: Load) -> StateCodec:
     """How this process reads the checkpoints of its run: an evaluator beside servers reads theirs."""
     if not isinstance(session, EvaluatorSession) or not sync_mode.parse(session.settings.sync).served:
         return usual
@@ -67,4 +67,4 @@ def reading(session: Session | PlacedSession | Solo, usual: Codec, load: Load) -
         found = apart(header, buffers)
         load(parts, {n: (vault_header(meta), owned) for n, (meta, owned) in found.items() if n != LEDGER})
 
-    return Codec(usual.capture, restore)
+    return StateCodec(usual.capture, restore)

@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core import sync_mode
-from shoal.core.data.sample_order import Order
-from shoal.core.parameter_server.ticket_ledger import Granted, Ledger, Ticket
-from shoal.errors import NotForServers
-from shoal.wire.member_messages import Spent
-from shoal.worker.data.feed import Feed, IndexedFeed, Piece
-from shoal.worker.parameter_server.client import Abandoned, Pusher
-from shoal.worker.parameter_server.parts import Vault
+from shoal.core.data.sample_order import SampleOrder
+from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted, TicketLedger
+from shoal.errors import UnsupportedWithServers
+from shoal.wire.member_messages import StepTimes
+from shoal.worker.data.feed import Feed, IndexedFeed, MicroBatch
+from shoal.worker.parameter_server.client import ServerClient, TicketAbandoned
+from shoal.worker.parameter_server.parts import ShardStore
 from shoal.worker.parameter_server.rpc import Raw
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server_main import serve
 from shoal.worker.training.loop import seed_of
 from shoal.worker.training.metrics import finite
 from shoal.worker.training.slowdown import pace_of
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.training_state import TrainingState
 
 
 @dataclass(slots=True)
-class TicketTurn:
+class TicketStep:
     """What this member does with one ticket, and how far it has come."""
 
-    granted: Granted
+    granted: TicketGranted
     life: int
     epoch: int
-    pieces: list[Piece]
+    pieces: list[MicroBatch]
     last_of_epoch: bool
     piece: int = 0
     backwards: int = 0
@@ -68,14 +68,14 @@ class TicketTurn:
 class TicketLoop(ABC):
     """Does the tickets of one loop."""
 
-    def __init__(self, session: PlacedSession, keeper: StateKeeper) -> None:
+    def __init__(self, session: ServedSession, keeper: TrainingState) -> None:
         self.feed: Feed | None = None
-        self.turn: TicketTurn | None = None
+        self.turn: TicketStep | None = None
         self.metrics: dict[str, Any] = {}
         self.looping = False
         self._session, self._keeper = session, keeper
         self._sync = sync_mode.parse(session.settings.sync)
-        self._pusher = Pusher(session) if not session.serves else None
+        self._pusher = ServerClient(session) if not session.serves else None
         self._laid_out = False
         self._versions: dict[int, int] = {}
         self._life = 0
@@ -92,8 +92,8 @@ class TicketLoop(ABC):
     def committed(self) -> bool:
         return self.turn is not None and self.turn.committed
 
-    def unusable(self, what: str, do: str) -> NotForServers:
-        return NotForServers(
+    def unusable(self, what: str, do: str) -> UnsupportedWithServers:
+        return UnsupportedWithServers(
             f"{what} cannot be used with --sync {self._sync.text}",
             why="servers apply gradients part by part as they arrive, and no process has all of a step's",
             do=f"{do}, or use --sync step",
@@ -102,7 +102,7 @@ class TicketLoop(ABC):
     # --- what a framework adds
 
     @abstractmethod
-    def _vault(self, order: Order, parts: int) -> Vault:
+    def _vault(self, order: SampleOrder, parts: int) -> ShardStore:
         """What a server keeps, if the state is cut into so many parts."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class TicketLoop(ABC):
         """Put pulled parameters into the model."""
 
     @abstractmethod
-    def _gradients(self, turn: TicketTurn) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         """What to push to every part."""
 
     @abstractmethod
@@ -122,11 +122,11 @@ class TicketLoop(ABC):
         """Let all random numbers start anew."""
 
     @abstractmethod
-    def _check_piece(self, turn: TicketTurn, number: int) -> None:
+    def _check_piece(self, turn: TicketStep, number: int) -> None:
         """The loop's body is done with a piece: raise if it did not do what it should."""
 
     @abstractmethod
-    def _end_ticket(self, turn: TicketTurn) -> None:
+    def _end_ticket(self, turn: TicketStep) -> None:
         """The loop's body is done with a ticket, which is pushed, or to be forgotten."""
 
     # --- the loop
@@ -142,7 +142,7 @@ class TicketLoop(ABC):
         if session.serves:
             self._serving = True
             vault = self._vault(order, 1 + session.settings.servers)
-            ledger = Ledger(self._sync.bound, session.settings.tickets)
+            ledger = TicketLedger(self._sync.bound, session.settings.ticket_sizing)
             raise serve(session, self._keeper, vault, order, ledger, identity)
         feed.start()
         session.begin(identity)
@@ -177,7 +177,7 @@ class TicketLoop(ABC):
                 wait_s = time.perf_counter() - asked_at
                 self._pull(life)
                 exchange_s = time.perf_counter() - asked_at - wait_s
-            except Abandoned:
+            except TicketAbandoned:
                 done = None
                 continue
             self._finished = answer.finished_samples if answer.granted is None else answer.granted.finished_samples
@@ -197,7 +197,7 @@ class TicketLoop(ABC):
         try:
             if done is not None:
                 self._pusher.turn(done, seconds, wants=False)
-        except Abandoned:
+        except TicketAbandoned:
             pass
         self._pusher.bye()
         self._session.raise_if_over()
@@ -206,7 +206,7 @@ class TicketLoop(ABC):
         assert self._pusher is not None
         placement = self._pusher.wait_for_servers()
         if placement.life != life:
-            raise Abandoned("the state went back to a checkpoint")
+            raise TicketAbandoned("the state went back to a checkpoint")
         if not self._laid_out:
             self._lay_out(len(placement.holdings))
             self._laid_out = True
@@ -218,7 +218,7 @@ class TicketLoop(ABC):
                 self._take_over(part, body)
             self._versions[part] = version
 
-    def _open(self, feed: IndexedFeed, granted: Granted, life: int, wait_s: float, exchange_s: float) -> None:
+    def _open(self, feed: IndexedFeed, granted: TicketGranted, life: int, wait_s: float, exchange_s: float) -> None:
         """Read the data of a ticket."""
         ticket, order = granted.ticket, feed.order
         self._session.phase("data")
@@ -228,7 +228,7 @@ class TicketLoop(ABC):
         pieces = feed.cut(ticket.step, ticket.start, ticket.stop)
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
-        turn = self.turn = TicketTurn(granted, life, cursor.epoch, pieces, last, given_at=began)
+        turn = self.turn = TicketStep(granted, life, cursor.epoch, pieces, last, given_at=began)
         turn.wait_s, turn.exchange_s, turn.data_s = wait_s, exchange_s, time.perf_counter() - began
 
     def _give_out(self, seed: int) -> Iterator[Any]:
@@ -246,7 +246,7 @@ class TicketLoop(ABC):
             self._check_piece(turn, number)
         self._end_ticket(turn)
 
-    def _push(self, turn: TicketTurn) -> None:
+    def _push(self, turn: TicketStep) -> None:
         """All pieces are computed: give the servers the gradient."""
         assert self._pusher is not None
         turn.seconds = time.perf_counter() - turn.given_at
@@ -254,7 +254,7 @@ class TicketLoop(ABC):
         self._session.phase("push")
         try:
             self._pusher.push(turn.granted, turn.life, self._gradients(turn))
-        except Abandoned:
+        except TicketAbandoned:
             turn.abandoned = True
             return
         turn.committed = True
@@ -278,7 +278,7 @@ class TicketLoop(ABC):
 
     # --- what beats tell
 
-    def _measure(self, turn: TicketTurn) -> None:
+    def _measure(self, turn: TicketStep) -> None:
         pushed_s = time.perf_counter() - turn.given_at - turn.seconds
         turn.exchange_s += pushed_s
         took_s = max(turn.wait_s + turn.exchange_s + turn.seconds, 1e-9)
@@ -300,7 +300,7 @@ class TicketLoop(ABC):
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
             "metrics": finite(self.metrics),
-            "spent": Spent(**self._spent),
+            "spent": StepTimes(**self._spent),
             "clock": turn.granted.clock if turn is not None else 0,
             "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,
             "waits_for": pusher.waits_for if pusher is not None else (),

@@ -16,23 +16,23 @@ from typing import Any
 import shoal
 from shoal import errors
 from shoal.core.world import Address, World
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.uplink import Link
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.uplink import MemberUplink
 
 TELL_AFTER_S = (5.0, 30.0)
 
 
-class Correspondence:
+class CoordinatorClient:
     """One member's exchange of messages with the coordinator; a session adds the worlds."""
 
     address: Address
 
-    def __init__(self, environment: Environment, access: credentials.Credentials) -> None:
+    def __init__(self, environment: MemberEnvironment, access: credentials.Credentials) -> None:
         self.environment = environment
-        self.settings: Settings = environment.values
+        self.settings: RunSettings = environment.values
         self.me = environment.member
         self.step: int | None = None
         self.world: World | None = None
@@ -45,14 +45,14 @@ class Correspondence:
         self._applying = self._expelled = False
         self._done = self._quit = False
         self._finished = False
-        self._stop: messages.Stop | None = None
+        self._stop: messages.StopMsg | None = None
         self._leaving: tuple[float, str] | None = None
         self._claims: dict[str, str] = {}
-        self._decided: dict[str, messages.Decided] = {}
+        self._decided: dict[str, messages.AdjustmentMsg] = {}
         self._error: errors.ShoalError | None = None
         self._phase, self._phase_since = "starting", time.monotonic()
-        beat_s, lease_s = self.settings.beat_s, self.settings.lease_s
-        self._link = Link(environment.url, access, self._greet, self._heard, self._beat, beat_s, lease_s)
+        heartbeat_s, lease_s = self.settings.heartbeat_s, self.settings.lease_s
+        self._link = MemberUplink(environment.url, access, self._greet, self._heard, self._beat, heartbeat_s, lease_s)
 
     def phase(self, name: str, since: float | None = None) -> None:
         """Say what the main thread is doing from now on, or since then."""
@@ -67,7 +67,7 @@ class Correspondence:
         with self._changed:
             if self._leaving is None or by < self._leaving[0]:
                 self._leaving = (by, cause)
-                self._say(messages.Leaving(within_s, cause))
+                self._say(messages.LeavingMsg(within_s, cause))
                 self._changed.notify_all()
 
     def claim(self, name: str) -> bool:
@@ -75,7 +75,7 @@ class Correspondence:
         with self._changed:
             if name not in self._claims:
                 self._claims[name] = "asked"
-                self._say(messages.Claim(name))
+                self._say(messages.ClaimMsg(name))
             self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
             return self._claims[name] == "granted"
 
@@ -84,28 +84,28 @@ class Correspondence:
         with self._changed:
             if name not in self._claims:
                 self._claims[name] = "asked"
-                self._say(messages.Claim(name))
+                self._say(messages.ClaimMsg(name))
             return self._claims[name] == "granted"
 
     def fulfil(self, name: str) -> None:
         with self._changed:
             self._claims[name] = "fulfilled"
-            self._say(messages.ClaimDone(name))
+            self._say(messages.ClaimDoneMsg(name))
 
     def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
-        self._say(messages.Checkpointed(step, path, size_bytes, seconds))
+        self._say(messages.CheckpointWrittenMsg(step, path, size_bytes, seconds))
 
     def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
         """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
         with self._changed:
-            self._decided[what] = messages.Decided(step, what, values, reason)
+            self._decided[what] = messages.AdjustmentMsg(step, what, values, reason)
             if tell:
                 self._say(self._decided[what])
 
     def raised(self, error: BaseException, text: str) -> None:
         """The user's code raised: say so before its effects are felt."""
         code = error.code if isinstance(error, errors.ShoalError) else ""
-        self._say(messages.Raised(type(error).__name__, str(error)[:2000], text[-20_000:], code))
+        self._say(messages.ExceptionRaisedMsg(type(error).__name__, str(error)[:2000], text[-20_000:], code))
 
     # --- saying
 
@@ -126,7 +126,7 @@ class Correspondence:
 
     def _hello(self) -> list[messages.Message]:
         world = self.world.number if self.world is not None else None
-        hello = messages.MemberHello(
+        hello = messages.MemberHelloMsg(
             protocol=messages.PROTOCOL,
             version=shoal.__version__,
             run=self.environment.run,
@@ -145,18 +145,18 @@ class Correspondence:
         if self._ready and world is None:
             said.append(self._readiness())
         if self._leaving is not None:
-            said.append(messages.Leaving(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
-        said += [messages.Claim(name) for name, state in self._claims.items() if state == "asked"]
-        said += [messages.ClaimDone(name) for name, state in self._claims.items() if state == "fulfilled"]
+            said.append(messages.LeavingMsg(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
+        said += [messages.ClaimMsg(name) for name, state in self._claims.items() if state == "asked"]
+        said += [messages.ClaimDoneMsg(name) for name, state in self._claims.items() if state == "fulfilled"]
         said += self._decided.values()
         return said
 
-    def _readiness(self, *, restored: bool = False) -> messages.Ready:
-        return messages.Ready(self._fingerprint, self.step, restored, self._speed)
+    def _readiness(self, *, restored: bool = False) -> messages.ReadyMsg:
+        return messages.ReadyMsg(self._fingerprint, self.step, restored, self._speed)
 
-    def _beat(self) -> messages.Beat:
+    def _beat(self) -> messages.HeartbeatMsg:
         world = self.world
-        return messages.Beat(
+        return messages.HeartbeatMsg(
             world=world.number if world is not None else None,
             step=self.step,
             phase=self._phase,
@@ -168,30 +168,30 @@ class Correspondence:
 
     def _heard(self, message: Any) -> None:
         with self._changed:
-            handler = getattr(self, f"_on_{type(message).__name__.lower()}")
+            handler = getattr(self, f"_on_{type(message).__name__.removesuffix('Msg').lower()}")
             handler(message)
             self._changed.notify_all()
 
-    def _on_welcome(self, message: messages.Welcome) -> None:
-        self._link.beat_s = message.beat_s
+    def _on_welcome(self, message: messages.WelcomeMsg) -> None:
+        self._link.heartbeat_s = message.heartbeat_s
 
-    def _on_refused(self, message: messages.Refused) -> None:
+    def _on_rejected(self, message: messages.RejectedMsg) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
 
-    def _on_stop(self, message: messages.Stop) -> None:
+    def _on_stop(self, message: messages.StopMsg) -> None:
         self._stop = message
 
-    def _on_finished(self, _message: messages.Finished) -> None:
+    def _on_runfinished(self, _message: messages.RunFinishedMsg) -> None:
         self._finished = True
 
-    def _on_leaving(self, message: messages.Leaving) -> None:
+    def _on_leaving(self, message: messages.LeavingMsg) -> None:
         self.leave(message.within_s, message.cause)
 
-    def _on_granted(self, message: messages.Granted) -> None:
+    def _on_claimgranted(self, message: messages.ClaimGrantedMsg) -> None:
         if self._claims.get(message.name) == "asked":
             self._claims[message.name] = "granted"
 
-    def _on_alreadydone(self, message: messages.AlreadyDone) -> None:
+    def _on_claimalreadydone(self, message: messages.ClaimAlreadyDoneMsg) -> None:
         self._claims[message.name] = "elsewhere"
 
     # --- waiting

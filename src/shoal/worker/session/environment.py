@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.errors import BadSettings, IncompleteEnvironment
-from shoal.settings import Settings, Value, parse_settings
-from shoal.store.blob_store import Access
+from shoal.settings import RunSettings, Value, parse_settings
+from shoal.store.blob_store import CoordinatorAccess
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class MemberEnvironment:
     """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
 
     `host` and `others` are the addresses at which its peers may reach it; `grace_s` is how long it may take to hand
@@ -29,7 +29,7 @@ class Environment:
     incarnation: str
     host: str
     settings: dict[str, Value]
-    values: Settings
+    values: RunSettings
     run_dir: str
     role: str = "trainer"
     speed: float = 0.0
@@ -39,18 +39,18 @@ class Environment:
     apart: str = ""
 
     @property
-    def access(self) -> Access:
-        return Access(self.url, self.token_file)
+    def access(self) -> CoordinatorAccess:
+        return CoordinatorAccess(self.url, self.token_file)
 
 
-def read(environ: Mapping[str, str]) -> Environment | None:
+def read(environ: Mapping[str, str]) -> MemberEnvironment | None:
     """This member's environment, or None if it was not started by an agent: then it is a run of one."""
     url = environ.get("SHOAL_URL")
     if not url:
         return None
     settings = _decode(environ.get("SHOAL_SETTINGS") or "{}")
     host, *others = _need(environ, "SHOAL_HOST").split(",")
-    return Environment(
+    return MemberEnvironment(
         url=url,
         token_file=_need(environ, "SHOAL_TOKEN_FILE"),
         run=_need(environ, "SHOAL_RUN"),

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from shoal.errors import OutputLost
+from shoal.errors import OutputUploadFailed
 from shoal.store.blob_store import SCHEME, Store, open_store
-from shoal.worker.session.environment import Environment
+from shoal.worker.session.environment import MemberEnvironment
 
 FOLDER = "outputs"
 _PIECE_BYTES = 1 << 20
 
 
-def bring_back(told: Environment | None, path: str) -> None:
+def bring_back(told: MemberEnvironment | None, path: str) -> None:
     """Send a file that was just written to the coordinator, if this machine does not share a disk with the user's.
 
     What is outside of the directory that the member was started in was meant for a place on this machine, and stays.
@@ -42,7 +42,7 @@ def send(store: Store, name: str, path: str, member: str) -> None:
     try:
         store.put(name, _pieces(path))
     except OSError as error:
-        raise OutputLost(
+        raise OutputUploadFailed(
             f"{name} was saved, but could not be brought back",
             where=f"{os.path.abspath(path)} on the machine of {member}",
             why=str(error),

@@ -15,7 +15,7 @@ Connect = Callable[[World, float, threading.Event, OnBreak], Exchange]
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
+class PendingWorld:
     """A world that can be entered. `after` is the world that it follows at a step boundary, None to enter at once.
 
     Without an exchange it is a world that goes on without us.
@@ -34,13 +34,13 @@ class Entrance:
         return self.after is not None
 
 
-def drop(entrance: Entrance | None) -> None:
+def drop(entrance: PendingWorld | None) -> None:
     """Give an entrance up, so that the others who connected it see that we will not come."""
     if entrance is not None and entrance.exchange is not None:
         entrance.exchange.abort("this world will not be")
 
 
-class Entrances:
+class PendingWorlds:
     """Connects at most one world to enter at once and one to follow it; `build` makes their exchanges.
 
     `opened(entrance)` says whether it is still wanted; `failed(world, after, broken)` is told of those that could not
@@ -50,12 +50,12 @@ class Entrances:
     def __init__(
         self,
         build: Connect,
-        connect_s: float,
-        opened: Callable[[Entrance, threading.Event], bool],
+        connect_timeout_s: float,
+        opened: Callable[[PendingWorld, threading.Event], bool],
         failed: Callable[[World, int | None, ExchangeBroken], None],
         broke: Callable[[int, tuple[str, ...], str], None],
     ) -> None:
-        self.build, self._connect_s = build, connect_s
+        self.build, self._connect_s = build, connect_timeout_s
         self._opened, self._failed, self._broke = opened, failed, broke
         self._under_way: dict[bool, tuple[int, threading.Event]] = {}
 
@@ -97,7 +97,7 @@ class Entrances:
             if not cancelled.is_set():
                 self._failed(world, after, broken)
             return
-        entrance = Entrance(world, exchange, after)
+        entrance = PendingWorld(world, exchange, after)
         if not self._opened(entrance, cancelled):
             drop(entrance)
         self._is_over(cancelled)

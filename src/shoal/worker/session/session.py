@@ -14,11 +14,11 @@ from dataclasses import replace
 from shoal.core import step_report as pulses
 from shoal.core.world import World
 from shoal.wire import member_messages as messages
-from shoal.worker.collectives.catch_up import Shadow
+from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.session.pending_worlds import Connect, Entrance, drop
-from shoal.worker.session.worlds import Keeper, Worlds
+from shoal.worker.session.pending_worlds import Connect, PendingWorld, drop
+from shoal.worker.session.worlds import MemberWorlds, StateProvider
 from shoal.worker.transport.snapshot import Snapshot
 
 PREEMPTED = 75
@@ -27,7 +27,7 @@ HAND_OVER_S = 2.0
 FOREVER_S = 7 * 24 * 3600.0
 
 
-class RunOver(SystemExit):
+class MemberExit(SystemExit):
     """This member's part in the run has ended; it passes through the user's loop and ends the process."""
 
     def __init__(self, exit_code: int, reason: str) -> None:
@@ -35,7 +35,7 @@ class RunOver(SystemExit):
         self.reason = reason
 
 
-class Session(Worlds):
+class Session(MemberWorlds):
     """A member of a run that has a coordinator, as its main thread sees it."""
 
     # --- what the training loop calls
@@ -44,7 +44,7 @@ class Session(Worlds):
         """Let gradients travel over something else than our own ring."""
         self._entrances.build = build
 
-    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:
+    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:
         """The model is built: ask to be admitted. The agent has an idea of the speed of CPUs only."""
         with self._changed:
             self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
@@ -92,7 +92,7 @@ class Session(Worlds):
     def wishes(self) -> int:
         return pulses.STOP if self._stop is not None else 0
 
-    def agree(self, everybody: tuple[pulses.Pulse, ...]) -> None:
+    def agree(self, everybody: tuple[pulses.StepReport, ...]) -> None:
         """Note what the pulses of a step say about its end; it holds once the step is committed."""
         last = self._keeper is not None and self._keeper.ends(everybody)
         with self._changed:
@@ -149,7 +149,7 @@ class Session(Worlds):
             return False
         with self._changed:
             self._done = True
-            self._say(messages.Done(self.step or 0))
+            self._say(messages.DoneMsg(self.step or 0))
         self.phase("done")
         return True
 
@@ -157,7 +157,7 @@ class Session(Worlds):
         """The script left its loop before the last step: the others go on without this member."""
         with self._changed:
             self._finishing = self._done = self._quit = True
-            self._say(messages.Done(self.step or 0, early=True))
+            self._say(messages.DoneMsg(self.step or 0, early=True))
             if self.exchange is not None:
                 self.exchange.abort("its script left the training loop")
         self.phase("done")
@@ -199,7 +199,7 @@ class Session(Worlds):
         waited_s = time.monotonic() - self._phase_since
         return (self._stop is not None and self._leaving is not None) or waited_s > HAND_OVER_S
 
-    def _enter(self, entrance: Entrance) -> None:
+    def _enter(self, entrance: PendingWorld) -> None:
         world, rank = entrance.world, entrance.world.rank_of(self.me)
         assert rank is not None
         cancelled = threading.Event()
@@ -218,7 +218,7 @@ class Session(Worlds):
             with self._changed:
                 self._entering = None
                 if world.number <= self._over_up_to:
-                    self._say(messages.Broken(world.number, self.step))
+                    self._say(messages.WorldBrokenMsg(world.number, self.step))
                 elif not cancelled.is_set():
                     self._tell_unconnected(world, entrance.after, broken)
             return
@@ -227,20 +227,20 @@ class Session(Worlds):
             self.step = step
             if cancelled.is_set():
                 drop(entrance)
-                self._say(messages.Broken(world.number, self.step))
+                self._say(messages.WorldBrokenMsg(world.number, self.step))
                 return
             self._take_over(entrance, rank)
             if entrance.planned:
-                self._say(messages.Switched(world.number, _known(self.step)))
+                self._say(messages.WorldEnteredMsg(world.number, _known(self.step)))
         self._offer(world, rank)
 
-    def _shadowed(self, entrance: Entrance, rank: int) -> Entrance:
+    def _shadowed(self, entrance: PendingWorld, rank: int) -> PendingWorld:
         """Let a shadow take part while our state is on its way, if we are not expected to compute yet."""
         real, keeper = entrance.exchange, self._keeper
         blanks = keeper.blanks() if keeper is not None and self._may_shadow and rank in entrance.world.ghosts else None
         if keeper is None or blanks is None or not isinstance(real, Ring):
             return entrance
-        return replace(entrance, exchange=Shadow(real, blanks, keeper.ends))
+        return replace(entrance, exchange=CatchUpExchange(real, blanks, keeper.ends))
 
     def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
         self.phase("receiving state")
@@ -260,16 +260,16 @@ class Session(Worlds):
             if rank is not None:
                 self._retired = old
                 self._take_over(entrance, rank)
-                self._say(messages.Switched(number, _known(self.step)))
+                self._say(messages.WorldEnteredMsg(number, _known(self.step)))
                 early, self._early = self._early, None
                 if early is not None:
-                    self._on_prepare(early)
+                    self._on_prepareworld(early)
         if rank is None:
             self._go_after(old, number)
         else:
             self._offer(entrance.world, rank)
 
-    def _take_over(self, entrance: Entrance, rank: int) -> None:
+    def _take_over(self, entrance: PendingWorld, rank: int) -> None:
         self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
         if rank == 0:
             # Whoever was to tell what was decided may be gone; what is known already is not told twice.
@@ -295,7 +295,7 @@ class Session(Worlds):
     def _go_after(self, old: Exchange | None, number: int) -> None:
         """We are not in the next world. Stay until the others have crossed, so that nobody sees us vanish."""
         if self._leaving is not None:
-            self._say(messages.Left(self.step, number))
+            self._say(messages.LeftMsg(self.step, number))
         deadline = time.monotonic() + FAREWELL_S
         while old is not None and time.monotonic() < deadline and getattr(old, "broken", None) is None:
             time.sleep(0.002)
@@ -311,7 +311,7 @@ class Session(Worlds):
         if (stop is None or stop.checkpoint) and self.is_writer and self._keeper is not None:
             self.phase("checkpoint")
             self._keeper.checkpoint_now()
-        self._say(messages.Left(self.step))
+        self._say(messages.LeftMsg(self.step))
         code = stop.exit_code if stop is not None else PREEMPTED
         raise self._goodbye(code, f"stopped at step {self.step}: {stop.reason if stop else 'the run stops'}")
 
@@ -333,14 +333,14 @@ class Session(Worlds):
         stop = self._stop
         if stop is not None and stop.checkpoint and self.step is not None and self._keeper is not None:
             self._keeper.checkpoint_now()
-        self._say(messages.Left(self.step))
+        self._say(messages.LeftMsg(self.step))
         why = stop.reason if stop is not None else self._leaving[1] if self._leaving is not None else ""
         code = stop.exit_code if stop is not None else PREEMPTED
         raise self._goodbye(code, f"left while waiting for a world: {why}")
 
-    def _goodbye(self, exit_code: int, reason: str) -> RunOver:
+    def _goodbye(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
-        return RunOver(exit_code, reason)
+        return MemberExit(exit_code, reason)
 
     def _wait_for_a_fresh_lease(self) -> None:
         """A world of one has no peer that would notice that it is cut off, so it must not outlive its lease."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.core.step_report import Pulse
+from shoal.core.step_report import StepReport
 from shoal.core.world import Address, Seat, World
-from shoal.settings import Settings
+from shoal.settings import RunSettings
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.worlds import Keeper
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.worlds import StateProvider
 
 ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
 
 
-class Solo:
+class StandaloneSession:
     """What a Session is to a member of a run, to a process that is alone."""
 
     me = "alone"
@@ -26,16 +26,16 @@ class Solo:
     is_writer = True
     wishes = 0
     reason = ""
-    environment: Environment | None = None
+    environment: MemberEnvironment | None = None
 
     def __init__(self) -> None:
-        self.settings = Settings(checkpoint_every_s=0)
+        self.settings = RunSettings(checkpoint_every_s=0)
         self.world: World | None = ALONE
         self.exchange: Exchange | None = Ring(0, ["alone"])
         self.step: int | None = 0
         self.status: Callable[[], dict[str, Any]] = dict
 
-    def begin(self, fingerprint: str, keeper: Keeper, on_cpu: bool = True) -> None:
+    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:
         """Nobody has to agree."""
 
     def phase(self, name: str) -> None:
@@ -47,7 +47,7 @@ class Solo:
     def announce(self) -> int:
         return 0
 
-    def agree(self, everybody: tuple[Pulse, ...]) -> None:
+    def agree(self, everybody: tuple[StepReport, ...]) -> None:
         """There is nothing to agree on."""
 
     def before_change(self) -> None:

@@ -25,7 +25,7 @@ OPEN_TIMEOUT_S = 3.0
 ASKS_PER_SILENCE = 4
 
 
-class Link:
+class MemberUplink:
     """One WebSocket after another, in a thread of its own.
 
     `greet(say, attach)` says hello on a new socket and attaches it; nothing else is sent on it before.
@@ -37,8 +37,8 @@ class Link:
         access: credentials.Credentials,
         greet: Callable[[Callable[[messages.Message], None], Callable[[], None]], None],
         heard: Callable[[Any], None],
-        beat: Callable[[], messages.Beat],
-        beat_s: float,
+        beat: Callable[[], messages.HeartbeatMsg],
+        heartbeat_s: float,
         silence_s: float,
     ) -> None:
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/v1/member"
@@ -46,7 +46,7 @@ class Link:
         self._greet = greet
         self._heard = heard
         self._beat = beat
-        self.beat_s = beat_s
+        self.heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._socket: ClientConnection | None = None
         self._pong_at = 0.0
@@ -138,7 +138,7 @@ class Link:
 
     def _renew(self) -> None:
         """Beat, and hang up on a coordinator that no longer answers, so that it is sought anew."""
-        while not self._closing.wait(self.beat_s):
+        while not self._closing.wait(self.heartbeat_s):
             socket = self._socket
             if socket is None:
                 continue
@@ -152,7 +152,7 @@ class Link:
                     answered = socket.ping(ack_on_close=False)
             except (OSError, websockets.exceptions.WebSocketException):
                 continue
-            if answered.wait(self.beat_s):
+            if answered.wait(self.heartbeat_s):
                 self._pong_at = time.monotonic()
             elif time.monotonic() - self._pong_at > self._silence_s:
                 socket.close_socket()
@@ -177,13 +177,13 @@ def _say(socket: ClientConnection, message: messages.Message) -> None:
     socket.send(codec.from_member.encode(message))
 
 
-def _refusal(error: websockets.exceptions.InvalidStatus) -> messages.Refused:
+def _refusal(error: websockets.exceptions.InvalidStatus) -> messages.RejectedMsg:
     status = error.response.status_code
     if status in (401, 403):
-        return messages.Refused(
+        return messages.RejectedMsg(
             "S201",
             "the coordinator does not accept this token",
             why=f"it answered {status}",
             do="pass the coordinator's own token file",
         )
-    return messages.Refused("S207", "the coordinator refused the connection", why=f"it answered {status}")
+    return messages.RejectedMsg("S207", "the coordinator refused the connection", why=f"it answered {status}")

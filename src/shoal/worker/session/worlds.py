@@ -15,16 +15,16 @@ from shoal.core.world import World
 from shoal.settings import port_range
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
-from shoal.worker.collectives.catch_up import Blank, Shadow
+from shoal.worker.collectives.catch_up import Blank, CatchUpExchange
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
-from shoal.worker.session.coordinator_client import Correspondence
-from shoal.worker.session.environment import Environment
-from shoal.worker.session.pending_worlds import Entrance, Entrances, drop
-from shoal.worker.transport.peers import Port
+from shoal.worker.session.coordinator_client import CoordinatorClient
+from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.pending_worlds import PendingWorld, PendingWorlds, drop
+from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes, Snapshot
 
 
-class Keeper(Protocol):
+class StateProvider(Protocol):
     """Whoever holds the state that is trained: a framework's side of a session."""
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
@@ -42,35 +42,35 @@ class Keeper(Protocol):
     def blanks(self) -> list[Blank] | None:
         """The buffers of one step's exchange, filled with nothing; None if they cannot be known beforehand."""
 
-    def ends(self, everybody: tuple[pulses.Pulse, ...]) -> bool:
+    def ends(self, everybody: tuple[pulses.StepReport, ...]) -> bool:
         """Whether no step follows the one of these pulses."""
 
 
-class Worlds(Correspondence):
+class MemberWorlds(CoordinatorClient):
     """A member's place among worlds, kept up by whoever brings news."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: MemberEnvironment) -> None:
         access = credentials.read(environment.token_file)
         super().__init__(environment, access)
         self.rank = 0
         self.exchange: Exchange | None = None
         self.reason = ""
-        self._keeper: Keeper | None = None
+        self._keeper: StateProvider | None = None
         self._agreed: int | None = None
         self._stop_agreed = False
         self._finishing = False
-        self._prepared: Entrance | None = None
-        self._announced: Entrance | None = None
-        self._formed: Entrance | None = None
+        self._prepared: PendingWorld | None = None
+        self._announced: PendingWorld | None = None
+        self._formed: PendingWorld | None = None
         self._retired: Exchange | None = None
-        self._entering: tuple[Entrance, threading.Event] | None = None
-        self._early: messages.Prepare | None = None
+        self._entering: tuple[PendingWorld, threading.Event] | None = None
+        self._early: messages.PrepareWorldMsg | None = None
         self._over_up_to = 0
         self._offered: Snapshot | None = None
         self._restore_asked = False
         self._may_shadow = True
         self._why: tuple[tuple[str, ...], str] = ((), "")
-        self.port = Port(
+        self.port = Peers(
             access.token.encode(),
             environment.run,
             self.me,
@@ -80,8 +80,8 @@ class Worlds(Correspondence):
             others=environment.others,
         )
         self.address = self.port.address
-        self._entrances = Entrances(
-            self.port.connect, self.settings.connect_s, self._opened, self._tell_unconnected, self._world_broke
+        self._entrances = PendingWorlds(
+            self.port.connect, self.settings.connect_timeout_s, self._opened, self._tell_unconnected, self._world_broke
         )
         self._link.open()
 
@@ -93,7 +93,7 @@ class Worlds(Correspondence):
                 return
             self._broken = True
             self._why = (suspects, cause)
-            if isinstance(self.exchange, Shadow) and self.exchange.following:
+            if isinstance(self.exchange, CatchUpExchange) and self.exchange.following:
                 self._may_shadow = (
                     False  # it may have misjudged what the others exchange: next time, wait for the state
                 )
@@ -110,7 +110,7 @@ class Worlds(Correspondence):
 
     def _answer(self) -> None:
         if self.world is not None:
-            self._say(messages.Broken(self.world.number, self.step, *self._why))
+            self._say(messages.WorldBrokenMsg(self.world.number, self.step, *self._why))
 
     def _world_broke(self, number: int, suspects: tuple[str, ...], cause: str) -> None:
         """A neighbour was lost while nothing was being exchanged; at an agreed end that is no loss."""
@@ -128,7 +128,7 @@ class Worlds(Correspondence):
 
     # --- hearing the coordinator, in the link's thread
 
-    def _on_form(self, message: messages.Form) -> None:
+    def _on_enterworld(self, message: messages.EnterWorldMsg) -> None:
         current = self.world.number if self.world is not None else 0
         if message.world.number <= max(current, self._number_of_ours() or 0, self._over_up_to):
             return
@@ -138,7 +138,7 @@ class Worlds(Correspondence):
             self._break_world((), message.reason)
         self._entrances.connect(message.world, after=None)
 
-    def _on_prepare(self, message: messages.Prepare) -> None:
+    def _on_prepareworld(self, message: messages.PrepareWorldMsg) -> None:
         """Connect the next world beside ours, or beside the one that we are just entering."""
         number = message.world.number
         known = [e.number for e in (self._prepared, self._formed) if e is not None]
@@ -162,7 +162,7 @@ class Worlds(Correspondence):
         if message.world.rank_of(self.me) is not None:
             self._entrances.connect(message.world, message.after)
         elif ours is not None:
-            self._prepared = Entrance(message.world, None, message.after)
+            self._prepared = PendingWorld(message.world, None, message.after)
 
     def _number_of_ours(self) -> int | None:
         """The world that we are in, or that we were told to enter."""
@@ -180,7 +180,7 @@ class Worlds(Correspondence):
         drop(self._formed)
         self._formed = None
 
-    def _on_dissolve(self, message: messages.Dissolve) -> None:
+    def _on_dissolveworld(self, message: messages.DissolveWorldMsg) -> None:
         self._over_up_to = max(self._over_up_to, message.number)
         self.reason = message.reason
         self._entrances.give_up_to(message.number)
@@ -202,7 +202,7 @@ class Worlds(Correspondence):
             elif not self._applying and self._entering is None:
                 self._answer()
 
-    def _on_expelled(self, message: messages.Expelled) -> None:
+    def _on_evicted(self, message: messages.EvictedMsg) -> None:
         self._break_world((), message.reason, answer=False)
         self._entrances.give_up(planned=False)
         self._stop_entering()
@@ -216,12 +216,12 @@ class Worlds(Correspondence):
         self.world, self.exchange = None, None
         self._say_hello_again()
 
-    def _on_restore(self, _message: messages.Restore) -> None:
+    def _on_restore(self, _message: messages.RestoreMsg) -> None:
         self._restore_asked = True
 
     # --- what the threads that connect worlds tell
 
-    def _opened(self, entrance: Entrance, cancelled: threading.Event) -> bool:
+    def _opened(self, entrance: PendingWorld, cancelled: threading.Event) -> bool:
         with self._changed:
             if cancelled.is_set() or entrance.number <= self._over_up_to:
                 return False
@@ -235,6 +235,6 @@ class Worlds(Correspondence):
 
     def _tell_unconnected(self, world: World, after: int | None, broken: ExchangeBroken) -> None:
         if after is not None:
-            self._say(messages.CannotPrepare(world.number, broken.suspects, broken.cause))
+            self._say(messages.PrepareFailedMsg(world.number, broken.suspects, broken.cause))
         else:
-            self._say(messages.Broken(world.number, self.step, broken.suspects, broken.cause))
+            self._say(messages.WorldBrokenMsg(world.number, self.step, broken.suspects, broken.cause))

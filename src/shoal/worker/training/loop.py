@@ -14,18 +14,18 @@ from typing import Any
 from shoal.core import step_report
 from shoal.core.batch.goodput import AutoBatch
 from shoal.core.world import World
-from shoal.errors import OutOfStep
+from shoal.errors import MembersDiverged
 from shoal.worker.collectives.catch_up import Blank
-from shoal.worker.collectives.exchange import GatherTicket
+from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.metrics import finite
-from shoal.worker.training.noise_sampling import Soundings
+from shoal.worker.training.noise_sampling import NoiseSampler
 from shoal.worker.training.slowdown import pace_of
-from shoal.worker.training.step import Turn
-from shoal.worker.training.step_timing import Meter
-from shoal.worker.training.training_state import StateKeeper
+from shoal.worker.training.step import Step
+from shoal.worker.training.step_timing import StepTimer
+from shoal.worker.training.training_state import TrainingState
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
@@ -33,16 +33,16 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memo
 class Loop(ABC):
     """Does the steps of one run: every step is given out until all members have committed it."""
 
-    def __init__(self, session: Session | Solo, keeper: StateKeeper) -> None:
+    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState) -> None:
         self.feed: Feed | None = None
-        self.turn: Turn | None = None
+        self.turn: Step | None = None
         self.auto: AutoBatch | None = None
         self.metrics: dict[str, Any] = {}
         self.looping = False
-        self.soundings = Soundings(session.settings.noise_every)
-        self.meter = Meter(self.soundings.noise)
+        self.soundings = NoiseSampler(session.settings.noise_every_steps)
+        self.meter = StepTimer(self.soundings.noise)
         self._session, self._keeper = session, keeper
-        self._last: Turn | None = None
+        self._last: Step | None = None
         self._world_seen = 0
         self._loss: float | None = None
         self._pace = pace_of(session.me, session.settings.emulate)
@@ -71,7 +71,7 @@ class Loop(ABC):
         """Let all random numbers start anew."""
 
     @abstractmethod
-    def _check_piece(self, turn: Turn, number: int) -> None:
+    def _check_piece(self, turn: Step, number: int) -> None:
         """The loop's body is done with a piece: raise if it did not do what it should."""
 
     # --- the loop
@@ -118,7 +118,7 @@ class Loop(ABC):
             self._pace.begin(step)
         ghosts = self._ghosts(world, step)
         pieces = feed.pieces(step, world, session.rank, ghosts)
-        turn = Turn(
+        turn = Step(
             step,
             feed.cursor(step).epoch,
             pieces,
@@ -158,26 +158,26 @@ class Loop(ABC):
             return ()
         return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & step_report.GHOST)
 
-    def _ends(self, everybody: tuple[step_report.Pulse, ...]) -> bool:
+    def _ends(self, everybody: tuple[step_report.StepReport, ...]) -> bool:
         step = max(p.step for p in everybody)
         return self.feed is None or self.feed.over(step + 1)
 
     # --- the pulse
 
-    def _send_pulse(self, turn: Turn) -> GatherTicket:
+    def _send_pulse(self, turn: Step) -> GatherWork:
         return turn.exchange.gather(step_report.encode(self._pulse(turn)))
 
-    def _receive_pulses(self, turn: Turn, gathered: GatherTicket) -> float:
+    def _receive_pulses(self, turn: Step, gathered: GatherWork) -> float:
         """Everybody's pulses of this step; returns the weight of the whole global batch."""
         turn.everybody = step_report.decode(gathered.result())
         self._check(turn)
         self._session.agree(turn.everybody)
         return sum(p.weight for p in turn.everybody)
 
-    def _pulse(self, turn: Turn) -> step_report.Pulse:
+    def _pulse(self, turn: Step) -> step_report.StepReport:
         last = self._last
         assert self.feed is not None
-        return step_report.Pulse(
+        return step_report.StepReport(
             step=turn.step,
             samples=turn.samples,
             weight=turn.weight,
@@ -204,13 +204,13 @@ class Loop(ABC):
         total = sum(p.weight for p in last.everybody) if last is not None and last.committed else 0.0
         return float(last.loss) / total if last is not None and total else 0.0
 
-    def _check(self, turn: Turn) -> None:
+    def _check(self, turn: Step) -> None:
         reason = step_report.desync(turn.everybody)
         if reason:
-            raise OutOfStep("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
+            raise MembersDiverged("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
         rates = step_report.apart(turn.everybody)
         if rates:
-            raise OutOfStep(
+            raise MembersDiverged(
                 "the members have different learning rates",
                 where=f"step {turn.step}",
                 why=f"{rates}; a schedule followed something that is not the same on all members",
@@ -219,7 +219,7 @@ class Loop(ABC):
         dealt = sum(p.samples for p in turn.everybody)
         if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
             shares = ", ".join(str(p.samples) for p in turn.everybody)
-            raise OutOfStep(
+            raise MembersDiverged(
                 f"the members do not agree on their shares of step {turn.step}",
                 where=f"world {self._world_seen}",
                 why=f"shares of {shares} make {dealt} of {self.feed.nominal(turn.step)} samples",
@@ -234,7 +234,7 @@ class Loop(ABC):
         self._keeper.before_change()
         return self._session.may_apply()
 
-    def _commit(self, turn: Turn) -> None:
+    def _commit(self, turn: Step) -> None:
         """The step has been applied: it counts."""
         assert self.feed is not None
         self.soundings.learn(turn.everybody)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.core import emulation
-from shoal.core.emulation import Emulation, Machine
+from shoal.core.emulation import EmulatedMachine, Emulation
 
 # Of the backward pass that is expected: sleeping too long could not be made good, the rest of too short can.
 BEFORE = 0.9
@@ -36,7 +36,7 @@ class Clocks:
 REAL = Clocks()
 
 
-class Pace(Protocol):
+class Slowdown(Protocol):
     """What the training loop tells of every step."""
 
     def begin(self, step: int) -> None:
@@ -52,10 +52,10 @@ class Pace(Protocol):
         ...
 
 
-class Stretch:
+class StretchedCompute:
     """Stretches the real work: a machine of a quarter of the speed takes four times as long."""
 
-    def __init__(self, machine: Machine, clocks: Clocks = REAL) -> None:
+    def __init__(self, machine: EmulatedMachine, clocks: Clocks = REAL) -> None:
         self._machine, self._clocks = machine, clocks
         self._factor, self._began_s, self._backward_s, self._slept_s = 0.0, 0.0, 0.0, 0.0
         self._samples, self._known, self._known_s = 0, 0, 0.0
@@ -77,7 +77,7 @@ class Stretch:
         self._clocks.rest(self._factor * (now_s - self._began_s) - self._slept_s)
 
 
-class Cost:
+class FixedStepCost:
     """Makes a step take the time that it is said to cost, if the real work takes less."""
 
     def __init__(self, told: Emulation, number: int, clocks: Clocks = REAL) -> None:
@@ -103,13 +103,13 @@ class Cost:
         self._clocks.rest(self._until_s - now_s)
 
 
-def pace_of(member: str, text: str) -> Pace | None:
+def pace_of(member: str, text: str) -> Slowdown | None:
     """The pace of a member by the setting `emulate`; None if it is as fast as it is."""
     told = emulation.parse(text)
     if told is None:
         return None
     number = emulation.number_of(member)
     if told.sample_s is not None:
-        return Cost(told, number)
+        return FixedStepCost(told, number)
     machine = told.machine(number)
-    return None if machine == Machine(1.0) else Stretch(machine)
+    return None if machine == EmulatedMachine(1.0) else StretchedCompute(machine)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.core.shares.reduction_tree import Held
-from shoal.core.step_report import Pulse
+from shoal.core.shares.reduction_tree import ShardRange
+from shoal.core.step_report import StepReport
 from shoal.core.world import World
 from shoal.worker.collectives.exchange import Exchange
-from shoal.worker.data.feed import Piece
+from shoal.worker.data.feed import MicroBatch
 
 
-class Squares(Protocol):
+class GradientNorms(Protocol):
     """The squared norms of one step's gradients: those of groups of samples here, and that of the whole batch."""
 
     @property
@@ -24,19 +24,19 @@ class Squares(Protocol):
 
 
 @dataclass(slots=True)
-class Turn:
+class Step:
     """What this member does in one step, and how far it has come."""
 
     step: int
     epoch: int
-    pieces: list[Piece]
+    pieces: list[MicroBatch]
     nominal: int
     exchange: Exchange
     world: World
     units: int = 0
     ghosts: tuple[int, ...] = ()
     first: bool = False
-    held: Held | None = None
+    held: ShardRange | None = None
     piece: int = 0
     backwards: int = 0
     weight: float = 0.0
@@ -47,10 +47,10 @@ class Turn:
     committed: bool = False
     spoiled: bool = False
     progress: int = 1
-    squares: Squares | None = None
+    squares: GradientNorms | None = None
     stepped: set[int] = field(default_factory=set)
     logged: dict[str, Any] = field(default_factory=dict)
-    everybody: tuple[Pulse, ...] = ()
+    everybody: tuple[StepReport, ...] = ()
     data_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0

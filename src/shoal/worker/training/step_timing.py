@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from shoal.core.batch.gradient_noise import Noise
-from shoal.core.shares.balancer import Balance
-from shoal.core.step_report import Pulse
-from shoal.wire.member_messages import Spent
-from shoal.worker.training.step import Turn
+from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.shares.balancer import ShareBalancer
+from shoal.core.step_report import StepReport
+from shoal.wire.member_messages import StepTimes
+from shoal.worker.training.step import Step
 
 KEPT = 0.9
 LOOK_S = 0.5
@@ -18,23 +18,23 @@ MANY = 8
 SETTING_UP = 2
 
 
-class Meter:
+class StepTimer:
     """Measures committed steps in the main thread; beats only read what it holds."""
 
-    def __init__(self, noise: Noise) -> None:
+    def __init__(self, noise: GradientNoise) -> None:
         self._committed_at_s = 0.0
         self._usual_step_s = 0.0
         self._samples_per_s = 0.0
-        self._spent = Spent()
+        self._spent = StepTimes()
         self._noise_of = noise
         self._noise: float | None = None
         self._idle: tuple[float | None, float] | None = None
         self._batch = self._nominal = 0
         self.commits = 0
         self._looked_at_s = 0.0
-        self._usual = _Usual()
+        self._usual = _TypicalStep()
 
-    def commit(self, turn: Turn, rank: int, balance: Balance, now_s: float) -> None:
+    def commit(self, turn: Step, rank: int, balance: ShareBalancer, now_s: float) -> None:
         """A step was committed; its pulses tell where the time of the one before went."""
         if self.commits:
             self._count(turn, now_s - self._committed_at_s)
@@ -60,13 +60,13 @@ class Meter:
             "idle": self._idle,
         }
 
-    def _count(self, turn: Turn, took_s: float) -> None:
+    def _count(self, turn: Step, took_s: float) -> None:
         kept = KEPT if self._usual_step_s else 0.0
         self._usual_step_s = kept * self._usual_step_s + (1 - kept) * took_s
         rate = sum(p.samples for p in turn.everybody) / max(took_s, 1e-9)
         self._samples_per_s = kept * self._samples_per_s + (1 - kept) * rate
 
-    def _look(self, members: int, balance: Balance) -> None:
+    def _look(self, members: int, balance: ShareBalancer) -> None:
         """What costs more than a few sums is looked at as often as beats are sent."""
         self._spent = self._usual.spent()
         scale = self._noise_of.scale
@@ -82,7 +82,7 @@ class Meter:
             self._idle = (idle if balance.rules.policy == "equal" else None, idle)
 
 
-class _Usual:
+class _TypicalStep:
     """The seconds of a usual step: this member's, the mean member's and the slowest one's."""
 
     __slots__ = ("busy_s", "compute_s", "data_s", "exchange_s", "slowest_s", "wait_s")
@@ -91,7 +91,7 @@ class _Usual:
         self.data_s = self.compute_s = self.wait_s = self.exchange_s = 0.0
         self.busy_s = self.slowest_s = 0.0
 
-    def add(self, everybody: tuple[Pulse, ...], rank: int) -> None:
+    def add(self, everybody: tuple[StepReport, ...], rank: int) -> None:
         mine, slowest_s, busy_s = everybody[rank], 0.0, 0.0
         for one in everybody:
             own_s = one.data_s + one.compute_s
@@ -108,5 +108,5 @@ class _Usual:
         self.busy_s = kept * self.busy_s + new * busy_s / len(everybody)
         self.slowest_s = kept * self.slowest_s + new * slowest_s
 
-    def spent(self) -> Spent:
-        return Spent(self.data_s, self.compute_s, self.wait_s, self.exchange_s)
+    def spent(self) -> StepTimes:
+        return StepTimes(self.data_s, self.compute_s, self.wait_s, self.exchange_s)

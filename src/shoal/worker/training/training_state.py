@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from shoal.core.step_report import Pulse
+from shoal.core.step_report import StepReport
 from shoal.errors import NoCheckpoint, ShoalError
 from shoal.store import checkpoint
 from shoal.store.blob_store import Store, open_store
-from shoal.store.checkpoint_schedule import Schedule
-from shoal.store.checkpoint_writer import AsyncWriter
+from shoal.store.checkpoint_schedule import CheckpointSchedule
+from shoal.store.checkpoint_writer import CheckpointWriter
 from shoal.worker.collectives.catch_up import Blank
-from shoal.worker.parameter_server.served_session import PlacedSession
+from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import Solo
+from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.transport.snapshot import Bytes, Snapshot
 
 
@@ -33,30 +33,32 @@ class UserState:
         self._load(saved)
 
 
-class Codec(NamedTuple):
+class StateCodec(NamedTuple):
     """How the parts of a framework's state become a header and raw buffers, and are loaded from them again."""
 
     capture: Callable[[Mapping[str, Any]], tuple[bytes, list[Bytes]]]
     restore: Callable[[Mapping[str, Any], bytes, list[Bytes]], None]
 
 
-class StateKeeper:
+class TrainingState:
     """All parts of the state, by name, and where their checkpoints go."""
 
-    def __init__(self, session: Session | PlacedSession | Solo, run: str, directory: str, codec: Codec) -> None:
+    def __init__(
+        self, session: Session | ServedSession | StandaloneSession, run: str, directory: str, codec: StateCodec
+    ) -> None:
         self._codec = codec
         self.parts: dict[str, Any] = {}
         self.loaded: list[Callable[[], None]] = []
         self.blanks: Callable[[], list[Blank] | None] = lambda: None
-        self.ends: Callable[[tuple[Pulse, ...]], bool] = lambda _everybody: False
+        self.ends: Callable[[tuple[StepReport, ...]], bool] = lambda _everybody: False
         self._session = session
         self._run = run
         self._where = self.where = directory
         settings = session.settings
-        self._schedule = Schedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
+        self._schedule = CheckpointSchedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()
         self._durable: int | None = None
-        self._writer: AsyncWriter | None = None
+        self._writer: CheckpointWriter | None = None
         self._pending: Snapshot | None = None
 
     def open(self) -> Store:
@@ -148,9 +150,9 @@ class StateKeeper:
         world = self._session.world
         return world is None or world.number >= number
 
-    def _open_writer(self) -> AsyncWriter:
+    def _open_writer(self) -> CheckpointWriter:
         if self._writer is None:
-            self._writer = AsyncWriter(
+            self._writer = CheckpointWriter(
                 self.open(),
                 self._run,
                 self._session.settings.checkpoint_keep,

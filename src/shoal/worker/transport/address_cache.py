@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.world import Address
 
 
-class Ways:
+class AddressCache:
     """What was learned by dialling, for all members of a machine; any thread may ask and tell."""
 
     def __init__(self) -> None:

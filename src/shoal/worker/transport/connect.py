@@ -20,8 +20,8 @@ from shoal.core.world import Seat
 from shoal.wire import connect_errors
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport import handshake
-from shoal.worker.transport.address_cache import Ways
-from shoal.worker.transport.handshake import Hello, Refused
+from shoal.worker.transport.address_cache import AddressCache
+from shoal.worker.transport.handshake import HandshakeFailed, PeerHello
 from shoal.worker.transport.listener import Identity
 from shoal.worker.transport.sockets import disown, own, tune
 
@@ -34,7 +34,7 @@ PROOF_S = 1.0
 SILENT_S = 1.5
 
 
-class Patience:
+class ConnectDeadline:
     """How long to wait for others: until a deadline, or until somebody cancels."""
 
     def __init__(self, timeout_s: float, cancelled: threading.Event) -> None:
@@ -49,7 +49,7 @@ class Patience:
             raise ExchangeBroken(f"{what} within {self._timeout_s:g} s", suspects)
 
 
-class NoneAnswered(Exception):  # noqa: N818 - what it holds are the errors
+class NoAddressReachable(Exception):  # noqa: N818 - what it holds are the errors
     """No address led to the member; `failures` says how each failed."""
 
     def __init__(self, failures: dict[str, Exception]) -> None:
@@ -62,17 +62,17 @@ def dial(
     kind: str,
     world: int,
     seat: Seat,
-    patience: Patience,
+    patience: ConnectDeadline,
     user_timeout_ms: int,
-    ways: Ways | None = None,
+    ways: AddressCache | None = None,
 ) -> socket.socket:
     """A connection to the member in this seat, which has proven itself and to which we have; raise ExchangeBroken."""
-    ways = ways or Ways()
+    ways = ways or AddressCache()
     for attempt in range(1, TRIES + 1):
-        call = _Call(identity, kind, world, seat, patience)
+        call = _PeerConnect(identity, kind, world, seat, patience)
         try:
             host, sock = call.connect(ways.in_order(seat.address), ways.taken(seat.address))
-        except NoneAnswered as none:
+        except NoAddressReachable as none:
             ways.forget(seat.address)
             if attempt == TRIES or _is_final(none.failures):
                 raise _unreachable(seat, none.failures) from none
@@ -100,11 +100,11 @@ def _unreachable(seat: Seat, failures: dict[str, Exception]) -> ExchangeBroken:
 def _in_words(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there any more, or a firewall rejects it"
-    return str(error) if isinstance(error, Refused) else connect_errors.in_words(error)
+    return str(error) if isinstance(error, HandshakeFailed) else connect_errors.in_words(error)
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _AddressAttempt:
     """One address that is being tried."""
 
     host: str
@@ -114,14 +114,14 @@ class _Attempt:
     open: bool = False
 
 
-class _Call:
+class _PeerConnect:
     """One try to reach a member at all of its addresses."""
 
-    def __init__(self, identity: Identity, kind: str, world: int, seat: Seat, patience: Patience) -> None:
+    def __init__(self, identity: Identity, kind: str, world: int, seat: Seat, patience: ConnectDeadline) -> None:
         self._identity, self._kind, self._world = identity, kind, world
         self._seat, self._patience = seat, patience
         self._poll = select.poll()
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, _AddressAttempt] = {}
         self._failures: dict[str, Exception] = {}
         self._next_at = 0.0
 
@@ -135,7 +135,7 @@ class _Call:
             while True:
                 gone = isinstance(self._failures.get(sure or ""), ConnectionRefusedError)
                 if gone or not (waiting or self._attempts):
-                    raise NoneAnswered(self._failures)
+                    raise NoAddressReachable(self._failures)
                 if waiting and (not self._attempts or time.monotonic() >= self._next_at):
                     began = time.monotonic()
                     self._next_at = began + STAGGER_S
@@ -168,7 +168,7 @@ class _Call:
         except OSError as error:
             self._failures[host] = error
             return
-        attempt = _Attempt(host, sock, handshake.pack(self._hello()))
+        attempt = _AddressAttempt(host, sock, handshake.pack(self._hello()))
         self._attempts[sock.fileno()] = attempt
         try:
             sock.setblocking(False)
@@ -181,8 +181,8 @@ class _Call:
             return
         self._poll.register(sock, select.POLLOUT)
 
-    def _hello(self) -> Hello:
-        return Hello(
+    def _hello(self) -> PeerHello:
+        return PeerHello(
             kind=self._kind,
             run=self._identity.run,
             world=self._world,
@@ -193,7 +193,7 @@ class _Call:
             nonce=secrets.token_bytes(handshake.NONCE_BYTES),
         )
 
-    def _advance(self, attempt: _Attempt) -> bool:
+    def _advance(self, attempt: _AddressAttempt) -> bool:
         """Whether the member has proven itself there."""
         try:
             if attempt.open:
@@ -206,23 +206,23 @@ class _Call:
             attempt.open = True
             self._next_at = time.monotonic() + PROOF_S
             self._poll.modify(attempt.sock, select.POLLIN)
-        except (OSError, Refused) as error:
+        except (OSError, HandshakeFailed) as error:
             fd = attempt.sock.fileno()
             self._poll.unregister(fd)
             del self._attempts[fd]
             self._drop(attempt, error)
         return False
 
-    def _hear(self, attempt: _Attempt) -> bool:
+    def _hear(self, attempt: _AddressAttempt) -> bool:
         heard = attempt.sock.recv(handshake.CHALLENGE_BYTES - len(attempt.heard))
         if not heard:
-            raise Refused("it turned this member away")
+            raise HandshakeFailed("it turned this member away")
         attempt.heard += heard
         if len(attempt.heard) < handshake.CHALLENGE_BYTES:
             return False
         nonce, proof = bytes(attempt.heard[: handshake.NONCE_BYTES]), bytes(attempt.heard[handshake.NONCE_BYTES :])
         if not handshake.same(proof, handshake.prove(self._identity.key, b"listener", attempt.packed, nonce)):
-            raise Refused("whoever listens there does not know the token")
+            raise HandshakeFailed("whoever listens there does not know the token")
         attempt.sock.send(handshake.prove(self._identity.key, b"dialler", attempt.packed, nonce))
         return True
 
@@ -234,7 +234,7 @@ class _Call:
                 del self._attempts[fd]
                 self._drop(attempt, TimeoutError())
 
-    def _drop(self, attempt: _Attempt, error: Exception) -> None:
+    def _drop(self, attempt: _AddressAttempt, error: Exception) -> None:
         self._next_at = 0.0
         self._failures[attempt.host] = error
         disown(attempt.sock)

@@ -32,11 +32,11 @@ CALL = "call"
 COPY = "copy"
 
 
-class Refused(Exception):  # noqa: N818 - the peer's fault, not ours
+class HandshakeFailed(Exception):  # noqa: N818 - the peer's fault, not ours
     """The peer is not who it should be, or does not speak our language."""
 
 
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a dialler wants, from whom."""
 
     kind: str
@@ -54,11 +54,11 @@ def make_key(token: bytes, run: str) -> bytes:
     return hmac.digest(token, b"shoal data plane 1\0" + run.encode(), hashlib.sha256)
 
 
-def pack(hello: Hello) -> bytes:
+def pack(hello: PeerHello) -> bytes:
     """A hello as it travels, with its length."""
     body = msgspec.msgpack.encode(hello)
     if len(body) > HELLO_LIMIT_BYTES:
-        raise Refused(f"a hello of {len(body)} bytes is too long: member and run names must be shorter")
+        raise HandshakeFailed(f"a hello of {len(body)} bytes is too long: member and run names must be shorter")
     return PREFIX.pack(MAGIC, len(body)) + body
 
 
@@ -66,20 +66,20 @@ def body_bytes(prefix: bytes) -> int:
     """How long the hello is that this prefix announces."""
     magic, length = PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise Refused("not a member of this protocol")
+        raise HandshakeFailed("not a member of this protocol")
     if not 0 < length <= HELLO_LIMIT_BYTES:
-        raise Refused(f"announces a hello of {length} bytes")
+        raise HandshakeFailed(f"announces a hello of {length} bytes")
     return int(length)
 
 
-def unpack(body: bytes) -> Hello:
+def unpack(body: bytes) -> PeerHello:
     """The hello in these bytes; its claims are not proven yet."""
     try:
-        hello = msgspec.msgpack.decode(body, type=Hello)
+        hello = msgspec.msgpack.decode(body, type=PeerHello)
     except msgspec.MsgspecError as error:
-        raise Refused(f"malformed hello: {error}") from error
+        raise HandshakeFailed(f"malformed hello: {error}") from error
     if hello.kind not in (RING, STATE, CALL, COPY) or len(hello.nonce) != NONCE_BYTES:
-        raise Refused("malformed hello")
+        raise HandshakeFailed("malformed hello")
     return hello
 
 

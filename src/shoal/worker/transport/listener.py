@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import PortsTaken
 from shoal.worker.transport import handshake
-from shoal.worker.transport.handshake import Hello, Refused
+from shoal.worker.transport.handshake import HandshakeFailed, PeerHello
 from shoal.worker.transport.sockets import alive, disown, own, tune
 
 STRANGERS_LIMIT = 64
@@ -41,24 +41,24 @@ class Identity:
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _PendingHandshake:
     sock: socket.socket
     until: float
     wanted: int = handshake.PREFIX.size
     heard: bytearray = field(default_factory=bytearray)
     prefix: bytes = b""
-    hello: Hello | None = None
+    hello: PeerHello | None = None
     expected: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class _Guest:
+class _IdlePeer:
     sock: socket.socket
-    hello: Hello
+    hello: PeerHello
     until: float
 
 
-class Door:
+class PeerListener:
     """Accepts connections, and hands out those that have proven themselves."""
 
     def __init__(
@@ -66,13 +66,13 @@ class Door:
         listener: socket.socket,
         identity: Identity,
         user_timeout_ms: int,
-        on_arrival: Callable[[Hello], object],
+        on_arrival: Callable[[PeerHello], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener, self._identity = own(listener), identity
         self._user_timeout_ms, self._on_arrival, self._clock = user_timeout_ms, on_arrival, clock
-        self._strangers: dict[int, _Stranger] = {}
-        self._guests: dict[tuple[str, int, str], _Guest] = {}
+        self._strangers: dict[int, _PendingHandshake] = {}
+        self._guests: dict[tuple[str, int, str], _IdlePeer] = {}
         self._shunned: set[int] = set()
         self._past = -1
         self._closed = False
@@ -167,23 +167,23 @@ class Door:
         sock.setblocking(False)
         if len(self._strangers) >= STRANGERS_LIMIT:
             self._drop(next(iter(self._strangers.values())), "too many strangers")
-        self._strangers[sock.fileno()] = _Stranger(sock, self._clock() + STRANGER_S)
+        self._strangers[sock.fileno()] = _PendingHandshake(sock, self._clock() + STRANGER_S)
         self._poll.register(sock, select.POLLIN)
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _hear(self, stranger: _PendingHandshake) -> None:
         try:
             heard = stranger.sock.recv(stranger.wanted - len(stranger.heard))
             if not heard:
-                raise Refused("hung up")
+                raise HandshakeFailed("hung up")
             stranger.heard += heard
             if len(stranger.heard) == stranger.wanted:
                 self._answer(stranger, bytes(stranger.heard))
         except BlockingIOError:
             return
-        except (Refused, OSError) as error:
+        except (HandshakeFailed, OSError) as error:
             self._drop(stranger, str(error))
 
-    def _answer(self, stranger: _Stranger, heard: bytes) -> None:
+    def _answer(self, stranger: _PendingHandshake, heard: bytes) -> None:
         stranger.heard.clear()
         if not stranger.prefix:
             stranger.prefix, stranger.wanted = heard, handshake.body_bytes(heard)
@@ -196,18 +196,18 @@ class Door:
         elif handshake.same(heard, stranger.expected):
             self._admit(stranger, stranger.hello)
         else:
-            raise Refused("does not know the token")
+            raise HandshakeFailed("does not know the token")
 
-    def _examine(self, hello: Hello) -> None:
+    def _examine(self, hello: PeerHello) -> None:
         me = self._identity
         if hello.run != me.run:
-            raise Refused("belongs to another run")
+            raise HandshakeFailed("belongs to another run")
         if (hello.to_member, hello.to_incarnation) != (me.member, me.incarnation):
-            raise Refused(f"looks for {hello.to_member}, not for this process")
+            raise HandshakeFailed(f"looks for {hello.to_member}, not for this process")
         if hello.world <= self._past or (hello.kind == handshake.RING and hello.world in self._shunned):
-            raise Refused(f"comes for world {hello.world}, which is over here")
+            raise HandshakeFailed(f"comes for world {hello.world}, which is over here")
 
-    def _admit(self, stranger: _Stranger, hello: Hello) -> None:
+    def _admit(self, stranger: _PendingHandshake, hello: PeerHello) -> None:
         sock = stranger.sock
         del self._strangers[sock.fileno()]
         tune(sock, self._user_timeout_ms)
@@ -221,19 +221,19 @@ class Door:
             if len(self._guests) >= GUESTS_LIMIT:
                 oldest = next(iter(self._guests.values()))
                 self._dismiss(lambda guest: guest is oldest)
-            self._guests[key] = _Guest(sock, hello, until)
+            self._guests[key] = _IdlePeer(sock, hello, until)
             self.arrived.notify_all()
         self._on_arrival(hello)
 
-    def _examine_again(self, sock: socket.socket, hello: Hello) -> None:
+    def _examine_again(self, sock: socket.socket, hello: PeerHello) -> None:
         try:
             self._examine(hello)
-        except Refused:
+        except HandshakeFailed:
             self._poll.unregister(sock)
             disown(sock)
             raise
 
-    def _drop(self, stranger: _Stranger, why: str) -> None:
+    def _drop(self, stranger: _PendingHandshake, why: str) -> None:
         log.debug("dropped a connection: %s", why)
         if self._strangers.pop(stranger.sock.fileno(), None) is not None:
             self._poll.unregister(stranger.sock)
@@ -250,13 +250,13 @@ class Door:
         with self.arrived:
             self._dismiss(lambda guest: guest.until <= now)
 
-    def _dismiss(self, chosen: Callable[[_Guest], bool]) -> None:
+    def _dismiss(self, chosen: Callable[[_IdlePeer], bool]) -> None:
         for key, guest in [(key, guest) for key, guest in self._guests.items() if chosen(guest)]:
             del self._guests[key]
             self._release(guest)
             disown(guest.sock)
 
-    def _release(self, guest: _Guest) -> None:
+    def _release(self, guest: _IdlePeer) -> None:
         # the door's thread may be polling it, which would keep a closed connection open
         self._poll.unregister(guest.sock)
         os.eventfd_write(self._wakeup, 1)

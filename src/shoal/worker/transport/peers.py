@@ -14,12 +14,12 @@ from shoal.core.world import Address, Seat, World
 from shoal.worker.collectives.exchange import ExchangeBroken, OnBreak
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.transport import state_transfer
-from shoal.worker.transport.address_cache import Ways
-from shoal.worker.transport.connect import GLANCE_S, Patience, dial
-from shoal.worker.transport.handshake import RING, STATE, Hello, make_key
-from shoal.worker.transport.listener import Door, Identity, listen
+from shoal.worker.transport.address_cache import AddressCache
+from shoal.worker.transport.connect import GLANCE_S, ConnectDeadline, dial
+from shoal.worker.transport.handshake import RING, STATE, PeerHello, make_key
+from shoal.worker.transport.listener import Identity, PeerListener, listen
 from shoal.worker.transport.sockets import alive, disown, shut
-from shoal.worker.transport.state_transfer import Readable, Received
+from shoal.worker.transport.state_transfer import ReceivedState, SnapshotLike
 
 STALL_S = 30.0
 
@@ -27,12 +27,12 @@ log = logging.getLogger("shoal.port")
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
-    snapshot: Readable
+class _StateOffer:
+    snapshot: SnapshotLike
     readers: frozenset[str]
 
 
-class Port:
+class Peers:
     """Where the peers of a member reach it, and from where it reaches them.
 
     `seen_as` is its own address on the way to its neighbour in the latest ring.
@@ -52,15 +52,15 @@ class Port:
         self._identity = Identity(make_key(token, run), run, member, incarnation)
         self._user_timeout_ms = user_timeout_ms
         self._lock = threading.Lock()
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _StateOffer] = {}
         self._deliveries: dict[socket.socket, tuple[int, threading.Thread]] = {}
         self._closed = False
-        self._served: dict[str, Callable[[Hello, socket.socket], object]] = {}
+        self._served: dict[str, Callable[[PeerHello, socket.socket], object]] = {}
         listener = listen(host, ports, everywhere=bool(others))
         self.address = Address(host, listener.getsockname()[1], tuple(others))
         self.seen_as = host
-        self._ways = Ways()
-        self._door = Door(listener, self._identity, user_timeout_ms, self._on_arrival)
+        self._ways = AddressCache()
+        self._door = PeerListener(listener, self._identity, user_timeout_ms, self._on_arrival)
 
     def connect(
         self, world: World, timeout_s: float, cancelled: threading.Event, on_break: OnBreak | None = None
@@ -72,7 +72,7 @@ class Port:
         members = [seat.member for seat in world.seats]
         if world.size == 1:
             return Ring(0, members)
-        patience = Patience(timeout_s, cancelled)
+        patience = ConnectDeadline(timeout_s, cancelled)
         self._door.shun(world.number, shunned=False)
         try:
             ring = Ring(rank, members, *self._meet(world, rank, patience), on_break)
@@ -83,10 +83,10 @@ class Port:
             raise
         return ring
 
-    def offer(self, world: int, snapshot: Readable, readers: Collection[str]) -> None:
+    def offer(self, world: int, snapshot: SnapshotLike, readers: Collection[str]) -> None:
         """Hand this snapshot to these members in the background, to each when it asks."""
         with self._lock:
-            self._offers[world] = _Offer(snapshot, frozenset(readers))
+            self._offers[world] = _StateOffer(snapshot, frozenset(readers))
         for reader in readers:
             self._deliver(world, reader)
 
@@ -99,23 +99,23 @@ class Port:
                 shut(sock)
         self._door.forget(up_to_world)
 
-    def fetch(self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event) -> Received:
+    def fetch(self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event) -> ReceivedState:
         """Receive the state from a source, as soon as that offers it; `timeout_s` bounds each wait without progress."""
         seat = world.seats[source_rank]
-        patience = Patience(timeout_s, cancelled)
+        patience = ConnectDeadline(timeout_s, cancelled)
         sock = self._dial(STATE, world.number, seat, patience)
         try:
             return state_transfer.receive(sock, seat.member, timeout_s, cancelled)
         finally:
             disown(sock)
 
-    def serve(self, kind: str, serve: Callable[[Hello, socket.socket], object]) -> None:
+    def serve(self, kind: str, serve: Callable[[PeerHello, socket.socket], object]) -> None:
         """From now on hand every connection of this kind to `serve`, in a thread of its own; it then owns it."""
         self._served[kind] = serve
 
     def call(self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event) -> socket.socket:
         """Open a connection of this kind to a member; the caller then owns it."""
-        patience = Patience(timeout_s, cancelled)
+        patience = ConnectDeadline(timeout_s, cancelled)
         sock = self._dial(kind, number, seat, patience)
         sock.setblocking(True)
         return sock
@@ -132,12 +132,12 @@ class Port:
         for _, (_, thread) in deliveries:
             thread.join()
 
-    def _dial(self, kind: str, number: int, seat: Seat, patience: Patience) -> socket.socket:
+    def _dial(self, kind: str, number: int, seat: Seat, patience: ConnectDeadline) -> socket.socket:
         return dial(self._identity, kind, number, seat, patience, self._user_timeout_ms, self._ways)
 
     # --- the ring
 
-    def _meet(self, world: World, rank: int, patience: Patience) -> tuple[socket.socket, socket.socket]:
+    def _meet(self, world: World, rank: int, patience: ConnectDeadline) -> tuple[socket.socket, socket.socket]:
         next_, previous = world.seats[(rank + 1) % world.size], world.seats[rank - 1]
         following = self._dial(RING, world.number, next_, patience)
         self.seen_as = str(following.getsockname()[0])
@@ -153,7 +153,7 @@ class Port:
             raise
         return following, sock
 
-    def _assemble(self, ring: Ring, patience: Patience) -> None:
+    def _assemble(self, ring: Ring, patience: ConnectDeadline) -> None:
         ticket = ring.gather(np.zeros(1))
         try:
             while not ticket.done(GLANCE_S):
@@ -165,7 +165,7 @@ class Port:
 
     # --- the state
 
-    def _on_arrival(self, hello: Hello) -> None:
+    def _on_arrival(self, hello: PeerHello) -> None:
         if hello.kind == STATE:
             self._deliver(hello.world, hello.member)
         elif (serve := self._served.get(hello.kind)) is not None:
@@ -188,7 +188,7 @@ class Port:
             self._deliveries[sock] = (world, thread)
             thread.start()
 
-    def _hand_over(self, sock: socket.socket, snapshot: Readable, reader: str) -> None:
+    def _hand_over(self, sock: socket.socket, snapshot: SnapshotLike, reader: str) -> None:
         try:
             state_transfer.send(sock, snapshot, reader, STALL_S)
         except (OSError, LookupError) as error:

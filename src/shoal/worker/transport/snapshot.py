@@ -18,7 +18,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 PIECE_BYTES = 4 << 20
 
 
-class PieceGone(LookupError):  # noqa: N818
+class ChunkReleased(LookupError):  # noqa: N818
     """A reader asked for bytes that were dropped because every expected reader had read past them."""
 
 
@@ -61,7 +61,7 @@ class Snapshot:
         with self._lock:
             buffer, offset = self._buffers[index], self._offsets[index]
             if buffer is None or start < offset:
-                raise PieceGone(f"bytes {start}:{stop} of buffer {index} of step {self.step} were already dropped")
+                raise ChunkReleased(f"bytes {start}:{stop} of buffer {index} of step {self.step} were already dropped")
             data = buffer[start - offset : stop - offset].tobytes()
             if reader not in self._done:
                 self._progress[reader] = max(self._progress.get(reader, (0, 0)), (index, stop))

@@ -35,7 +35,7 @@ _THANKS = b"\x06"
 _GLANCE_S = 0.02
 
 
-class Readable(Protocol):
+class SnapshotLike(Protocol):
     """What can be handed over: a snapshot."""
 
     @property
@@ -53,7 +53,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedState:
     """A state as it arrived: complete and checked."""
 
     step: int
@@ -61,7 +61,7 @@ class Received:
     buffers: list[NDArray[np.uint8]]
 
 
-class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a source is about to send."""
 
     step: int
@@ -69,12 +69,12 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     sizes: tuple[int, ...]
 
 
-def send(sock: socket.socket, snapshot: Readable, reader: str, stall_s: float) -> None:
+def send(sock: socket.socket, snapshot: SnapshotLike, reader: str, hang_timeout_s: float) -> None:
     """Hand a snapshot to one reader; whatever happens, the snapshot knows afterwards that the reader is done."""
     try:
-        sock.settimeout(stall_s)
+        sock.settimeout(hang_timeout_s)
         sizes = tuple(snapshot.sizes)
-        contents = msgspec.msgpack.encode(Contents(snapshot.step, bytes(snapshot.header), sizes))
+        contents = msgspec.msgpack.encode(TransferHeader(snapshot.step, bytes(snapshot.header), sizes))
         sock.sendall(_PREFIX.pack(_MAGIC, len(contents), zlib.crc32(contents)))
         sock.sendall(contents)
         for index, start, stop in _pieces(sizes):
@@ -86,9 +86,9 @@ def send(sock: socket.socket, snapshot: Readable, reader: str, stall_s: float) -
         snapshot.done(reader)
 
 
-def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> Received:
+def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> ReceivedState:
     """Wait for a source to begin, then take its snapshot; `timeout_s` bounds every wait for the next byte."""
-    inlet = _Inlet(sock, source, timeout_s, cancelled)
+    inlet = _StateReader(sock, source, timeout_s, cancelled)
     magic, length, checksum = _PREFIX.unpack(inlet.exactly(_PREFIX.size))
     if magic != _MAGIC or length > CONTENTS_LIMIT_BYTES:
         raise inlet.broken("sent something that is no state")
@@ -104,12 +104,12 @@ def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threa
         if zlib.crc32(piece) != checksum:
             raise inlet.broken(f"sent a piece that was damaged on the way (buffer {index}, byte {start})")
     inlet.thank()
-    return Received(contents.step, contents.header, buffers)
+    return ReceivedState(contents.step, contents.header, buffers)
 
 
-def _decode(packed: memoryview, inlet: _Inlet) -> Contents:
+def _decode(packed: memoryview, inlet: _StateReader) -> TransferHeader:
     try:
-        contents = msgspec.msgpack.decode(packed, type=Contents)
+        contents = msgspec.msgpack.decode(packed, type=TransferHeader)
     except msgspec.MsgspecError as error:
         raise inlet.broken(f"sent malformed contents ({error})") from error
     if any(size < 0 for size in contents.sizes) or contents.step < 0:
@@ -126,7 +126,7 @@ def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield index, start, min(start + PIECE_BYTES, size)
 
 
-class _Inlet:
+class _StateReader:
     """Reads from a source, bounded in time without progress, until cancelled."""
 
     def __init__(self, sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> None:

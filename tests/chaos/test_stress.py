@@ -6,16 +6,12 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "process" / "faults"))
-
-from stage import Stage, staged
+from tests.process.faults.stage import Stage, staged
 
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store

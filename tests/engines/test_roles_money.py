@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hiring import Hired, hired, pool
-from test_standing import Standing, standing  # noqa: F401 - a fixture
+from tests.engines.test_hiring import Hired, hired, pool
+from tests.engines.test_standing import Standing, standing  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -17,9 +17,8 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
-sys.path += [str(Path(__file__).parents[1] / "process" / name) for name in ("faults", "servers")]
-from served import Served  # noqa: E402
-from town import Placed, town  # noqa: E402
+from tests.keras.town import Placed, town  # noqa: E402
+from tests.process.servers.served import Served  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.core.data.sample_order import SampleOrder  # noqa: E402

@@ -1,15 +1,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "process" / "faults")]
-
-from network import Network, sweep  # noqa: E402
+from tests.netns.network import Network, sweep
 
 
 def why_not() -> str:

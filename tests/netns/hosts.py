@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from network import Network
-from stage import Stage
+from tests.netns.network import Network
+from tests.process.faults.stage import Stage
 
 COORDINATOR = "c"
 

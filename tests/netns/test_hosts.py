@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import COORDINATOR, hosted
-from network import Network
+from tests.netns.hosts import COORDINATOR, hosted
+from tests.netns.network import Network
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hosts import COORDINATOR, Hosts
-from network import Network, firewall, ip
+from tests.netns.hosts import COORDINATOR, Hosts
+from tests.netns.network import Network, firewall, ip
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 import shoal.torch as shoal
 from shoal.testing.scripts.hold import tarry
 from shoal.torch.state.capture import checksum
-
-sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -87,7 +84,7 @@ def check(run: Any) -> None:
 
 
 def stage_of(path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> Any:
-    import stage
+    from tests.process.faults import stage
 
     class Exact(stage.Stage):
         script = Path(__file__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_stage import TOKEN, Coordinator, RunningAgent
+from tests.process.agent.agent_stage import TOKEN, Coordinator, RunningAgent
 
 from shoal.wire import credentials
 

@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from agent_stage import until
+from tests.process.agent.agent_stage import until
 
 from shoal.errors import BadNoticeSource
 

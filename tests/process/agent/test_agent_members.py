@@ -9,7 +9,7 @@ import sys
 
 import psutil
 import pytest
-from agent_stage import until
+from tests.process.agent.agent_stage import until
 
 from shoal.wire import member_messages as messages
 

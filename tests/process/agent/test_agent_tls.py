@@ -6,11 +6,11 @@ import datetime
 import ssl
 
 import pytest
-from agent_stage import until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.process.agent.agent_stage import until
 
 pytestmark = pytest.mark.process
 

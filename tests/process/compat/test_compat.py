@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import Stage
+from tests.process.faults.stage import Stage
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

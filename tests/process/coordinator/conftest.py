@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import Coordinator
+from tests.process.coordinator.fakes import Coordinator
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fakes import Coordinator, FakeAgent, FakeMember
+from tests.process.coordinator.fakes import Coordinator, FakeAgent, FakeMember
 
 from shoal.wire import member_messages as ms
 

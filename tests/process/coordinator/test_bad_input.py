@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from fakes import WAIT_S, Coordinator, FakeAgent, FakeMember
+from tests.process.coordinator.fakes import WAIT_S, Coordinator, FakeAgent, FakeMember
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import shoal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import thousand
-from fakes import Coordinator
+from tests.process.coordinator.fakes import Coordinator
 
 pytestmark = pytest.mark.process
 

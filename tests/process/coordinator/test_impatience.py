@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import uvicorn
-from fakes import WAIT_S
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from tests.process.coordinator.fakes import WAIT_S
 
 from shoal.coordinator.server import idle_timeout
 from shoal.coordinator.server.idle_timeout import IdleTimeoutProtocol

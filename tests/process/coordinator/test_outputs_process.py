@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from fakes import WAIT_S, Coordinator
+from tests.process.coordinator.fakes import WAIT_S, Coordinator
 
 from shoal.store.blob_store import Blob, CoordinatorAccess
 from shoal.store.coordinator_store import PIECE_BYTES, CoordinatorStore

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from fakes import WAIT_S, Coordinator, FakeMember
+from tests.process.coordinator.fakes import WAIT_S, Coordinator, FakeMember
 
 from shoal.store import journal
 from shoal.wire import member_messages as ms

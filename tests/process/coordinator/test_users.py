@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Coordinator
+from tests.process.coordinator.fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
 from shoal.coordinator.storage.blobs import STOWED, Blobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import Coordinator, FakeMember
+from tests.process.coordinator.fakes import Coordinator, FakeMember
 
 from shoal.wire import member_messages as ms
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import Stage
+from tests.process.faults.stage import Stage
 
 from shoal.testing.emulated_speeds import machines
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bare_machine import Machine
+from tests.process.environment.bare_machine import Machine
 
 from shoal.testing import wheelhouse
 

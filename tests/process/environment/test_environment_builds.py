@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from bare_machine import PYTHON, Machine, running
+from tests.process.environment.bare_machine import PYTHON, Machine, running
 
 from shoal.pack.environments import recipe, requirements, wheel
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stage import Stage
+from tests.process.faults.stage import Stage
 
 SCRIPT = Path(__file__).with_name("train.py")
 EVALUATOR = "local/evaluator-0"

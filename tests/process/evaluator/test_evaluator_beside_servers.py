@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluated import EVALUATOR, Evaluated, evaluated
+from tests.process.evaluator.evaluated import EVALUATOR, Evaluated, evaluated
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 

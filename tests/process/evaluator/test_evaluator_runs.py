@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluated import EVALUATOR, Evaluated, evaluated
+from tests.process.evaluator.evaluated import EVALUATOR, Evaluated, evaluated
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from meeting import TOKEN, pair
+from tests.process.exchange.meeting import TOKEN, pair
 
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.transport.peers import Peers

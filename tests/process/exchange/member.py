@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from meeting import TOKEN
+from tests.process.exchange.meeting import TOKEN
 
 from shoal.core.world import Address, Seat, World
 from shoal.worker.transport.peers import Peers

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from meeting import NEVER, world_of
+from tests.process.exchange.meeting import NEVER, world_of
 
 from shoal.worker.collectives.exchange import ExchangeBroken
 

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from meeting import NEVER
+from tests.process.exchange.meeting import NEVER
 
 from shoal.core.world import Address, Seat, World
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
-from meeting import NEVER, pair, world_of
+from tests.process.exchange.meeting import NEVER, pair, world_of
 
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport import state_transfer

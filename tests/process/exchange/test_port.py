@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from meeting import NEVER, TOKEN, connect_all, die, world_of
+from tests.process.exchange.meeting import NEVER, TOKEN, connect_all, die, world_of
 
 from shoal.core.world import Address, Seat, World
 from shoal.errors import PortsTaken

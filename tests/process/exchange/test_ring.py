@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meeting import connect_all, die, world_of
+from tests.process.exchange.meeting import connect_all, die, world_of
 
 from shoal.worker.collectives.exchange import ExchangeBroken
 

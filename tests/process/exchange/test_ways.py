@@ -6,7 +6,7 @@ import socket
 import threading
 
 import pytest
-from meeting import NEVER, TOKEN
+from tests.process.exchange.meeting import NEVER, TOKEN
 
 from shoal.core.world import Address, Seat
 from shoal.worker.collectives.exchange import ExchangeBroken

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import SCRIPT, Stage, staged
+from tests.process.faults.stage import SCRIPT, Stage, staged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

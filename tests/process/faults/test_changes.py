@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from stage import staged
+from tests.process.faults.stage import staged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stage import staged
+from tests.process.faults.stage import staged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import Stage
+from tests.process.faults.stage import Stage
 
 from shoal.core.data.rounds import RoundOrder
 

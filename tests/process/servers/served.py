@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stage import Stage
+from tests.process.faults.stage import Stage
 
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import served
-from stage import staged
+from tests.process.faults.stage import staged
+from tests.process.servers.served import served
 
 pytestmark = [pytest.mark.process, pytest.mark.servers, pytest.mark.timeout(300)]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import Served, served
+from tests.process.servers.served import Served, served
 
 pytestmark = [pytest.mark.process, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_present import trained_by
+from tests.unit.coordinator.test_present import trained_by
 
 from shoal.coordinator import live_state as present
 from shoal.coordinator.http import prometheus

@@ -25,7 +25,7 @@ from shoal.testing import engine_conformance as suite
 from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 from shoal.wire.credentials import Credentials
 
-pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
+pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180), pytest.mark.xdist_group("ray")]
 
 WORKERS = 2

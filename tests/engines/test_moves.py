@@ -17,7 +17,7 @@ from tests.engines.everywhere import Everywhere, everywhere, why_not
 from tests.engines.ssh_hosts import HUB
 from tests.process.faults.stage import SCRIPT, Stage
 
-pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal[ray]'")
+pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(400)]
 
 if why := why_not():

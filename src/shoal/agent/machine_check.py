@@ -38,7 +38,7 @@ RUN = "shoal doctor"
 LIFE = "doctor"
 # What is imported, and under which names it is installed.
 PACKAGES = {
-    "shoal": ("shoal",),
+    "shoal": ("shoal-train",),
     "numpy": ("numpy",),
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),

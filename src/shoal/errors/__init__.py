@@ -625,8 +625,9 @@ class BadMetric(TrainingError):
 class FrameworkMissing(TrainingError, ImportError):
     """The framework that a script trains with is not installed in the Python that runs it.
 
-    ``pip install 'shoal[torch]'`` brings PyTorch along, ``pip install 'shoal[keras]'`` Keras and TensorFlow. On other
-    machines it is the Python of their agents that must have it, or the ``environment`` of their pool.
+    ``pip install 'shoal-train[torch]'`` brings PyTorch along, ``pip install 'shoal-train[keras]'`` Keras and
+    TensorFlow. On other machines it is the Python of their agents that must have it, or the ``environment`` of
+    their pool.
     """
 
     code = "S324"
@@ -657,8 +658,8 @@ class NotShippable(UsageError):
     """The function that was given to ``shoal.run`` cannot get to the members.
 
     A function of a module that members can import travels by its name. Any other, such as one from a notebook, travels
-    by value, which needs ``pip install 'shoal[notebook]'`` and nothing in it that is bound to its process: open files,
-    locks, sessions. It also needs the same Python there, such as 3.11: what one has compiled, another misreads.
+    by value, which needs ``pip install 'shoal-train[notebook]'`` and nothing in it that is bound to its process: open
+    files, locks, sessions. It also needs the same Python there, such as 3.11: what one has compiled, another misreads.
     """
 
     code = "S131"

@@ -95,7 +95,7 @@ def _pickled(function: Callable[..., Any], name: str) -> bytes:
         raise NotShippable(
             f"{name} cannot be sent to members by its name",
             why="it was defined in a notebook, in the script itself or inside another function",
-            do="pip install 'shoal[notebook]', or put it into a module",
+            do="pip install 'shoal-train[notebook]', or put it into a module",
         ) from error
     try:
         data: bytes = cloudpickle.dumps(function)

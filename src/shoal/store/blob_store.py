@@ -248,7 +248,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         core = importlib.import_module("fsspec.core")
     except ModuleNotFoundError as error:
         raise StoreUnusable(
-            f"{url} cannot be used: the package fsspec is not installed", do='pip install "shoal[remote]"'
+            f"{url} cannot be used: the package fsspec is not installed", do='pip install "shoal-train[remote]"'
         ) from error
     try:
         files, root = core.url_to_fs(url)

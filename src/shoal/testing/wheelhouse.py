@@ -18,7 +18,7 @@ from shoal.pack.environments import wheel
 def fill(folder: Path, *more: str) -> Path:
     """All that Shoal needs, and more if it is named."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in {*_needs("shoal"), *more}:
+    for name in {*_needs("shoal-train"), *more}:
         add(folder, name, importlib.metadata.version(name), {})
     return folder
 

@@ -14,5 +14,5 @@ def missing(error: ModuleNotFoundError) -> ImportError:
     if name not in EXTRAS:
         return error
     return FrameworkMissing(
-        f"{name} is not installed in this Python", why=str(error), do=f"pip install 'shoal[{EXTRAS[name]}]'"
+        f"{name} is not installed in this Python", why=str(error), do=f"pip install 'shoal-train[{EXTRAS[name]}]'"
     )

@@ -57,7 +57,7 @@ def test_without_cloudpickle_it_is_said_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(NotShippable, match="cannot be sent") as raised:
         packed(tmp_path, lambda: None)
-    assert "shoal[notebook]" in raised.value.do
+    assert "shoal-train[notebook]" in raised.value.do
 
 
 def test_what_is_bound_to_its_process_cannot_travel(tmp_path: Path) -> None:

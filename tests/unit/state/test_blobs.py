@@ -128,7 +128,7 @@ def test_a_missing_fsspec_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(StoreUnusable) as caught:
         open_store("s3://bucket/dir")
-    assert "shoal[remote]" in caught.value.do
+    assert "shoal-train[remote]" in caught.value.do
 
 
 def test_an_unknown_scheme_is_reported():

@@ -113,7 +113,7 @@ def _torch() -> Finding:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("warning", "torch", "not installed here", "pip install 'shoal[torch]'")
+        return Finding("warning", "torch", "not installed here", "pip install 'shoal-train[torch]'")
     threads = os.environ.get("OMP_NUM_THREADS", "")
     limited = f", OMP_NUM_THREADS={threads}" if threads else ""
     cores = len(os.sched_getaffinity(0))

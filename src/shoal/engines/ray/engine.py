@@ -249,7 +249,7 @@ class Ray(Engine):
                 "the interpreter for Ray cannot be used", where=where, why=why, do="correct client ="
             )
         if failed.kind == "no ray":
-            do = "pip install 'shoal[ray]', or let client = name an interpreter that has Ray"
+            do = "pip install 'shoal-train[ray]', or let client = name an interpreter that has Ray"
             return AllocationRefused("Ray is not installed here", where=where, why=why, do=do)
         if failed.kind == "version":
             do = "let client = name an interpreter with the cluster's versions of Python and Ray"

@@ -26,7 +26,7 @@ def of_shoal() -> tuple[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    found = _metadata("shoal")
+    found = _metadata("shoal-train")
     if not found:
         raise BadEnvironment(
             "Shoal cannot be sent along",
@@ -34,7 +34,7 @@ def of_shoal() -> tuple[str, bytes]:
             why="it is not installed here, so that nobody knows what it needs",
             do="pip install it, or leave environment out of the pool",
         )
-    return pack("shoal", found, files)
+    return pack("shoal_train", found, files)
 
 
 def of_pip() -> tuple[str, bytes] | None:

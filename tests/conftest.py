@@ -1,12 +1,25 @@
-"""Collection rules for every test group."""
+"""Rules for every test group: what is collected, and how property tests are run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 KERAS = Path(__file__).parent / "keras"
+# Examples are counted, never timed: a slow or busy machine must not turn a property test red.
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shoal")
+# A guard against hangs only: shrinking a counterexample takes minutes, and must be allowed to finish.
+PROPERTY_HANG_S = 1800
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every hypothesis test time to shrink a counterexample."""
+    for item in items:
+        if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.timeout(PROPERTY_HANG_S))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -124,9 +124,7 @@ def test_any_number_of_members_gives_the_same_bits(count: int, make: Any) -> Non
     check(count, make=make)
 
 
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any), shards=st.integers(1, SIZE))
 def test_any_split_gives_the_same_bits(weights: list[int], shards: int) -> None:
     check(len(weights), shares="fixed:" + ",".join(map(str, weights)), exact=shards, make=adam, epochs=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import MembersDiverged, UnusableBackward
@@ -97,7 +97,7 @@ def test_equal_shares_train_as_one_member_does(count: int) -> None:
     check(count)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(weights=st.lists(st.integers(1, 40), min_size=2, max_size=4))
 def test_any_fixed_split_trains_as_one_member_does(weights: list[int]) -> None:
     check(len(weights), shares="fixed:" + ",".join(map(str, weights)), epochs=1)

@@ -59,7 +59,7 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RULES, st.integers(0, 3), st.data())
 def test_whatever_is_measured_all_members_find_the_same_whole_batch(
     rules: ShareSettings, ahead: int, data: st.DataObject
@@ -92,7 +92,7 @@ def test_whatever_is_measured_all_members_find_the_same_whole_batch(
         assert one.state_dict() == other.state_dict()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(15, 64), min_size=3, max_size=5), st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
 def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None:
     size = min(64, sum(limits))

@@ -150,4 +150,4 @@ class Trainers(RuleBasedStateMachine):
 
 
 TestTrainers = Trainers.TestCase
-TestTrainers.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTrainers.settings = settings(max_examples=60, stateful_step_count=60)

@@ -206,6 +206,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestFleet.settings = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -589,6 +589,5 @@ TestMembership = Membership.TestCase
 TestMembership.settings = settings(
     max_examples=300,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )

@@ -276,4 +276,4 @@ class Placements(RuleBasedStateMachine):
 
 
 TestPlacements = Placements.TestCase
-TestPlacements.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+TestPlacements.settings = settings(max_examples=80, stateful_step_count=80)

@@ -117,4 +117,4 @@ class Served(RuleBasedStateMachine):
 
 
 TestServed = Served.TestCase
-TestServed.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestServed.settings = settings(max_examples=60, stateful_step_count=50)

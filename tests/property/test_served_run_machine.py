@@ -370,4 +370,4 @@ class ServedRun(RuleBasedStateMachine):
 
 
 TestServedRun = ServedRun.TestCase
-TestServedRun.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestServedRun.settings = settings(max_examples=150, stateful_step_count=30)

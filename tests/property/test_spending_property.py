@@ -95,7 +95,7 @@ class Site:
     least=st.integers(1, 3),
     story=happenings,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_run_never_spends_more_than_its_budget(
     described: list[tuple[float, int, int]], budget: float, slots: int, least: int, story: list[str]
 ) -> None:

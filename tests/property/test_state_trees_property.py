@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ModelMismatch, StateMalformed
@@ -84,7 +84,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or repr(one) == repr(other)
 
 
-@settings(deadline=None)
 @given(trees)
 def test_a_tree_comes_back_as_it_was(tree):
     header, buffers = state.capture({"own": Own(tree)})
@@ -94,7 +93,6 @@ def test_a_tree_comes_back_as_it_was(tree):
     assert state.checksum({"own": receiver}) == state.checksum({"own": Own(tree)})
 
 
-@settings(deadline=None)
 @given(trees, st.data())
 def test_a_changed_header_loads_something_valid_or_is_refused_with_a_code(tree, data):
     header, buffers = state.capture({"own": Own(tree)})
@@ -105,7 +103,6 @@ def test_a_changed_header_loads_something_valid_or_is_refused_with_a_code(tree, 
         state.restore({"own": Own()}, bytes(changed), [buffer.copy() for buffer in state.as_bytes(buffers)])
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(data):
     with pytest.raises(StateMalformed):

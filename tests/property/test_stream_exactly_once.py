@@ -72,7 +72,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Any], list[int], LaneLayout]:
 
 
 @given(streams())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_each_epoch_has_every_sample_exactly_once(stream: tuple[list[Any], list[int], LaneLayout]) -> None:
     shards, lengths, layout = stream
     steps = one_member_run(shards, layout)
@@ -84,7 +84,7 @@ def test_each_epoch_has_every_sample_exactly_once(stream: tuple[list[Any], list[
 
 
 @given(streams(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_world_change_or_resume_changes_a_step(
     stream: tuple[list[Any], list[int], LaneLayout], data: st.DataObject
 ) -> None:

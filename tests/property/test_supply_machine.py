@@ -200,4 +200,4 @@ class SupplyMachine(RuleBasedStateMachine):
 
 
 TestSupply = SupplyMachine.TestCase
-TestSupply.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSupply.settings = settings(max_examples=150, stateful_step_count=40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.data.rounds import RoundOrder, local_batches
@@ -38,7 +38,6 @@ def test_rounds_have_the_samples_of_steps_in_their_order(
     assert all(rounds.batches_in(step) <= length for step in range(rounds.total_steps))
 
 
-@settings(deadline=None)
 @given(
     samples=st.integers(1, 120),
     size=st.integers(1, 40),

@@ -101,7 +101,7 @@ SIZES = st.sampled_from([0, 1, 125, 126, 127, 300, 65_535, 65_536, LIMIT_BYTES])
 SAID = st.lists(st.tuples(SIZES, st.sampled_from(["whole", "whole", "ping", "pong", "parts", "text"])), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(said=SAID, cuts=st.lists(st.integers(0, 1 << 20), max_size=6))
 def test_whatever_is_said_is_heard_in_order_however_it_is_cut(said: list[tuple[int, str]], cuts: list[int]) -> None:
     sent, expected, pongs = b"", [], []

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from shoal.core.batch.goodput import AutoBatch, BatchChange, StepSeconds, law_for
+from shoal.core.batch.auto_batch import AutoBatch, BatchChange
+from shoal.core.batch.goodput import StepSeconds, lr_scaling_for
 from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares import split as shares_split
@@ -108,13 +109,13 @@ class Side:
         bounds = BOUNDS if self.size is None else (self.size, self.size)
         optimizer = self.task.make(self.model.parameters())
         rate: float = optimizer.param_groups[0]["lr"]
-        auto, noise, costs = AutoBatch(BASE, bounds, law_for(type(optimizer).__name__)), GradientNoise(), Costs()
+        auto, noise, costs = AutoBatch(BASE, bounds, lr_scaling_for(type(optimizer).__name__)), GradientNoise(), Costs()
         order = SampleOrder(SAMPLES, auto.size_at(0), epochs=1000, seed=self.seed)
         smooth, checked_at = None, 0
         while not self.arrived:
             size, ids = order.size_of(self.steps), torch.from_numpy(order.ids(self.steps, 0, order.size_of(self.steps)))
             began = time.thread_time()
-            optimizer.param_groups[0]["lr"] = rate * auto.gain_at(self.steps)
+            optimizer.param_groups[0]["lr"] = rate * auto.lr_gain_at(self.steps)
             shares = shares_split.split(size, PIECES)
             squares, total_sq = self._gradients(shares, [tensor[ids] for tensor in data], optimizer)
             optimizer.step()
@@ -122,10 +123,10 @@ class Side:
             self.taken_s += took_s
             costs.add(size, took_s)
             noise.observe(shares, squares, total_sq)
-            decision = auto.committed(self.steps, noise, costs.model(), sure=costs.sure)
+            decision = auto.on_commit(self.steps, noise, costs.model(), costs_known=costs.sure)
             if decision is not None:
                 self.decisions.append(decision)
-                order = order.change(decision.step, decision.size)
+                order = order.change_size(decision.step, decision.size)
             self.steps += 1
             checked_at += size
             if checked_at >= 512:

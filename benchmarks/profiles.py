@@ -119,7 +119,7 @@ def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
     names = [f"m{rank}" for rank in range(len(mix.devices))]
     balance = ShareBalancer(parse(policy))
     for name, device in zip(names, mix.devices, strict=True):
-        balance.limit(name, device.most)
+        balance.set_limit(name, device.most)
     found = [_step_s(mix, balance.shares(0, mix.size, names))]
     last = step = 0
     while len(found) <= max(AFTER) and step - last < PATIENCE_STEPS:

@@ -201,12 +201,10 @@ def _check_meaning(converted: Any, where: str) -> None:
     emulation.parse(getattr(converted, "emulate", ""), where)
     sync_mode.parse(getattr(converted, "sync", "step"))
     bounds = {
-        bound: getattr(converted, f"shares_{name}")
-        for bound, name in (("floor", "min"), ("cap", "max"))
-        if hasattr(converted, "shares_max")
+        bound: getattr(converted, f"shares_{bound}") for bound in ("min", "max") if hasattr(converted, "shares_max")
     }
     try:
-        setting.wanted(getattr(converted, "batch", ""), 1, sys.maxsize)
+        setting.resolve_batch(getattr(converted, "batch", ""), 1, sys.maxsize)
         shares_settings.parse(getattr(converted, "shares_policy", "equal"), **bounds)
     except (BadSize, BadPlan) as error:
         raise BadSettings(error.what, where=where, why=error.why, do=error.do) from error

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.core.batch.setting import wanted
+from shoal.core.batch.setting import resolve_batch
 from shoal.errors import BadSize
 from shoal.testing.emulated_speeds import emulated, machines
 from shoal.testing.threaded_world import together
@@ -96,7 +96,7 @@ def test_with_workers_that_read_ahead_no_sample_is_lost():
 @pytest.mark.parametrize("text", ["many", "auto:9", "auto:0:9", "auto:20:10", "-3", "auto:a:b"])
 def test_a_batch_that_makes_no_sense_is_refused(text):
     with pytest.raises(BadSize):
-        wanted(text, 16, 1000)
+        resolve_batch(text, 16, 1000)
 
 
 def test_the_setting_may_name_a_number():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange, deal, merges
+from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange, assign_shards, completed_nodes
 from shoal.worker.collectives.exchange import ExchangeBroken, TreePartials
 from shoal.worker.collectives.ring import Ring
 
@@ -43,14 +43,14 @@ def part_of(found: list[NDArray[Any]], held: ShardRange) -> TreePartials:
     stack: list[NDArray[Any]] = []
     for shard in range(held.start, held.stop):
         total = found[shard].copy()
-        for _ in range(merges(held.shards, held.start, shard)):
+        for _ in range(completed_nodes(held.shards, held.start, shard)):
             total = stack.pop() + total
         stack.append(total)
     return TreePartials(held, stack)
 
 
 def summed(shares: tuple[int, ...], found: list[NDArray[Any]]) -> set[bytes]:
-    parts = [part_of(found, held) for held in deal(shares, SHARDS)]
+    parts = [part_of(found, held) for held in assign_shards(shares, SHARDS)]
     with rings_of(len(shares)) as rings:
         # what is in the buffer does not count; where we hold something, the sum may stand in the first node
         flats = [part.nodes[0] if part.nodes else np.full_like(found[0], 7) for part in parts]
@@ -118,7 +118,9 @@ def test_many_sums_of_all_kinds_follow_each_other() -> None:
         for rank, ring in enumerate(rings):
             for number in range(12):
                 big, small = np.full(120_000, 1.0, np.float32), np.full(5, float(rank), np.float32)
-                held = ShardRange(3, rank, rank + 1) if number % 3 else (ShardRange(2, 0, 2) if rank == 1 else NOTHING)
+                held = (
+                    ShardRange(3, rank, rank + 1) if number % 3 else (ShardRange(2, 0, 2) if rank == 1 else NO_SHARDS)
+                )
                 tickets.append((ring.reduce(big, part=TreePartials(held, [big] if not held.empty else [])), big))
                 tickets.append((ring.reduce(small), small))
         for ticket, _ in tickets:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.core.shares.balancer import ShareBalancer, ShareSettings, StepMeasurement
 from shoal.core.shares.cost_curve import CostCurve, line
-from shoal.core.shares.split import by_cost, capped, paired
+from shoal.core.shares.split import by_cost, by_weight, without_singles
 
 COSTS = st.builds(line, st.floats(0, 10), st.floats(1e-6, 10), st.none() | st.integers(1, 50))
 BENT = st.builds(
@@ -29,7 +29,7 @@ def test_the_sum_is_exact_and_floors_and_caps_hold(costs: list[CostCurve], size:
     highs = data.draw(st.lists(st.integers(0, 2000), min_size=len(costs), max_size=len(costs)))
     lows = [data.draw(st.integers(0, high)) for high in highs]
     highs[0] += max(0, size - sum(highs))
-    for shares in (by_cost(size, costs, lows, highs), capped(size, [3] * len(costs), lows, highs)):
+    for shares in (by_cost(size, costs, lows, highs), by_weight(size, [3] * len(costs), lows, highs)):
         assert sum(shares) == size
         assert all(share <= high for share, high in zip(shares, highs, strict=True))
         if sum(lows) <= size:
@@ -53,8 +53,8 @@ RULES = st.builds(
     policy=st.sampled_from(["model", "ratio", "equal"]),
     window=st.integers(1, 12),
     threshold=st.floats(0, 0.5),
-    floor=st.sampled_from([0.0, 1.0, 0.01, 3.0]),
-    cap=st.sampled_from([1.0, 0.9]),
+    min=st.sampled_from([0.0, 1.0, 0.01, 3.0]),
+    max=st.sampled_from([1.0, 0.9]),
     mode=st.sampled_from(["continuous", "once", "epoch"]),
 )
 
@@ -71,8 +71,8 @@ def test_whatever_is_measured_all_members_find_the_same_whole_batch(
             names = data.draw(st.permutations([f"m{rank}" for rank in range(7)]))[: data.draw(st.integers(2, 6))]
         if data.draw(st.integers(0, 14)) == 0:
             member, limit = data.draw(st.sampled_from(names)), data.draw(st.none() | st.integers(40, 100))
-            one.limit(member, limit)
-            other.limit(member, limit)
+            one.set_limit(member, limit)
+            other.set_limit(member, limit)
         size = data.draw(st.sampled_from([64, 64, 64, 17, 1]))
         ghosts = data.draw(st.sets(st.integers(1, len(names) - 1), max_size=len(names) - 2))
         shares = one.shares(step, size, names, ghosts)
@@ -101,7 +101,7 @@ def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None
     for step in range(40):
         if step == 5:
             for name, limit in zip(names, limits, strict=True):
-                balance.limit(name, limit)
+                balance.set_limit(name, limit)
         shares = balance.shares(step, size, names)
         assert sum(shares) == size
         if step >= 5:
@@ -112,7 +112,7 @@ def test_a_limit_is_never_broken(limits: list[int], speeds: list[float]) -> None
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_without_single_samples_the_sum_and_the_caps_are_the_same(dealt: list[tuple[int, int]]) -> None:
     shares, highs = [share for share, _ in dealt], [share + room for share, room in dealt]
-    found = paired(shares, highs)
+    found = without_singles(shares, highs)
     assert sum(found) == sum(shares)
     assert all(share <= high for share, high in zip(found, highs, strict=True))
     if 1 in found:

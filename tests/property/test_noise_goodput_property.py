@@ -6,7 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.batch.goodput import AutoBatch, BatchChange, candidates, gain, progress
+from shoal.core.batch.auto_batch import AutoBatch, BatchChange
+from shoal.core.batch.goodput import candidates, lr_gain, progress
 from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.data.sample_order import SampleOrder
 
@@ -39,11 +40,13 @@ def test_members_that_see_the_same_decide_the_same_and_stay_within_the_bounds(
         decisions = []
         for auto, noise in zip(autos, noises, strict=True):
             noise.observe((3, 5), (first, second), total_sq)
-            decisions.append(auto.committed(step, noise, lambda size: fixed_s + sample_s * size, sure=sure, cap=cap))
+            decisions.append(
+                auto.on_commit(step, noise, lambda size: fixed_s + sample_s * size, costs_known=sure, cap=cap)
+            )
         assert decisions[0] == decisions[1]
         if decisions[0] is not None:
             made.append(decisions[0])
-            order = order.change(decisions[0].step, decisions[0].size)
+            order = order.change_size(decisions[0].step, decisions[0].size)
         # The second member is lost and comes back with the state of the first.
         autos[1] = AutoBatch(base, bounds, multiple=multiple, every=2, ahead=1)
         autos[1].load_state_dict(json.loads(json.dumps(autos[0].state_dict())))
@@ -68,6 +71,6 @@ def test_candidates_lie_within_the_bounds_and_never_leave_a_wide_gap(low: int, m
 def test_a_larger_batch_never_counts_for_less_nor_for_more_than_its_samples(base: int, more: int, scale: float) -> None:
     size = base + more
     for law in ("adascale", "sqrt", "off"):
-        for value in (gain(law, size, base, scale), progress(law, size, base, scale)):
+        for value in (lr_gain(law, size, base, scale), progress(law, size, base, scale)):
             assert value * (1 + 1e-9) >= 1
             assert value <= size / base * (1 + 1e-9)

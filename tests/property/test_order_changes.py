@@ -24,7 +24,7 @@ def changed_orders(draw: st.DrawFn) -> SampleOrder:
     step = 0
     for _ in range(draw(st.integers(0, 6))):
         step += draw(st.integers(0, 12))
-        order = order.change(step, draw(sizes))
+        order = order.change_size(step, draw(sizes))
     return order
 
 
@@ -41,19 +41,21 @@ def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order:
         whole = order.ids_at(epoch, 0, order.samples).tolist()
         assert ids == whole[: len(ids)]
         dropped = order.samples - len(ids)
-        assert dropped == 0 if order.last == "keep" else dropped < max(order.size, *(s for _, s in order.decisions), 1)
+        assert (
+            dropped == 0 if order.last == "keep" else dropped < max(order.size, *(s for _, s in order.size_changes), 1)
+        )
     if order.last == "keep":
         assert sorted(seen) == list(range(order.epochs))
 
 
 @given(changed_orders())
 def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: SampleOrder) -> None:
-    decided = dict(order.decisions)
+    decided = dict(order.size_changes)
     size = order.size
     for step in range(order.total_steps):
         size = decided.get(step, size)
-        place = order.place(step)
-        assert order.size_from(step) == size
+        place = order.position(step)
+        assert order.nominal_size(step) == size
         assert place.size == order.size_of(step) == len(order.ids(step, 0, place.size)) <= size
         if place.size < size:
             assert order.last == "keep"
@@ -72,8 +74,8 @@ def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: Samp
 
 @given(changed_orders(), st.integers(0, 40), st.data())
 def test_a_decision_leaves_what_came_before_as_it_was(order: SampleOrder, further: int, data: st.DataObject) -> None:
-    step = max([0, *(step for step, _ in order.decisions)]) + further
-    after = order.change(step, data.draw(st.integers(1, order.samples)))
+    step = max([0, *(step for step, _ in order.size_changes)]) + further
+    after = order.change_size(step, data.draw(st.integers(1, order.samples)))
     assert batches(after)[:step] == batches(order)[:step]
 
 
@@ -85,12 +87,12 @@ def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: SampleO
         whole = fixed.ids_at(epoch, 0, fixed.samples).tolist()
         assert fixed.ids(step, 0, fixed.size_of(step)).tolist() == whole[index * fixed.size :][: fixed.size]
         assert fixed.cursor(step).epoch == epoch
-        assert fixed.place(step).index == index
+        assert fixed.position(step).index == index
 
 
 @given(changed_orders())
 def test_decisions_survive_json(order: SampleOrder) -> None:
-    loaded = json.loads(json.dumps(order.decisions))
+    loaded = json.loads(json.dumps(order.size_changes))
     again = SampleOrder(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle, loaded)
     assert again == order
     assert batches(again) == batches(order)

@@ -97,7 +97,7 @@ def test_no_world_change_or_resume_changes_a_step(
         shares = data.draw(st.lists(st.integers(0, 5), min_size=len(members), max_size=len(members)).filter(any))
         order = data.draw(st.permutations(members))
         parts = [
-            reader.take(cursor.index, cursor.epoch, layout.range_of(shares, rank)) for rank, reader in enumerate(order)
+            reader.take(cursor.index, cursor.epoch, layout.lanes_of(shares, rank)) for rank, reader in enumerate(order)
         ]
         union = [sample for batch, _, _ in parts for sample in batch or []]
         assert union == expected[cursor]

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import (
+    NO_SHARDS,
+    ShardRange,
+    assign_shards,
+    completed_nodes,
+    merge,
+    nodes,
+    shard_sizes,
+    union,
+)
 
 Row = list[NDArray[np.float32]]
 
@@ -31,7 +40,7 @@ def own_nodes(found: Row, held: ShardRange) -> Row:
     stack: Row = []
     for shard in range(held.start, held.stop):
         total = found[shard].copy()
-        for _ in range(merges(held.shards, held.start, shard)):
+        for _ in range(completed_nodes(held.shards, held.start, shard)):
             total = stack.pop() + total
         stack.append(total)
     return stack
@@ -53,8 +62,8 @@ def applied(arrived: ShardRange, rows: Row, own: ShardRange, mine: Row) -> Row:
 )
 def test_every_split_sums_to_the_same_bits(shares: list[int], shards: int, first: int, seed: int) -> None:
     found = leaves(shards, seed)
-    members = deal(shares, shards)
-    held, rows = NOTHING, list[NDArray[np.float32]]()
+    members = assign_shards(shares, shards)
+    held, rows = NO_SHARDS, list[NDArray[np.float32]]()
     for number in range(len(members)):
         own = members[(first + number) % len(members)]
         rows = applied(held, rows, own, own_nodes(found, own))
@@ -75,16 +84,16 @@ def test_nodes_cover_each_shard_once(shards: int, start: int, count: int) -> Non
 
 @given(shares=st.lists(st.integers(0, 1000), min_size=1, max_size=20).filter(any), shards=st.integers(1, 300))
 def test_each_shard_is_dealt_out_once_in_the_order_of_ranks(shares: list[int], shards: int) -> None:
-    dealt = [shard for held in deal(shares, shards) for shard in range(held.start, held.stop)]
+    dealt = [shard for held in assign_shards(shares, shards) for shard in range(held.start, held.stop)]
     assert dealt == list(range(shards))
-    assert all(held.empty for held, share in zip(deal(shares, shards), shares, strict=True) if share == 0)
+    assert all(held.empty for held, share in zip(assign_shards(shares, shards), shares, strict=True) if share == 0)
 
 
 @given(size=st.integers(1, 5000), whole=st.integers(1, 5000), shards=st.integers(1, 300))
 def test_no_shard_is_empty_and_none_larger_than_those_of_a_whole_batch(size: int, whole: int, shards: int) -> None:
     size, shards = min(size, whole), min(shards, whole)
-    sizes = cut(size, whole, shards)
+    sizes = shard_sizes(size, whole, shards)
     assert sum(sizes) == size
     assert min(sizes) >= 1
-    assert max(sizes) <= max(cut(whole, whole, shards))
-    assert len(cut(whole, whole, shards)) == shards
+    assert max(sizes) <= max(shard_sizes(whole, whole, shards))
+    assert len(shard_sizes(whole, whole, shards)) == shards

@@ -90,11 +90,11 @@ def test_rules_are_read_from_settings() -> None:
         {"text": "model", "threshold": -0.1},
         {"text": "model", "threshold": math.nan},
         {"text": "model", "window": 0},
-        {"text": "model", "floor": -1},
-        {"text": "model", "floor": math.inf},
-        {"text": "model", "cap": 0},
-        {"text": "model", "floor": 0.5, "cap": 0.25},
-        {"text": "model", "floor": 64, "cap": 32},
+        {"text": "model", "min": -1},
+        {"text": "model", "min": math.inf},
+        {"text": "model", "max": 0},
+        {"text": "model", "min": 0.5, "max": 0.25},
+        {"text": "model", "min": 64, "max": 32},
         {"text": "model", "mode": "sometimes"},
     ],
 )
@@ -105,7 +105,7 @@ def test_rules_that_make_no_sense_are_refused_with_a_remedy(settings: dict[str, 
 
 
 def test_a_floor_above_the_cap_of_this_batch_is_refused() -> None:
-    rules = parse("model", floor=16, cap=0.1)
+    rules = parse("model", min=16, max=0.1)
     rules.check(1000)
     with pytest.raises(BadPlan) as caught:
         rules.check(100)
@@ -123,14 +123,14 @@ def test_equal_and_fixed_shares_never_change() -> None:
 
 
 def test_fixed_shares_respect_a_cap_and_a_floor() -> None:
-    assert ShareBalancer(parse("fixed:3,1", cap=160)).shares(0, 256, ["a", "b"]) == (160, 96)
-    assert ShareBalancer(parse("fixed:9,1", floor=0.25)).shares(0, 256, ["a", "b"]) == (192, 64)
+    assert ShareBalancer(parse("fixed:3,1", max=160)).shares(0, 256, ["a", "b"]) == (160, 96)
+    assert ShareBalancer(parse("fixed:9,1", min=0.25)).shares(0, 256, ["a", "b"]) == (192, 64)
 
 
 def test_a_cap_in_samples_is_never_broken_and_one_in_parts_gives_way() -> None:
-    assert ShareBalancer(parse("equal", cap=0.5)).shares(0, 256, ["a"]) == (256,)
+    assert ShareBalancer(parse("equal", max=0.5)).shares(0, 256, ["a"]) == (256,)
     with pytest.raises(BadPlan, match="256 does not fit"):
-        ShareBalancer(parse("equal", cap=100)).shares(0, 256, ["a", "b"])
+        ShareBalancer(parse("equal", max=100)).shares(0, 256, ["a", "b"])
 
 
 # --- before anything is measured
@@ -142,21 +142,21 @@ def test_without_a_hint_the_first_shares_are_equal() -> None:
 
 def test_the_first_shares_follow_the_probes() -> None:
     balance = ShareBalancer()
-    balance.hint("a", 3.0)
-    balance.hint("b", 1.0)
+    balance.set_speed_estimate("a", 3.0)
+    balance.set_speed_estimate("b", 1.0)
     assert balance.shares(0, 64, ["a", "b"]) == (48, 16)
 
 
 def test_a_member_without_a_probe_counts_as_the_usual_one() -> None:
     balance = ShareBalancer()
-    balance.hint("a", 2.0)
+    balance.set_speed_estimate("a", 2.0)
     assert balance.shares(0, 64, ["a", "b"]) == (32, 32)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
 def test_a_probe_that_makes_no_sense_is_ignored(speed: float) -> None:
     balance = ShareBalancer()
-    balance.hint("a", speed)
+    balance.set_speed_estimate("a", speed)
     assert balance.shares(0, 64, ["a", "b"]) == (32, 32)
 
 
@@ -329,28 +329,28 @@ def test_the_ratio_law_follows_speeds_with_a_dead_band() -> None:
 
 
 def test_floor_and_cap_bound_every_share() -> None:
-    assert Simulation([20, 1], rules=parse("model", floor=0.125)).run(60).shares == (224, 32)
-    assert Simulation([20, 1], rules=parse("model", cap=160)).run(60).shares == (160, 96)
+    assert Simulation([20, 1], rules=parse("model", min=0.125)).run(60).shares == (224, 32)
+    assert Simulation([20, 1], rules=parse("model", max=160)).run(60).shares == (160, 96)
 
 
 def test_a_limit_holds_from_the_next_step_on() -> None:
     run = Simulation([4, 1]).run(30)
-    run.balance.limit("lab/0", 100)
+    run.balance.set_limit("lab/0", 100)
     assert run.run(1).shares == (100, 156)
     assert run.run(60).shares == (100, 156)
 
 
 def test_limits_below_the_batch_are_refused() -> None:
     balance = ShareBalancer()
-    balance.limit("a", 100)
-    balance.limit("b", 100)
+    balance.set_limit("a", 100)
+    balance.set_limit("b", 100)
     with pytest.raises(BadPlan, match="256 does not fit"):
         balance.shares(0, 256, ["a", "b"])
 
 
 def test_micro_batches_are_part_of_the_cost() -> None:
     balance, names = ShareBalancer(), ["a", "b"]
-    balance.micro("a", 16)
+    balance.set_micro_batch("a", 16)
     for step in range(80):
         shares = balance.shares(step, 64, names)
         a_s, b_s = math.ceil(shares[0] / 16) * 1.0 + shares[0] * 0.01, 1.0 + shares[1] * 0.05
@@ -382,7 +382,7 @@ def test_a_parked_member_that_has_become_fast_comes_back() -> None:
 
 def test_a_parked_member_is_tried_with_two_samples_where_one_alone_is_not_allowed() -> None:
     run = Simulation([100.0, 100.0, 0.5], size=64)
-    run.balance.alone = False
+    run.balance.allow_single_sample = False
     run.run(150)
     assert run.shares[2] == 0
     run.speeds[2] = 100.0
@@ -436,9 +436,9 @@ def test_a_newcomer_counts_as_the_usual_member_until_it_is_measured() -> None:
 def test_a_newcomer_with_a_probe_is_compared_with_the_others() -> None:
     run = Simulation([1, 1], size=90)
     for name in run.names:
-        run.balance.hint(name, 10.0)
+        run.balance.set_speed_estimate(name, 10.0)
     run.run(40)
-    run.balance.hint("lab/2", 40.0)
+    run.balance.set_speed_estimate("lab/2", 40.0)
     assert run.balance.shares(40, 90, [*run.names, "lab/2"]) == (15, 15, 60)
 
 
@@ -505,7 +505,7 @@ def test_the_memory_of_members_that_left_is_bounded() -> None:
 
 
 def test_figures_tell_what_balancing_saves() -> None:
-    figures = Simulation([4, 1], size=100).run(40).balance.figures()
+    figures = Simulation([4, 1], size=100).run(40).balance.stats()
     assert figures.sample_s == pytest.approx({"lab/0": 0.25, "lab/1": 1.0}, rel=0.05)
     assert figures.step_s == pytest.approx(20, rel=0.05)
     assert figures.idle < 0.03
@@ -513,7 +513,7 @@ def test_figures_tell_what_balancing_saves() -> None:
 
 
 def test_before_anything_is_known_there_are_no_figures() -> None:
-    assert ShareBalancer().figures().sample_s == {}
+    assert ShareBalancer().stats().sample_s == {}
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.02])

@@ -9,7 +9,16 @@ from math import inf, sqrt
 import numpy as np
 import pytest
 
-from shoal.core.batch.goodput import AutoBatch, BatchChange, Law, best, candidates, efficiency, gain, law_for, progress
+from shoal.core.batch.auto_batch import AutoBatch, BatchChange
+from shoal.core.batch.goodput import (
+    LrScaling,
+    best,
+    candidates,
+    efficiency,
+    lr_gain,
+    lr_scaling_for,
+    progress,
+)
 from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import BadSize
@@ -28,7 +37,7 @@ def told(scale: float, times: int = 20) -> GradientNoise:
 
 
 def lived(auto: AutoBatch, noise: GradientNoise, seconds: Callable[[int], float], steps: range) -> list[BatchChange]:
-    return [d for step in steps if (d := auto.committed(step, noise, seconds)) is not None]
+    return [d for step in steps if (d := auto.on_commit(step, noise, seconds)) is not None]
 
 
 # --- the best batch
@@ -117,33 +126,33 @@ def test_impossible_bounds_are_refused_with_a_remedy(bounds: tuple[int, int], mu
         ("MyOwn", "sqrt"),
     ],
 )
-def test_the_law_follows_from_the_optimizer(optimizer: str, law: Law) -> None:
-    assert law_for(optimizer) == law
+def test_the_law_follows_from_the_optimizer(optimizer: str, law: LrScaling) -> None:
+    assert lr_scaling_for(optimizer) == law
 
 
 def test_adascale_lies_between_one_and_linear_and_is_what_the_paper_says() -> None:
     variance, signal = 300.0, 2.0
     expected = (variance / 32 + signal) / (variance / 256 + signal)
-    assert gain("adascale", 256, 32, variance / signal) == pytest.approx(expected)
+    assert lr_gain("adascale", 256, 32, variance / signal) == pytest.approx(expected)
     assert 1 < expected < 256 / 32
-    assert gain("adascale", 256, 32, 0.0) == 1.0
-    assert gain("adascale", 256, 32, 1e12) == pytest.approx(8.0)
+    assert lr_gain("adascale", 256, 32, 0.0) == 1.0
+    assert lr_gain("adascale", 256, 32, 1e12) == pytest.approx(8.0)
 
 
 def test_the_square_root_law_and_none() -> None:
-    assert gain("sqrt", 128, 32, 50.0) == 2.0
-    assert gain("off", 128, 32, 50.0) == 1.0
+    assert lr_gain("sqrt", 128, 32, 50.0) == 2.0
+    assert lr_gain("off", 128, 32, 50.0) == 1.0
     assert progress("off", 128, 32, 50.0) == 1.0
 
 
 @pytest.mark.parametrize("law", ["adascale", "sqrt"])
-def test_schedules_advance_by_what_a_step_is_worth(law: Law) -> None:
+def test_schedules_advance_by_what_a_step_is_worth(law: LrScaling) -> None:
     assert progress(law, 128, 32, 50.0) == pytest.approx(4 * efficiency(128, 32, 50.0))
 
 
 @pytest.mark.parametrize("law", ["adascale", "sqrt", "off"])
-def test_the_base_batch_changes_no_bit_of_the_learning_rate(law: Law) -> None:
-    assert gain(law, 33, 33, 1 / 3) == progress(law, 33, 33, 1 / 3) == 1.0
+def test_the_base_batch_changes_no_bit_of_the_learning_rate(law: LrScaling) -> None:
+    assert lr_gain(law, 33, 33, 1 / 3) == progress(law, 33, 33, 1 / 3) == 1.0
 
 
 # --- decisions
@@ -167,7 +176,7 @@ def test_decisions_climb_to_the_best_batch_and_stay_there() -> None:
 
 def test_a_decision_holds_only_after_what_has_been_read_ahead() -> None:
     auto = AutoBatch(32, (16, 4096), ahead=5)
-    seen = ((step, auto.committed(step, told(1000.0), cost(0.1, 0.001))) for step in range(40))
+    seen = ((step, auto.on_commit(step, told(1000.0), cost(0.1, 0.001))) for step in range(40))
     step, decision = next((step, decision) for step, decision in seen if decision is not None)
     assert decision.step == step + 6
     assert (auto.size_at(decision.step - 1), auto.size_at(decision.step)) == (32, decision.size)
@@ -190,7 +199,7 @@ def test_a_noise_that_is_measured_badly_does_not_make_the_batch_swing() -> None:
     chance = np.random.default_rng(3)
     auto = AutoBatch(320, (16, 4096), every=1)
     made = [
-        auto.committed(step, told(1000.0 * float(chance.lognormal(0, 0.3)), times=12), cost(0.1, 0.001))
+        auto.on_commit(step, told(1000.0 * float(chance.lognormal(0, 0.3)), times=12), cost(0.1, 0.001))
         for step in range(200)
     ]
     assert sum(decision is not None for decision in made) <= 2
@@ -208,10 +217,10 @@ def test_a_noise_of_which_only_the_floor_is_known_may_let_the_batch_grow_but_nev
 
 def test_costs_that_were_seen_at_one_size_only_are_learned_by_another() -> None:
     auto = AutoBatch(64, (16, 4096))
-    probe = auto.committed(50, told(1000.0), cost(0.0, 0.001), sure=False)
+    probe = auto.on_commit(50, told(1000.0), cost(0.0, 0.001), costs_known=False)
     assert probe is not None
     assert (probe.size, probe.step) == (128, 53)
-    made = [auto.committed(step, told(1000.0), cost(0.0, 0.001), sure=False) for step in range(51, 300)]
+    made = [auto.on_commit(step, told(1000.0), cost(0.0, 0.001), costs_known=False) for step in range(51, 300)]
     assert sum(decision is not None for decision in made) == 1
 
 
@@ -219,21 +228,21 @@ def test_costs_that_were_seen_at_one_size_only_are_learned_by_another() -> None:
     ("scale", "bounds", "size"), [(10.0, (16, 4096), 32), (10.0, (64, 96), 96), (99.0, (32, 64), 32)]
 )
 def test_a_probe_goes_where_it_is_likely_to_pay(scale: float, bounds: tuple[int, int], size: int) -> None:
-    probe = AutoBatch(64, bounds).committed(50, told(scale), cost(0.0, 0.001), sure=False)
+    probe = AutoBatch(64, bounds).on_commit(50, told(scale), cost(0.0, 0.001), costs_known=False)
     assert probe is not None
     assert probe.size == size
 
 
 def test_without_room_there_is_no_probe() -> None:
-    assert AutoBatch(64, (64, 64)).committed(50, told(9.0), cost(0.0, 0.001), sure=False) is None
+    assert AutoBatch(64, (64, 64)).on_commit(50, told(9.0), cost(0.0, 0.001), costs_known=False) is None
 
 
 def test_a_cap_that_falls_below_the_batch_shrinks_it_at_once_but_not_below_the_bound() -> None:
     auto = AutoBatch(512, (64, 4096))
-    decision = auto.committed(50, told(1e5), cost(0.1, 0.0), cap=256)
+    decision = auto.on_commit(50, told(1e5), cost(0.1, 0.0), cap=256)
     assert decision is not None
     assert decision.size == 256
-    low = AutoBatch(512, (64, 4096)).committed(50, told(1e5), cost(0.1, 0.0), cap=1)
+    low = AutoBatch(512, (64, 4096)).on_commit(50, told(1e5), cost(0.1, 0.0), cap=1)
     assert low is not None
     assert low.size == 64
 
@@ -291,12 +300,12 @@ class Bowl:
             sigma = np.sqrt(self.variance / self.width / shares)[:, None]
             gradients = curvature * place + sigma * chance.normal(size=(4, self.width))
             whole = shares @ gradients / shares.sum()
-            place = place - self.rate * auto.gain_at(step) * whole
+            place = place - self.rate * auto.lr_gain_at(step) * whole
             taken_s += self.seconds(order.size_of(step))
             noise.observe(shares.tolist(), (gradients**2).sum(axis=1).tolist(), float(whole @ whole))
-            decision = auto.committed(step, noise, self.seconds)
+            decision = auto.on_commit(step, noise, self.seconds)
             if decision is not None:
-                order = order.change(decision.step, decision.size)
+                order = order.change_size(decision.step, decision.size)
             if (curvature * place**2).sum() < self.fall * start:
                 return taken_s
         return inf

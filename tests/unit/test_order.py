@@ -108,7 +108,7 @@ def test_impossible_sizes_are_refused_with_a_remedy(arguments: dict[str, int], e
 
 
 def test_a_change_in_mid_epoch_goes_on_from_the_sample_reached() -> None:
-    order = SampleOrder(10, 2, epochs=2, shuffle=False).change(2, 5)
+    order = SampleOrder(10, 2, epochs=2, shuffle=False).change_size(2, 5)
     assert [order.ids(step, 0, order.size_of(step)).tolist() for step in range(order.total_steps)] == [
         [0, 1],
         [2, 3],
@@ -121,35 +121,35 @@ def test_a_change_in_mid_epoch_goes_on_from_the_sample_reached() -> None:
 
 
 def test_a_decision_for_a_step_after_the_end_changes_nothing_but_is_remembered() -> None:
-    order = SampleOrder(10, 5).change(7, 2)
+    order = SampleOrder(10, 5).change_size(7, 2)
     assert order.total_steps == 2
-    assert order.decisions == ((7, 2),)
+    assert order.size_changes == ((7, 2),)
 
 
 def test_the_last_decision_for_a_step_holds() -> None:
-    order = SampleOrder(100, 5).change(4, 10)
-    assert order.change(4, 20).decisions == ((4, 20),)
-    assert order.change(4, 5).decisions == ()
-    assert order.change(9, 10) == order
+    order = SampleOrder(100, 5).change_size(4, 10)
+    assert order.change_size(4, 20).decisions == ((4, 20),)
+    assert order.change_size(4, 5).decisions == ()
+    assert order.change_size(9, 10) == order
 
 
 @pytest.mark.parametrize("step", [-1, 0, 3])
 def test_the_past_cannot_be_changed(step: int) -> None:
-    order = SampleOrder(100, 5).change(4, 10) if step >= 0 else SampleOrder(100, 5)
+    order = SampleOrder(100, 5).change_size(4, 10) if step >= 0 else SampleOrder(100, 5)
     with pytest.raises(ValueError, match="not after"):
-        order.change(step, 20)
+        order.change_size(step, 20)
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, BadSize), (101, DatasetTooSmall)])
 def test_a_change_to_an_impossible_size_is_refused(size: int, error: type[Exception]) -> None:
     with pytest.raises(error):
-        SampleOrder(100, 5).change(4, size)
+        SampleOrder(100, 5).change_size(4, size)
 
 
 def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
-    order = SampleOrder(1_000_000_000, 512, decisions=tuple((1000 * n, 512 + n) for n in range(1, 300)))
+    order = SampleOrder(1_000_000_000, 512, size_changes=tuple((1000 * n, 512 + n) for n in range(1, 300)))
     tracemalloc.start()
-    place = order.place(order.total_steps - 1)
+    place = order.position(order.total_steps - 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert place.first + place.size == 1_000_000_000
@@ -159,7 +159,7 @@ def test_a_lookup_among_many_decisions_builds_no_list_of_steps() -> None:
 @pytest.mark.parametrize("decisions", [((4, 10), (4, 20)), ((4, 10), (2, 20)), ((-1, 10),)])
 def test_decisions_that_do_not_follow_one_another_are_refused(decisions: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="do not follow"):
-        SampleOrder(100, 5, decisions=decisions)
+        SampleOrder(100, 5, size_changes=decisions)
 
 
 @pytest.mark.parametrize("last", ["keep", "drop"])

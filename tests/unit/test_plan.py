@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.shares.cost_curve import line
-from shoal.core.shares.split import EqualShares, FixedShares, by_cost, capped, parse, span
+from shoal.core.shares.split import EqualShares, FixedShares, by_cost, by_weight, parse, span
 from shoal.errors import BadPlan
 
 
@@ -71,17 +71,17 @@ def test_a_member_that_costs_more_than_it_brings_is_parked() -> None:
 
 def test_what_a_cap_forbids_goes_to_the_others() -> None:
     assert by_cost(100, [line(0, 1), line(0, 4), line(0, 4)], [0, 0, 0], [40, 100, 100]) == (40, 30, 30)
-    assert capped(100, [4, 1, 1], [0, 0, 0], [40, 100, 100]) == (40, 30, 30)
+    assert by_weight(100, [4, 1, 1], [0, 0, 0], [40, 100, 100]) == (40, 30, 30)
 
 
 def test_floors_hold_and_take_from_the_others() -> None:
     assert by_cost(100, [line(0, 1), line(0, 9)], [0, 30], [100, 100]) == (70, 30)
-    assert capped(100, [9, 1], [0, 30], [100, 100]) == (70, 30)
+    assert by_weight(100, [9, 1], [0, 30], [100, 100]) == (70, 30)
 
 
 def test_a_batch_too_small_for_the_floors_is_cut_in_their_proportion() -> None:
     assert by_cost(6, [line(0, 1), line(0, 1)], [8, 4], [10, 10]) == (4, 2)
-    assert capped(6, [1, 1], [8, 4], [10, 10]) == (4, 2)
+    assert by_weight(6, [1, 1], [8, 4], [10, 10]) == (4, 2)
 
 
 def test_a_batch_smaller_than_the_members_goes_to_the_fastest() -> None:
@@ -98,7 +98,7 @@ def test_ties_go_to_the_first_rank() -> None:
 
 
 def test_caps_below_the_batch_are_refused_with_their_sum() -> None:
-    for cut in (lambda: by_cost(10, [line(0, 1)] * 2, [0, 0], [4, 5]), lambda: capped(10, [1, 1], [0, 0], [4, 5])):
+    for cut in (lambda: by_cost(10, [line(0, 1)] * 2, [0, 0], [4, 5]), lambda: by_weight(10, [1, 1], [0, 0], [4, 5])):
         with pytest.raises(BadPlan, match="10 does not fit") as caught:
             cut()
         assert "allow 9" in caught.value.why

@@ -43,12 +43,12 @@ def test_lanes_are_as_many_as_are_useful() -> None:
 
 def test_lanes_follow_the_shares() -> None:
     layout = LaneLayout.of(64, 512)
-    assert [layout.range_of((384, 128, 0), rank) for rank in range(3)] == [(0, 48), (48, 64), (64, 64)]
+    assert [layout.lanes_of((384, 128, 0), rank) for rank in range(3)] == [(0, 48), (48, 64), (64, 64)]
 
 
 def test_shards_are_shuffled_anew_every_epoch_but_each_is_in_one_place() -> None:
     layout = LaneLayout.of(20, 4, epochs=2, seed=1, shuffle=True)
-    epochs = [[shard for lane in range(4) for shard in layout.lane(lane, epoch)] for epoch in range(2)]
+    epochs = [[shard for lane in range(4) for shard in layout.shards_of(lane, epoch)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
     assert epochs[0] != epochs[1]
 

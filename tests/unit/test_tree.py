@@ -2,14 +2,23 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange, cut, deal, merge, merges, nodes, union
+from shoal.core.shares.reduction_tree import (
+    NO_SHARDS,
+    ShardRange,
+    assign_shards,
+    completed_nodes,
+    merge,
+    nodes,
+    shard_sizes,
+    union,
+)
 
 
 def test_a_member_holds_the_largest_nodes_that_its_shards_make_up() -> None:
     assert nodes(ShardRange(8, 0, 4)) == ((0, 4),)
     assert nodes(ShardRange(8, 3, 8)) == ((3, 4), (4, 8))
     assert nodes(ShardRange(8, 1, 7)) == ((1, 2), (2, 4), (4, 6), (6, 7))
-    assert nodes(NOTHING) == ()
+    assert nodes(NO_SHARDS) == ()
 
 
 def test_shards_that_go_round_the_end_are_two_rows() -> None:
@@ -26,7 +35,7 @@ def test_what_follows_is_joined_on() -> None:
     assert union(ShardRange(8, 3, 5), ShardRange(8, 5, 8)) == ShardRange(8, 3, 8)
     assert union(ShardRange(8, 3, 8), ShardRange(8, 0, 2)) == ShardRange(8, 3, 2)
     assert union(ShardRange(8, 3, 8), ShardRange(8, 0, 3)) == ShardRange(8, 0, 8)
-    assert union(NOTHING, ShardRange(8, 2, 3)) == union(ShardRange(8, 2, 3), NOTHING) == ShardRange(8, 2, 3)
+    assert union(NO_SHARDS, ShardRange(8, 2, 3)) == union(ShardRange(8, 2, 3), NO_SHARDS) == ShardRange(8, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +54,24 @@ def test_halves_of_a_node_are_added_when_they_meet_and_the_rest_is_passed_on() -
 
 def test_the_sum_of_all_is_where_our_first_node_was() -> None:
     assert merge(ShardRange(8, 5, 3), ShardRange(8, 3, 5)).kept == (len(nodes(ShardRange(8, 5, 3))),)
-    assert merge(NOTHING, ShardRange(5, 0, 5)).kept == (0,)
+    assert merge(NO_SHARDS, ShardRange(5, 0, 5)).kept == (0,)
 
 
 def test_shards_that_come_one_by_one_complete_nodes_as_a_binary_counter_does() -> None:
-    assert [merges(8, 0, shard) for shard in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
-    assert [merges(8, 3, shard) for shard in range(3, 8)] == [0, 0, 1, 0, 2]
-    assert [merges(5, 0, shard) for shard in range(5)] == [0, 1, 0, 2, 1], "the last one has no twin to wait for"
+    assert [completed_nodes(8, 0, shard) for shard in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
+    assert [completed_nodes(8, 3, shard) for shard in range(3, 8)] == [0, 0, 1, 0, 2]
+    assert [completed_nodes(5, 0, shard) for shard in range(5)] == [0, 1, 0, 2, 1], (
+        "the last one has no twin to wait for"
+    )
 
 
 def test_shards_are_dealt_out_whole_by_share_and_who_has_no_share_gets_none() -> None:
-    assert deal((8, 0, 8, 8), 8) == (ShardRange(8, 0, 3), NOTHING, ShardRange(8, 3, 6), ShardRange(8, 6, 8))
-    assert deal((30, 2), 8) == (ShardRange(8, 0, 8), NOTHING)
+    assert assign_shards((8, 0, 8, 8), 8) == (ShardRange(8, 0, 3), NO_SHARDS, ShardRange(8, 3, 6), ShardRange(8, 6, 8))
+    assert assign_shards((30, 2), 8) == (ShardRange(8, 0, 8), NO_SHARDS)
 
 
 def test_a_short_batch_has_fewer_shards_of_the_usual_size() -> None:
-    assert cut(24, 24, 8) == (3,) * 8
-    assert cut(26, 26, 8) == (4, 4, 3, 3, 3, 3, 3, 3)
-    assert cut(10, 24, 8) == (3, 3, 2, 2)
-    assert cut(3, 3, 8) == (1, 1, 1)
+    assert shard_sizes(24, 24, 8) == (3,) * 8
+    assert shard_sizes(26, 26, 8) == (4, 4, 3, 3, 3, 3, 3, 3)
+    assert shard_sizes(10, 24, 8) == (3, 3, 2, 2)
+    assert shard_sizes(3, 3, 8) == (1, 1, 1)

@@ -7,8 +7,9 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.core.batch.goodput import AutoBatch, Bounds, law_for
-from shoal.core.batch.setting import wanted
+from shoal.core.batch.auto_batch import AutoBatch
+from shoal.core.batch.goodput import Bounds, lr_scaling_for
+from shoal.core.batch.setting import resolve_batch
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.data.rounds import RoundOrder
 from shoal.core.data.sample_order import SampleOrder
@@ -63,7 +64,7 @@ class Feeds:
         """A feed from a map-style dataset, and what members must agree on to share it."""
         _refuse_unindexed(dataset)
         exact = (self._settings.exact if exact is None else exact) or None
-        wished = wanted(self._settings.batch, order["size"], len(dataset))
+        wished = resolve_batch(self._settings.batch, order["size"], len(dataset))
         order = {"samples": len(dataset)} | order | {"size": wished.size}
         described = order | ({"exact": exact} if exact is not None else {})
         if isinstance(self._trainer, TorchLocalTrainer):
@@ -71,8 +72,8 @@ class Feeds:
             self.refuse_locally(wished.bounds is not None, "batch=auto", "pass a number, or train with --sync step")
             return self._of_rounds(dataset, order, loading, shares, self._trainer.length), described
         batches, balance = SampleOrder(**order), self.balance(shares, ahead)
-        balance.rules.check(wished.size)
-        balance.alone = exact is not None or not self._needs_pairs()
+        balance.settings.check(wished.size)
+        balance.allow_single_sample = exact is not None or not self._needs_pairs()
         if exact is not None and wished.bounds is not None:
             raise UnsupportedInExactMode(
                 "exact mode has a fixed global batch", do="pass a number as batch, or leave exact= out"
@@ -101,7 +102,7 @@ class Feeds:
         rounds = RoundOrder.of(order["samples"], order["size"], length, *(order[name] for name in names))
         # What is read ahead of a round is little.
         balance = self.balance(shares, 0, FIRST_ROUNDS)
-        balance.alone = not self._needs_pairs()
+        balance.allow_single_sample = not self._needs_pairs()
         return RoundFeed(rounds, BatchLoader(*reading(dataset, rounds, *loading)), balance)
 
     def _chosen(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer, bounds: Bounds) -> AutoFeed:
@@ -110,7 +111,11 @@ class Feeds:
             raise trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
         if not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
-        law = law_for(type(trainer.optimizers[0]).__name__) if settings.lr_scaling == "auto" else settings.lr_scaling
+        law = (
+            lr_scaling_for(type(trainer.optimizers[0]).__name__)
+            if settings.lr_scaling == "auto"
+            else settings.lr_scaling
+        )
         trainer.auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
         trainer.soundings.every = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
         feed = AutoFeed(order, loader, balance, trainer.auto, trainer.soundings.noise)

@@ -48,7 +48,7 @@ class Stage(run_under_test.RunUnderTest):
         order = SampleOrder(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
         for entry in self.journal():
             if entry["kind"] == "AdjustmentReported" and entry["fields"]["what"] == "batch":
-                order = order.change(entry["fields"]["step"], entry["fields"]["values"]["batch"])
+                order = order.change_size(entry["fields"]["step"], entry["fields"]["values"]["batch"])
         return order
 
     def check_steps(self, total: int) -> None:

@@ -18,7 +18,7 @@ class BatchSetting:
     bounds: Bounds | None = None
 
 
-def wanted(text: str, size: int, samples: int) -> BatchSetting:
+def resolve_batch(text: str, size: int, samples: int) -> BatchSetting:
     """What the setting says of a script that asks for `size` out of `samples`: nothing, a number, or ``auto:32:1024``.
 
     Without bounds of its own, `auto` stays between a quarter and sixteen times the size, and gives every epoch at

@@ -57,13 +57,13 @@ class LaneLayout:
         """How many samples a step takes of each lane."""
         return split(self.size, [1] * self.lanes)
 
-    def lane(self, number: int, epoch: int) -> list[int]:
+    def shards_of(self, number: int, epoch: int) -> list[int]:
         """The shards of a lane, in the order in which it reads them."""
         positions = np.arange(number, self.shards, self.lanes, dtype=np.int64)
         shards = permute(positions, self.shards, self.seed, epoch) if self.shuffle else positions
         return [int(shard) for shard in shards]
 
-    def range_of(self, shares: Sequence[int], rank: int) -> tuple[int, int]:
+    def lanes_of(self, shares: Sequence[int], rank: int) -> tuple[int, int]:
         """The lanes (start, stop) of a rank, in proportion to the shares; none for a share of 0."""
         return span(split(self.lanes, shares), rank)
 

@@ -68,12 +68,12 @@ class _EqualSizeSteps:
 class SampleOrder:
     """The order in which `epochs` passes over `samples` samples are cut into global batches of `size`.
 
-    `decisions` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
+    `size_changes` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
     With a `limit` there are so many steps at most.
 
     >>> Order(samples=10, size=4, shuffle=False).ids(2, 0, 2)
     array([8, 9])
-    >>> Order(samples=10, size=4, shuffle=False).change(1, 6).ids(1, 0, 6)
+    >>> Order(samples=10, size=4, shuffle=False).change_size(1, 6).ids(1, 0, 6)
     array([4, 5, 6, 7, 8, 9])
     """
 
@@ -83,7 +83,7 @@ class SampleOrder:
     seed: int = 0
     last: Last = "keep"
     shuffle: bool = True
-    decisions: tuple[tuple[int, int], ...] = ()
+    size_changes: tuple[tuple[int, int], ...] = ()
     limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,21 +96,22 @@ class SampleOrder:
         if self.samples < 1:
             raise EmptyDataset("the dataset has no samples", do="check the path or the filter that it is read with")
         # Pairs that were read from JSON are lists.
-        object.__setattr__(self, "decisions", tuple((int(step), int(size)) for step, size in self.decisions))
-        for size in (self.size, *(size for _, size in self.decisions)):
+        object.__setattr__(self, "size_changes", tuple((int(step), int(size)) for step, size in self.size_changes))
+        for size in (self.size, *(size for _, size in self.size_changes)):
             self._check_size(size)
-        steps = [step for step, _ in self.decisions]
+        steps = [step for step, _ in self.size_changes]
         if any(step < 0 for step in steps) or any(a >= b for a, b in pairwise(steps)):
-            raise ValueError(f"decisions at steps {steps} do not follow one another")
+            raise ValueError(f"size changes at steps {steps} do not follow one another")
 
-    def change(self, from_step: int, size: int) -> SampleOrder:
+    def change_size(self, from_step: int, size: int) -> SampleOrder:
         """The same order with global batches of `size` from that step on; a later step's decision must not be known."""
-        before = tuple(one for one in self.decisions if one[0] < from_step)
-        if from_step < 0 or len(self.decisions) - len(before) > 1 or any(s > from_step for s, _ in self.decisions):
-            raise ValueError(f"step {from_step} is not after the decisions {list(self.decisions)}")
+        before = tuple(one for one in self.size_changes if one[0] < from_step)
+        later = self.size_changes[len(before) :]
+        if from_step < 0 or len(later) > 1 or any(step > from_step for step, _ in later):
+            raise ValueError(f"step {from_step} is not after the size changes {list(self.size_changes)}")
         self._check_size(size)
         unchanged = size == (before[-1][1] if before else self.size)
-        return replace(self, decisions=before if unchanged else (*before, (from_step, size)))
+        return replace(self, size_changes=before if unchanged else (*before, (from_step, size)))
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -127,12 +128,12 @@ class SampleOrder:
         """Where `step` is; the step after the last one is (epochs, 0)."""
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps}")
-        if not self.decisions:
+        if not self.size_changes:
             return Cursor(*divmod(step, self.steps_per_epoch))
         place = self._locate(step)
         return Cursor(place.epoch, place.index)
 
-    def place(self, step: int) -> BatchPosition:
+    def position(self, step: int) -> BatchPosition:
         """Where global batch `step` lies; with `ids_at` it is all that a reader needs, whatever is decided later."""
         if not 0 <= step < self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps - 1}")
@@ -140,16 +141,16 @@ class SampleOrder:
 
     def size_of(self, step: int) -> int:
         """How many samples global batch `step` has: the size then, but for a kept short last batch."""
-        if not self.decisions:
+        if not self.size_changes:
             return min(self.size, self.samples - self.cursor(step).index * self.size)
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps}")
         return self._locate(step).size
 
-    def size_from(self, step: int) -> int:
+    def nominal_size(self, step: int) -> int:
         """The size that was decided for `step`, however many samples are left in its epoch."""
-        number = bisect_right(self.decisions, step, key=itemgetter(0))
-        return self.decisions[number - 1][1] if number else self.size
+        number = bisect_right(self.size_changes, step, key=itemgetter(0))
+        return self.size_changes[number - 1][1] if number else self.size
 
     def steps_within(self, samples: int) -> int:
         """How many whole global batches are made of the first so many samples of the run."""
@@ -172,7 +173,7 @@ class SampleOrder:
     @cached_property
     def _stretches(self) -> tuple[_EqualSizeSteps, ...]:
         found = [self._stretch(0, BatchPosition(0, 0, 0, self.size))]
-        for step, size in self.decisions:
+        for step, size in self.size_changes:
             # What is decided for a time after the end never happens.
             if step >= found[-1].end(self.epochs):
                 break

@@ -66,11 +66,11 @@ class ShareBalancer:
     """
 
     def __init__(
-        self, rules: ShareSettings | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
+        self, settings: ShareSettings | None = None, ahead: int = 0, first_windows: tuple[int, ...] = FIRST_WINDOWS
     ) -> None:
-        self.rules = rules or ShareSettings()
+        self.settings = settings or ShareSettings()
         self.ahead = ahead
-        self.alone = True
+        self.allow_single_sample = True
         self._first_windows = first_windows
         self.reason = ""
         self._speeds = SpeedTable()
@@ -90,26 +90,26 @@ class ShareBalancer:
 
     # --- what members tell about themselves
 
-    def hint(self, member: str, speed: float) -> None:
+    def set_speed_estimate(self, member: str, speed: float) -> None:
         """The relative speed of a member by its agent's probe; used until it has been measured."""
         if 0 < speed < inf and self._speeds.of(member).speed.hint != speed:
             self._speeds.of(member).hint(float(speed))
             self._found.clear()
 
-    def limit(self, member: str, samples: int | None) -> None:
+    def set_limit(self, member: str, samples: int | None) -> None:
         """No share of this member may be above this from now on; None for no limit."""
         self._speeds.of(member).limit = samples
         self._best = None
         self._found.clear()
         self._plan, self._next = self._within_limits(self._plan), self._within_limits(self._next)
 
-    def micro(self, member: str, samples: int | None) -> None:
+    def set_micro_batch(self, member: str, samples: int | None) -> None:
         """The member computes its share in pieces of so many samples."""
         if self._speeds.of(member).speed.micro != samples:
             self._speeds.micro(member, samples)
             self._found.clear()
 
-    def micro_of(self, member: str) -> int | None:
+    def micro_batch_of(self, member: str) -> int | None:
         """The pieces that a member was last known to compute."""
         known = self._speeds.get(member)
         return known.speed.micro if known is not None else None
@@ -119,9 +119,9 @@ class ShareBalancer:
     def shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> Shares:
         """The share of every rank in this step, summing to `size`; ghosts have none."""
         found = self._shares(step, size, members, ghosts)
-        if self.alone or 1 not in found:
+        if self.allow_single_sample or 1 not in found:
             return found
-        return shares_split.paired(found, self._bounds(size, members, ghosts)[1])
+        return shares_split.without_singles(found, self._bounds(size, members, ghosts)[1])
 
     def _shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int]) -> Shares:
         now = self._plan
@@ -150,22 +150,22 @@ class ShareBalancer:
     def _solve(self, size: int, members: tuple[str, ...], ghosts: tuple[int, ...] = ()) -> Shares:
         """The best shares for these members by what is known now."""
         lows, highs = self._bounds(size, members, ghosts)
-        if not self.rules.adapts:
-            weights = [0 if rank in ghosts else w for rank, w in enumerate(self.rules.declared(len(members)))]
-            return shares_split.capped(size, weights, lows, highs)
+        if not self.settings.adapts:
+            weights = [0 if rank in ghosts else w for rank, w in enumerate(self.settings.declared(len(members)))]
+            return shares_split.by_weight(size, weights, lows, highs)
         costs = self._speeds.costs(members)
         noise = self._speeds.noise(members)
-        even = max(self.rules.threshold, noise)
-        found = shares_split.evened(size, costs, lows, highs, even)
+        even = max(self.settings.threshold, noise)
+        found = shares_split.prefer_even(size, costs, lows, highs, even)
         # What was measured in another world tells too little to leave anybody out for a small gain.
         ones = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
         if found == tuple(max(share, one) for share, one in zip(found, ones, strict=True)) or sum(ones) >= size:
             return found
-        kept = shares_split.evened(size, costs, ones, highs, even)
+        kept = shares_split.prefer_even(size, costs, ones, highs, even)
         return kept if slowest(costs, found) > slowest(costs, kept) * (1 - max(PARKING, 2 * noise)) else found
 
     def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
-        lowest, highest = self.rules.bounds(size, len(members) - len(ghosts))
+        lowest, highest = self.settings.bounds(size, len(members) - len(ghosts))
         lows, highs = [], []
         for rank, name in enumerate(members):
             one = self._speeds.get(name)
@@ -179,7 +179,7 @@ class ShareBalancer:
     def _with_trial(self, now: _SharePlan) -> Shares:
         """A sample or two of the largest share go to the member that is tried again."""
         assert self._trial is not None
-        shares, few = list(now.shares), 1 if self.alone else 2
+        shares, few = list(now.shares), 1 if self.allow_single_sample else 2
         if self._trial[1] in now.members and max(shares) > few:
             shares[shares.index(max(shares))] -= few
             shares[now.members.index(self._trial[1])] += few
@@ -199,7 +199,7 @@ class ShareBalancer:
     ) -> ShareChange | None:
         """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
         for name, speed in (speeds or {}).items():
-            self.hint(name, speed)
+            self.set_speed_estimate(name, speed)
         if epoch != self._epoch:
             self._epoch, self._due = epoch, True
         if not self._settle(step, tuple(members), sum(one.samples for one in seen)):
@@ -213,7 +213,7 @@ class ShareBalancer:
         change = None
         if jumped or self._is_time():
             self._fold(jumped)
-            change = self._decide(step, left) if self.rules.adapts else None
+            change = self._decide(step, left) if self.settings.adapts else None
         if 0 in self._plan.shares:
             self._try_parked(step, self._plan)
         return change
@@ -225,7 +225,7 @@ class ShareBalancer:
             self._matched = self._waited = 0
         now = self._plan
         self._smaller = self._smaller + 1 if now is not None and 0 < size < now.size else 0
-        lasting = self._smaller > self.rules.window
+        lasting = self._smaller > self.settings.window
         if size > 0 and (now is None or now.members != members or size > now.size or lasting):
             shares = self.shares(step, size, members)
             newcomers = now is None or not set(members) <= set(now.members)
@@ -237,16 +237,16 @@ class ShareBalancer:
         return self._plan is not None
 
     def _is_time(self) -> bool:
-        if self.rules.mode == "epoch" and self._window >= SETTLED:
+        if self.settings.mode == "epoch" and self._window >= SETTLED:
             return self._due
-        steps = self._first_windows[self._window] if self._window < SETTLED else self.rules.window
+        steps = self._first_windows[self._window] if self._window < SETTLED else self.settings.window
         return self._matched >= steps or self._waited >= 4 * steps
 
     def _fold(self, jumped: Sequence[tuple[MemberProfile, int]]) -> None:
         """Close the window: what was measured in it is taken in."""
         if any(steps for _, steps in jumped):
             self._best, self._backoff, self._recently = None, 1.0, []
-            self._window = 0 if self.rules.mode == "continuous" else self._window
+            self._window = 0 if self.settings.mode == "continuous" else self._window
         self._speeds.fold(jumped)
         self._matched = self._waited = 0
         self._window += 1
@@ -259,9 +259,9 @@ class ShareBalancer:
         self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
         self._backoff = self._backoff if self._recently else 1.0
         assert now is not None
-        if self._window > SETTLED and (self.rules.mode == "once" or (self.rules.mode == "epoch" and not due)):
+        if self._window > SETTLED and (self.settings.mode == "once" or (self.settings.mode == "epoch" and not due)):
             return None
-        if self.rules.policy == "ratio":
+        if self.settings.policy == "ratio":
             return self._decide_by_ratio(step, now)
         costs = self._speeds.costs(now.members)
         times = [cost.seconds(share) for cost, share in zip(costs, now.shares, strict=True)]
@@ -319,14 +319,14 @@ class ShareBalancer:
         mean_s = 0.0
         for one in told:
             mean_s += one / len(told)
-        if all(abs(one - mean_s) <= self.rules.threshold * mean_s for one in told):
+        if all(abs(one - mean_s) <= self.settings.threshold * mean_s for one in told):
             return None
         weights = [
             int(share * (mean_s / one if one else 1.0) * 2**20) for share, one in zip(now.shares, seconds, strict=True)
         ]
         lows, highs = self._bounds(now.size, now.members)
         lows = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
-        wanted = shares_split.capped(now.size, weights, lows, highs)
+        wanted = shares_split.by_weight(now.size, weights, lows, highs)
         return None if wanted == now.shares else self._change(step, now, wanted, self._speeds.costs(now.members), "")
 
     def _near(self, now: _SharePlan) -> tuple[list[int], list[int]]:
@@ -355,7 +355,7 @@ class ShareBalancer:
 
     def _least_gain(self, now: _SharePlan, rank: int) -> float:
         doubt = self._speeds.doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
-        return max(self.rules.threshold, doubt) * (self._backoff + len(self._recently) / 2)
+        return max(self.settings.threshold, doubt) * (self._backoff + len(self._recently) / 2)
 
     def _change(self, step: int, now: _SharePlan, wanted: Shares, costs: Sequence[CostCurve], why: str) -> ShareChange:
         then = step + 1 + self.ahead
@@ -372,7 +372,7 @@ class ShareBalancer:
 
     def _try_parked(self, step: int, now: _SharePlan) -> None:
         """Now and then a parked member computes a little of one step, as rarely as that is cheap."""
-        if self._next is not None or self.rules.policy != "model" or (self._trial and step <= self._trial[0]):
+        if self._next is not None or self.settings.policy != "model" or (self._trial and step <= self._trial[0]):
             return
         for rank, (name, share) in enumerate(zip(now.members, now.shares, strict=True)):
             one = self._speeds.of(name)
@@ -396,19 +396,19 @@ class ShareBalancer:
         costs = self._speeds.costs(members)
         return slowest(costs, shares_split.by_cost(size, costs, *self._bounds(size, members)))
 
-    def sure(self, members: Sequence[str]) -> bool:
+    def knows_fixed_costs(self, members: Sequence[str]) -> bool:
         """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
         held = [self._speeds.get(name) for name in members]
         return all(one is not None and len(one.speed.points) > 1 for one in held)
 
-    def restart(self) -> None:
+    def reset_shares(self) -> None:
         """The global batch has another size from now on: what is known of the members stays, their shares do not."""
         self._plan = self._next = self._best = self._trial = None
         self._found.clear()
 
     # --- what is shown
 
-    def figures(self) -> ShareStats:
+    def stats(self) -> ShareStats:
         """The figures of the shares in force, by what is known now."""
         now = self._plan
         if now is None:

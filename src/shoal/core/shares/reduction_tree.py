@@ -41,7 +41,7 @@ class ShardRange:
         return not self.empty and self.start == 0 and self.stop == self.shards
 
 
-NOTHING = ShardRange()
+NO_SHARDS = ShardRange()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class TreeMerge:
     kept: tuple[int, ...]
 
 
-def cut(size: int, whole: int, shards: int) -> tuple[int, ...]:
+def shard_sizes(size: int, whole: int, shards: int) -> tuple[int, ...]:
     """The sizes of the shards of a batch of `size`, where one of `whole` samples has `shards`; none is empty."""
     return split(size, [1] * max(1, min(size, -(-size * shards // whole))))
 
 
-def deal(shares: Sequence[int], shards: int) -> tuple[ShardRange, ...]:
+def assign_shards(shares: Sequence[int], shards: int) -> tuple[ShardRange, ...]:
     """Whole shards for every rank, in proportion to their shares in samples."""
     ends = list(accumulate(split(shards, shares), initial=0))
-    return tuple(ShardRange(shards, a, b) if a < b else NOTHING for a, b in pairwise(ends))
+    return tuple(ShardRange(shards, a, b) if a < b else NO_SHARDS for a, b in pairwise(ends))
 
 
 @lru_cache(maxsize=1024)
@@ -107,7 +107,7 @@ def merge(arrived: ShardRange, own: ShardRange) -> TreeMerge:
 
 
 @lru_cache(maxsize=4096)
-def merges(shards: int, start: int, shard: int) -> int:
+def completed_nodes(shards: int, start: int, shard: int) -> int:
     """How many nodes are completed when `shard` is added to a row of shards that begins at `start`."""
     return len(nodes(ShardRange(shards, start, shard))) + 1 - len(nodes(ShardRange(shards, start, shard + 1)))
 

@@ -27,8 +27,8 @@ class ShareSettings:
     weights: tuple[float, ...] = ()
     threshold: float = 0.02
     window: int = 10
-    floor: float = 0.0
-    cap: float = 1.0
+    min: float = 0.0
+    max: float = 1.0
     mode: str = "continuous"
 
     def __post_init__(self) -> None:
@@ -36,11 +36,11 @@ class ShareSettings:
         _check(self.mode in MODES, f"shares.mode cannot be {self.mode!r}", "the modes are " + ", ".join(MODES))
         _check(0 <= self.threshold < 1, f"shares.threshold cannot be {self.threshold}", "it is a part of a step")
         _check(self.window >= 1, f"shares.window cannot be {self.window}", "it is a number of steps, 1 at least")
-        _check(self.floor >= 0 and isfinite(self.floor), f"shares.min cannot be {self.floor}", "it is not negative")
-        _check(self.cap > 0 and isfinite(self.cap), f"shares.max cannot be {self.cap}", "it is above 0")
-        kinds = (self.floor < 1, self.cap <= 1)
-        clash = self.floor > self.cap and kinds[0] == kinds[1]
-        _check(not clash, f"a floor of {self.floor:g} is above the cap of {self.cap:g}", "nobody could satisfy both")
+        _check(self.min >= 0 and isfinite(self.min), f"shares.min cannot be {self.min}", "it is not negative")
+        _check(self.max > 0 and isfinite(self.max), f"shares.max cannot be {self.max}", "it is above 0")
+        kinds = (self.min < 1, self.max <= 1)
+        clash = self.min > self.max and kinds[0] == kinds[1]
+        _check(not clash, f"a floor of {self.min:g} is above the cap of {self.max:g}", "nobody could satisfy both")
         if self.policy == "fixed":
             shares.FixedShares(self.weights)
 
@@ -51,16 +51,16 @@ class ShareSettings:
 
     def bounds(self, size: int, sharing: int) -> tuple[int, int]:
         """The floor and the cap of one share of a global batch of this size, of so many that share it."""
-        low = ceil(self.floor * size) if self.floor < 1 else int(self.floor)
-        high = max(int(self.cap * size), -(-size // max(sharing, 1))) if self.cap <= 1 else int(self.cap)
+        low = ceil(self.min * size) if self.min < 1 else int(self.min)
+        high = max(int(self.max * size), -(-size // max(sharing, 1))) if self.max <= 1 else int(self.max)
         return min(low, high), high
 
     def check(self, size: int) -> None:
         """Refuse a floor and a cap that contradict each other for this global batch."""
-        low = ceil(self.floor * size) if self.floor < 1 else int(self.floor)
-        high = int(self.cap * size) if self.cap <= 1 else int(self.cap)
+        low = ceil(self.min * size) if self.min < 1 else int(self.min)
+        high = int(self.max * size) if self.max <= 1 else int(self.max)
         why = f"of a global batch of {size}, the floor is {low} samples and the cap {high}"
-        _check(low <= high, f"a floor of {self.floor:g} is above the cap of {self.cap:g}", why)
+        _check(low <= high, f"a floor of {self.min:g} is above the cap of {self.max:g}", why)
 
     def declared(self, ranks: int) -> list[int]:
         """The weights of the ranks for `equal` and `fixed`, as whole numbers."""
@@ -72,8 +72,8 @@ def parse(
     *,
     threshold: float = 0.02,
     window: int = 10,
-    floor: float = 0.0,
-    cap: float = 1.0,
+    min: float = 0.0,
+    max: float = 1.0,
     mode: str = "continuous",
 ) -> ShareSettings:
     """The rules from settings; `text` is ``model``, ``ratio``, ``equal`` or for example ``fixed:3,1``."""
@@ -82,7 +82,7 @@ def parse(
     if name == "fixed" or rest:
         declared = shares.parse(text)
         weights = declared.weights if isinstance(declared, shares.FixedShares) else ()
-    return ShareSettings(name, weights, threshold, window, floor, cap, mode)
+    return ShareSettings(name, weights, threshold, window, min, max, mode)
 
 
 def _check(good: bool, what: str, why: str) -> None:

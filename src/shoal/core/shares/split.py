@@ -97,7 +97,9 @@ def by_cost(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: S
     return _handed_out(size - sum(shares), shares, costs, highs)
 
 
-def evened(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int], slower: float) -> Shares:
+def prefer_even(
+    size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int], slower: float
+) -> Shares:
     """The fastest shares, or the most even ones if they are quite different and take at most this part longer.
 
     Where a step costs much the same whoever gets how much of it, noise would otherwise decide.
@@ -107,12 +109,12 @@ def evened(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Se
         return found
     within_s = max(cost.seconds(share) for cost, share in zip(costs, found, strict=True)) * (1 + slower)
     reached = [max(had, cost.reach(within_s, high)) for had, cost, high in zip(found, costs, highs, strict=True)]
-    even = capped(size, [1] * len(costs), lows, reached)
+    even = by_weight(size, [1] * len(costs), lows, reached)
     far = max(abs(had - share) for had, share in zip(found, even, strict=True))
     return even if far * FAR * len(costs) > size else found
 
 
-def capped(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:
+def by_weight(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:
     """Cut `size` in proportion to weights where caps and floors allow it; what they forbid goes to the others alike."""
     _feasible(size, lows, highs)
     if sum(lows) >= size:
@@ -136,10 +138,10 @@ def capped(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequen
                 held[rank] = lows[rank]
 
 
-def paired(shares: Sequence[int], highs: Sequence[int]) -> Shares:
+def without_singles(shares: Sequence[int], highs: Sequence[int]) -> Shares:
     """The same shares without a single sample anywhere, as far as the caps allow: it goes along with the largest share.
 
-    >>> paired((1, 5, 1), (8, 6, 8)), paired((1, 5), (8, 5))
+    >>> without_singles((1, 5, 1), (8, 6, 8)), without_singles((1, 5), (8, 5))
     ((0, 5, 2), (2, 4))
     """
     found = list(shares)

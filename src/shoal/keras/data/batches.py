@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from shoal.core.batch.goodput import AutoBatch
-from shoal.core.batch.setting import wanted
+from shoal.core.batch.auto_batch import AutoBatch
+from shoal.core.batch.setting import resolve_batch
 from shoal.core.data.rounds import RoundOrder
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.validation import whole
@@ -187,7 +187,7 @@ class IndexedBatches(Batches):
         return found[0]
 
     def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
-        wished = wanted(settings.batch, self.size, len(self._source))
+        wished = resolve_batch(settings.batch, self.size, len(self._source))
         if isinstance(loop, KerasLocalTrainer):
             if wished.bounds is not None:
                 loop.refuse("batch=auto", "pass a number, or train with --sync step")
@@ -202,7 +202,7 @@ class IndexedBatches(Batches):
             how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
             order = SampleOrder(samples=len(self._source), size=wished.size, **how)
         balance = balance_of(settings, self.shares, ahead=self._reading.depth)
-        balance.rules.check(wished.size)
+        balance.settings.check(wished.size)
         keeper.parts["shares"] = balance
         fetcher = SourceFetcher(self._source, order, self._classes)
         loader = ShareLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)

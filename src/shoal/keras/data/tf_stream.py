@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from shoal.core.batch.setting import wanted
+from shoal.core.batch.setting import resolve_batch
 from shoal.core.data.lanes import LaneLayout
 from shoal.errors import UnusableData
 from shoal.keras.data.arrays import weighed
@@ -63,7 +63,7 @@ class StreamedBatches(Batches):
             loop.refuse(
                 "a tf.data pipeline that is read as a stream", "pass data with an index, or train with --sync step"
             )
-        if wanted(settings.batch, self.size, self.size).bounds is not None:
+        if resolve_batch(settings.batch, self.size, self.size).bounds is not None:
             raise UnusableData(
                 "batch=auto cannot be used with a tf.data pipeline that is read as a stream",
                 do="pass a number as batch",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.batch.goodput import Law, law_for
+from shoal.core.batch.goodput import LrScaling, lr_scaling_for
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
 from shoal.keras.fit.train_function import TrainFunction
@@ -208,7 +208,7 @@ class KerasTrainer(Loop, TrainFunction):
 
     # --- a global batch that is chosen while training
 
-    def law(self, asked: Literal["auto"] | Law) -> Law:
+    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:
         """By which law the learning rate follows the batch."""
         optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
         if not hasattr(optimizer._learning_rate, "assign"):
@@ -217,12 +217,12 @@ class KerasTrainer(Loop, TrainFunction):
                 why="it counts steps, of which there are fewer with a larger batch",
                 do="pass a number as learning rate, or as batch",
             )
-        return law_for(type(optimizer).__name__) if asked == "auto" else asked
+        return lr_scaling_for(type(optimizer).__name__) if asked == "auto" else asked
 
     @contextmanager
     def _gained(self, turn: Step) -> Iterator[None]:
         """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
-        gain = self.auto.gain_at(turn.step) if self.auto is not None else 1.0
+        gain = self.auto.lr_gain_at(turn.step) if self.auto is not None else 1.0
         if gain == 1.0:
             yield
             return
@@ -323,7 +323,7 @@ class KerasLoopTrainer(KerasTrainer):
         self._set_up()
         return on_cpu
 
-    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
         raise UnusableModel(
             "batch=auto cannot be used with a loop of your own", do="use model.fit, or pass a number as batch"
         )

@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.batch.goodput import AutoBatch, Law
+from shoal.core.batch.auto_batch import AutoBatch
+from shoal.core.batch.goodput import LrScaling
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs
@@ -77,7 +78,7 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         """What the metrics say of an epoch if no ticket of it comes here: nothing, which is not the 0 of Keras."""
         return dict.fromkeys(self._backend.results(), math.nan)
 
-    def law(self, asked: Literal["auto"] | Law) -> Law:  # noqa: ARG002
+    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
         raise self.unusable("a global batch that is chosen while training", "pass a number as batch")
 
     # --- what the loop asks

@@ -16,7 +16,7 @@ import torch
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares import reduction_tree
 from shoal.core.shares.balancer import ShareBalancer
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange
+from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange
 from shoal.core.world import World
 from shoal.errors import UnsupportedInExactMode
 from shoal.torch.gradients.buckets import Bucket, Buckets, operand
@@ -70,7 +70,7 @@ class ShardLoader(ShareLoader):
 
     def bounds(self, step: int) -> list[int]:
         """Where the shards of a step begin, and where the last one ends."""
-        sizes = reduction_tree.cut(self.order.size_of(step), self.order.size, self._shards)
+        sizes = reduction_tree.shard_sizes(self.order.size_of(step), self.order.size, self._shards)
         return list(accumulate(sizes, initial=0))
 
     def sizes_of(self, step: int, span: Span) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class ShardFeed(IndexedFeed):
 
     def __init__(self, order: SampleOrder, loader: ShardLoader, balance: ShareBalancer) -> None:
         super().__init__(order, loader, balance)
-        self.held = NOTHING
+        self.held = NO_SHARDS
 
     @property
     def micro(self) -> int | None:
@@ -111,7 +111,7 @@ class ShardFeed(IndexedFeed):
 
     def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> ShardRange:
         count = len(self._loader.bounds(step)) - 1
-        return reduction_tree.deal(self.balance.shares(step, count, members, ghosts), count)[rank]
+        return reduction_tree.assign_shards(self.balance.shares(step, count, members, ghosts), count)[rank]
 
     def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> Span:
         ends, held = self._loader.bounds(step), self._dealt(step, members, rank, ghosts)
@@ -132,7 +132,7 @@ class TreeBuckets(Buckets):
         tail = torch.zeros_like(self._buckets[-1].tail)
         self._tail = tail
         self._used, self.statistics = tail[: len(self.parameters)], tail[len(self.parameters) :]
-        self._held = NOTHING
+        self._held = NO_SHARDS
         self._shard = -1
         self._depth = self._merges = 0
         self._keeps: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -151,8 +151,10 @@ class TreeBuckets(Buckets):
         held = self._held
         self._shard += 1
         self._depth += 1 - self._merges if self._shard > held.start else 0
-        self._merges = reduction_tree.merges(held.shards, held.start, self._shard)
-        follows = self._shard + 1 < held.stop and reduction_tree.merges(held.shards, held.start, self._shard + 1) > 0
+        self._merges = reduction_tree.completed_nodes(held.shards, held.start, self._shard)
+        follows = (
+            self._shard + 1 < held.stop and reduction_tree.completed_nodes(held.shards, held.start, self._shard + 1) > 0
+        )
         # A gradient that is added to the next shard's need not be copied in between.
         self._keep_this = self._merges == 0 and follows
         self._is_open = True

@@ -274,7 +274,7 @@ class TorchTrainer(Loop):
     def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         if self.auto is None or self.turn is None:
             return real()
-        with ScaledLearningRate(optimizer, self.auto.gain_at(self.turn.step)):
+        with ScaledLearningRate(optimizer, self.auto.lr_gain_at(self.turn.step)):
             return real()
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:

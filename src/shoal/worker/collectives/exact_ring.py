@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange, TreeMerge, merge, nodes, union
+from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange, TreeMerge, merge, nodes, union
 from shoal.worker.collectives.exchange import Adder, TreePartials
 from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES
 from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, RingLinks
@@ -27,7 +27,7 @@ USUAL_NODES = 4
 def settle(flat: NDArray[Any], part: TreePartials, add: Adder) -> None:
     """The sum of one member that holds all shards."""
     with np.errstate(all="ignore"):
-        found = _applied(merge(NOTHING, part.held), list(part.nodes), add)
+        found = _applied(merge(NO_SHARDS, part.held), list(part.nodes), add)
     _store(flat, found, complete=part.held.complete)
 
 
@@ -53,7 +53,7 @@ class ExactReduce:
         self._hop = self._header_got = 0
         self._notice = memoryview(bytearray(HELD.size))
         self._arrived: ShardRange | None = None
-        self._merge = merge(NOTHING, part.held)
+        self._merge = merge(NO_SHARDS, part.held)
         self._rows: NDArray[Any] | None = None
         self._got, self._at = 0, self._spans[0][0]
 
@@ -77,7 +77,7 @@ class ExactReduce:
 
     def _begin_own(self) -> None:
         """The chunk that starts here: nothing has arrived for it."""
-        self._arrived = NOTHING
+        self._arrived = NO_SHARDS
         self._tell(self._part.held)
         self._take_over_all()
         self._next_hop()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.shares.reduction_tree import NOTHING, ShardRange, nodes
+from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange, nodes
 
 Adder = Callable[[NDArray[Any], NDArray[Any]], object]
 """Adds its second argument to its first, in place; for types that NumPy cannot add."""
@@ -30,7 +30,7 @@ class TreePartials:
     The nodes are used up; the first may be the very buffer that the sum is written to.
     """
 
-    held: ShardRange = NOTHING
+    held: ShardRange = NO_SHARDS
     nodes: Sequence[NDArray[Any]] = ()
 
     def check(self, flat: NDArray[Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.core.batch.goodput import AutoBatch
+from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares.balancer import ShareBalancer
@@ -44,8 +44,8 @@ class AutoFeed(IndexedFeed):
             self._loader.micro = None
 
     def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
-        if step and self._order.size_from(step) != self._order.size_from(step - 1):
-            self.balance.restart()
+        if step and self._order.nominal_size(step) != self._order.nominal_size(step - 1):
+            self.balance.reset_shares()
         decisions = super().committed(step, world, everybody)
         waits = [pulse.wait_s for pulse in everybody if pulse.measured]
         if waits:
@@ -60,12 +60,12 @@ class AutoFeed(IndexedFeed):
             return self.balance.step_seconds(size, members) + self._exchange_s
 
         left = self._order.total_steps - step - 1
-        sure = self.balance.sure(members)
-        left_s = left * step_seconds(self._order.size_from(step)) if sure else 0.0
-        found = self.auto.committed(step, self._noise, step_seconds, sure=sure, left_s=left_s)
+        sure = self.balance.knows_fixed_costs(members)
+        left_s = left * step_seconds(self._order.nominal_size(step)) if sure else 0.0
+        found = self.auto.on_commit(step, self._noise, step_seconds, costs_known=sure, left_s=left_s)
         if found is None or found.step >= self._order.total_steps:
             return None
-        self._use(self._order.change(found.step, found.size))
+        self._use(self._order.change_size(found.step, found.size))
         return Adjustment(found.step, "batch", {"batch": found.size}, found.reason)
 
     def _use(self, order: SampleOrder) -> None:
@@ -73,10 +73,10 @@ class AutoFeed(IndexedFeed):
         self.total = order.total_steps
 
     def state_dict(self) -> dict[str, Any]:
-        decisions = [list(decision) for decision in self._order.decisions]
+        decisions = [list(decision) for decision in self._order.size_changes]
         return {"auto": self.auto.state_dict(), "decisions": decisions, "exchange_s": self._exchange_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.auto.load_state_dict(state["auto"])
         self._exchange_s = state["exchange_s"]
-        self._use(replace(self._order, decisions=tuple((step, size) for step, size in state["decisions"])))
+        self._use(replace(self._order, size_changes=tuple((step, size) for step, size in state["decisions"])))

@@ -15,8 +15,8 @@ def balance_of(
         shares or settings.shares_policy,
         threshold=settings.shares_threshold,
         window=settings.shares_window,
-        floor=settings.shares_min,
-        cap=settings.shares_max,
+        min=settings.shares_min,
+        max=settings.shares_max,
         mode=settings.shares_mode,
     )
     return ShareBalancer(rules, ahead, first_windows)

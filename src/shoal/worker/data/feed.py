@@ -111,7 +111,7 @@ class IndexedFeed:
 
         if self._loader.micro is None:
             # What did not fit into this member's memory before it was started again does not fit now.
-            self._loader.micro = self.balance.micro_of(members[rank])
+            self._loader.micro = self.balance.micro_batch_of(members[rank])
         span = self._span(step, members, rank, ghosts)
         self.units = span[1] - span[0]
         ghost = [MicroBatch(self._loader.ghost(step), 0)] if span[0] == span[1] else []
@@ -179,7 +179,7 @@ class StreamFeed:
         # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
         # dealing a lane out anew for a single step would make two members seek in it.
         shares = self.balance.shares(step, self._layout.lanes, told(self.balance, world), ())
-        lanes = self._layout.range_of(shares, rank)
+        lanes = self._layout.lanes_of(shares, rank)
         self.units = shares[rank]
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
         self._more = taken.more
@@ -212,7 +212,7 @@ def told(balance: ShareBalancer, world: World) -> tuple[str, ...]:
     """The members of a world, of whose speed the balance knows what their agents guessed, if all of them did."""
     if all(seat.speed for seat in world.seats):
         for seat in world.seats:
-            balance.hint(seat.member, seat.speed)
+            balance.set_speed_estimate(seat.member, seat.speed)
     return tuple(seat.member for seat in world.seats)
 
 
@@ -222,7 +222,7 @@ def _observe(
     """Let the balance learn from what the pulses of a committed step say of the one before."""
     for seat, pulse in zip(world.seats, everybody, strict=True):
         if pulse.measured:
-            balance.micro(seat.member, pulse.micro or None)
+            balance.set_micro_batch(seat.member, pulse.micro or None)
     members = tuple(seat.member for seat in world.seats)
     seen = [StepMeasurement(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
     change = balance.observe(step, members, seen, epoch=epoch, left=left)

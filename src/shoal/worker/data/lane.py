@@ -78,7 +78,7 @@ class Lane:
         self._shards, self._generators = shards, generators
         self._number = number
         self._seed_of_run = layout.seed
-        self._numbers = layout.lane(number, epoch)
+        self._numbers = layout.shards_of(number, epoch)
         self._lengths = lengths
         self._window: deque[Any] = deque()
         self._base = 0

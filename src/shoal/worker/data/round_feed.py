@@ -114,7 +114,7 @@ class RoundFeed(IndexedFeed):
         def keys_of(later: int) -> list[ReadKey]:
             if later not in known:
                 start, stop = span if later == step else self._span(later, members, rank, ())
-                place, at, known[later] = self._order.place(later), start, []
+                place, at, known[later] = self._order.position(later), start, []
                 for samples in local_batches(stop - start, self._order.batch, len(members)):
                     begin = place.first + at
                     known[later].append(ReadKey(0, begin, begin + samples, micro, epoch=place.epoch))

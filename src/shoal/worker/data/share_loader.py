@@ -91,7 +91,7 @@ class ShareLoader(Reader):
             self._ahead.close()
 
     def _key(self, step: int, span: Span) -> ReadKey:
-        place = self.order.place(step)
+        place = self.order.position(step)
         return ReadKey(step, place.first + span[0], place.first + span[1], self.micro, epoch=place.epoch)
 
     def _foresight(self, ahead: Spans) -> Foresight:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.core import step_report
-from shoal.core.batch.goodput import AutoBatch
+from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.world import World
 from shoal.errors import MembersDiverged
 from shoal.worker.collectives.catch_up import Blank

@@ -71,7 +71,7 @@ class StepTimer:
         self._spent = self._usual.spent()
         scale = self._noise_of.scale
         self._noise = scale if scale is not None and isfinite(scale) else None
-        figures = balance.figures()
+        figures = balance.stats()
         if members == 1:
             self._idle = None
         elif figures.sample_s:
@@ -79,7 +79,7 @@ class StepTimer:
         elif self._usual.slowest_s > 0:
             # Shares that never change are not modelled: what is measured has to do.
             idle = 1 - self._usual.busy_s / self._usual.slowest_s
-            self._idle = (idle if balance.rules.policy == "equal" else None, idle)
+            self._idle = (idle if balance.settings.policy == "equal" else None, idle)
 
 
 class _TypicalStep:

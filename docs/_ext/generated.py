@@ -80,7 +80,7 @@ def codes() -> str:
 
 
 def _below(kind: type[errors.ShoalError]) -> set[type[errors.ShoalError]]:
-    children = {child for child in kind.__subclasses__() if child.__module__ == errors.__name__}
+    children = {child for child in kind.__subclasses__() if child.__module__.startswith("shoal.errors.")}
     return children.union(*(_below(child) for child in children))
 
 

@@ -3,11 +3,12 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 
 from shoal import errors
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, launch, membership, storage, training, usage
 
 FAMILIES = {
     "S1": errors.UsageError,
@@ -20,7 +21,7 @@ FAMILIES = {
 
 def below(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:
     for child in kind.__subclasses__():
-        if child.__module__ == errors.__name__:
+        if child.__module__.startswith("shoal.errors."):
             yield child
         yield from below(child)
 
@@ -54,3 +55,11 @@ def test_an_error_prints_what_where_why_do_and_its_code() -> None:
         "  do     open the port",
         "  more   shoal explain S204",
     ]
+
+
+@pytest.mark.parametrize("module", [usage, membership, training, launch, storage], ids=lambda module: module.__name__)
+def test_module_holds_one_range_in_the_order_of_its_codes(module: ModuleType) -> None:
+    kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+    codes = [kind.code for kind in kinds]
+    assert codes == sorted(codes)
+    assert {FAMILIES[code[:2]] for code in codes} == {kinds[0]}

@@ -21,13 +21,16 @@ from shoal.pack.environments import requirements, wheel
 
 ON_MACHINES = (
     "__init__",
-    "errors/__init__",
+    *(
+        f"errors/{name}"
+        for name in ("__init__", "base", "codes", "usage", "membership", "training", "launch", "storage")
+    ),
     "pack/__init__",
-    "pack/remote/__init__",
-    "pack/remote/bootstrap",
-    "pack/remote/env_main",
+    *(
+        f"pack/remote/{name}"
+        for name in ("__init__", "bootstrap", "env_main", "env_cache", "env_builders", "env_commands")
+    ),
 )
-ON_MACHINES += ("pack/remote/env_cache", "pack/remote/env_builders", "pack/remote/env_commands")
 
 
 @pytest.mark.parametrize(
@@ -202,15 +205,15 @@ def test_a_damaged_lock_is_refused_with_its_place_and_a_remedy(tmp_path: Path, p
 
 def test_the_wheel_of_shoal_is_the_same_every_time_and_whole(tmp_path: Path) -> None:
     name, data = wheel.of_shoal()
-    assert (name, wheel.of_shoal()[1]) == (f"shoal-{shoal.__version__}-py3-none-any.whl", data)
+    assert (name, wheel.of_shoal()[1]) == (f"shoal_train-{shoal.__version__}-py3-none-any.whl", data)
     (tmp_path / name).write_bytes(data)
     with zipfile.ZipFile(tmp_path / name) as made:
         names = made.namelist()
         assert {"shoal/agent/__main__.py", "shoal/pack/remote/env_main.py"} < set(names)
         assert not [one for one in names if "__pycache__" in one]
-        record = made.read(f"shoal-{shoal.__version__}.dist-info/RECORD").decode().splitlines()
+        record = made.read(f"shoal_train-{shoal.__version__}.dist-info/RECORD").decode().splitlines()
         assert {line.split(",")[0] for line in record} == set(names)
-        assert b"Requires-Dist: msgspec" in made.read(f"shoal-{shoal.__version__}.dist-info/METADATA")
+        assert b"Requires-Dist: msgspec" in made.read(f"shoal_train-{shoal.__version__}.dist-info/METADATA")
 
 
 def test_what_runs_on_machines_first_is_read_by_old_pythons_and_needs_nothing() -> None:

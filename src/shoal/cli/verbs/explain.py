@@ -11,12 +11,6 @@ from shoal import errors
 from shoal.cli.options import OutputOptions, with_frame
 
 
-def catalog() -> dict[str, type[errors.ShoalError]]:
-    """Every error by its code."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShoalError)]
-    return {kind.code: kind for kind in sorted(kinds, key=lambda kind: kind.code)}
-
-
 @click.command()
 @click.argument("code", required=False)
 @with_frame
@@ -25,7 +19,7 @@ def command(frame: OutputOptions, code: str | None) -> None:
 
     Without CODE, all are listed.
     """
-    known = catalog()
+    known = errors.catalog()
     if code is None:
         facts = {one: inspect.getdoc(kind) or "" for one, kind in known.items()}
         frame.answer(facts, lambda: "\n".join(f"{one}  {_first_sentence(text)}" for one, text in facts.items()))

@@ -1,0 +1,266 @@
+"""S3xx: a script, a model or its data cannot be trained."""
+
+from shoal.errors.base import ShoalError
+
+
+class TrainingError(ShoalError):
+    """A script, its model or its data cannot be trained as they are.
+
+    ``shoal logs RUN`` shows the traceback of the member that failed.
+    """
+
+    code = "S300"
+    exit_code = 1
+
+
+class BadSize(TrainingError):
+    """A size is not a positive integer, or an option of the data is invalid.
+
+    The error names the argument and the values that it accepts.
+    """
+
+    code = "S301"
+
+
+class EmptyDataset(TrainingError):
+    """The dataset or stream has no samples.
+
+    Check the path, pattern or filter that it is read with.
+    """
+
+    code = "S302"
+
+
+class DatasetTooSmall(TrainingError):
+    """The dataset has fewer samples than one global batch.
+
+    Every step would be smaller than requested, and with ``last="drop"`` there would be no step at all. Pass a global
+    batch size that is at most the length of the dataset.
+    """
+
+    code = "S303"
+
+
+class SampleFailed(TrainingError):
+    """The dataset raised an error while it read a sample, or its samples cannot be collated into one batch.
+
+    The error names the sample; ``dataset[index]`` in a Python prompt reproduces it.
+    """
+
+    code = "S304"
+
+
+class LoaderDied(TrainingError):
+    """A process that reads data for a member ended unexpectedly.
+
+    Usually the machine ran out of memory or of shared memory (``/dev/shm``), or native code crashed. Use fewer workers,
+    or ``workers=0`` to read in the member itself and see the cause.
+    """
+
+    code = "S305"
+
+
+class ShardChanged(TrainingError):
+    """A shard of a stream yielded a different number of samples than when it was read before.
+
+    Every sample can be used exactly once only if a shard yields the same samples in the same order each time it is
+    opened. Remove randomness from the shard's reader, and do not change its files during a run.
+    """
+
+    code = "S306"
+
+
+class UnusableShard(TrainingError):
+    """A shard of a stream cannot be opened repeatedly.
+
+    Members open shards again after a restart and in every epoch. Pass functions without arguments that open a shard,
+    objects whose ``__iter__`` starts over, or paths together with ``open=``.
+    """
+
+    code = "S307"
+
+
+class StateUnsupported(TrainingError):
+    """The training state contains an object that Shoal cannot send to another member.
+
+    State is sent without pickle: numbers, text, bytes, None, tensors, NumPy arrays, and dicts, lists, tuples, sets and
+    deques of these. For anything else, register functions that convert it to such values and back:
+    ``run.state("name", save=lambda: ..., load=lambda value: ...)``.
+    """
+
+    code = "S310"
+
+
+class UnusableBackward(TrainingError):
+    """The loop does not make exactly one step of each batch.
+
+    For each batch from ``run.batches``, call ``run.backward(loss)`` once and then ``optimizer.step()`` once. Optimizers
+    that take a closure (LBFGS) evaluate the model several times per step and are not supported.
+    """
+
+    code = "S311"
+
+
+class NotAttached(TrainingError):
+    """The run has no model and optimizer yet.
+
+    In PyTorch, call ``run.attach(model, optimizer)`` before the loop. In Keras, pass ``shoal.Elastic()`` as a callback
+    to ``model.fit``, or call ``shoal.elastic(optimizer, model)`` before ``shoal.batches``.
+    """
+
+    code = "S312"
+
+
+class SecondTrainingLoop(TrainingError):
+    """The script started a second training loop: ``run.batches``, ``run.stream`` or ``model.fit``.
+
+    A run has one loop, so that a member that joins later knows where the run is. Write one loop over all epochs;
+    ``run.epoch`` and ``run.epoch_ended`` tell its position.
+    """
+
+    code = "S313"
+
+
+class MembersDiverged(TrainingError):
+    """The members of a world are at different steps, or disagree on their shares or learning rates.
+
+    Nothing of the step was applied. Members must make the same decisions: a scheduler that follows a value, such as
+    ``ReduceLROnPlateau``, must receive the same value on every member.
+    """
+
+    code = "S314"
+
+
+class UnsupportedInExactMode(TrainingError):
+    """The script uses a feature that exact mode does not support.
+
+    In exact mode no bit of the result depends on the members. Every global batch is cut into shards
+    (``run.batches(..., exact=16)``) that are computed separately, on CPUs. That excludes ``micro``, ``batch=auto``,
+    ``run.sync_batchnorm`` and ``run.stream``. Remove the feature, or train without ``exact``.
+    """
+
+    code = "S315"
+
+
+class UnsupportedWithServers(TrainingError):
+    """The script uses a feature that is not available when servers hold the parameters (``stale:K`` and ``async``).
+
+    Servers apply gradients tensor by tensor as they arrive, so no process ever has the whole gradient of a step. That
+    excludes GradScaler, schedulers that need a metric, BatchNorm over the global batch and ``run.stream``; in Keras
+    also loss scaling, ``global_clipnorm`` and tf.data pipelines. Keras optimizers are rebuilt for every part of the
+    model from ``get_config``, so they must support that. All of these work with ``--sync step``.
+    """
+
+    code = "S316"
+
+
+class UnsupportedWithLocalSgd(TrainingError):
+    """The script uses a feature that is not available when members train on their own (``local:H``).
+
+    Between two exchanges, members make different numbers of steps, on batches of their own. So a batch must not need an
+    exchange (``run.sync_batchnorm``), and the data must be indexable (no ``run.stream``, ``exact=`` or tf.data
+    pipeline). Step a scheduler after every batch, or once per round or epoch. Keras optimizers must not use ``use_ema``
+    or ``gradient_accumulation_steps``. All of these work with ``--sync step``.
+    """
+
+    code = "S317"
+
+
+class UnusableModel(TrainingError):
+    """A Keras model cannot be trained by a run as it is compiled.
+
+    Shoal takes the gradients that ``train_step`` passes to ``self.optimizer`` and sums them over all members. So the
+    model needs one optimizer that is applied once per step, the TensorFlow or PyTorch backend, and no ``tf.distribute``
+    strategy. The error names the argument of ``compile`` or ``fit`` to change.
+    """
+
+    code = "S318"
+
+
+class UnusableData(TrainingError):
+    """The data cannot be divided among members: it has no length, no index, no end, or its parts do not match.
+
+    In PyTorch, pass the dataset itself to ``run.batches``, not a DataLoader; ``run.stream`` reads data without an
+    index. In Keras, pass all data through ``shoal.batches``, and its options there instead of to ``model.fit``.
+    """
+
+    code = "S319"
+
+
+class EvaluatorDiffers(TrainingError):
+    """The evaluator built a different model from the one in the checkpoint; training is not affected.
+
+    The evaluator runs the same script as the trainers and loads their checkpoints into what the script attaches. Make
+    the script build the same model, optimizer and schedulers in every role.
+    """
+
+    code = "S320"
+
+
+class BadEvaluation(TrainingError):
+    """The arguments of ``run.evaluate`` are invalid, or its function returned something else than a dict of numbers.
+
+    The function returns numbers by name, such as ``{"accuracy": 0.9}``. ``best`` names one of them, as ``max:accuracy``
+    or ``min:loss``; ``patience`` and ``export`` require ``best``.
+    """
+
+    code = "S321"
+
+
+class NothingToEvaluate(TrainingError):
+    """The run has an evaluator, but its script does not say how to evaluate the model; training is not affected.
+
+    Call ``run.evaluate(fn)`` before the loop (Keras: ``shoal.Elastic(evaluate=…)``), or run without ``--evaluator``.
+    """
+
+    code = "S322"
+
+
+class BadMetric(TrainingError):
+    """A value passed to ``run.log`` is not a number.
+
+    Python numbers, NumPy, PyTorch and TensorFlow scalars, and arrays with one element are accepted. For a larger array,
+    log its mean or one element.
+    """
+
+    code = "S323"
+
+
+class FrameworkMissing(TrainingError, ImportError):
+    """The framework that the script uses is not installed in the Python that runs it.
+
+    Install it with ``pip install 'shoal-train[torch]'`` (PyTorch) or ``pip install 'shoal-train[keras]'`` (Keras and
+    TensorFlow). On other machines, install it for the Python of the agent, or list it in the ``environment`` of the
+    pool.
+    """
+
+    code = "S324"
+
+
+class BadExperiment(TrainingError):
+    """The function given to ``shoal.run`` returned something that cannot be trained.
+
+    It must return a ``shoal.Experiment`` with data and either a compiled Keras model, or a PyTorch module with its
+    optimizer and loss.
+    """
+
+    code = "S330"
+
+
+class ExperimentFailed(TrainingError):
+    """The function given to ``shoal.run`` raised an error when a member called it.
+
+    The traceback is in the member's log: ``run.logs()`` or ``shoal logs RUN``.
+    """
+
+    code = "S331"
+
+
+class RunFailed(TrainingError):
+    """A run that the script waited for failed.
+
+    ``run.story()`` and ``shoal why RUN`` show what happened; ``run.logs()`` and ``shoal logs RUN`` show what the
+    members printed.
+    """
+
+    code = "S332"

@@ -42,7 +42,7 @@ class Everywhere:
         """Two machines of each, that are given up soon if they do not come; records are written to this disk."""
         told = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **exports}
         setup = "export " + " ".join(f"{name}='{value}'" for name, value in told.items())
-        both = f'limit = 2\npatience_s = 2\npython = "{sys.executable}"\nsetup = ["""{setup}"""]\n'
+        both = f'limit = 2\nwait_s = 2\npython = "{sys.executable}"\nsetup = ["""{setup}"""]\n'
         return (
             f'[pool.slurm]\nengine = "slurm"\nlook_s = 0.2\nrequeue = false\ndirectory = "{path}/slurm"\n{both}'
             f'[pool.rays]\nengine = "ray"\naddress = "{self.ray.address}"\nresources = {{seat = 1}}\ngrace_s = 5\n'

@@ -124,7 +124,7 @@ class Lone:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             for one in engine.watch(self.tag):
-                if one.hire == hire and one.state == state:
+                if one.allocation == hire and one.state == state:
                     return one
             time.sleep(0.1)
         raise AssertionError(f"{hire} is not {state}: {engine.watch(self.tag)}")
@@ -177,8 +177,8 @@ def test_a_lost_node_is_seen_soon_and_a_new_one_is_used(lone: Lone, cluster: Ray
     running = [lone.until(engine, "a-1", "running"), lone.until(engine, "a-2", "running")]
     waiting = lone.until(engine, "a-3", "waiting")
     assert waiting.why.startswith("CPU 1, seat 1 is in use on all of 2 nodes that have it")
-    assert [offer.count for offer in engine.offers() if "4 CPUs" in offer.kind] == [0]
-    agent = lone.agent(running[0].hire)
+    assert [offer.count for offer in engine.capacity() if "4 CPUs" in offer.kind] == [0]
+    agent = lone.agent(running[0].allocation)
     raylet(agent.pid).kill()
     assert lone.until(engine, "a-1", "gone", GONE_WITHIN_S).why
     assert gone(agent, GONE_WITHIN_S), "an agent outlived its node"
@@ -192,7 +192,7 @@ def test_a_lost_node_is_seen_soon_and_a_new_one_is_used(lone: Lone, cluster: Ray
 def test_ray_is_used_from_outside(lone: Lone, cluster: RayCluster) -> None:
     outside, within = lone.engine(address=cluster.client_address), lone.engine()
     lone.reached(outside)
-    assert [offer.count for offer in outside.offers() if "4 CPUs" in offer.kind] == [8]
+    assert [offer.count for offer in outside.capacity() if "4 CPUs" in offer.kind] == [8]
     handle = outside.submit(lone.ask("a-1"))
     lone.until(outside, "a-1", "running")
     assert [one.handle for one in within.watch(lone.tag)] == [handle], "it is the same, from wherever it is seen"
@@ -288,7 +288,7 @@ def test_what_no_node_has_is_waited_for(lone: Lone) -> None:
     assert why == (
         "no node has CPU 1, GPU 64 at all; it waits for one to join or, where there is an autoscaler, to be brought"
     )
-    assert all(offer.count == 0 for offer in never.offers())
+    assert all(offer.count == 0 for offer in never.capacity())
     never.cancel(never.watch(lone.tag)[0].handle)
     lone.until(never, "a-1", "gone")
 
@@ -303,7 +303,7 @@ def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None
     here, nowhere = lone.engine(labels={"lab": "here"}, placement="spread"), lone.engine(labels={"lab": "!in(here,x)"})
     here.submit(lone.ask("a-1"))
     lone.until(here, "a-1", "running")
-    assert sum(offer.count or 0 for offer in nowhere.offers()) == 0
+    assert sum(offer.count or 0 for offer in nowhere.capacity()) == 0
     grouped = lone.engine(group="ours", resources={"seat": 0.5})
     with pytest.raises(AllocationRefused, match="Ray refuses this") as refused:
         grouped.submit(lone.ask("a-2"))
@@ -325,7 +325,7 @@ def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster)
     when = ["--deadline-remaining-seconds", "600"]
     subprocess.run([*drain, "--node-id", node, *why, *when], check=True, timeout=60.0)
     seen = lone.until(engine, "a-1", "running")
-    assert seen.until == pytest.approx(time.time() + 600.0, abs=60.0)
+    assert seen.ends_at == pytest.approx(time.time() + 600.0, abs=60.0)
     assert seen.why == "Ray drains its node"
     home.kill()
 

@@ -94,10 +94,10 @@ class SlurmSite(EngineSite):
         return (self.home(hire) / "agent.log").read_text()
 
     def seen_as(self, engine: Engine, hire: str, state: str) -> bool:
-        return any(one.hire == hire and one.state == state for one in engine.watch(self.tag))
+        return any(one.allocation == hire and one.state == state for one in engine.watch(self.tag))
 
     def why(self, engine: Engine, hire: str) -> str:
-        return next((one.why for one in engine.watch(self.tag) if one.hire == hire), "")
+        return next((one.why for one in engine.watch(self.tag) if one.allocation == hire), "")
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
     # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
     assert 10.0 - (time.time() - began) - 1.0 <= within_s <= 11.0
     (seen,) = engine.watch(site.tag)
-    assert seen.until is not None
-    assert seen.until <= time.time() + 11.0
+    assert seen.ends_at is not None
+    assert seen.ends_at <= time.time() + 11.0
     assert "takes its node back" in seen.why
     site.until(lambda: site.seen_as(engine, "pool-1", "waiting"), "the hire to wait again")
     assert "requeued" in site.why(engine, "pool-1")
@@ -160,11 +160,11 @@ def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSi
     engine.submit(site.ask("pool-1"))
     site.until_agents("pool-1")
     (seen,) = engine.watch(site.tag)
-    assert seen.until is not None
-    assert began + 50 <= seen.until <= time.time() + 61
+    assert seen.ends_at is not None
+    assert began + 50 <= seen.ends_at <= time.time() + 61
     site.until(lambda: "its time limit" in _notice(site, "pool-1"), "the notice")
     # Slurm may warn a minute early, and does not say when to the second.
-    assert seen.until - time.time() - 2 <= _within_s(site.log("pool-1"), "its time limit") <= 61
+    assert seen.ends_at - time.time() - 2 <= _within_s(site.log("pool-1"), "its time limit") <= 61
     # Slurm looks at time limits every half a minute.
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
     site.cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now+1")
@@ -382,10 +382,10 @@ def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(si
     engine.cancel(handle)
 
     def is_removed_a_day_later() -> bool:
-        for path in site.path.rglob("home/hires/*/*/*"):
+        for path in site.path.rglob("home/allocations/*/*/*"):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path, (0.0, 0.0))
-        engine.tidy(site.tag, ())
+        engine.clean_up(site.tag, ())
         return not site.home("pool-2").exists()
 
     # Its agent may have something to write until the very end.
@@ -402,7 +402,7 @@ def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: P
 
 
 def test_a_partition_that_is_not_there_offers_nothing(slurm: Cluster, tmp_path: Path) -> None:
-    (offer,) = SlurmSite(tmp_path, slurm).engine(partition="nix").offers()
+    (offer,) = SlurmSite(tmp_path, slurm).engine(partition="nix").capacity()
     assert (offer.kind, offer.count) == ("nix", 0)
 
 
@@ -458,13 +458,13 @@ def test_the_token_is_in_a_file_of_its_owner_and_nowhere_else(site: SlurmSite) -
 
 def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
     engine = site.engine(cpus_per_task=2)
-    offers = {one.kind: one for one in engine.offers()}
+    offers = {one.kind: one for one in engine.capacity()}
     assert (offers["low"].count, offers["low"].cpus) == (3, 2)
     gpus = offers["gpu (gpu:a100:2)"]
     assert (gpus.count, gpus.gpus, gpus.memory_bytes) == (1, 2, 4000 << 20)
     engine.submit(site.ask("pool-1"))
     site.until_agents("pool-1")
-    offers = {one.kind: one for one in site.engine(partition="low", cpus_per_task=2).offers()}
+    offers = {one.kind: one for one in site.engine(partition="low", cpus_per_task=2).capacity()}
     assert list(offers) == ["low"]
     assert offers["low"].count == 2
 

@@ -40,7 +40,7 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
         seen = site.seen(engine)
         assert {one.state for one in seen.values()} == {"running"}, "what may still run is not given up at once"
         assert engine.submit(site.ask("pool-1")) == seen["pool-1"].handle, "what may still run is not started again"
-        assert [offer.count for offer in engine.offers()] == [0, 0]
+        assert [offer.count for offer in engine.capacity()] == [0, 0]
         with pytest.raises(EngineUnreachable, match="h1 does not answer"):
             engine.cancel(seen["pool-1"].handle)
         with pytest.raises(PoolFull) as refused:
@@ -52,7 +52,7 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
         site.until_agents("pool-2")
         site.network.boot("h1")
         site.network.heal("h1")
-        site.until(lambda: any(offer.count for offer in engine.offers()), "h1 to be back")
+        site.until(lambda: any(offer.count for offer in engine.capacity()), "h1 to be back")
         assert engine.submit(site.ask("pool-4")).startswith("h1/")
         site.until_agents("pool-2", "pool-4")
 
@@ -138,7 +138,7 @@ def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
         homes = shared / "hires" / site.tag
         for path in homes.rglob("*"):
             os.utime(path, (0.0, 0.0))
-        engine.tidy(site.tag, ())
+        engine.clean_up(site.tag, ())
         assert [home.name for home in homes.iterdir()] == ["pool-1"], "what is left of the other is removed"
 
 
@@ -150,7 +150,7 @@ def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
         site.until_agents("pool-1")
         site.tag = other
         later = site.engine()
-        assert later.offers()[0].count == 0
+        assert later.capacity()[0].count == 0
         with pytest.raises(PoolFull, match="no host of pool lab takes pool-2"):
             later.submit(site.ask("pool-2"))
         assert later.watch(other) == []
@@ -167,12 +167,12 @@ def test_one_that_ends_says_why(tmp_path: Path) -> None:
         ask = site.ask("pool-1")
         site.kill("pool-1")
         site.until(lambda: not site.seen(engine), "it to be gone")
-        wrong = replace(ask, hire="pool-2", credentials=replace(ask.credentials, token="wrong"))
+        wrong = replace(ask, allocation="pool-2", credentials=replace(ask.credentials, token="wrong"))
         engine.submit(wrong)
         found: list[AllocationStatus] = []
 
         def ended() -> bool:
-            found[:] = [one for one in engine.watch(site.tag) if one.hire == "pool-2" and one.state == "gone"]
+            found[:] = [one for one in engine.watch(site.tag) if one.allocation == "pool-2" and one.state == "gone"]
             return bool(found)
 
         site.until(ended, "an agent with a wrong token to end")

@@ -49,7 +49,7 @@ def test_questions_of_several_threads_get_their_own_answers(tmp_path: Path) -> N
     )
     made = engine(tmp_path, *slow_then_quick)
     found: list[str] = []
-    first = threading.Thread(target=lambda: found.extend(one.hire for one in made.watch("a")))
+    first = threading.Thread(target=lambda: found.extend(one.allocation for one in made.watch("a")))
     first.start()
     while made._link is None or 2 not in made._link._waiting:
         time.sleep(0.01)

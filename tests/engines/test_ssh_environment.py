@@ -71,7 +71,7 @@ def folders(network: SshNetwork) -> list[str]:
 def check_leftovers(network: SshNetwork) -> None:
     assert not network.running("h1", "shoal.agent")
     assert not network.those("h1", lambda one: "first.py" in " ".join(one.cmdline()))
-    assert not list((network.home("h1") / ".shoal" / "hires").rglob("token*"))
+    assert not list((network.home("h1") / ".shoal" / "allocations").rglob("token*"))
 
 
 def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path: Path) -> None:

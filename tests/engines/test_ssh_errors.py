@@ -177,7 +177,7 @@ def test_a_full_disk(network: SshNetwork, tmp_path: Path) -> None:
     network.on("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk"))
     network.on("h1", "sh", "-c", f"head -c 100000 /dev/zero >{tmp_path}/disk/fill || true")
     full = engine(network, directory=str(tmp_path / "disk"))
-    assert "0 MiB of disk are free" in full.offers()[0].why
+    assert "0 MiB of disk are free" in full.capacity()[0].why
     error = refusal(full)
     assert error.what == "no space is left on h1"
     assert str(tmp_path / "disk") in error.why
@@ -210,9 +210,9 @@ def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path)
 def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() - 3600.0\n")
     late = _program(tmp_path / "late", f'exec env PYTHONPATH={tmp_path} {sys.executable} "$@"')
-    offer = engine(network, python=str(late)).offers()[0]
+    offer = engine(network, python=str(late)).capacity()[0]
     assert re.search(r"its clock is 3[56]\d\d s behind this machine's", offer.why)
-    assert "clock" not in engine(network).offers()[0].why
+    assert "clock" not in engine(network).capacity()[0].why
 
 
 def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) -> None:

@@ -45,7 +45,7 @@ def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
     """The host is about to start it when all its connections end, and starts it after that."""
     with ssh_site(tmp_path, "h1", "h2") as site:
         engine = site.engine()
-        assert engine.offers()[0].count == 1
+        assert engine.capacity()[0].count == 1
         with site.held_up("h1") as held:
             failed: list[BaseException] = []
             thread = threading.Thread(target=lambda: _note_failure(failed, lambda: engine.submit(site.ask("pool-1"))))

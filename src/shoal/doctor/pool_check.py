@@ -145,7 +145,7 @@ class PoolCheck:
 
     def _ask_about(self, engine: Engine, waiting: Sequence[_CheckedAllocation]) -> None:
         try:
-            seen = {one.hire: one for one in engine.watch(self.directory.name)}
+            seen = {one.allocation: one for one in engine.watch(self.directory.name)}
         except ShoalError as error:
             for hire in waiting:
                 hire.do = _in_short(error) if hire.engine is engine else hire.do

@@ -1,8 +1,36 @@
-"""What an engine is: it starts agents on machines, says what became of them, and ends them.
+"""Engine interface: starts agents on machines, reports on them, and stops them.
 
-A *hire* is one agent that was asked of an engine. It has a name, which is the agent's in all runs, and the tag of the
-coordinator whose it is. Engines keep no memory of their own: whatever they started can be found again by its tag, so
-that a coordinator that comes back finds what it had asked for, and what nobody knows of can be ended.
+An *allocation* is one agent requested from an engine. It is known by its name, which is also the agent's name in every
+run ("lab-3"), and by the tag of the coordinator that requested it. An engine turns allocations into whatever its
+cluster calls them: a process, a batch job, an actor. What the cluster calls it is the allocation's *handle*.
+
+The life of an allocation::
+
+    render(request)      what would be handed to the cluster; pure, and free of secrets, so `--dry-run` can print it
+    submit(request)      hand it over; returns the handle
+    watch(tag)           list the allocations of a coordinator: waiting → running → gone
+    cancel(handle)       SIGTERM, the grace period, SIGKILL; returns when nothing of it is left
+
+Two rules make this survive crashes on either side.
+
+*Found again by tag.* Engines keep no record of their own on the coordinator's machine. Whatever they start carries the
+tag in a place that outlives the coordinator: a directory, a job name, an actor name. So a restarted coordinator lists
+what its predecessor requested, adopts what it still wants and cancels the rest. In-memory state is only a cache.
+
+*Nothing is requested twice.* `submit` is idempotent: if an allocation of this tag and name exists, waiting or running,
+its handle is returned and nothing is started. Where the reply to a submission may have been lost, the engine has to
+find out whether it took effect before it starts the allocation anywhere else: a second agent of one name is worse than
+a late one. `cancel` is idempotent too: an allocation that does not exist counts as cancelled.
+
+Failures come in two kinds. `EngineUnreachable` means "not now": the coordinator tries again, and must not conclude that
+allocations have ended. `AllocationRefused` means "never, as requested": a wrong partition, a host that rejects the key.
+A `watch` that returns normally is a complete answer; an allocation that is missing from it has ended.
+
+Each allocation owns a directory on its machine, `allocations/TAG/NAME`, with its token, its log and the project files
+(`agent_script`). A token in it means that the agent may be alive; a directory without one may be removed after a day
+(`stale_dirs`).
+
+The conformance suite in `shoal.testing.engine_conformance` checks all of this against real agents.
 """
 
 from __future__ import annotations
@@ -20,13 +48,14 @@ from shoal.wire.credentials import Credentials
 
 @dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """One agent to be started. `url` is the coordinator's, or several with commas; `options` are the agent's own.
+    """Request for one agent.
 
-    `cpus` and `memory_bytes` are what its members need together, 0 if nobody said; a pool that says it itself is right.
-    `environment` is what it is to run in, if that has to be made there first.
+    `url` is the coordinator's address, or several separated by commas; `options` are passed to the agent. `cpus` and
+    `memory_bytes` are the sum over its members, 0 if unspecified; sizes configured in the pool take precedence.
+    `environment` is built on the machine before the agent starts, if it is given.
     """
 
-    hire: str
+    allocation: str
     tag: str
     url: str
     credentials: Credentials
@@ -39,7 +68,7 @@ class AllocationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRequest:
-    """What would be handed to the engine: a command, and what is written to it. It holds no secret."""
+    """Command that `submit` would run, with its standard input. Contains no secret."""
 
     argv: tuple[str, ...]
     text: str = ""
@@ -48,21 +77,22 @@ class RenderedRequest:
 
 @dataclass(frozen=True, slots=True)
 class AllocationStatus:
-    """A hire as the engine knows it. `why` says what it waits for, or how it ended; `until` when it will be ended.
+    """State of an allocation as the engine reports it.
 
-    `handle` is what the engine calls it, and what it is cancelled by.
+    `handle` is the engine's own name for it, and the argument of `cancel`. `why` says what it waits for or how it
+    ended; `ends_at` is when the engine will end it, in seconds since the epoch, if that is known.
     """
 
-    hire: str
+    allocation: str
     handle: str
     state: Literal["waiting", "running", "gone"]
     why: str = ""
-    until: float | None = None
+    ends_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What could be had now, of one kind of machine: how many, None if nobody knows; `why` says what limits it."""
+    """Machines of one kind that could be allocated now; `count` is None if unknown, `why` says what limits it."""
 
     kind: str
     count: int | None
@@ -72,17 +102,18 @@ class Capacity:
     why: str = ""
 
 
-# What a call to an engine, and the end of what is left after the grace, may take.
+# Time beyond the grace period for one `cancel`: the calls to the engine, and SIGKILL for what is left.
 CANCEL_S = 60.0
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every engine can be told of a pool in shoal.toml: the interpreter there, shell lines before it, a directory.
+    """Options that every engine accepts in a `[pool.NAME]` of shoal.toml.
 
-    `python` is one that has Shoal; `directory` is where agents keep tokens, logs and what they are sent; `shared` says
-    whether machines see the disk of who starts runs, so that nothing has to be sent: without it, the engine knows.
-    With an `environment`, any `python` will do: it makes the environment there once, which has Shoal. `image` is what
-    the agent's container is made of, for engines that have containers.
+    `python` is an interpreter on the machines that has Shoal installed; with `environment`, any interpreter will do: it
+    builds the environment there once, and that includes Shoal. `image` is the container image, for engines that run
+    containers. `setup` are shell lines to run first. `directory` is where agents keep tokens, logs and project files.
+    `shared` says whether the machines see the disk of the machine that starts runs, so that nothing has to be sent;
+    unset, each engine has its own default.
     """
 
     python: str = ""
@@ -94,14 +125,13 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Engine(ABC):
-    """One pool's engine. All but `render` may wait for others, and is called from threads.
+    """Engine of one pool. Every method but `render` may block, and is called from several threads.
 
-    Whatever cannot be reached just now raises EngineUnreachable, and is asked again; what the engine will never do as
-    it was asked raises HireRefused. `sized` says that it can ask for processors and memory.
+    `sized` says that the engine can request processors and memory; `takes_images` that it can run containers.
     """
 
     options_type: ClassVar[type[EngineOptions]] = EngineOptions
-    usually_shared: ClassVar[bool] = False
+    shared_by_default: ClassVar[bool] = False
     sized: ClassVar[bool] = False
     takes_images: ClassVar[bool] = False
 
@@ -109,55 +139,55 @@ class Engine(ABC):
         self.pool, self.options = pool, options
 
     @property
-    def most(self) -> int | None:
-        """How many hires there can be at a time at the very most; None if nobody knows."""
+    def max_allocations(self) -> int | None:
+        """Upper limit of simultaneous allocations; None if unknown."""
         return None
 
     @property
     def size(self) -> tuple[int, int]:
-        """Processors and bytes of memory of each hire, as the pool itself says; 0 if it does not."""
+        """Processors and bytes of memory per allocation as the pool configures them; 0 where it does not."""
         return 0, 0
 
     @property
     def shared(self) -> bool:
-        """Whether machines see the disk of who starts runs."""
-        usually = self.usually_shared and not self.options.image
-        return usually if self.options.shared is None else self.options.shared
+        """Whether the machines see the disk of the machine that starts runs."""
+        default = self.shared_by_default and not self.options.image
+        return default if self.options.shared is None else self.options.shared
 
     @abstractmethod
-    def render(self, ask: AllocationRequest) -> RenderedRequest:
-        """What `submit` would hand to the engine; pure."""
+    def render(self, request: AllocationRequest) -> RenderedRequest:
+        """Return what `submit` would hand to the engine; pure."""
 
     @abstractmethod
-    def submit(self, ask: AllocationRequest) -> str:
-        """Start an agent, or ask for a machine to start it on; its handle. What is there is not started twice."""
+    def submit(self, request: AllocationRequest) -> str:
+        """Start an agent, or queue a request for a machine; return the handle. Does nothing if it already exists."""
 
     @abstractmethod
     def watch(self, tag: str) -> list[AllocationStatus]:
-        """Everything that has this tag, whoever submitted it; those that ended may be left out."""
+        """Return every allocation with this tag, whichever process submitted it; ended ones may be left out."""
 
     @abstractmethod
     def cancel(self, handle: str) -> None:
-        """End a hire, and all that it started; one that is not there is as good as ended."""
+        """Stop an allocation and everything it started; return at once if it does not exist."""
 
-    def leave_s(self, grace_s: float) -> float:
-        """How long `cancel` may take at the very most, if agents have so long to hand over."""
+    def cancel_timeout_s(self, grace_s: float) -> float:
+        """Return the longest time that `cancel` may take, given the agents' grace period."""
         return grace_s + CANCEL_S
 
     @abstractmethod
-    def offers(self) -> list[Capacity]:
-        """What could be had now, one for each kind of machine."""
+    def capacity(self) -> list[Capacity]:
+        """Return what could be allocated now, one entry per kind of machine."""
 
-    def tidy(self, tag: str, known: Collection[str]) -> None:  # noqa: B027 - not all can reach what hires leave
-        """Remove what was left by hires that ended a while ago (`boot.KEEP_S`), also those of other coordinators.
+    def clean_up(self, tag: str, active: Collection[str]) -> None:  # noqa: B027 - not every engine reaches the disks
+        """Remove directories of allocations that ended more than `agent_script.KEEP_S` ago, of any coordinator.
 
-        `known` are the hires of this tag that somebody counts on.
+        `active` are the allocations of this tag to keep in any case.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of connections; hires live on."""
+    def close(self) -> None:  # noqa: B027 - most engines hold no connection
+        """Close connections; allocations keep running."""
 
 
 def agent_options(common: tuple[str, ...], engine: Engine) -> tuple[str, ...]:
-    """The options of agents on machines of an engine: those of all, and whether they see our disk."""
+    """Return the agent's options on this engine: `common`, and `--apart` where the disk is not shared."""
     return common if engine.shared else (*common, "--apart")

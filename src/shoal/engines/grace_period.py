@@ -14,9 +14,9 @@ USUAL_S = 30.0
 MARGIN_S = 5.0
 
 
-def of(ask: AllocationRequest) -> float:
+def of(request: AllocationRequest) -> float:
     """How long the agent gives its members, as its own options say."""
-    return in_options(ask.options)
+    return in_options(request.options)
 
 
 def in_options(options: Sequence[str]) -> float:
@@ -27,10 +27,12 @@ def in_options(options: Sequence[str]) -> float:
     return USUAL_S
 
 
-def within(ask: AllocationRequest, granted_s: float) -> AllocationRequest:
+def within(request: AllocationRequest, granted_s: float) -> AllocationRequest:
     """The same, with an agent that is done before an engine that waits so long kills it."""
     most_s = max(granted_s - MARGIN_S, granted_s / 2)
-    if of(ask) <= most_s:
-        return ask
-    kept = [part for at, part in enumerate(ask.options) if OPTION not in (part, *ask.options[max(0, at - 1) : at])]
-    return dataclasses.replace(ask, options=(*kept, OPTION, f"{most_s:g}"))
+    if of(request) <= most_s:
+        return request
+    kept = [
+        part for at, part in enumerate(request.options) if OPTION not in (part, *request.options[max(0, at - 1) : at])
+    ]
+    return dataclasses.replace(request, options=(*kept, OPTION, f"{most_s:g}"))

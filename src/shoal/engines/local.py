@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from shoal.engines import agent_script, exit_message, grace_period, stale_dirs
-from shoal.engines.agent_script import HIRES
+from shoal.engines.agent_script import ALLOCATIONS
 from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, RenderedRequest
-from shoal.engines.ssh.remote_helper import HIRED
+from shoal.engines.ssh.remote_helper import ALLOCATION_MARK
 from shoal.errors import AllocationRefused
 from shoal.wire import credentials
 
@@ -28,40 +28,49 @@ BORN_WITHIN_S = 0.01
 class Local(Engine):
     """Agents on this machine."""
 
-    usually_shared = True
+    shared_by_default = True
 
-    def render(self, ask: AllocationRequest) -> RenderedRequest:
-        if ask.environment is not None:
-            return RenderedRequest(("/bin/sh", "-c", agent_script.script(ask, self.options, python=self._python)))
-        where = self._home(ask.tag, ask.hire)
-        slots = ("--slots", str(ask.slots)) if ask.slots is not None else ()
-        given = ("--url", ask.url, "--token-file", str(where / "token"), "--name", ask.hire, "--dir", str(where))
-        return RenderedRequest((self._python, "-P", "-m", "shoal.agent", *given, *slots, *ask.options))
+    def render(self, request: AllocationRequest) -> RenderedRequest:
+        if request.environment is not None:
+            return RenderedRequest(("/bin/sh", "-c", agent_script.script(request, self.options, python=self._python)))
+        where = self._home(request.tag, request.allocation)
+        slots = ("--slots", str(request.slots)) if request.slots is not None else ()
+        given = (
+            "--url",
+            request.url,
+            "--token-file",
+            str(where / "token"),
+            "--name",
+            request.allocation,
+            "--dir",
+            str(where),
+        )
+        return RenderedRequest((self._python, "-P", "-m", "shoal.agent", *given, *slots, *request.options))
 
-    def submit(self, ask: AllocationRequest) -> str:
-        where = self._home(ask.tag, ask.hire)
+    def submit(self, request: AllocationRequest) -> str:
+        where = self._home(request.tag, request.allocation)
         if _is_here(where):
             return str(where)
         try:
             where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            credentials.write(where / "token", ask.credentials)
+            credentials.write(where / "token", request.credentials)
             with (where / "agent.log").open("ab") as log:
                 process = subprocess.Popen(
-                    self.render(ask).argv,
+                    self.render(request).argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    env={**os.environ, HIRED: str(where)},
+                    env={**os.environ, ALLOCATION_MARK: str(where)},
                 )
         except OSError as error:
             raise AllocationRefused("an agent could not be started here", where=str(where), why=str(error)) from error
-        _note(where, process.pid, grace_period.of(ask))
+        _note(where, process.pid, grace_period.of(request))
         return str(where)
 
     def watch(self, tag: str) -> list[AllocationStatus]:
         found = []
-        for where in sorted((self._above / HIRES / tag).glob("*/")):
+        for where in sorted((self._above / ALLOCATIONS / tag).glob("*/")):
             here = _is_here(where)
             if not here and not (where / "process.json").exists():
                 continue
@@ -80,14 +89,14 @@ class Local(Engine):
         (where / "process.json").unlink(missing_ok=True)
         (where / "token").unlink(missing_ok=True)
 
-    def tidy(self, tag: str, known: Collection[str]) -> None:
-        hires = self._above / HIRES
+    def clean_up(self, tag: str, known: Collection[str]) -> None:
+        hires = self._above / ALLOCATIONS
         for _, _, where in stale_dirs.homes(hires):
             if _is_ours(where) and _running(where) is None and stale_dirs.is_old(where, time.time()):
                 (where / "token").unlink(missing_ok=True)
         stale_dirs.remove(hires, tag, known, time.time())
 
-    def offers(self) -> list[Capacity]:
+    def capacity(self) -> list[Capacity]:
         return [Capacity("this machine", None, os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total)]
 
     @property
@@ -100,7 +109,7 @@ class Local(Engine):
         return Path(given).expanduser()
 
     def _home(self, tag: str, hire: str) -> Path:
-        return self._above / HIRES / tag / hire
+        return self._above / ALLOCATIONS / tag / hire
 
 
 def _note(where: Path, pid: int, grace_s: float) -> None:
@@ -173,7 +182,7 @@ def _left_by(where: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(HIRED) == str(where):
+            if process.environ().get(ALLOCATION_MARK) == str(where):
                 found.append(process)
     return found
 

@@ -37,7 +37,7 @@ class PoolConfig(msgspec.Struct, frozen=True):
     slots: Annotated[int, Meta(ge=1, description="members on each machine")] = 1
     price: Annotated[float, Meta(ge=0, description="of a machine for an hour, in any currency")] = 0.0
     instead: Annotated[float, Meta(ge=0, description="what a machine that is not preempted would cost")] = 0.0
-    patience_s: Annotated[float, Meta(gt=0, description="wait for a machine before the next pool is asked")] = 60.0
+    wait_s: Annotated[float, Meta(gt=0, description="wait for a machine before the next pool is asked")] = 60.0
     labels: Annotated[Mapping[str, str], Meta(description="what its machines carry, for --where")] = msgspec.field(
         default_factory=dict
     )
@@ -92,8 +92,8 @@ def parse(name: str, table: Table, where: str = "") -> tuple[PoolInfo, Engine]:
             do="give it an environment instead: a requirements file, or a packed archive",
         )
     engine = kind(name, options)
-    limit = said.limit if engine.most is None else min(said.limit, engine.most)
-    price = (said.price, said.instead, said.patience_s)
+    limit = said.limit if engine.max_allocations is None else min(said.limit, engine.max_allocations)
+    price = (said.price, said.instead, said.wait_s)
     pool = PoolInfo(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)
     return pool, engine
 

@@ -107,7 +107,7 @@ class EngineSite(ABC):
 
     def seen(self, engine: Engine) -> dict[str, AllocationStatus]:
         """What is there or waits to be, by name."""
-        return {one.hire: one for one in engine.watch(self.tag) if one.state != "gone"}
+        return {one.allocation: one for one in engine.watch(self.tag) if one.state != "gone"}
 
     def _log(self) -> str:
         return (self.path / "coordinator.log").read_text(errors="replace")[-2000:]
@@ -167,7 +167,7 @@ def finds_what_an_earlier_coordinator_started(site: EngineSite) -> None:
     site.until_agents("pool-1", "pool-2")
     before.close()
     later = site.engine()
-    assert {one.hire: one.handle for one in site.seen(later).values()} == handles
+    assert {one.allocation: one.handle for one in site.seen(later).values()} == handles
     for handle in handles.values():
         later.cancel(handle)
     site.until(lambda: not site.seen(later), "all to be gone")
@@ -192,7 +192,7 @@ def shows_no_secret(site: EngineSite) -> None:
     rendered = engine.render(ask)
     shown = " ".join((*rendered.argv, rendered.text, *rendered.env.values()))
     assert ask.credentials.token not in shown
-    assert ask.hire in shown
+    assert ask.allocation in shown
     engine.submit(ask)
     site.until_agents("pool-1")
     assert not [argv for argv in _command_lines().values() if ask.credentials.token in argv], (
@@ -201,7 +201,7 @@ def shows_no_secret(site: EngineSite) -> None:
 
 
 def says_what_could_be_had(site: EngineSite) -> None:
-    offers = site.engine().offers()
+    offers = site.engine().capacity()
     assert offers
     assert all(one.count is None or one.count >= 0 for one in offers)
 

@@ -78,7 +78,7 @@ class Machine:
         return process
 
     def home(self, name: str) -> Path:
-        return self.path / "there" / "hires" / "tag" / name
+        return self.path / "there" / "allocations" / "tag" / name
 
     def log(self, name: str) -> str:
         return (self.home(name) / "agent.log").read_text()

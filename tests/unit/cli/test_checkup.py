@@ -35,7 +35,7 @@ class Cluster(Engine):
         if handle in self.running:
             self.running.remove(handle)
 
-    def offers(self) -> list[Capacity]:
+    def capacity(self) -> list[Capacity]:
         return []
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Moody(Cluster):
         self._vent()
         super().cancel(handle)
 
-    def tidy(self, _tag: str, _known: object) -> None:
+    def clean_up(self, _tag: str, _known: object) -> None:
         self._vent()
 
     def _vent(self) -> None:

@@ -32,7 +32,7 @@ class Empty:
     def close(self) -> None:
         return
 
-    def leave_s(self, _grace_s: float) -> float:
+    def cancel_timeout_s(self, _grace_s: float) -> float:
         return 60.0
 
 
@@ -101,7 +101,7 @@ def test_an_engine_that_never_answers_is_given_up(
 ) -> None:
     monkeypatch.setattr(provisioner, "CLOSE_S", 0.1)
     engine, answers = Full(1), threading.Event()
-    monkeypatch.setattr(engine, "leave_s", lambda _grace_s: 1.0)
+    monkeypatch.setattr(engine, "cancel_timeout_s", lambda _grace_s: 1.0)
     monkeypatch.setattr(engine, "cancel", lambda _handle: answers.wait())
     with caplog.at_level(logging.ERROR):
         closed(CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here"), engine)

@@ -27,7 +27,7 @@ ASK = AllocationRequest(
 BEFORE = """\
 set -e
 umask 077
-home="$HOME"/scratch/hires/c0ffee/lab-2
+home="$HOME"/scratch/allocations/c0ffee/lab-2
 mkdir -p "$home"
 module load python
 exec >>"$home/agent.log" 2>&1

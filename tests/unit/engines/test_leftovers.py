@@ -24,7 +24,7 @@ OLD_S = KEEP_S + 3600.0
 
 
 def leave(above: Path, name: str, *, age_s: float = OLD_S, **files: str) -> Path:
-    home = above / "hires" / name
+    home = above / "allocations" / name
     (home / "run" / "project").mkdir(parents=True)
     for file, text in {"agent.log": "last words", **files}.items():
         (home / file.replace("_json", ".json").replace("_log", ".log")).write_text(text)
@@ -34,7 +34,7 @@ def leave(above: Path, name: str, *, age_s: float = OLD_S, **files: str) -> Path
 
 
 def left(above: Path) -> set[str]:
-    return {f"{tag}/{hire}" for tag, hire, _ in stale_dirs.homes(above / "hires")}
+    return {f"{tag}/{hire}" for tag, hire, _ in stale_dirs.homes(above / "allocations")}
 
 
 def by_ssh(above: Path) -> None:
@@ -43,7 +43,7 @@ def by_ssh(above: Path) -> None:
 
 
 def by_local(above: Path) -> None:
-    local.Local("spot", EngineOptions(directory=str(above))).tidy("mine", ["spot-9"])
+    local.Local("spot", EngineOptions(directory=str(above))).clean_up("mine", ["spot-9"])
 
 
 @pytest.mark.parametrize("tidy", [by_ssh, by_local])
@@ -55,14 +55,14 @@ def test_only_what_ended_long_ago_is_removed(tmp_path: Path, tidy: Callable[[Pat
     leave(tmp_path, "mine/spot-9")
     tidy(tmp_path)
     assert left(tmp_path) == {"mine/spot-2", "mine/spot-3", "mine/spot-9"}
-    assert not (tmp_path / "hires" / "another").exists()
+    assert not (tmp_path / "allocations" / "another").exists()
 
 
 def test_on_a_node_of_ray_the_next_hire_removes_what_is_left(tmp_path: Path) -> None:
     leave(tmp_path, "mine/rays-1")
     leave(tmp_path, "mine/rays-2", age_s=60.0)
     leave(tmp_path, "mine/rays-3", token="it lives")
-    driver._tidy(tmp_path / "hires")
+    driver._tidy(tmp_path / "allocations")
     assert left(tmp_path) == {"mine/rays-2", "mine/rays-3"}
     assert driver.KEEP_S == KEEP_S
 
@@ -80,7 +80,7 @@ def test_on_a_node_of_ray_the_token_of_one_whose_actor_died_without_a_word_goes(
         name: leave(tmp_path, f"mine/{name}", age_s=60.0, actor_json=json.dumps(one), token="secret")
         for name, one in told.items()
     }
-    driver._tidy(tmp_path / "hires")
+    driver._tidy(tmp_path / "allocations")
     assert {name for name, home in homes.items() if (home / "token").exists()} == {"lives", "elsewhere"}
     assert left(tmp_path) == {f"mine/{name}" for name in told}, "its log may still be wanted"
 
@@ -110,5 +110,5 @@ def test_a_job_that_slurm_still_has_keeps_what_it_needs(tmp_path: Path, monkeypa
     leave(tmp_path, "mine/spot-1", job_log="", token="waits for days")
     leave(tmp_path, "mine/spot-2", job_log="", token="its job is gone")
     leave(tmp_path, "mine/rays-3", token="another engine's")
-    slurm_engine.Slurm("spot", SlurmOptions(directory=str(tmp_path))).tidy("mine", ())
+    slurm_engine.Slurm("spot", SlurmOptions(directory=str(tmp_path))).clean_up("mine", ())
     assert left(tmp_path) == {"mine/spot-1", "mine/rays-3"}

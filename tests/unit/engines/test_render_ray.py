@@ -26,7 +26,7 @@ HEAD = {"total": {}, "free": {}, "labels": {}}
 SCRIPT = """\
 set -e
 umask 077
-home="${SHOAL_HOME:-$HOME/.shoal}"/hires/c0ffee/spot-3
+home="${SHOAL_HOME:-$HOME/.shoal}"/allocations/c0ffee/spot-3
 mkdir -p "$home"
 printf "home=%s\\n" "$home"
 rm -f "$home/token"

@@ -29,8 +29,8 @@ def test_a_hire_is_a_job_of_one_task_whose_script_becomes_the_agent():
         "--dependency=singleton",
         "--nodes=1",
         "--ntasks=1",
-        "--chdir=/shared/ann/.shoal/hires/c0ffee/lab-1",
-        "--output=/shared/ann/.shoal/hires/c0ffee/lab-1/job.log",
+        "--chdir=/shared/ann/.shoal/allocations/c0ffee/lab-1",
+        "--output=/shared/ann/.shoal/allocations/c0ffee/lab-1/job.log",
         "--open-mode=append",
         "--export=ALL",
         "--signal=B:USR1@60",
@@ -40,7 +40,7 @@ def test_a_hire_is_a_job_of_one_task_whose_script_becomes_the_agent():
         "#!/bin/sh\n"
         "set -e\n"
         "umask 077\n"
-        "home=/shared/ann/.shoal/hires/c0ffee/lab-1\n"
+        "home=/shared/ann/.shoal/allocations/c0ffee/lab-1\n"
         'mkdir -p "$home"\n'
         "trap '' USR1\n"
         '[ -r "$home/token" ] || {'
@@ -97,7 +97,7 @@ def test_lines_before_the_agent_run_in_a_login_shell_because_that_knows_modules(
 
 
 def test_a_percent_sign_in_the_directory_is_not_a_pattern_of_sbatch():
-    assert "--output=/a%%j/hires/c0ffee/lab-1/job.log" in rendered(directory="/a%j").argv
+    assert "--output=/a%%j/allocations/c0ffee/lab-1/job.log" in rendered(directory="/a%j").argv
 
 
 def test_nothing_that_is_rendered_holds_the_token():

@@ -33,7 +33,7 @@ HELPER = (
 SCRIPT = """\
 set -e
 umask 077
-home="${SHOAL_HOME:-$HOME/.shoal}"/hires/c0ffee/lab-2
+home="${SHOAL_HOME:-$HOME/.shoal}"/allocations/c0ffee/lab-2
 mkdir -p "$home"
 exec python3 -P -m shoal.agent --url https://10.0.0.1:4242 --token-file "$home/token" --name lab-2 --dir "$home" \
 --slots 4 --grace 20 >>"$home/agent.log" 2>&1
@@ -67,7 +67,7 @@ def test_all_that_a_pool_can_be_told_is_in_it() -> None:
         f"ssh -F /etc/lab/ssh config -i ~/.ssh/lab -o IdentitiesOnly=yes -p 22022 {ours}"
         f' -o StrictHostKeyChecking=accept-new -- ssh://me@gpu1:2222 "$HOME"/venv/bin/python {HELPER}'
     )
-    assert "home=/scratch/me/hires/c0ffee/lab-2\n" in rendered.text
+    assert "home=/scratch/me/allocations/c0ffee/lab-2\n" in rendered.text
     assert '\nexec "$HOME"/venv/bin/python -P -m shoal.agent ' in rendered.text
 
 
@@ -114,7 +114,7 @@ def test_hosts_that_see_this_disk_use_the_interpreter_that_runs_here() -> None:
 
 
 def test_a_pool_has_no_more_than_its_hosts_take() -> None:
-    assert engine(hosts=["a", "b*3"], per_host=2).most == 5
+    assert engine(hosts=["a", "b*3"], per_host=2).max_allocations == 5
     assert pool_config.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 16})[0].limit == 2
     assert pool_config.parse("lab", {"engine": "ssh", "hosts": ["a", "b"], "limit": 1})[0].limit == 1
 

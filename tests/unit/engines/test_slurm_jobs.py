@@ -21,7 +21,7 @@ def one(text: str, now: float = NOW):
 
 def test_a_running_job_runs_until_its_time_limit():
     found = one(line(end="1794812809"))
-    assert (found.hire, found.handle, found.state, found.until) == (
+    assert (found.allocation, found.handle, found.state, found.ends_at) == (
         "pool-1",
         "shoal-t1-pool-1",
         "running",
@@ -32,16 +32,16 @@ def test_a_running_job_runs_until_its_time_limit():
 
 @pytest.mark.parametrize("end", ["N/A", "NONE", "Unknown", ""])
 def test_a_job_without_limit_runs_until_nobody_knows_when(end):
-    assert one(line(end=end)).until is None
+    assert one(line(end=end)).ends_at is None
 
 
 def test_times_are_understood_when_a_site_prints_them_as_dates():
-    assert one(line(end="2026-11-16T07:02:01")).until is not None
+    assert one(line(end="2026-11-16T07:02:01")).ends_at is not None
 
 
 def test_a_preempted_job_runs_for_its_grace_time_only():
     found = one(line(end="1794812521", preempted="1794812511"))
-    assert (found.state, found.until) == ("running", 1_794_812_521.0)
+    assert (found.state, found.ends_at) == ("running", 1_794_812_521.0)
     assert "takes its node back" in found.why
 
 
@@ -66,7 +66,7 @@ def test_one_that_waits_says_in_plain_words_for_what(state, reason, why):
     found = one(line(state, reason))
     assert found.state == "waiting"
     assert found.why.startswith(why)
-    assert found.until is None
+    assert found.ends_at is None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_hire_with_two_jobs_is_one_hire():
 
 def test_jobs_of_others_are_not_ours():
     text = line(name="shoal-t2-pool-1") + line(name="train|it") + line(name="shoal-t1") + line() + "\nnonsense\n"
-    assert [found.hire for found in seen(parse(text), "t1", NOW)] == ["pool-1"]
+    assert [found.allocation for found in seen(parse(text), "t1", NOW)] == ["pool-1"]
 
 
 def test_a_name_that_slurm_would_read_as_several_is_refused():

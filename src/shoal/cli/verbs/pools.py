@@ -58,7 +58,7 @@ def _ask(name: str, written: pool_config.Table, where: str) -> PoolListing:
     pool, engine = pool_config.parse(name, written, where)
     known = PoolListing(name, pool.engine, pool.limit, pool.slots, pool.price_per_h)
     try:
-        return msgspec.structs.replace(known, offers=tuple(engine.offers()))
+        return msgspec.structs.replace(known, offers=tuple(engine.capacity()))
     except ShoalError as error:
         return msgspec.structs.replace(known, trouble=f"{error.what}: {error.why}" if error.why else error.what)
     finally:

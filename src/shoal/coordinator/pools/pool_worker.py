@@ -65,7 +65,7 @@ class PoolWorker(threading.Thread):
 
     def leave_s(self, grace_s: float) -> float:
         """How long it may take to end all of them, if agents have so long to hand over."""
-        return self._engine.leave_s(grace_s) * max(1, math.ceil(self.left / AT_ONCE))
+        return self._engine.cancel_timeout_s(grace_s) * max(1, math.ceil(self.left / AT_ONCE))
 
     def put(self, instruction: se.SubmitAllocation | se.CancelAllocation) -> None:
         if isinstance(instruction, se.SubmitAllocation):
@@ -149,20 +149,26 @@ class PoolWorker(threading.Thread):
             self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
             return
         # Two pools may be of one cluster: each looks after its own.
-        mine = [one for one in sorted(found, key=lambda one: one.hire) if se.pool_of(one.hire) == self._pool]
+        mine = [
+            one for one in sorted(found, key=lambda one: one.allocation) if se.pool_of(one.allocation) == self._pool
+        ]
         seen = tuple(
-            se.ListedAllocation(one.hire, one.handle, one.state == "running", one.why)
+            se.ListedAllocation(one.allocation, one.handle, one.state == "running", one.why)
             for one in mine
             if one.state != "gone"
         )
-        self._said(se.PoolListed(self._pool, seen, tuple((one.hire, one.why) for one in mine if one.state == "gone")))
-        self._ends(tuple((one.hire, one.until) for one in mine if one.until is not None and one.state == "running"))
+        self._said(
+            se.PoolListed(self._pool, seen, tuple((one.allocation, one.why) for one in mine if one.state == "gone"))
+        )
+        self._ends(
+            tuple((one.allocation, one.ends_at) for one in mine if one.ends_at is not None and one.state == "running")
+        )
 
     def _tidy(self) -> None:
         """What was left by hires that are gone is nobody's worry but the disk's."""
         try:
             with _blamed():
-                self._engine.tidy(self._tag, self.known or ())
+                self._engine.clean_up(self._tag, self.known or ())
         except ShoalError as error:
             log.warning("pool %s: what ended hires left could not be removed: %s", self._pool, error)
 
@@ -175,7 +181,7 @@ class PoolWorker(threading.Thread):
             return
         self.done += 1
         # Those that ended by themselves have left their tokens.
-        mine = [one for one in found if se.pool_of(one.hire) == self._pool]
+        mine = [one for one in found if se.pool_of(one.allocation) == self._pool]
         self._ending = len(mine)
         with ThreadPoolExecutor(AT_ONCE) as threads:
             ends = [threads.submit(self._end, one) for one in mine]

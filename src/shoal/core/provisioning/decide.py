@@ -36,7 +36,7 @@ from shoal.core.provisioning.state import (
     users,
 )
 
-LOOK = "look into agent.log below hires/ in its directory there"
+LOOK = "look into agent.log below allocations/ in its directory there"
 
 __all__ = [
     "ASKED",

@@ -271,7 +271,7 @@ class RayDriver:
         while self._state(name) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 
-    def offers(self) -> list[dict[str, Any]]:
+    def capacity(self) -> list[dict[str, Any]]:
         return list(self._see("\0", {})["nodes"])
 
     def _state(self, name: str) -> str:

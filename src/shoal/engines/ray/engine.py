@@ -91,15 +91,15 @@ class Ray(Engine):
     def size(self) -> tuple[int, int]:
         return int(self.options.cpus or 0), self.options.memory_bytes
 
-    def render(self, ask: AllocationRequest) -> RenderedRequest:
-        return RenderedRequest(self._argv, json.dumps(self._request(ask), indent=2) + "\n")
+    def render(self, request: AllocationRequest) -> RenderedRequest:
+        return RenderedRequest(self._argv, json.dumps(self._request(request), indent=2) + "\n")
 
-    def submit(self, ask: AllocationRequest) -> str:
-        given = ask.credentials
-        request = {**self._request(ask), "credentials": f"{given.token}\n{given.certificate_pem or ''}"}
-        asked = {"CPU": request["options"]["num_cpus"], "memory": float(request["options"].get("memory", 0))}
-        self._takes[ask.hire] = {name: amount for name, amount in asked.items() if amount}
-        return cast(str, self._ask(request, SUBMIT_S + self._answer_s))
+    def submit(self, request: AllocationRequest) -> str:
+        given = request.credentials
+        call = {**self._request(request), "credentials": f"{given.token}\n{given.certificate_pem or ''}"}
+        asked = {"CPU": call["options"]["num_cpus"], "memory": float(call["options"].get("memory", 0))}
+        self._takes[request.allocation] = {name: amount for name, amount in asked.items() if amount}
+        return cast(str, self._ask(call, SUBMIT_S + self._answer_s))
 
     def watch(self, tag: str) -> list[AllocationStatus]:
         prefix = actor_name(tag, "")
@@ -116,11 +116,11 @@ class Ray(Engine):
         grace_s = self.options.grace_s + grace_period.MARGIN_S
         self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
 
-    def leave_s(self, grace_s: float) -> float:
+    def cancel_timeout_s(self, grace_s: float) -> float:
         del grace_s  # `within` has shortened it, if it was longer
         return self.options.grace_s + grace_period.MARGIN_S + CANCEL_S + self._answer_s + self._connect_s
 
-    def offers(self) -> list[Capacity]:
+    def capacity(self) -> list[Capacity]:
         return ray_nodes.offers(self.options, self._ask({"do": "offers"}, self._answer_s))
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ class Ray(Engine):
     def _argv(self) -> tuple[str, ...]:
         return (self.options.client or sys.executable, "-P", str(DRIVER), "--address", self.options.address)
 
-    def _request(self, ask: AllocationRequest) -> dict[str, Any]:
-        tied = dataclasses.replace(ask, options=(*ask.options, "--lifeline", LIFELINE))
+    def _request(self, request: AllocationRequest) -> dict[str, Any]:
+        tied = dataclasses.replace(request, options=(*request.options, "--lifeline", LIFELINE))
         tied = grace_period.within(tied, self.options.grace_s + grace_period.MARGIN_S)
         return {
             "do": "submit",
-            "name": actor_name(ask.tag, ask.hire),
-            "options": actor_options(self.options, ask.cpus, ask.memory_bytes),
+            "name": actor_name(request.tag, request.allocation),
+            "options": actor_options(self.options, request.cpus, request.memory_bytes),
             "group": self.options.group,
             "script": agent_script.script(tied, self.options, python=self.options.python or "python3", before=_BEFORE),
         }

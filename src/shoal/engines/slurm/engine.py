@@ -35,7 +35,7 @@ COMMAND_S = 60.0
 KILL_WAIT_S = 30.0
 LOG_CHARACTERS = 20_000
 LOG = "job.log"
-# What would make sbatch wait, make many jobs of one, or ask another cluster than squeue asks.
+# What would make sbatch wait, make many jobs of one, or request another cluster than squeue asks.
 UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
 # What tells our jobs apart, and how they are talked to; nobody else may set it.
 SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
@@ -76,7 +76,7 @@ class SlurmOptions(EngineOptions, frozen=True, kw_only=True):
 class Slurm(Engine):
     """Agents as jobs of the Slurm whose commands are on this machine."""
 
-    usually_shared = True
+    shared_by_default = True
     sized = True
     takes_images = True
     options_type = SlurmOptions
@@ -93,27 +93,29 @@ class Slurm(Engine):
     def size(self) -> tuple[int, int]:
         return self.options.cpus_per_task, slurm_nodes.mib(self.options.memory) << 20
 
-    def render(self, ask: AllocationRequest) -> RenderedRequest:
+    def render(self, request: AllocationRequest) -> RenderedRequest:
         notice = ("--notice-source", f"slurm:{self.options.notice_s}")
-        told = grace_period.within(replace(ask, options=(*notice, *ask.options)), self._kill_wait_s)
+        told = grace_period.within(replace(request, options=(*notice, *request.options)), self._kill_wait_s)
         options = msgspec.structs.replace(self.options, directory=str(self._above))
         # A login shell knows `module`, which is what set-up lines are mostly about.
         shell = "#!/bin/bash -l" if options.setup else "#!/bin/sh"
         python = options.python or ("python3" if options.image else sys.executable)
         script = agent_script.script(told, options, python=python, before=_BEFORE)
-        return RenderedRequest(arguments(ask, self.options, self._home(ask.tag, ask.hire)), f"{shell}\n{script}")
+        return RenderedRequest(
+            arguments(request, self.options, self._home(request.tag, request.allocation)), f"{shell}\n{script}"
+        )
 
-    def submit(self, ask: AllocationRequest) -> str:
-        name = slurm_jobs.job_name(ask.tag, ask.hire)
-        known = slurm_jobs.seen(self._jobs(f"--name={name}"), ask.tag, time.time())
+    def submit(self, request: AllocationRequest) -> str:
+        name = slurm_jobs.job_name(request.tag, request.allocation)
+        known = slurm_jobs.seen(self._jobs(f"--name={name}"), request.tag, time.time())
         if any(one.state != "gone" for one in known):
             return name
-        where = self._home(ask.tag, ask.hire)
+        where = self._home(request.tag, request.allocation)
         self._learn()
-        rendered = self.render(ask)
+        rendered = self.render(request)
         self._looked = None
         try:
-            _prepare(where, ask)
+            _prepare(where, request)
             self._run(rendered.argv, rendered.text, rendered.env)
         except AllocationRefused:
             _tidy(where)
@@ -135,16 +137,16 @@ class Slurm(Engine):
         for tag, hire in _splits(handle):
             (self._home(tag, hire) / "token").unlink(missing_ok=True)
 
-    def tidy(self, tag: str, known: Collection[str]) -> None:
+    def clean_up(self, tag: str, known: Collection[str]) -> None:
         there = {job.name for job in self._jobs()}
-        hires = self._above / agent_script.HIRES
+        hires = self._above / agent_script.ALLOCATIONS
         for of, hire, where in stale_dirs.homes(hires):
             counted = (of == tag and hire in known) or f"shoal-{of}-{hire}" in there
             if not counted and (where / LOG).exists() and stale_dirs.is_old(where, time.time()):
                 (where / "token").unlink(missing_ok=True)
         stale_dirs.remove(hires, tag, known, time.time())
 
-    def offers(self) -> list[Capacity]:
+    def capacity(self) -> list[Capacity]:
         only = (f"--partition={self.options.partition}",) if self.options.partition else ()
         said = self._run(("sinfo", "--noheader", "--Node", f"--Format={slurm_nodes.FORMAT}", *only))
         nodes = slurm_nodes.parse(said)
@@ -158,7 +160,7 @@ class Slurm(Engine):
         )
 
     def _home(self, tag: str, hire: str) -> Path:
-        return self._above / agent_script.HIRES / tag / hire
+        return self._above / agent_script.ALLOCATIONS / tag / hire
 
     def _jobs(self, *which: str) -> list[slurm_jobs.SlurmJobRow]:
         """Ours in all states; those that ended stay for as long as the site's MinJobAge, five minutes mostly."""
@@ -184,7 +186,9 @@ class Slurm(Engine):
 
     def _with_last_words(self, one: AllocationStatus, tag: str) -> AllocationStatus:
         python = self.options.python or sys.executable
-        words = boot_words(self._home(tag, one.hire), python) if one.state == "gone" and "FAILED" in one.why else ""
+        words = (
+            boot_words(self._home(tag, one.allocation), python) if one.state == "gone" and "FAILED" in one.why else ""
+        )
         return replace(one, why=f"{one.why}: {words}") if words else one
 
     def _run(self, argv: Sequence[str], text: str = "", env: Mapping[str, str] | None = None) -> str:
@@ -220,7 +224,7 @@ _BEFORE = (
 )
 
 
-def arguments(ask: AllocationRequest, options: SlurmOptions, home: Path) -> tuple[str, ...]:
+def arguments(request: AllocationRequest, options: SlurmOptions, home: Path) -> tuple[str, ...]:
     """What sbatch is told; pure."""
     given = {
         "partition": options.partition,
@@ -229,8 +233,8 @@ def arguments(ask: AllocationRequest, options: SlurmOptions, home: Path) -> tupl
         "constraint": options.constraint,
         "gres": options.gres,
         "gpus": options.gpus,
-        "cpus-per-task": options.cpus_per_task or ask.cpus,
-        "mem": options.memory or (f"{-(-ask.memory_bytes >> 20)}M" if ask.memory_bytes else ""),
+        "cpus-per-task": options.cpus_per_task or request.cpus,
+        "mem": options.memory or (f"{-(-request.memory_bytes >> 20)}M" if request.memory_bytes else ""),
         "time": options.time_limit,
         "nodelist": options.nodelist,
         "exclude": options.exclude,
@@ -238,8 +242,8 @@ def arguments(ask: AllocationRequest, options: SlurmOptions, home: Path) -> tupl
     return (
         "sbatch",
         "--parsable",
-        f"--job-name={slurm_jobs.job_name(ask.tag, ask.hire)}",
-        f"--comment=Shoal's agent {ask.hire}",
+        f"--job-name={slurm_jobs.job_name(request.tag, request.allocation)}",
+        f"--comment=Shoal's agent {request.allocation}",
         "--dependency=singleton",
         "--nodes=1",
         "--ntasks=1",
@@ -263,13 +267,13 @@ def _container(options: SlurmOptions, home: Path) -> tuple[str, ...]:
     return (f"--container-image={options.image}", f"--container-mounts={above}:{above}")
 
 
-def _prepare(where: Path, ask: AllocationRequest) -> None:
+def _prepare(where: Path, request: AllocationRequest) -> None:
     """Put what the job will need where it will look for it."""
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Slurm adds to it; by it a hire is known as one of ours.
         (where / LOG).touch(mode=0o600)
-        credentials.write(where / "token", ask.credentials)
+        credentials.write(where / "token", request.credentials)
     except (OSError, BadCredentials) as error:
         why = error.why if isinstance(error, BadCredentials) else error.strerror or str(error)
         do = "set directory to one that this machine and the nodes share, with room in it"

@@ -150,16 +150,16 @@ def seen(jobs: Iterable[SlurmJobRow], tag: str, now: float) -> list[AllocationSt
             continue
         one = _seen(job, job.name.removeprefix(prefix), now)
         rank = (("running", "waiting", "gone").index(one.state), -int(job.number) if job.number.isdecimal() else 0)
-        if one.hire not in found or rank < found[one.hire][0]:
-            found[one.hire] = (rank, one)
-    return [one for _, one in sorted(found.values(), key=lambda pair: pair[1].hire)]
+        if one.allocation not in found or rank < found[one.allocation][0]:
+            found[one.allocation] = (rank, one)
+    return [one for _, one in sorted(found.values(), key=lambda pair: pair[1].allocation)]
 
 
 def _seen(job: SlurmJobRow, hire: str, now: float) -> AllocationStatus:
     if job.state in RUNNING:
         why = "Slurm takes its node back for another job" if job.preempted else ""
         return AllocationStatus(
-            hire, job.name, "running", why or f"Slurm job {job.number} on {job.node}", until=job.end
+            hire, job.name, "running", why or f"Slurm job {job.number} on {job.node}", ends_at=job.end
         )
     if job.state in WAITING or comes_back(job, now):
         return AllocationStatus(hire, job.name, "waiting", waits_for(job))

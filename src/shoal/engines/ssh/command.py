@@ -145,9 +145,9 @@ def helper(options: SshOptions) -> str:
     return f'{python} -c "import json, sys; {too_old}; exec(json.loads(sys.stdin.readline()))"'
 
 
-def script(ask: AllocationRequest, options: SshOptions) -> str:
+def script(request: AllocationRequest, options: SshOptions) -> str:
     """What becomes the agent on the host."""
-    return agent_script.script(ask, options, python=agent_python(options))
+    return agent_script.script(request, options, python=agent_python(options))
 
 
 def check(options: SshOptions) -> str:

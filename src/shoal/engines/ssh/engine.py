@@ -75,28 +75,28 @@ class Ssh(Engine):
         return self.options
 
     @property
-    def most(self) -> int:
+    def max_allocations(self) -> int:
         return sum(place.room for place in self._places)
 
-    def render(self, ask: AllocationRequest) -> RenderedRequest:
-        return self._rendered(ask, command.order(self._places, ask.hire)[0].host)
+    def render(self, request: AllocationRequest) -> RenderedRequest:
+        return self._rendered(request, command.order(self._places, request.allocation)[0].host)
 
-    def _rendered(self, ask: AllocationRequest, host: str) -> RenderedRequest:
-        return RenderedRequest(command.argv(self._ssh, host, self._control), command.script(ask, self._ssh), ENV)
+    def _rendered(self, request: AllocationRequest, host: str) -> RenderedRequest:
+        return RenderedRequest(command.argv(self._ssh, host, self._control), command.script(request, self._ssh), ENV)
 
     def close(self) -> None:
         self._leave()
 
     # --- submit
 
-    def submit(self, ask: AllocationRequest) -> str:
-        with self._turns[ask.tag, ask.hire]:
-            self._resolve(ask)
-            self._look(ask.tag, within_s=FRESH_S)
-            if not any(_room(contact, ask.tag) for contact in self._contacts.values()):
-                self._look(ask.tag)
-            there = self._where(ask.tag, ask.hire)
-            return command.handle(there or self._start_somewhere(ask), ask.tag, ask.hire)
+    def submit(self, request: AllocationRequest) -> str:
+        with self._turns[request.tag, request.allocation]:
+            self._resolve(request)
+            self._look(request.tag, within_s=FRESH_S)
+            if not any(_room(contact, request.tag) for contact in self._contacts.values()):
+                self._look(request.tag)
+            there = self._where(request.tag, request.allocation)
+            return command.handle(there or self._start_somewhere(request), request.tag, request.allocation)
 
     def _where(self, tag: str, hire: str) -> str | None:
         """The host that has it, as far as is known."""
@@ -105,48 +105,52 @@ class Ssh(Engine):
                 return contact.host
         return None
 
-    def _start_somewhere(self, ask: AllocationRequest) -> str:
+    def _start_somewhere(self, request: AllocationRequest) -> str:
         against: list[tuple[str, LaunchError | str]] = []
-        for place in command.order(self._places, ask.hire):
+        for place in command.order(self._places, request.allocation):
             contact = self._contacts[place.host]
             if contact.trouble is not None:
                 against.append((place.host, contact.trouble.error))
                 continue
             try:
-                full = self._start(ask, contact)
+                full = self._start(request, contact)
             except HostError as trouble:
                 if trouble.unsure:
-                    self._doubts[ask.tag, ask.hire] = _UnconfirmedStart(place.host, time.monotonic() + START_WITHIN_S)
+                    self._doubts[request.tag, request.allocation] = _UnconfirmedStart(
+                        place.host, time.monotonic() + START_WITHIN_S
+                    )
                     raise trouble.error from None
                 against.append((place.host, trouble.error))
                 continue
             if not full:
                 return place.host
             against.append((place.host, full))
-        raise self._nowhere(ask, against)
+        raise self._nowhere(request, against)
 
-    def _start(self, ask: AllocationRequest, contact: HostConnection) -> str:
+    def _start(self, request: AllocationRequest, contact: HostConnection) -> str:
         """Start it there; why there is no room, if there is none."""
-        if not _room(contact, ask.tag):
+        if not _room(contact, request.tag):
             return _full(contact.place.room, contact)
         self._prove(contact)
-        request = {
+        call = {
             "do": "start",
-            "tag": ask.tag,
-            "hire": ask.hire,
+            "tag": request.tag,
+            "hire": request.allocation,
             "room": contact.place.room,
-            "script": self._rendered(ask, contact.host).text,
-            "credentials": f"{ask.credentials.token}\n{ask.credentials.certificate_pem or ''}",
-            "grace_s": grace_period.of(ask),
+            "script": self._rendered(request, contact.host).text,
+            "credentials": f"{request.credentials.token}\n{request.credentials.certificate_pem or ''}",
+            "grace_s": grace_period.of(request),
             # What is delivered late, by a connection that came back, must not start what was given up.
             "start_by": time.time() + contact.ahead_s + START_WITHIN_S,
         }
-        answer = contact.call(request, START_S)
+        answer = contact.call(call, START_S)
         if answer["state"] == "full":
             return _full(answer["running"], contact)
         if answer["state"] == "late":
-            raise HostError(EngineUnreachable(f"{contact.host} was too slow to start {ask.hire}", where=contact.host))
-        contact.note(ask.tag, ask.hire)
+            raise HostError(
+                EngineUnreachable(f"{contact.host} was too slow to start {request.allocation}", where=contact.host)
+            )
+        contact.note(request.tag, request.allocation)
         return ""
 
     def _prove(self, contact: HostConnection) -> None:
@@ -158,26 +162,26 @@ class Ssh(Engine):
                 raise HostError(trouble.error) from trouble
             contact.proved = True
 
-    def _resolve(self, ask: AllocationRequest) -> None:
+    def _resolve(self, request: AllocationRequest) -> None:
         """Find out whether a host started it when its connection broke, before it is started anywhere else."""
-        doubt = self._doubts.get((ask.tag, ask.hire))
+        doubt = self._doubts.get((request.tag, request.allocation))
         if doubt is None:
             return
         contact = self._contacts[doubt.host]
-        answered = contact.look(ask.tag) is not None
-        if self._where(ask.tag, ask.hire) is None and time.monotonic() < doubt.until:
-            raise self._in_doubt(ask, contact, "it has some seconds left to start it")
-        if not answered and contact.last(ask.tag) is not None:
-            raise self._in_doubt(ask, contact, contact.why())
-        del self._doubts[ask.tag, ask.hire]
+        answered = contact.look(request.tag) is not None
+        if self._where(request.tag, request.allocation) is None and time.monotonic() < doubt.until:
+            raise self._in_doubt(request, contact, "it has some seconds left to start it")
+        if not answered and contact.last(request.tag) is not None:
+            raise self._in_doubt(request, contact, contact.why())
+        del self._doubts[request.tag, request.allocation]
 
-    def _in_doubt(self, ask: AllocationRequest, contact: HostConnection, why: str) -> EngineUnreachable:
-        what = f"{contact.host} may have started {ask.hire} when the connection broke"
+    def _in_doubt(self, request: AllocationRequest, contact: HostConnection, why: str) -> EngineUnreachable:
+        what = f"{contact.host} may have started {request.allocation} when the connection broke"
         return EngineUnreachable(
             what, where=f"pool {self.pool}, ssh {contact.host}", why=why, do="wait until it is known"
         )
 
-    def _nowhere(self, ask: AllocationRequest, against: list[tuple[str, LaunchError | str]]) -> LaunchError:
+    def _nowhere(self, request: AllocationRequest, against: list[tuple[str, LaunchError | str]]) -> LaunchError:
         """The error of a hire that no host took; pools whose hosts are all silent can be asked again."""
         errors = [error for _, error in against if isinstance(error, LaunchError)]
         if len(against) == len(errors) == 1:
@@ -191,7 +195,7 @@ class Ssh(Engine):
             kind = PoolFull
         remedies = dict.fromkeys(error.do for error in errors if error.do)
         return kind(
-            f"no host of pool {self.pool} takes {ask.hire}",
+            f"no host of pool {self.pool} takes {request.allocation}",
             where=f"pool {self.pool}",
             why="; ".join(whys),
             do="; ".join(remedies) or f"add hosts to [pool.{self.pool}], or raise per_host",
@@ -210,8 +214,8 @@ class Ssh(Engine):
                 seen = self._seen(contact, tag, one, silent=answer is None)
                 # Two names of one host show the same process twice.
                 found.setdefault((one["hire"], tuple(one["born"] or ()) or host), seen)
-        running = {seen.hire for seen in found.values() if seen.state == "running"}
-        return [seen for seen in found.values() if seen.state == "running" or seen.hire not in running]
+        running = {seen.allocation for seen in found.values() if seen.state == "running"}
+        return [seen for seen in found.values() if seen.state == "running" or seen.allocation not in running]
 
     def _unreachable(self) -> LaunchError:
         """The error of a pool of which no host answers; one whose hosts all turn us away need not be asked again."""
@@ -259,7 +263,7 @@ class Ssh(Engine):
             raise EngineUnreachable(f"{hire} does not end", where=handle, why=f"left are {answer['left']}")
         contact.forget(tag, hire)
 
-    def tidy(self, tag: str, known: Collection[str]) -> None:
+    def clean_up(self, tag: str, known: Collection[str]) -> None:
         self._prepare()
         request = {"do": "tidy", "tag": tag, "known": sorted(known), "keep_s": KEEP_S}
         for contact in [one for one in self._contacts.values() if one.trouble is None]:
@@ -267,7 +271,7 @@ class Ssh(Engine):
             with contextlib.suppress(HostError):
                 contact.call(request, TIDY_S)
 
-    def offers(self) -> list[Capacity]:
+    def capacity(self) -> list[Capacity]:
         answers = self._look(NOBODY, gpus=True)
         return [self._offer(self._contacts[host], answer) for host, answer in answers.items()]
 
@@ -291,8 +295,8 @@ class Ssh(Engine):
         """What is on every host; None for those that do not answer."""
         self._prepare()
         with ThreadPoolExecutor(self._ssh.parallel, thread_name_prefix="shoal-ssh") as pool:
-            ask = partial(HostConnection.look, tag=tag, within_s=within_s, gpus=gpus)
-            return dict(zip(self._contacts, pool.map(ask, self._contacts.values()), strict=True))
+            look = partial(HostConnection.look, tag=tag, within_s=within_s, gpus=gpus)
+            return dict(zip(self._contacts, pool.map(look, self._contacts.values()), strict=True))
 
     def _prepare(self) -> None:
         try:

@@ -35,7 +35,7 @@ TREE_S = 0.25
 MARGIN_S = 3.0
 TAIL_BYTES = 2000
 TOLD_S = 3600.0
-HIRED = "SHOAL_HIRED"
+ALLOCATION_MARK = "SHOAL_ALLOCATION"
 ADOPT_ORPHANS = 36
 
 
@@ -156,7 +156,7 @@ def _hires(request: Json) -> str:
     above = request["directory"] or os.environ.get("SHOAL_HOME") or "~/.shoal"
     if above == "~" or above.startswith("~/"):
         above = os.environ.get("HOME", "") + above[1:]
-    return os.path.join(os.path.abspath(above), "hires")
+    return os.path.join(os.path.abspath(above), "allocations")
 
 
 def _home(request: Json) -> str:
@@ -295,7 +295,7 @@ def _become(home: str, script: str, grace_s: float) -> None:
     _write(os.path.join(home, "process.json"), json.dumps(note))
     # Of the connection nothing is left to those who live longer than it does.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
-    kept[HIRED] = _by(me)
+    kept[ALLOCATION_MARK] = _by(me)
     os.execvpe("sh", ["sh", "-c", script], kept)
 
 
@@ -376,7 +376,7 @@ def _left_by(root: tuple[int, int]) -> set[tuple[int, int]]:
     found = _stat(root[0])
     # As long as one is in the session, its number is nobody else's; so if it is another's by now, so is the session.
     leader = root[0] if found is None or found[1] == root[1] else None
-    hired = f"{HIRED}={_by(root)}".encode()
+    hired = f"{ALLOCATION_MARK}={_by(root)}".encode()
     return {
         (pid, born)
         for pid, (_, born, _, session) in _living().items()

@@ -21,10 +21,10 @@ import sys
 import time
 from base64 import b64encode
 from collections import Counter, deque
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import structs
 from websockets.exceptions import WebSocketException
 
 import shoal
@@ -262,7 +262,7 @@ class Crowd:
     async def _agent(self, name: str) -> None:
         outbox = self._outboxes[name] = Outbox()
         link = AgentUplink([self._url], self._token_file, AGENT_CONNECT_S, outbox)
-        machine = structs.replace(self._machine, name=name)
+        machine = replace(self._machine, name=name)
         pause_s = 0.0
         while True:
             hello = ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name))

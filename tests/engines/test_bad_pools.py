@@ -144,7 +144,7 @@ def test_less_than_the_run_needs(site: Site) -> None:
     site.on_slurm("batch", limit=0)
     site.ssh("lab", "h1", "h2")
     error = parts(site.run("batch,lab", "-n", "3:4"))
-    assert "the pools batch, lab have no machines" in error["what"]
+    assert "pools batch, lab have no machines" in error["what"]
     assert "batch: it may give no machine: its limit is 0" in error["why"]
     assert "lab: it gives 2 places at most, and the run cannot begin with less than 3" in error["why"]
     assert "batch: raise its limit; lab: " in error["do"]
@@ -183,7 +183,7 @@ def test_each_pool_is_named_with_its_own_cause_and_remedy(site: Site, tmp_path: 
     site.ssh("old", "h2", python=str(_program(tmp_path / "old", "echo 3.9.2")))
     site.on_slurm("batch", partition="nix")
     error = parts(site.run("key,disk,old,batch", "-n", "1:4"))
-    assert "the pools key, disk, old, batch have no machines" in error["what"]
+    assert "pools key, disk, old, batch have no machines" in error["what"]
     assert re.search(r"key: h1 does not let us in: .*Permission denied \(publickey\)", error["why"])
     assert "disk: no space is left on h1: " in error["why"]
     assert re.search(r"old: the Python of h2 is too old: .*3\.9\.2", error["why"])

@@ -35,8 +35,6 @@ def test_the_arrows_of_the_design_hold() -> None:
 def test_core_needs_the_standard_library_and_numpy_only() -> None:
     allowed = set(sys.stdlib_module_names) | {"numpy", "shoal"}
     for file in sorted((SOURCE / "core").rglob("*.py")):
-        if file.parent.name == "runs":
-            continue  # until core/runs has specifications of its own
         assert tops(file) <= allowed, f"{file.name} imports {tops(file) - allowed}"
         ours = {name for name in imported(file) if name.split(".")[0] == "shoal"}
         assert {name for name in ours if not name.startswith(("shoal.core", "shoal.errors"))} == set()

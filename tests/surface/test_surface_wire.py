@@ -1,5 +1,6 @@
 """Message types, the HTTP API's structs, and settings."""
 
+import dataclasses
 import typing
 from collections.abc import Callable
 
@@ -17,6 +18,10 @@ def described(kind: type) -> list[str]:
         f"{kind.__name__}",
         *(f"    {name}: {show(hint)}" for name, hint in hints.items() if not name.startswith("__")),
     ]
+
+
+def is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def show(hint: object) -> str:
@@ -37,8 +42,8 @@ def test_message_types_are_frozen(frozen: Callable[[str, str], None]) -> None:
 
 
 def test_the_http_api_is_frozen(frozen: Callable[[str, str], None]) -> None:
-    structs = [kind for kind in vars(api).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
-    frozen("views.txt", "\n".join(line for kind in structs for line in described(kind)))
+    kinds = [kind for kind in vars(api).values() if dataclasses.is_dataclass(kind) or is_struct(kind)]
+    frozen("views.txt", "\n".join(line for kind in kinds for line in described(kind)))
 
 
 def test_every_message_is_frozen_strict_and_tagged() -> None:

@@ -12,8 +12,8 @@ from shoal.core.fleet import events as fe
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership import events as ev
 from shoal.core.runs import evaluation
+from shoal.core.runs.spec import RoleSpec, RunSpec
 from shoal.wire import member_messages as ms
-from shoal.wire.api import RoleSpec, RunSpec
 
 PREEMPTED = 75
 

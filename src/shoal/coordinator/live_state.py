@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 from shoal.coordinator.connections import AgentConnection, MemberConnection
@@ -18,7 +19,7 @@ from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs import events as runs_events
 from shoal.core.runs import queue
 from shoal.core.runs.state import CoordinatorState, RunState
-from shoal.wire.api import AdjustmentView, AgentView, CostView, EvaluationView, MemberView, PoolView, RunView
+from shoal.wire.api import AdjustmentView, AgentView, CostView, ErrorView, EvaluationView, MemberView, PoolView, RunView
 from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
@@ -120,7 +121,7 @@ def run_view(run: RunState, runs: CoordinatorState, live: LiveRun, directory: st
         decided=tuple(AdjustmentView(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
         evaluation=_evaluation(run),
         user=run.user,
-        problem=run.problem,
+        problem=ErrorView(*astuple(run.problem)) if run.problem is not None else None,
         priority=run.spec.priority,
         **_money(run, runs, now),
         **_queued(run, runs, now),

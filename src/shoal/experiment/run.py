@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -152,7 +153,7 @@ def _placed(role: RoleSpec, choices: ResolvedSettings) -> RoleSpec:
     """A role with the pools that its labels mean."""
     if not role.where:
         return role
-    return msgspec.structs.replace(role, on=render.labelled(choices, role.on, role.where))
+    return replace(role, on=render.labelled(choices, role.on, role.where))
 
 
 def _kept(launch: LaunchPlan) -> RunHandle:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -209,7 +210,7 @@ def with_script(launch: LaunchPlan) -> LaunchPlan:
         script = (root / script).resolve().relative_to(root.resolve())
     argv = (str(script), *spec.argv[1:])
     packed = {**launch.packed, script.as_posix(): str(root / script)}
-    return msgspec.structs.replace(launch, spec=msgspec.structs.replace(spec, argv=argv), packed=packed)
+    return msgspec.structs.replace(launch, spec=replace(spec, argv=argv), packed=packed)
 
 
 def _preload(spec: RunSpec) -> str:

@@ -7,10 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import msgspec
 
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch import download, project_upload
@@ -146,7 +145,7 @@ def hand_over(client: ApiClient, launch: LaunchPlan) -> RunView:
         sent = project_upload.send(client, root, along, launch.token_file)
     else:
         sent = ""
-    return client.submit(msgspec.structs.replace(launch.spec, project=sent))
+    return client.submit(replace(launch.spec, project=sent))
 
 
 def resume(client: ApiClient, run: str, members: tuple[int, int] | None, budget: float | None = None) -> RunView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class SqliteViews:
 
     def put_lines(self, lines: Iterable[StoryLine]) -> None:
         for line in lines:
-            self._put("INSERT OR REPLACE INTO story VALUES (?,?,?,?,?,?,?,?,?)", *msgspec.structs.astuple(line))
+            self._put("INSERT OR REPLACE INTO story VALUES (?,?,?,?,?,?,?,?,?)", *astuple(line))
 
     def put_world(self, run: str, row: WorldRow) -> None:
         self._put(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.core.runs.spec import RoleSpec as RoleSpec
+from shoal.core.runs.spec import RunSpec as RunSpec
+from shoal.core.runs.spec import StoryLine as StoryLine
 
-class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many processes of a role, and what each of them needs; 0 leaves it open.
 
-    How many trainers and servers there are is said by `RunSpec.members` and the setting `servers`. `on` are pools of
-    the role's own, `where` labels that its machines must carry; without them it is where the trainers are.
-    """
+class SubmitRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `RoleSpec` as a client sends it."""
 
     count: int = 1
     cpus: int = 0
@@ -19,13 +19,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     where: dict[str, str] = {}
 
 
-class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. `argv` is the script and its arguments; `members` is (min, max); `roles` are by name.
-
-    `on` are the pools whose machines it may have, in its order; without them it uses those that are there. `project`
-    is the hash of what was sent along for machines that do not see `cwd`. Runs of higher `priority` get places first.
-    `where` are labels that its machines must carry; `budget` is what they may cost in all, None for any amount.
-    """
+class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `RunSpec` as a client sends it."""
 
     name: str
     argv: tuple[str, ...]
@@ -36,12 +31,16 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, str | int | float | bool] = {}
     compat: str = ""
     resume: bool = False
-    roles: dict[str, RoleSpec] = {}
+    roles: dict[str, SubmitRole] = {}
     on: tuple[str, ...] = ()
     project: str = ""
     priority: int = 0
     where: dict[str, str] = {}
     budget: float | None = None
+
+    def spec(self) -> RunSpec:
+        """Return the run that the client describes."""
+        return msgspec.convert(self, RunSpec, from_attributes=True)
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -209,20 +208,6 @@ class AgentView(msgspec.Struct, frozen=True):
     notice: str
     pool: str = ""
     via: str = ""
-
-
-class StoryLine(msgspec.Struct, frozen=True):
-    """One thing that happened, as a sentence with its reason."""
-
-    seq: int
-    at: float
-    run: str
-    kind: str
-    member: str
-    world: int | None
-    step: int | None
-    text: str
-    reason: str
 
 
 class LogPage(msgspec.Struct, frozen=True):

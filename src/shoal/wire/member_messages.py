@@ -11,6 +11,7 @@ from typing import Annotated, Union
 import msgspec
 
 from shoal.core.placement import Placement
+from shoal.core.runs.spec import MachineInfo as MachineInfo
 from shoal.core.world import Address, World
 from shoal.wire.machine_check import CheckRequest, CheckResult
 
@@ -316,18 +317,6 @@ class ClaimAlreadyDoneMsg(Message, frozen=True):
 
 
 # --- agent to coordinator
-
-
-class MachineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an agent knows of its machine."""
-
-    name: str
-    cores: int
-    memory_bytes: int
-    devices: tuple[str, ...] = ()
-    addresses: tuple[str, ...] = ()
-    python: str = ""
-    platform: str = ""
 
 
 class AgentHelloMsg(Message, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -69,7 +71,7 @@ class Coordinator:
 def test_each_role_needs_machines_of_its_own_pools() -> None:
     found = Coordinator()
     roles = {"evaluator": RoleSpec(on=("lab",)), "trainer": RoleSpec(cpus=4, memory_bytes=7)}
-    found.create("r", msgspec.structs.replace(SPEC, roles=roles), evaluator=True)
+    found.create("r", replace(SPEC, roles=roles), evaluator=True)
     assert found.runs.supply.needs == (
         MachineDemand("r", ("lab",), 1, 1),
         MachineDemand("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, begun=False),
@@ -86,7 +88,7 @@ def test_servers_without_pools_of_their_own_are_counted_with_the_trainers() -> N
     found = Coordinator()
     found.create("r", SPEC, sync="async", servers=2)
     assert found.runs.supply.needs == (MachineDemand("r", ("spot",), 4, 3, begun=False),)
-    found.create("apart", msgspec.structs.replace(SPEC, roles={"server": RoleSpec(on=("lab",))}), sync="async")
+    found.create("apart", replace(SPEC, roles={"server": RoleSpec(on=("lab",))}), sync="async")
     assert found.runs.supply.needs[1:] == tuple(
         MachineDemand("apart", pools, 2, least, begun=False) for pools, least in ((("lab",), 2), (("spot",), 1))
     )
@@ -108,7 +110,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_machines_until_its_processes_have_
 def test_an_evaluator_keeps_its_machine_while_it_scores_the_end_of_the_training() -> None:
     found = Coordinator()
     roles = {"evaluator": RoleSpec(on=("lab",))}
-    found.create("r", msgspec.structs.replace(SPEC, members=(1, 1), roles=roles), evaluator=True)
+    found.create("r", replace(SPEC, members=(1, 1), roles=roles), evaluator=True)
     found.deliver()
     trainer = next(p for p in found.runs.fleet.of_run("r") if p.agent.startswith("spot"))
     found.on("r", ev.MemberDone(trainer.member, 10))
@@ -118,7 +120,7 @@ def test_an_evaluator_keeps_its_machine_while_it_scores_the_end_of_the_training(
 
 def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_for_more() -> None:
     found = Coordinator()
-    found.create("r", msgspec.structs.replace(SPEC, budget=0.2))
+    found.create("r", replace(SPEC, budget=0.2))
     found.deliver()
     assert len(found.members("r")) == 1, "two would be too dear to last"
     found.pay(700.0)
@@ -142,7 +144,7 @@ def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_fo
 def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
     found, again = Coordinator(), CoordinatorState()
     roles = {"evaluator": RoleSpec(on=("lab",)), "trainer": RoleSpec(cpus=4)}
-    found.create("r", msgspec.structs.replace(SPEC, budget=0.4, roles=roles, members=(1, 3)), evaluator=True)
+    found.create("r", replace(SPEC, budget=0.4, roles=roles, members=(1, 3)), evaluator=True)
     found.deliver()
     found.pay(600.0)
     for entry in found.entries:
@@ -155,7 +157,7 @@ def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
 
 
 def test_labels_mean_pools_and_machines_that_came_by_themselves_will_not_do() -> None:
-    spec = admission.settle(msgspec.structs.replace(SPEC, on=(), where={"gpu": "a100"}), POOLS)
+    spec = admission.settle(replace(SPEC, on=(), where={"gpu": "a100"}), POOLS)
     assert spec.on == ("spot",)
     found = Coordinator()
     found.create("r", spec)
@@ -167,7 +169,7 @@ def test_labels_mean_pools_and_machines_that_came_by_themselves_will_not_do() ->
 
 def test_the_labels_of_a_role_choose_its_own_pools() -> None:
     roles = {"evaluator": RoleSpec(where={"gpu": "none"})}
-    assert admission.settle(msgspec.structs.replace(SPEC, roles=roles), POOLS).roles["evaluator"].on == ("lab",)
+    assert admission.settle(replace(SPEC, roles=roles), POOLS).roles["evaluator"].on == ("lab",)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +187,13 @@ def test_the_labels_of_a_role_choose_its_own_pools() -> None:
 )
 def test_what_cannot_be_had_is_refused(changes: dict[str, object], kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        admission.settle(msgspec.structs.replace(SPEC, **changes), POOLS)
+        admission.settle(replace(SPEC, **changes), POOLS)
 
 
 def test_a_role_that_is_larger_than_the_places_of_its_pool_is_refused() -> None:
     small = {"spot": PoolInfo("spot", "slurm", limit=4, slots=2, sized=True, cpus=4)}
     with pytest.raises(SlotTooSmall):
-        admission.settle(msgspec.structs.replace(SPEC, roles={"trainer": RoleSpec(cpus=4)}), small)
+        admission.settle(replace(SPEC, roles={"trainer": RoleSpec(cpus=4)}), small)
 
 
 # --- the queue
@@ -199,10 +201,10 @@ def test_a_role_that_is_larger_than_the_places_of_its_pool_is_refused() -> None:
 
 def test_runs_that_wait_are_in_line_by_priority_and_say_what_they_wait_for() -> None:
     found = Coordinator()
-    found.create("first", msgspec.structs.replace(SPEC, members=(2, 4)))
+    found.create("first", replace(SPEC, members=(2, 4)))
     found.deliver()
     found.create("second", SPEC)
-    found.create("urgent", msgspec.structs.replace(SPEC, priority=5))
+    found.create("urgent", replace(SPEC, priority=5))
     assert queue.queue_of(found.runs) == ["urgent", "second"]
     told = queue.waiting_of(found.runs.runs["second"], found.runs, found.now)
     assert told == queue.QueuedRun(2, "a place; held by first (4)")
@@ -211,7 +213,7 @@ def test_runs_that_wait_are_in_line_by_priority_and_say_what_they_wait_for() -> 
 
 def test_a_run_whose_machines_were_asked_for_says_since_when_and_why_they_are_not_there() -> None:
     found = Coordinator()
-    found.create("r", msgspec.structs.replace(SPEC, members=(2, 2)))
+    found.create("r", replace(SPEC, members=(2, 2)))
     seen = tuple(
         se.ListedAllocation(name, name, False, "other jobs come before it") for name in found.runs.supply.hires
     )

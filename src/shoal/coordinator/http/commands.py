@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.runs import admission
 from shoal.core.runs import events as runs_events
+from shoal.core.runs.spec import RunSpec, Value
 from shoal.core.runs.state import DONE, RunState
 from shoal.errors import (
     AmbiguousRun,
@@ -34,7 +36,7 @@ from shoal.errors import (
 )
 from shoal.settings import RunSettings, parse_settings
 from shoal.wire import member_messages as ms
-from shoal.wire.api import RunSpec, RunView, ScaleRequest, SetupReport, StopRequest
+from shoal.wire.api import RunView, ScaleRequest, SetupReport, StopRequest
 
 ROLES = (TRAINER, SERVER, EVALUATOR)
 WORDS = 1000
@@ -133,7 +135,7 @@ class RunCommands:
     def _set_budget(self, run: RunState, ask: ScaleRequest | None) -> None:
         budget = ask.budget if ask is not None else None
         if budget is not None:
-            admission.check_budget(msgspec.structs.replace(run.spec, budget=budget), self._service.runs.supply.pools)
+            admission.check_budget(replace(run.spec, budget=budget), self._service.runs.supply.pools)
             self._service.handle(run.name, runs_events.BudgetSet(budget))
 
     def resume(self, run: RunState, ask: ScaleRequest | None) -> RunView:
@@ -188,7 +190,7 @@ def _check_count(low: int, high: int) -> None:
         raise BadCount(f"{low}:{high} members cannot be", why="it must be 1 ≤ MIN ≤ MAX")
 
 
-def _with_evaluator(spec: RunSpec, settings: dict[str, runs_events.Value]) -> dict[str, runs_events.Value]:
+def _with_evaluator(spec: RunSpec, settings: dict[str, Value]) -> dict[str, Value]:
     """The settings of a run, checked and completed for the roles that it has."""
     unknown = [role for role in spec.roles if role not in ROLES]
     if unknown:

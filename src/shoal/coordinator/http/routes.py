@@ -40,7 +40,7 @@ from shoal.errors import (
     UploadCorrupt,
 )
 from shoal.wire import codec
-from shoal.wire.api import ErrorView, Health, RunSpec, ScaleRequest, SetupReport, StopRequest
+from shoal.wire.api import ErrorView, Health, ScaleRequest, SetupReport, StopRequest, SubmitRequest
 from shoal.wire.machine_check import CheckRequest
 from shoal.wire.member_messages import PROTOCOL
 
@@ -105,7 +105,7 @@ class ApiRoutes:
         return self._service.run_views()
 
     async def create(self, request: Request) -> object:
-        return self._requests.create(await _body(request, RunSpec), _user(request))
+        return self._requests.create((await _body(request, SubmitRequest)).spec(), _user(request))
 
     async def run(self, request: Request) -> object:
         return self._service.view(self._requests.find(request.path_params["run"]).name)

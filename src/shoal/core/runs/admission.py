@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import msgspec
+from dataclasses import replace
 
 from shoal.core.fleet import requirements as fleet_requirements
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning.events import PoolInfo
-from shoal.core.runs.settings import terms_of
+from shoal.core.runs.settings import machine_requirements
+from shoal.core.runs.spec import RoleSpec, RunSpec
 from shoal.errors import BadBudget, BadPool, BadRole
-from shoal.wire.api import RoleSpec, RunSpec
 
 Pools = Mapping[str, PoolInfo]
 
@@ -27,7 +26,7 @@ def settle(spec: RunSpec, pools: Pools) -> RunSpec:
     where = {**spec.where, **trainer.where}
     on = fleet_requirements.matching(pools.values(), spec.on, where)
     roles = {name: _role(role, where, pools) for name, role in spec.roles.items()}
-    found = msgspec.structs.replace(spec, on=on, roles=roles, where=where)
+    found = replace(spec, on=on, roles=roles, where=where)
     apart = [name for name, role in found.roles.items() if name in (SERVER, EVALUATOR) and role.on]
     if spec.compat and apart:
         raise BadRole(
@@ -35,7 +34,7 @@ def settle(spec: RunSpec, pools: Pools) -> RunSpec:
             why="its processes are started all together",
             do="leave the pools of the role out, or --compat",
         )
-    for name, asked in terms_of(found).items():
+    for name, asked in machine_requirements(found).items():
         fleet_requirements.check_size(name, asked, pools)
     check_budget(found, pools)
     return found
@@ -73,9 +72,7 @@ def check_left(spec: RunSpec, budget: float | None, spent: float, pools: Pools) 
 def _role(role: RoleSpec, where: Mapping[str, str], pools: Pools) -> RoleSpec:
     if not role.where:
         return role
-    return msgspec.structs.replace(
-        role, on=fleet_requirements.matching(pools.values(), role.on, {**where, **role.where})
-    )
+    return replace(role, on=fleet_requirements.matching(pools.values(), role.on, {**where, **role.where}))
 
 
 def _check_known(names: tuple[str, ...], pools: Pools) -> None:

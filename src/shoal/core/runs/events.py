@@ -9,10 +9,7 @@ from shoal.core.fleet import events as fleet_events
 from shoal.core.membership import events
 from shoal.core.provisioning import events as provisioning_events
 from shoal.core.runs.evaluation import EvaluationReported
-from shoal.wire.api import RunSpec
-from shoal.wire.member_messages import MachineInfo
-
-Value = str | int | float | bool
+from shoal.core.runs.spec import MachineInfo, RunSpec, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,71 +1,72 @@
-"""What the settings and the description of a run mean to those who decide."""
+"""Settings and description of a run, translated for the state machines that decide about it.
+
+Settings arrive as a mapping from dotted names to values, already checked by `shoal.settings`. A missing name has the
+default of the dataclass that it belongs to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 from shoal.core import sync_mode
-from shoal.core.fleet import restart_policy
 from shoal.core.fleet.requirements import MachineRequirements
-from shoal.core.membership import decide as membership
-from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
-from shoal.core.provisioning import events as se
-from shoal.core.runs import events as runs_events
+from shoal.core.fleet.restart_policy import RestartLimits
+from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER, MembershipSettings
+from shoal.core.provisioning.events import PoolProblem
+from shoal.core.runs.spec import Problem, RoleSpec, RunSpec, Value
 from shoal.errors import NoMachines
-from shoal.settings import RunSettings
-from shoal.wire.api import ErrorView, RoleSpec, RunSpec
+
+DEFAULT_SERVERS = 2
+
+Settings = Mapping[str, Value]
 
 
-def rules_of(
-    settings: Mapping[str, runs_events.Value], low: int, high: int, *, hires: bool = False
-) -> membership.MembershipSettings:
-    given = {
-        key: float(settings[key])
-        for key in ("lease_s", "reconnect_s", "regroup_s", "hang_timeout_s")
-        if key in settings
-    }
-    servers = servers_of(settings)
-    rules = membership.MembershipSettings(min_members=low, max_members=high, servers=servers, hires=hires)
-    return replace(rules, **given)  # type: ignore[arg-type]
+def membership_settings(settings: Settings, low: int, high: int, *, pools: bool = False) -> MembershipSettings:
+    """Return the settings of the membership of `low` to `high` members; `pools` if machines can be requested."""
+    given: dict[str, Any] = _given(settings, ("lease_s", "reconnect_s", "regroup_s", "hang_timeout_s"), float)
+    served = sync_mode.parse(str(settings.get("sync", "step"))).served
+    servers = server_count(settings) if served else 0
+    return MembershipSettings(min_members=low, max_members=high, servers=servers, hires=pools, **given)
 
 
-def servers_of(settings: Mapping[str, runs_events.Value]) -> int:
-    """How many servers a run has: none if its members wait for each other at every step."""
-    if not sync_mode.parse(str(settings.get("sync", "step"))).served:
-        return 0
-    return int(settings.get("servers", RunSettings().servers))
+def server_count(settings: Settings) -> int:
+    """Return how many servers a run has if its sync mode or its launcher needs servers at all."""
+    return int(settings.get("servers", DEFAULT_SERVERS))
 
 
-def restarts_of(settings: Mapping[str, runs_events.Value]) -> restart_policy.RestartLimits:
-    return restart_policy.RestartLimits(
-        user=int(settings.get("restarts.user", RunSettings().restarts_user)),
-        infrastructure=int(settings.get("restarts.infrastructure", RunSettings().restarts_infrastructure)),
-        backoff_s=float(settings.get("backoff_s", RunSettings().backoff_s)),
-        backoff_max_s=float(settings.get("backoff_max_s", RunSettings().backoff_max_s)),
-    )
+def restart_limits(settings: Settings) -> RestartLimits:
+    """Return how often and how soon members are restarted."""
+    counts: dict[str, Any] = _given(settings, ("restarts.user", "restarts.infrastructure"), int)
+    waits: dict[str, Any] = _given(settings, ("backoff_s", "backoff_max_s"), float)
+    return RestartLimits(**counts, **waits)
 
 
-def terms_of(spec: RunSpec) -> dict[str, MachineRequirements]:
-    """What each role of a run asks of its machines; a role without pools of its own has the run's."""
-    found = {}
+def _given(settings: Settings, names: Sequence[str], kind: type) -> dict[str, Any]:
+    """Return the named settings that are present, by the last part of their names."""
+    return {name.rpartition(".")[2]: kind(settings[name]) for name in names if name in settings}
+
+
+def machine_requirements(spec: RunSpec) -> dict[str, MachineRequirements]:
+    """Return what each role requires of its machines; a role without pools of its own uses those of the run."""
+    requirements = {}
     for role in (TRAINER, SERVER, EVALUATOR):
-        said = spec.roles.get(role, RoleSpec())
-        apart = role != TRAINER and bool(said.on)
-        pools, own = (said.on, True) if apart else (spec.on, bool(spec.where))
-        # An evaluator without a place of its own takes what others leave, of machines of any size.
-        size = (said.cpus, said.memory_bytes) if apart or role != EVALUATOR else (0, 0)
-        found[role] = MachineRequirements(pools, own, apart, *size)
-    return found
+        role_spec = spec.roles.get(role, RoleSpec())
+        apart = role != TRAINER and bool(role_spec.on)
+        pools, strict = (role_spec.on, True) if apart else (spec.on, bool(spec.where))
+        # An evaluator without pools of its own takes any free slot, of whatever size.
+        size = (role_spec.cpus, role_spec.memory_bytes) if apart or role != EVALUATOR else (0, 0)
+        requirements[role] = MachineRequirements(pools, strict, apart, *size)
+    return requirements
 
 
-def no_machines(run: str, troubles: Sequence[se.PoolProblem]) -> ErrorView:
-    """Why a run cannot begin, as an error that names each pool, its cause and the remedy."""
-    if len(troubles) == 1:
-        (one,) = troubles
-        what, where = f"pool {one.pool} has no machine for run {run}", one.where or f"[pool.{one.pool}]"
-        return ErrorView(NoMachines.code, what, where, one.why, one.do)
-    names = ", ".join(one.pool for one in troubles)
-    why = "; ".join(f"{one.pool}: {one.why}" + (f" ({one.where})" if one.where else "") for one in troubles)
-    do = "; ".join(f"{one.pool}: {one.do}" for one in troubles if one.do)
-    return ErrorView(NoMachines.code, f"the pools {names} have no machines for run {run}", "", why, do)
+def no_machines(run: str, problems: Sequence[PoolProblem]) -> Problem:
+    """Return the error of a run that cannot start: every pool with its cause and what to do."""
+    if len(problems) == 1:
+        (problem,) = problems
+        what, where = f"pool {problem.pool} has no machine for run {run}", problem.where or f"[pool.{problem.pool}]"
+        return Problem(NoMachines.code, what, where, problem.why, problem.do)
+    names = ", ".join(problem.pool for problem in problems)
+    why = "; ".join(f"{p.pool}: {p.why}" + (f" ({p.where})" if p.where else "") for p in problems)
+    do = "; ".join(f"{p.pool}: {p.do}" for p in problems if p.do)
+    return Problem(NoMachines.code, f"pools {names} have no machines for run {run}", "", why, do)

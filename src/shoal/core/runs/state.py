@@ -23,9 +23,14 @@ from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.runs import evaluation
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.settings import no_machines, restarts_of, rules_of, terms_of
-from shoal.settings import RunSettings
-from shoal.wire.api import ErrorView, RunSpec
+from shoal.core.runs.settings import (
+    machine_requirements,
+    membership_settings,
+    no_machines,
+    restart_limits,
+    server_count,
+)
+from shoal.core.runs.spec import Problem, RunSpec, Value
 
 Instruction = Union[
     events.Instruction,
@@ -52,7 +57,7 @@ class RunState:
 
     name: str
     spec: RunSpec
-    settings: Mapping[str, runs_events.Value]
+    settings: Mapping[str, Value]
     membership: membership.MembershipState
     created: float
     since: float
@@ -68,7 +73,7 @@ class RunState:
     evaluation: evaluation.EvaluationState = field(default_factory=evaluation.EvaluationState)
     user: str = ""
     asked_to_stop: bool = False
-    problem: ErrorView | None = None
+    problem: Problem | None = None
     budget: float | None = None
 
     @property
@@ -210,7 +215,7 @@ class CoordinatorState:
                 begun = role == EVALUATOR or _has_begun(run, wanted)
                 need = se.MachineDemand(run.name, terms.pools, most, least, terms.cpus, terms.memory_bytes)
                 budget = run.budget if going else None
-                patience_s = float(run.settings.get("start_timeout_s", RunSettings().start_timeout_s))
+                patience_s = float(run.settings.get("start_timeout_s", need.patience_s))
                 needs.append(replace(need, budget=budget, begun=begun, patience_s=patience_s))
         agents = dict.fromkeys(p.agent for p in self.fleet.of_run(run.name) if p.alive and not going)
         if held := tuple(name for name in agents if name in self.supply.hires):
@@ -221,7 +226,7 @@ class CoordinatorState:
 
     def _create(self, name: str, event: runs_events.RunCreated, now: float, asked: Asked) -> None:
         low, high = event.spec.members
-        rules = rules_of(event.settings, low, high, hires=bool(event.spec.on))
+        rules = membership_settings(event.settings, low, high, pools=bool(event.spec.on))
         state = membership.MembershipState(rules=rules, started=event.spec.resume)
         run = RunState(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
         run.user, run.budget = event.user, event.spec.budget
@@ -230,8 +235,8 @@ class CoordinatorState:
 
     def _want(self, run: RunState, low: int, high: int, now: float, asked: Asked) -> None:
         servers, evaluators = _serving(run), int(bool(run.settings.get("evaluator", False)))
-        restarts = restarts_of(run.settings)
-        asking = (terms_of(run.spec), run.spec.priority)
+        restarts = restart_limits(run.settings)
+        asking = (machine_requirements(run.spec), run.spec.priority)
         wanted = fe.RunRequested(run.name, low, high, run.spec.compat, restarts, servers, evaluators, *asking)
         self._fleet(replace(wanted, ports=str(run.settings.get("ports", ""))), now, asked)
 
@@ -239,7 +244,7 @@ class CoordinatorState:
         """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""
         old = run.membership
         run.membership = membership.MembershipState(
-            rules=rules_of(run.settings, event.min_members, event.max_members, hires=bool(run.spec.on)),
+            rules=membership_settings(run.settings, event.min_members, event.max_members, pools=bool(run.spec.on)),
             number=old.number,
             life=old.life,
             order=old.order,
@@ -444,5 +449,5 @@ def _with_failure(reason: str, failure: runs_events.ExceptionReported | None) ->
 def _serving(run: RunState) -> int:
     """How many processes of a run hold parameters, ours or TensorFlow's."""
     if run.spec.compat == launcher_env.PS:
-        return int(run.settings.get("servers", RunSettings().servers))
+        return server_count(run.settings)
     return run.membership.rules.servers

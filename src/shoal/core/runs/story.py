@@ -11,7 +11,7 @@ from shoal.core.membership.draft import listed
 from shoal.core.provisioning import events as se
 from shoal.core.runs import evaluation
 from shoal.core.runs import events as runs_events
-from shoal.wire.api import StoryLine
+from shoal.core.runs.spec import StoryLine
 
 LINES_PER_ENTRY = 100
 

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "shoal"
+GLOSSARY = ROOT / "docs" / "glossary.toml"
 # Subjects of commits before this one are as they are.
 FIRST_PLAIN_COMMIT = "e90fa62"
 SUBJECT_LIMIT = 72
@@ -34,11 +36,6 @@ NOT_VERBS = frozenset(
     first for from how if in it its last least many more most neither nobody none nothing now of on one only our
     same somebody someone something such that the their them then there these they this those to two what whatever
     when where whether which who whoever whole whom whose why with within without you your""".split()
-)
-BANNED_WORDS = re.compile(
-    r"\b(anew|whoever|whomever|nobody|somebody|everybody|mend(?:s|ed|ing)?|pulses?|beats?|hires?|hired|hiring|ghosts?|"
-    r"luggage|wardrobe|vaults?|shelf|shelves|soundings?|nursery|patience)\b",
-    re.IGNORECASE,
 )
 # Identifiers that say nothing of what they hold.
 VAGUE_NAMES = frozenset({"one", "ones", "found", "told", "said", "there", "here", "mine", "asked"})
@@ -68,6 +65,7 @@ def main(arguments: list[str]) -> int:
 
 def check_files(only: list[Path]) -> Iterator[Finding]:
     """Yield the findings in every Python file below the checked folders."""
+    banned = banned_words()
     for path in python_files():
         if only and not any(path == wanted or wanted in path.parents for wanted in only):
             continue
@@ -76,7 +74,7 @@ def check_files(only: list[Path]) -> Iterator[Finding]:
         if in_source:
             yield from (Finding(path, *finding) for finding in check_docstrings(tree))
             yield from (Finding(path, *finding) for finding in check_names(tree))
-        yield from (Finding(path, *finding) for finding in check_words(path.read_text()))
+        yield from (Finding(path, *finding) for finding in check_words(path.read_text(), banned))
 
 
 def python_files() -> list[Path]:
@@ -123,13 +121,20 @@ def check_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"parameter {node.arg!r} does not say what it holds"
 
 
-def check_words(text: str) -> Iterator[tuple[int, str]]:
+def banned_words() -> re.Pattern[str]:
+    """Return a pattern of the words that the glossary replaces."""
+    glossary = tomllib.loads(GLOSSARY.read_text())
+    words = [word for entry in (*glossary["term"], *glossary["words"]) for word in entry.get("not", ())]
+    return re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)
+
+
+def check_words(text: str, banned: re.Pattern[str]) -> Iterator[tuple[int, str]]:
     """Yield banned words in comments, strings and names."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, tokenize.NAME):
-            for match in BANNED_WORDS.finditer(token.string.replace("_", " ")):
+            for match in banned.finditer(token.string.replace("_", " ")):
                 line = token.start[0] + token.string[: match.start()].count("\n")
-                yield line, f"word {match.group()!r} is not in the glossary"
+                yield line, f"the glossary has another word for {match.group()!r}"
 
 
 def check_shared_classes() -> Iterator[Finding]:

@@ -1,8 +1,10 @@
-"""Writes the reference pages that are made from the code: commands, settings and error codes."""
+"""Reference pages that are generated: commands, settings, error codes and the glossary."""
 
 from __future__ import annotations
 
 import inspect
+import tomllib
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from shoal import settings as shoal_settings
 
 
 def commands() -> str:
-    """Every command with its options, as click knows them."""
+    """Return the page of every command with its options."""
     from shoal.cli.main import shoal
 
-    lines = ["# Commands", "", "Made from the commands themselves; `shoal COMMAND --help` says the same.", ""]
-    lines += ["`--json`, `-q` and `-v` may also stand after the verb.", ""]
+    lines = ["# Commands", "", "Generated from the commands; `shoal COMMAND --help` prints the same.", ""]
+    lines += ["`--json`, `-q` and `-v` may also follow the verb.", ""]
     root = click.Context(shoal, info_name="shoal")
     lines += _command(shoal, root)
     for name in shoal.list_commands(root):
@@ -43,11 +45,11 @@ def _command(command: click.Command, context: click.Context) -> list[str]:
 
 
 def settings() -> str:
-    """Every setting from the table in shoal/settings.py."""
+    """Return the page of every setting in shoal/settings.py."""
     lines = [
         "# Settings",
         "",
-        "Made from the table in `shoal/settings.py`. Set them with `--set NAME=VALUE`, in `shoal.toml`, or in",
+        "Generated from `shoal/settings.py`. Set them with `--set NAME=VALUE`, in `shoal.toml`, or in",
         "`[tool.shoal]` of `pyproject.toml`; `shoal config` prints each value and its source. A name with a dot",
         "is a key of the table before the dot; the others belong to `[run]`.",
         "",
@@ -61,11 +63,11 @@ def settings() -> str:
 
 
 def codes() -> str:
-    """Every error code with the text of `shoal explain`."""
+    """Return the page of every error code with the text of `shoal explain`."""
     lines = [
         "# Error codes",
         "",
-        "Made from `shoal/errors`; `shoal explain CODE` prints the same text. Every error says what went wrong,",
+        "Generated from `shoal/errors`; `shoal explain CODE` prints the same text. Every error says what went wrong,",
         "where, why, and what to do.",
         "",
         "```text",
@@ -79,6 +81,19 @@ def codes() -> str:
     return "\n".join(lines)
 
 
+def glossary() -> str:
+    """Return the page of every word in docs/glossary.toml, with where it is in the source."""
+    terms = tomllib.loads((Path(__file__).parents[1] / "glossary.toml").read_text())["term"]
+    lines = ["# Glossary", "", "One word per idea, in the code, the messages, the command line and these pages.", ""]
+    for group, members in groupby(terms, key=lambda term: term["group"]):
+        lines += [f"## {group}", "", "| word | meaning | in the source |", "| --- | --- | --- |"]
+        for term in members:
+            code = f"`{term['code'].replace(':', '.')}`" if "code" in term else ""
+            lines.append(f"| {term['word']} | {_cell(term['meaning'])} | {code} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _below(kind: type[errors.ShoalError]) -> set[type[errors.ShoalError]]:
     children = {child for child in kind.__subclasses__() if child.__module__.startswith("shoal.errors.")}
     return children.union(*(_below(child) for child in children))
@@ -89,15 +104,17 @@ def _cell(text: str) -> str:
 
 
 def write(app: Sphinx) -> None:
-    """Write the pages before Sphinx looks for sources; only if they changed, so that builds stay incremental."""
+    """Write the pages that changed before Sphinx reads its sources; builds stay incremental."""
     folder = Path(app.srcdir) / "reference" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in (("commands", commands), ("settings", settings), ("errors", codes)):
+    pages = {"commands": commands, "settings": settings, "errors": codes, "glossary": glossary}
+    for name, make in pages.items():
         page, text = folder / f"{name}.md", make()
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the generator with Sphinx."""
     app.connect("builder-inited", write)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -577,11 +577,11 @@ class Boundary(StandaloneSession):
     def begin(self, fingerprint: str, keeper: Any, on_cpu: bool = True) -> None:
         self.keeper = keeper
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         if self.step == self.at:
             header, buffers = self.keeper.capture()
             self.state = header, [one.copy() for one in buffers]
-        return super().turn()
+        return super().next_step()
 
 
 class Hung(Boundary):
@@ -591,7 +591,7 @@ class Hung(Boundary):
         super().__init__(at)
         self.later: Boundary | None = later
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         if self.step == self.at and self.later is not None:
             self.keeper.load(*self.later.state)
             self.step, self.later = self.later.at, None
@@ -684,13 +684,13 @@ class Watched(Hung):
         super().__init__(at, later)
         self.noting, self.streaks = noting, []
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         if self.step == self.at and self.later is not None:
             before = self.noting.streak
-            step = super().turn()
+            step = super().next_step()
             self.streaks = [before, self.noting.streak]
             return step
-        return super().turn()
+        return super().next_step()
 
 
 def test_all_that_a_callback_has_found_is_handed_over_and_nothing_that_it_was_told() -> None:

@@ -392,11 +392,11 @@ class Breaking(FixedWorldSession):
         self.broken = True
         self.broke += 1
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         self.broken = False
-        return super().turn()
+        return super().next_step()
 
-    def may_apply(self) -> bool:
+    def begin_commit(self) -> bool:
         if getattr(self, "refuses", False) and self.step == 1:
             self.refuses = False
             self.fail(ExchangeBroken("told to"))

@@ -44,8 +44,8 @@ class Placed(ServedSession):
         self.adopted = self.gone = self.heard_of = lambda *_told: None
         self.outstanding = list
         self._restore_asked, self._failure = False, None
-        self.port = Peers(b"token", "town", name, "1", "127.0.0.1")
-        self.address = self.port.address
+        self.peers = Peers(b"token", "town", name, "1", "127.0.0.1")
+        self.address = self.peers.address
         self.writes = name == "trainer-0"
 
     @property

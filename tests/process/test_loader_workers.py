@@ -152,7 +152,7 @@ def test_reading_ahead_leaves_the_own_random_numbers_alone(closing: Callable[[An
 
 def test_a_ghost_is_fed_by_the_workers_too(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Counted(), ORDER, workers=1))
-    assert loader.ghost(0).shape == (2, 4)
+    assert loader.placeholder_batch(0).shape == (2, 4)
     assert loader.take(0, (0, 4), always_ahead((0, 4)))[0].shape == (4, 4)
 
 
@@ -160,7 +160,7 @@ def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], An
     data = Counted()
     loader = closing(share_loader(data, ORDER, workers=1))
     loader.start()
-    loader.ghost(4)
+    loader.placeholder_batch(4)
     assert loader.take(4, (0, 0), lambda step: (0, 8) if step == 5 else None) == []
     wanted = ORDER.ids(5, 0, 8).tolist()
     deadline = time.monotonic() + 20
@@ -267,7 +267,7 @@ def test_a_stream_read_ahead_is_the_same_stream(closing: Callable[[Any], Any]) -
     layout = LaneLayout.of(5, 6, lanes=3, epochs=2)
     plain = lane_reader(shards, layout, collate=list)
     ahead = closing(lane_reader(shards, layout, collate=list, workers=1))
-    assert len(ahead.ghost()) == len(plain.ghost()) == 2
+    assert len(ahead.placeholder_batch()) == len(plain.placeholder_batch()) == 2
     for step, epoch, lanes in [
         (0, 0, (0, 3)),
         (1, 0, (0, 3)),

@@ -348,9 +348,9 @@ class Breaking(FixedWorldSession):
         self.broken = True
         self.broke += 1
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         self.broken = False
-        return super().turn()
+        return super().next_step()
 
 
 @pytest.mark.parametrize("sync", ["step", "local:2"])

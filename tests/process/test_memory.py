@@ -53,7 +53,7 @@ def train(session, fits=10**9, where="forward", shares="equal"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         optimizer.step()
         optimizer.zero_grad()
-    return model.layer.weight.detach().clone(), run._trainer.feed.micro, steps
+    return model.layer.weight.detach().clone(), run._trainer.feed.micro_batch_size, steps
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -77,7 +77,7 @@ def test_reading_leaves_the_own_random_numbers_alone() -> None:
     torch.set_rng_state(states[2])
     loader = share_loader(Augmented(), SampleOrder(40, 16))
     loader.take(0, (0, 16), nothing_ahead)
-    loader.ghost(1)
+    loader.placeholder_batch(1)
     assert draw() == expected
 
 
@@ -114,14 +114,14 @@ def test_pieces_are_nearly_equal_so_that_none_is_a_lone_sample() -> None:
     assert loader.sizes((0, 9)) == (3, 3, 3)
     assert [len(piece) for piece in loader.take(0, (0, 9), nothing_ahead)] == [3, 3, 3]
     assert loader.sizes((5, 5)) == ()
-    loader.micro = None
+    loader.micro_batch_size = None
     assert loader.sizes((0, 9)) == (9,)
 
 
 def test_an_empty_share_reads_nothing_and_a_ghost_gets_two_samples() -> None:
     loader = share_loader(Augmented(), SampleOrder(40, 8))
     assert loader.take(0, (3, 3), nothing_ahead) == []
-    assert loader.ghost(0).shape == (2, 5)
+    assert loader.placeholder_batch(0).shape == (2, 5)
     assert share_loader(Augmented(), SampleOrder(40, 1)).ghost(0).shape == (1, 5)
 
 

@@ -32,9 +32,9 @@ class FixedWorldSession(StandaloneSession):
     def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
-        blanks = keeper.blanks() if self.rank in self.world.ghosts else None
-        if blanks is not None and isinstance(self.exchange, Ring):
-            self.exchange = CatchUpExchange(self.exchange, blanks, keeper.ends)
+        zero_buffers = keeper.zero_buffers() if self.rank in self.world.ghosts else None
+        if zero_buffers is not None and isinstance(self.exchange, Ring):
+            self.exchange = CatchUpExchange(self.exchange, zero_buffers, keeper.is_last_step)
 
 
 def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[int, ...] = ()) -> list[T]:

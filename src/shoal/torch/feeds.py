@@ -22,8 +22,7 @@ from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.local_sgd import TorchLocalTrainer
 from shoal.torch.modes.served import TorchServedTrainer
 from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
-from shoal.worker.data.dealing import balance_of
-from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed
+from shoal.worker.data.feed import Feed, IndexedFeed, StreamFeed, make_balancer
 from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader
@@ -124,7 +123,7 @@ class Feeds:
 
     def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> ShareBalancer:
         """What deals out the shares, by the settings; it is state of the run."""
-        balance = balance_of(self._settings, shares, ahead, first_windows)
+        balance = make_balancer(self._settings, shares, ahead, first_windows)
         self._keeper.parts["shares"] = balance
         return balance
 

@@ -77,7 +77,7 @@ class Run(BaseRun):
             return False
         if isinstance(turn, TicketStep):
             return turn.last_of_epoch
-        return feed.over(self.step) or feed.cursor(self.step).epoch > turn.epoch
+        return feed.ended(self.step) or feed.cursor(self.step).epoch > turn.epoch
 
     @property
     def share(self) -> int:
@@ -268,7 +268,7 @@ class Run(BaseRun):
         trainer.feed = feed
         if isinstance(self._session, EvaluatorSession):
             return self._follow(self._session, trainer.model)
-        if feed.held is not None:
+        if feed.shard_range is not None:
             described |= make_alike(trainer.model, trainer.synchronised, self._session.settings.threads)
         return trainer.train(feed, self._identity(described), seed)
 

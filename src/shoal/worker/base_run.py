@@ -63,7 +63,7 @@ class BaseRun(ABC):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             write()
             output_upload.bring_back(self._session.environment, path)
-            self._session.fulfil(name)
+            self._session.complete_claim(name)
 
     def close(self) -> None:
         """Let go of connections; called by itself at the end of the process."""

@@ -89,7 +89,7 @@ def _tell_of_errors(session: Session | ServedSession | EvaluatorSession) -> None
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        session.raised(error, "".join(traceback.format_exception(kind, error, trace)))
+        session.report_exception(error, "".join(traceback.format_exception(kind, error, trace)))
         usual(kind, error, trace)
 
     sys.excepthook = tell

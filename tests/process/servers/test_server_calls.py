@@ -60,7 +60,7 @@ class Peer:
     def __init__(self, name: str, bound: int | None = 1) -> None:
         self.me, self.said = name, list[messages.Message]()
         self.settings = SimpleNamespace(connect_timeout_s=2.0, lease_s=1.0)
-        self.port = Peers(b"token", "run", name, "1", "127.0.0.1")
+        self.peers = Peers(b"token", "run", name, "1", "127.0.0.1")
         self.failed: list[Exception] = []
         self.fail = self.failed.append
         self.vault = Counting()
@@ -72,12 +72,12 @@ class Peer:
 
     @property
     def seat(self) -> Seat:
-        return Seat(self.me, "1", self.port.address)
+        return Seat(self.me, "1", self.peers.address)
 
     def ask(self, other: Peer, call: ServerCall, body: bytes = b"", within_s: float = 10.0) -> ServerReply:
         sock = self._socks.get(other.me)
         if sock is None:
-            sock = self._socks[other.me] = self.port.call(CALL, 1, other.seat, 2.0, threading.Event())
+            sock = self._socks[other.me] = self.peers.call(CALL, 1, other.seat, 2.0, threading.Event())
         sock.settimeout(within_s)
         rpc.send(sock, call, [body])
         return rpc.receive_answer(sock)[0]
@@ -90,7 +90,7 @@ class Peer:
     def close(self) -> None:
         self.hang_up()
         self.server.close()
-        self.port.close()
+        self.peers.close()
 
 
 @pytest.fixture

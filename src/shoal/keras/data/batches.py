@@ -24,8 +24,7 @@ from shoal.keras.fit.fit_arguments import asked_of, check_use
 from shoal.keras.modes.local_sgd import KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer
 from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
-from shoal.worker.data.dealing import balance_of
-from shoal.worker.data.feed import Feed, IndexedFeed
+from shoal.worker.data.feed import Feed, IndexedFeed, make_balancer
 from shoal.worker.data.fetch import ReadKey, always
 from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.share_loader import ShareLoader
@@ -201,7 +200,7 @@ class IndexedBatches(Batches):
             needed = math.ceil(epochs * self.length / order.steps_per_epoch)
             how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
             order = SampleOrder(samples=len(self._source), size=wished.size, **how)
-        balance = balance_of(settings, self.shares, ahead=self._reading.depth)
+        balance = make_balancer(settings, self.shares, ahead=self._reading.depth)
         balance.settings.check(wished.size)
         keeper.parts["shares"] = balance
         fetcher = SourceFetcher(self._source, order, self._classes)
@@ -225,7 +224,7 @@ class IndexedBatches(Batches):
         order = RoundOrder.of(samples, size, length, needed, every=every, **self._how)
         self.length, self.ends = None if every else order.steps_per_epoch, order.ends
         # What is read ahead of a round is little.
-        balance = balance_of(settings, self.shares, 0, FIRST_ROUNDS)
+        balance = make_balancer(settings, self.shares, 0, FIRST_ROUNDS)
         keeper.parts["shares"] = balance
         fetcher = SourceFetcher(self._source, order, self._classes)
         loader = BatchLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)

@@ -19,8 +19,7 @@ from shoal.keras.data.batches import Batches
 from shoal.keras.data.tf_pipelines import check_stream
 from shoal.keras.modes.local_sgd import KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer
-from shoal.worker.data.dealing import balance_of
-from shoal.worker.data.feed import Feed, StreamFeed
+from shoal.worker.data.feed import Feed, StreamFeed, make_balancer
 from shoal.worker.data.lane import Shards
 from shoal.worker.data.rng_state import RngState
 from shoal.worker.data.stream_reader import LaneReader, LaneSource
@@ -73,8 +72,8 @@ class StreamedBatches(Batches):
         layout = LaneLayout.of(self._shards, self.size, None, passes, self.seed, False)
         opened = Shards([self._opener(number) for number in range(self._shards)])
         reader = LaneReader(LaneSource(opened, layout, self._batch, RngState(), kept_steps=1))
-        feed = StreamFeed(layout, reader, balance_of(settings, self.shares or "equal", ahead=0))
-        keeper.parts["shares"], keeper.parts["stream"] = feed.balance, feed
+        feed = StreamFeed(layout, reader, make_balancer(settings, self.shares or "equal", ahead=0))
+        keeper.parts["shares"], keeper.parts["stream"] = feed.balancer, feed
         described = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
         return feed, described
 

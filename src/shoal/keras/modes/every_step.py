@@ -17,7 +17,7 @@ from shoal.keras.fit.train_function import TrainFunction
 from shoal.keras.fit.variables import loss_in, reseed, seeds_of, statistics_of, weights_of
 from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected
 from shoal.keras.modes.state import VariableGroup
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -139,8 +139,8 @@ class KerasTrainer(Loop, TrainFunction):
         for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
             variable.assign(value)
 
-    def _blanks(self) -> list[Blank] | None:
-        return self._sums.blanks() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
+    def _zero_buffers(self) -> list[ZeroBuffer] | None:
+        return self._sums.zero_buffers() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
 
     def _seed(self, seed: int) -> None:
         self._backend.seed(seed)
@@ -261,7 +261,7 @@ class KerasTrainer(Loop, TrainFunction):
         assert sums is not None
         turn.sending = True
         if turn.empty:
-            sums.blank()
+            sums.clear()
         if self._squares is not None:
             self._squares.own(sums.views)
         turn.squares = self._squares
@@ -269,7 +269,7 @@ class KerasTrainer(Loop, TrainFunction):
             gathered = self._send_pulse(turn)
             sums.send(exchange)
             turn.compute_s = time.perf_counter() - turn.given_at
-            self._session.phase("exchange")
+            self._session.set_phase("exchange")
             total = self._receive_pulses(turn, gathered)
             self._fill_tail(turn, total)
             sums.finish(exchange, total / turn.nominal if total else 1.0)

@@ -61,8 +61,8 @@ class KerasLocalTrainer(KerasTrainer):
         self._count(turn, now)
         if self._session.broken:
             return None
-        number = bisect_left(self.feed.lots, turn.piece, key=lambda lot: lot.last)
-        lot = self.feed.lots[number]
+        number = bisect_left(self.feed.local_batches, turn.piece, key=lambda lot: lot.last)
+        lot = self.feed.local_batches[number]
         if self._own is None or len(self._own.views) != len(gradients):
             self._own = FlatBuffers([ArraySpec(one.shape, one.dtype) for one in gradients], tail=0)
         self._own.load(gradients, turn.own / (lot.samples or 1), add=turn.piece > lot.first)
@@ -75,7 +75,7 @@ class KerasLocalTrainer(KerasTrainer):
         if turn.empty:
             return None
         # Schedules, and whatever else counts steps, are where they would be without rounds: see docs.
-        self._inner._iterations.assign(self._iterations + self.feed.due(turn.step, number))
+        self._inner._iterations.assign(self._iterations + self.feed.global_batches_due(turn.step, number))
         return self._own.views
 
     def _remember(self, turn: Step) -> None:
@@ -108,7 +108,7 @@ class KerasLocalTrainer(KerasTrainer):
             variable.assign(value)
         self._put_statistics()
         self.put_meters_back()
-        self._inner._iterations.assign(self._iterations + self.feed.batches_in(turn.step))
+        self._inner._iterations.assign(self._iterations + self.feed.global_batches_in(turn.step))
         self._commit(turn)
 
     def _average(self, turn: Step) -> bool:

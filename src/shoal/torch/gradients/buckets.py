@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Adder, Exchange, Work
 
 FIRST_BYTES = 1 << 20
@@ -90,7 +90,7 @@ class Buckets:
     def disarm(self) -> None:
         self._exchange = None
 
-    def blanks(self) -> list[Blank]:
+    def zero_buffers(self) -> list[ZeroBuffer]:
         """Buffers like ours, for a shadow that takes part without gradients."""
         return [(*operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
 

@@ -20,7 +20,7 @@ from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange
 from shoal.core.world import World
 from shoal.errors import UnsupportedInExactMode
 from shoal.torch.gradients.buckets import Bucket, Buckets, operand
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange, TreePartials
 from shoal.worker.data.feed import IndexedFeed, MicroBatch
 from shoal.worker.data.fetch import ReadKey
@@ -63,7 +63,7 @@ class ShardLoader(ShareLoader):
                 f"a global batch of {order.size} samples cannot be cut into {shards} shards",
                 do=f"pass exact=1 to {order.size}; 8 to 32 is usual",
             )
-        if self.micro is not None:
+        if self.micro_batch_size is not None:
             raise UnsupportedInExactMode(
                 "exact and micro exclude each other", do="raise exact= until one shard fits into memory"
             )
@@ -80,7 +80,7 @@ class ShardLoader(ShareLoader):
         return tuple(min(b, stop) - max(a, start) for a, b in shards if a < stop and b > start)
 
     def _key(self, step: int, span: Span) -> ReadKey:
-        return super()._key(step, span)._replace(micro=self.sizes_of(step, span))
+        return super()._key(step, span)._replace(micro_batch_size=self.sizes_of(step, span))
 
 
 class ShardFeed(IndexedFeed):
@@ -90,20 +90,20 @@ class ShardFeed(IndexedFeed):
 
     def __init__(self, order: SampleOrder, loader: ShardLoader, balance: ShareBalancer) -> None:
         super().__init__(order, loader, balance)
-        self.held = NO_SHARDS
+        self.shard_range = NO_SHARDS
 
     @property
-    def micro(self) -> int | None:
+    def micro_batch_size(self) -> int | None:
         return None
 
-    def shrink(self, samples: int) -> bool:  # noqa: ARG002
+    def halve_micro_batch(self, samples: int) -> bool:  # noqa: ARG002
         """Shards are what they are."""
         return False
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        found = super().pieces(step, world, rank, ghosts)
-        self.held = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)
-        self.units = self.held.stop - self.held.start
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
+        found = super().micro_batches(step, world, rank, ghosts)
+        self.shard_range = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)
+        self.units = self.shard_range.stop - self.shard_range.start
         return found
 
     def _sizes(self, step: int, span: Span) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class ShardFeed(IndexedFeed):
 
     def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> ShardRange:
         count = len(self._loader.bounds(step)) - 1
-        return reduction_tree.assign_shards(self.balance.shares(step, count, members, ghosts), count)[rank]
+        return reduction_tree.assign_shards(self.balancer.shares(step, count, members, ghosts), count)[rank]
 
     def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> Span:
         ends, held = self._loader.bounds(step), self._dealt(step, members, rank, ghosts)
@@ -179,7 +179,7 @@ class TreeBuckets(Buckets):
         super().disarm()
         self._is_open = False
 
-    def blanks(self) -> list[Blank]:
+    def zero_buffers(self) -> list[ZeroBuffer]:
         return [(*operand(torch.zeros_like(bucket.flat)), TreePartials()) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:

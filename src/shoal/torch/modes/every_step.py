@@ -19,7 +19,7 @@ from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
@@ -52,7 +52,7 @@ class TorchTrainer(Loop):
         turn, feed = self.turn, self.feed
         if self.auto is None or turn is None or feed is None:
             return 1
-        ended = feed.over(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
+        ended = feed.ended(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
         at_every_step = not ended or calls > turn.epoch
         return turn.progress if at_every_step else 1
 
@@ -74,7 +74,7 @@ class TorchTrainer(Loop):
         if backend != "ring" and isinstance(session, Session):
             from shoal.torch.gradients import process_group
 
-            session.exchange_over(partial(process_group.connect, session.port, backend=backend))
+            session.use_exchange(partial(process_group.connect, session.peers, backend=backend))
 
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
@@ -97,12 +97,12 @@ class TorchTrainer(Loop):
         """Whether a turn that came to its end uncommitted did so because of the script."""
         return turn.reduced
 
-    def _blanks(self) -> list[Blank] | None:
+    def _zero_buffers(self) -> list[ZeroBuffer] | None:
         """What a shadow exchanges in our stead; unknown if layers exchange too, or if lanes are dealt out."""
         if self.synchronised or not isinstance(self.feed, IndexedFeed):
             return None
         self._bucket_up()
-        return self._buckets.blanks() if self._buckets is not None else None
+        return self._buckets.zero_buffers() if self._buckets is not None else None
 
     def _undo_uncommitted(self) -> None:
         turn = self.turn
@@ -123,7 +123,7 @@ class TorchTrainer(Loop):
             if self._buckets is not None:
                 self._buckets.close()
                 self._gathered.lend(self._buckets.parameters)
-            exact = self.feed is not None and self.feed.held is not None
+            exact = self.feed is not None and self.feed.shard_range is not None
             self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
 
     # --- one step
@@ -214,7 +214,7 @@ class TorchTrainer(Loop):
             if self._pace is not None:
                 self._pace.after_backward()
             turn.compute_s = time.perf_counter() - turn.given_at
-            session.phase("exchange")
+            session.set_phase("exchange")
             total = self._receive_pulses(turn, pulses)
             mine = turn.weight / total if total else 0.0
             self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)

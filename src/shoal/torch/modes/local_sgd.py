@@ -87,7 +87,7 @@ class TorchLocalTrainer(TorchTrainer):
                 f"batch {before.number} of round {turn.step} ended without optimizer.step",
                 do="call optimizer.step() every time",
             )
-        self._batch = _LocalStep(turn, number, self.feed.lots[number])
+        self._batch = _LocalStep(turn, number, self.feed.local_batches[number])
         self._gathered.begin()
         turn.nominal = self._batch.lot.samples or 1
         turn.stepped.clear()
@@ -217,7 +217,7 @@ class TorchLocalTrainer(TorchTrainer):
         assert self.feed is not None
         turn.data_s += self.feed.read_s
         turn.compute_s = time.perf_counter() - turn.given_at - self.feed.read_s
-        self._session.phase("exchange")
+        self._session.set_phase("exchange")
         turn.sending = True
         try:
             self._average(turn, self._buckets)
@@ -274,7 +274,7 @@ class TorchLocalTrainer(TorchTrainer):
         self._calls[which] += 1
         assert self.feed is not None
         step = batch.turn.step
-        return self.feed.due(step, batch.number + 1) - self.feed.due(step, batch.number)
+        return self.feed.global_batches_due(step, batch.number + 1) - self.feed.global_batches_due(step, batch.number)
 
     def _every_batch(self, changes: ParameterDeltas) -> list[bool]:
         """Which schedulers are stepped after every batch, by what all members tell of all but their last one."""
@@ -292,9 +292,9 @@ class TorchLocalTrainer(TorchTrainer):
     def _catch_up(self, turn: Step) -> None:
         """Bring schedules to where they are one step before the end of the round; that one, the script does."""
         assert self.feed is not None
-        steps = self.feed.batches_in(turn.step)
+        steps = self.feed.global_batches_in(turn.step)
         for scheduler, every, calls in zip(self.schedulers, self._every, self._calls, strict=True):
-            done = self.feed.due(turn.step, len(self.feed.lots) - 1) if calls else 0
+            done = self.feed.global_batches_due(turn.step, len(self.feed.local_batches) - 1) if calls else 0
             self._ahead = steps - 1 - done if every else 0
             if self._ahead:
                 scheduler.step()

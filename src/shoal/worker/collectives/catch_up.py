@@ -23,7 +23,7 @@ from shoal.core.step_report import GHOST, StepReport, decode, encode
 from shoal.worker.collectives.exchange import Adder, ExchangeBroken, GatherWork, TreePartials, Work
 from shoal.worker.collectives.ring import Ring
 
-Blank: TypeAlias = tuple[NDArray[Any], Adder | None, TreePartials | None]
+ZeroBuffer: TypeAlias = tuple[NDArray[Any], Adder | None, TreePartials | None]
 """One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""
 
 KEPT_STEPS = 32
@@ -35,12 +35,14 @@ LATE = 0.25
 class CatchUpExchange:
     """An exchange that plays back what happened before its owner could take part, and then is the real one.
 
-    `blanks` are the buffers of one step, in order. `ends(pulses)` says whether no step follows the one of these pulses.
+    `zero_buffers` are the buffers of one step, in order. `is_last_step(reports)` tells whether no step follows.
     """
 
-    def __init__(self, real: Ring, blanks: Sequence[Blank], ends: Callable[[tuple[StepReport, ...]], bool]) -> None:
+    def __init__(
+        self, real: Ring, zero_buffers: Sequence[ZeroBuffer], is_last_step: Callable[[tuple[StepReport, ...]], bool]
+    ) -> None:
         self.rank, self.size = real.rank, real.size
-        self._real, self._blanks, self._ends = real, list(blanks), ends
+        self._real, self._zero_buffers, self._is_last_step = real, list(zero_buffers), is_last_step
         self._kept: deque[tuple[NDArray[np.float64], list[NDArray[Any]]]] = deque()
         self._playing: deque[NDArray[Any]] = deque()
         self._awaited = False
@@ -108,8 +110,10 @@ class CatchUpExchange:
         follows = self._owner_follows()
         gathered = self._real.gather(encode(StepReport(step=-1, wishes=0 if follows else GHOST)))
         # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
-        buffers = [np.zeros_like(blank) for blank, _, _ in self._blanks]
-        tickets = [self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._blanks, strict=True)]
+        buffers = [np.zeros_like(blank) for blank, _, _ in self._zero_buffers]
+        tickets = [
+            self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._zero_buffers, strict=True)
+        ]
         pulses = gathered.result()
         for ticket in tickets:
             ticket.wait()
@@ -117,7 +121,7 @@ class CatchUpExchange:
             self._kept.append((pulses, buffers))
             self._exchanged_at = time.monotonic()
             self._changed.notify_all()
-        return not follows and not self._ends(decode(pulses))
+        return not follows and not self._is_last_step(decode(pulses))
 
     def _owner_is_first(self) -> bool:
         """Wait until the owner has caught up, or the others begin to exchange the next step: who was first."""

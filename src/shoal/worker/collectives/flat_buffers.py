@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange, Work
 
 # While one bucket is on its way, the next one is filled.
@@ -37,7 +37,7 @@ class FlatBuffers:
         self.tail = np.zeros(tail, np.float64)
         self._tickets: list[Work] = []
 
-    def blanks(self) -> list[Blank]:
+    def zero_buffers(self) -> list[ZeroBuffer]:
         """Buffers like ours, for a shadow that takes part without gradients."""
         return [(np.zeros_like(buffer), None, None) for buffer in (*self._buckets, self.tail)]
 
@@ -49,7 +49,7 @@ class FlatBuffers:
             else:
                 np.multiply(array, view.dtype.type(scale), out=view)
 
-    def blank(self) -> None:
+    def clear(self) -> None:
         """Take part with zeros."""
         for bucket in self._buckets:
             bucket.fill(0)

@@ -33,20 +33,20 @@ class AutoFeed(IndexedFeed):
         self.auto, self._noise = auto, noise
         self._exchange_s = 0.0
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        if world.size > 1 or step % LOOK_EVERY or self._loader.micro is not None:
-            return super().pieces(step, world, rank, ghosts)
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
+        if world.size > 1 or step % LOOK_EVERY or self._loader.micro_batch_size is not None:
+            return super().micro_batches(step, world, rank, ghosts)
         # Alone, and with the batch in one piece, there would be nothing to compare.
-        self._loader.micro = -(-self.nominal(step) // 2)
+        self._loader.micro_batch_size = -(-self.global_batch_size(step) // 2)
         try:
-            return super().pieces(step, world, rank, ghosts)
+            return super().micro_batches(step, world, rank, ghosts)
         finally:
-            self._loader.micro = None
+            self._loader.micro_batch_size = None
 
-    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
+    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         if step and self._order.nominal_size(step) != self._order.nominal_size(step - 1):
-            self.balance.reset_shares()
-        decisions = super().committed(step, world, everybody)
+            self.balancer.reset_shares()
+        decisions = super().on_commit(step, world, everybody)
         waits = [pulse.wait_s for pulse in everybody if pulse.measured]
         if waits:
             # Whoever is last waits for nobody: what it waits for is the exchange itself.
@@ -57,10 +57,10 @@ class AutoFeed(IndexedFeed):
 
     def _choose(self, step: int, members: tuple[str, ...]) -> Adjustment | None:
         def step_seconds(size: int) -> float:
-            return self.balance.step_seconds(size, members) + self._exchange_s
+            return self.balancer.step_seconds(size, members) + self._exchange_s
 
         left = self._order.total_steps - step - 1
-        sure = self.balance.knows_fixed_costs(members)
+        sure = self.balancer.knows_fixed_costs(members)
         left_s = left * step_seconds(self._order.nominal_size(step)) if sure else 0.0
         found = self.auto.on_commit(step, self._noise, step_seconds, costs_known=sure, left_s=left_s)
         if found is None or found.step >= self._order.total_steps:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from shoal.core.data.lanes import LaneLayout, advance
 from shoal.core.data.sample_order import Cursor, SampleOrder
 from shoal.core.shares import split as shares_split
-from shoal.core.shares.balancer import ShareBalancer, StepMeasurement
+from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer, StepMeasurement, parse
 from shoal.core.shares.reduction_tree import ShardRange
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
@@ -42,31 +42,31 @@ class MicroBatch:
 class Feed(Protocol):
     """Gives every member its part of every step.
 
-    `balance` deals out units: samples of an indexed dataset, lanes of a stream; `units` is how many the last pieces of
-    this member were. In exact mode `held` says which shards they were.
+    `balancer` deals out units: samples of an indexed dataset, lanes of a stream; `units` is how many the last pieces of
+    this member were. In exact mode `shard_range` says which shards they were.
     """
 
     total: int | None
-    balance: ShareBalancer
+    balancer: ShareBalancer
     units: int
-    held: ShardRange | None
+    shard_range: ShardRange | None
 
     @property
-    def micro(self) -> int | None: ...
+    def micro_batch_size(self) -> int | None: ...
 
-    def shrink(self, samples: int) -> bool: ...
+    def halve_micro_batch(self, samples: int) -> bool: ...
 
-    def over(self, step: int) -> bool: ...
+    def ended(self, step: int) -> bool: ...
 
     def cursor(self, step: int) -> Cursor: ...
 
-    def nominal(self, step: int) -> int: ...
+    def global_batch_size(self, step: int) -> int: ...
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]: ...
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]: ...
 
-    def more(self) -> bool: ...
+    def has_more(self) -> bool: ...
 
-    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]: ...
+    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]: ...
 
     def start(self) -> None: ...
 
@@ -78,43 +78,43 @@ class IndexedFeed:
 
     def __init__(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer) -> None:
         self.total: int | None = order.total_steps
-        self.balance, self.units = balance, 0
-        self.held: ShardRange | None = None
+        self.balancer, self.units = balance, 0
+        self.shard_range: ShardRange | None = None
         self._order, self._loader = order, loader
 
     @property
-    def micro(self) -> int | None:
+    def micro_batch_size(self) -> int | None:
         """The largest piece that this member computes at once."""
-        return self._loader.micro
+        return self._loader.micro_batch_size
 
-    def shrink(self, samples: int) -> bool:
+    def halve_micro_batch(self, samples: int) -> bool:
         """A piece of so many samples did not fit: halve it. False if nothing smaller can be given out."""
         if samples < 2:
             return False
-        self._loader.micro = samples // 2
+        self._loader.micro_batch_size = samples // 2
         return True
 
-    def over(self, step: int) -> bool:
+    def ended(self, step: int) -> bool:
         return step >= self._order.total_steps
 
     def cursor(self, step: int) -> Cursor:
         return self._order.cursor(step)
 
-    def nominal(self, step: int) -> int:
+    def global_batch_size(self, step: int) -> int:
         return self._order.size_of(step)
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        members = told(self.balance, world)
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
+        members = told(self.balancer, world)
 
         def ahead(later: int) -> tuple[int, int] | None:
-            return None if self.over(later) else self._span(later, members, rank, ())
+            return None if self.ended(later) else self._span(later, members, rank, ())
 
-        if self._loader.micro is None:
+        if self._loader.micro_batch_size is None:
             # What did not fit into this member's memory before it was started again does not fit now.
-            self._loader.micro = self.balance.micro_batch_of(members[rank])
+            self._loader.micro_batch_size = self.balancer.micro_batch_of(members[rank])
         span = self._span(step, members, rank, ghosts)
         self.units = span[1] - span[0]
-        ghost = [MicroBatch(self._loader.ghost(step), 0)] if span[0] == span[1] else []
+        ghost = [MicroBatch(self._loader.placeholder_batch(step), 0)] if span[0] == span[1] else []
         # Also with an empty share: the workers read ahead for the steps in which it is not.
         batches = self._loader.take(step, span, ahead)
         if ghost:
@@ -125,17 +125,17 @@ class IndexedFeed:
     def order(self) -> SampleOrder:
         return self._order
 
-    def cut(self, step: int, start: int, stop: int) -> list[MicroBatch]:
+    def read_span(self, step: int, start: int, stop: int) -> list[MicroBatch]:
         """The pieces of any span of a global batch; nobody knows which one comes next, so nothing is read ahead."""
         batches = self._loader.take(step, (start, stop), lambda _later: None)
         return [MicroBatch(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
 
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         return True
 
-    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
+    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         left = self._order.total_steps - step - 1
-        return _observe(self.balance, step, world, everybody, self.cursor(step).epoch, left)
+        return _observe(self.balancer, step, world, everybody, self.cursor(step).epoch, left)
 
     def start(self) -> None:
         self._loader.start()
@@ -147,7 +147,7 @@ class IndexedFeed:
         return self._loader.sizes(span)
 
     def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> tuple[int, int]:
-        return shares_split.span(self.balance.shares(step, self._order.size_of(step), members, ghosts), rank)
+        return shares_split.span(self.balancer.shares(step, self._order.size_of(step), members, ghosts), rank)
 
 
 class StreamFeed:
@@ -155,44 +155,44 @@ class StreamFeed:
 
     def __init__(self, layout: LaneLayout, reader: LaneReader, balance: ShareBalancer) -> None:
         self.total: int | None = None
-        self.balance, self.units = balance, 0
+        self.balancer, self.units = balance, 0
         self._layout, self._reader = layout, reader
         self._cursor = Cursor(0, 0)
         self._more = True
-        self.micro: int | None = None
-        self.held: ShardRange | None = None
+        self.micro_batch_size: int | None = None
+        self.shard_range: ShardRange | None = None
 
-    def shrink(self, samples: int) -> bool:  # noqa: ARG002
+    def halve_micro_batch(self, samples: int) -> bool:  # noqa: ARG002
         """What is read of a stream is given out in one piece."""
         return False
 
-    def over(self, step: int) -> bool:  # noqa: ARG002
+    def ended(self, step: int) -> bool:  # noqa: ARG002
         return self._cursor.epoch >= self._layout.epochs
 
     def cursor(self, step: int) -> Cursor:  # noqa: ARG002
         return self._cursor
 
-    def nominal(self, step: int) -> int:  # noqa: ARG002
+    def global_batch_size(self, step: int) -> int:  # noqa: ARG002
         return self._layout.size
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:  # noqa: ARG002
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:  # noqa: ARG002
         # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
         # dealing a lane out anew for a single step would make two members seek in it.
-        shares = self.balance.shares(step, self._layout.lanes, told(self.balance, world), ())
+        shares = self.balancer.shares(step, self._layout.lanes, told(self.balancer, world), ())
         lanes = self._layout.lanes_of(shares, rank)
         self.units = shares[rank]
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
         self._more = taken.more
         if taken.samples == 0 or taken.batch is None:
-            return [MicroBatch(self._reader.ghost(), 0)]
+            return [MicroBatch(self._reader.placeholder_batch(), 0)]
         return [MicroBatch(taken.batch, taken.samples)]
 
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         return self._more
 
-    def committed(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
+    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
         self._cursor = advance(self._cursor, any(p.more for p in everybody))
-        return _observe(self.balance, step, world, everybody, self._cursor.epoch, None)
+        return _observe(self.balancer, step, world, everybody, self._cursor.epoch, None)
 
     def start(self) -> None:
         self._reader.start()
@@ -206,6 +206,21 @@ class StreamFeed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cursor = Cursor(state["epoch"], state["index"])
         self._reader.load_state_dict(state["shards"])
+
+
+def make_balancer(
+    settings: Any, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS
+) -> ShareBalancer:
+    """Return the balancer that the run's settings describe; `shares`, if given, overrides the policy."""
+    rules = parse(
+        shares or settings.shares_policy,
+        threshold=settings.shares_threshold,
+        window=settings.shares_window,
+        min=settings.shares_min,
+        max=settings.shares_max,
+        mode=settings.shares_mode,
+    )
+    return ShareBalancer(rules, ahead, first_windows)
 
 
 def told(balance: ShareBalancer, world: World) -> tuple[str, ...]:

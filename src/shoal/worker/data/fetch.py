@@ -32,7 +32,7 @@ class ReadKey(NamedTuple):
     step: int
     start: int
     stop: int
-    micro: int | tuple[int, ...] | None
+    micro_batch_size: int | tuple[int, ...] | None
     bare: bool = False
     epoch: int = 0
 
@@ -86,7 +86,7 @@ class Fetcher:
             return self._one_by_one(self._order.ids_at(epoch, key.start, key.stop), epoch, watch)
         found: list[Batch] = []
         start = key.start
-        for size in cut(key.stop - key.start, key.micro):
+        for size in cut(key.stop - key.start, key.micro_batch_size):
             ids = self._order.ids_at(epoch, start, start + size)
             start += size
             batch = self._batch(ids, epoch, watch)

@@ -58,44 +58,44 @@ class RoundFeed(IndexedFeed):
 
     def __init__(self, order: RoundOrder, loader: BatchLoader, balance: ShareBalancer) -> None:
         super().__init__(order, loader, balance)
-        self.lots: list[LocalBatch] = []
+        self.local_batches: list[LocalBatch] = []
         self.read_s = 0.0
         self._members = 1
         # Batches are numbered through, so that those of the next round can be read ahead.
         self._step, self._first, self._count = 0, 0, 0
 
     @property
-    def micro(self) -> int | None:
+    def micro_batch_size(self) -> int | None:
         """The largest piece that this member computes at once."""
         local = -(-self._order.batch // self._members)
-        return min(local, self._loader.micro or local)
+        return min(local, self._loader.micro_batch_size or local)
 
-    def batches_in(self, step: int) -> int:
+    def global_batches_in(self, step: int) -> int:
         """How many global batches a round is worth."""
         return self._order.batches_in(step)
 
-    def due(self, step: int, batches: int) -> int:
+    def global_batches_due(self, step: int, batches: int) -> int:
         """How many of those have passed after so many batches of this member's own, of its share of this round."""
-        return batches * self._order.batches_in(step) // len(self.lots)
+        return batches * self._order.batches_in(step) // len(self.local_batches)
 
-    def pieces(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        members = told(self.balance, world)
+    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
+        members = told(self.balancer, world)
         start, stop = self._span(step, members, rank, ghosts)
         self._first += self._count if step != self._step else 0
         sizes = local_batches(stop - start, self._order.batch, world.size)
         self._step, self._members, self._count = step, world.size, len(sizes)
-        self.units, self.read_s, self.lots = stop - start, 0.0, []
+        self.units, self.read_s, self.local_batches = stop - start, 0.0, []
         foresee = self._foresight(step, (start, stop), members, rank)
         found: list[MicroBatch] = []
         for number, samples in enumerate(sizes, self._first):
-            parts = cut(samples, self._loader.micro)
-            self.lots.append(LocalBatch(samples, len(found), len(found) + len(parts) - 1))
+            parts = cut(samples, self._loader.micro_batch_size)
+            self.local_batches.append(LocalBatch(samples, len(found), len(found) + len(parts) - 1))
             read = _LazyBatch(lambda number=number: self._read(number, foresee))  # type: ignore[misc]
             found += [_LazyMicroBatch(read.next, part) for part in parts]
         if not found:
             # The workers read ahead for the rounds in which the share is not empty.
-            self.lots = [LocalBatch(0, 0, 0)]
-            found = [MicroBatch(self._loader.ghost(step), 0)]
+            self.local_batches = [LocalBatch(0, 0, 0)]
+            found = [MicroBatch(self._loader.placeholder_batch(step), 0)]
             self._loader.look_ahead(self._first - 1, foresee)
         return found
 
@@ -108,7 +108,7 @@ class RoundFeed(IndexedFeed):
         return pieces
 
     def _foresight(self, step: int, span: Span, members: Sequence[str], rank: int) -> Foresight:
-        first, micro = self._first, self._loader.micro
+        first, micro = self._first, self._loader.micro_batch_size
         known: dict[int, list[ReadKey]] = {}
 
         def keys_of(later: int) -> list[ReadKey]:
@@ -123,7 +123,7 @@ class RoundFeed(IndexedFeed):
 
         def foresee(number: int) -> ReadKey | None:
             later, on = step, number - first
-            while not self.over(later):
+            while not self.ended(later):
                 keys = keys_of(later)
                 if on < len(keys):
                     return keys[on]._replace(step=number)

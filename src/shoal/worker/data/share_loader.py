@@ -62,13 +62,13 @@ class ShareLoader(Reader):
         self, order: SampleOrder, fetcher: Fetcher, ahead: ReadAhead | None = None, micro: int | None = None
     ) -> None:
         super().__init__(ahead)
-        self.micro = micro
+        self.micro_batch_size = micro
         self.order = order
         self._fetcher = fetcher
 
     def sizes(self, span: Span) -> tuple[int, ...]:
         """How many samples each piece that `take` gives for this span has."""
-        return cut(span[1] - span[0], self.micro)
+        return cut(span[1] - span[0], self.micro_batch_size)
 
     def take(self, step: int, span: Span, ahead: Spans) -> list[Batch]:
         """The pieces of this span of global batch `step`; ahead(later step) says what will probably be asked for."""
@@ -78,11 +78,13 @@ class ShareLoader(Reader):
             self._ahead.look_ahead(step, self._foresight(ahead))
         return []
 
-    def ghost(self, step: int) -> Batch:
+    def placeholder_batch(self, step: int) -> Batch:
         """A tiny batch for a member with an empty share: it computes along, and counts for nothing."""
         if not self._ghost_samples:
             few = (0, min(GHOST_SAMPLES, self.order.size_of(step)))
-            self._ghost_samples = self._get(self._key(step, few)._replace(micro=None, bare=True), lambda _: None)
+            self._ghost_samples = self._get(
+                self._key(step, few)._replace(micro_batch_size=None, bare=True), lambda _: None
+            )
         return self._fetcher.collate(self._ghost_samples)
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class ShareLoader(Reader):
 
     def _key(self, step: int, span: Span) -> ReadKey:
         place = self.order.position(step)
-        return ReadKey(step, place.first + span[0], place.first + span[1], self.micro, epoch=place.epoch)
+        return ReadKey(step, place.first + span[0], place.first + span[1], self.micro_batch_size, epoch=place.epoch)
 
     def _foresight(self, ahead: Spans) -> Foresight:
         def foresee(step: int) -> ReadKey | None:

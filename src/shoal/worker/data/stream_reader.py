@@ -110,7 +110,7 @@ class LaneReader(Reader):
         self._source.lengths.update(news)
         return LaneBatch(*taken)
 
-    def ghost(self) -> Batch:
+    def placeholder_batch(self) -> Batch:
         """A tiny batch for a member without samples: it computes along, and counts for nothing."""
         if not self._ghost_samples:
             self._ghost_samples = self._get(ReadKey(0, 0, 0, None, bare=True))

@@ -79,7 +79,7 @@ def follow(
     done: tuple[int, int] | None = None
     step, best = line.standing().step, _best(line.standing(), asked)
     while True:
-        session.phase("waiting for a checkpoint")
+        session.set_phase("waiting for a checkpoint")
         trained = line.trained
         found = keeper.newest()
         if found is not None and found != done and found[0] != step:
@@ -102,9 +102,9 @@ def _evaluate(
     session: EvaluatorSession, keeper: TrainingState, asked: EvaluationRequest, write: Write, best: float | None
 ) -> tuple[int, float | None]:
     """Evaluate the newest checkpoint; returns its step, and the best value so far."""
-    session.phase("loading")
+    session.set_phase("loading")
     step = _load(session, keeper)
-    session.phase("evaluating")
+    session.set_phase("evaluating")
     numbers = numbers_of(asked.score(), asked.goal)
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     for name in numbers.keys() - finite.keys():
@@ -112,7 +112,7 @@ def _evaluate(
     value = finite.get(asked.goal.metric) if asked.goal is not None else None
     better = asked.goal is not None and value is not None and asked.goal.better(value, best)
     if better and asked.export:
-        session.phase("exporting")
+        session.set_phase("exporting")
         export(asked.export, write)
         output_upload.bring_back(session.environment, asked.export)
     kept = asked.export if better else ""

@@ -26,8 +26,8 @@ class EvaluatorSession(StandaloneSession):
         self.me = environment.member
         self.line = EvaluatorClient(environment)
 
-    def phase(self, name: str) -> None:
-        self.line.phase(name)
+    def set_phase(self, name: str) -> None:
+        self.line.set_phase(name)
 
     def claim(self, name: str) -> bool:  # noqa: ARG002
         return False
@@ -36,8 +36,8 @@ class EvaluatorSession(StandaloneSession):
         """We were told to go away; nobody needs anything of us."""
         self.line.leave(within_s, cause)
 
-    def raised(self, error: BaseException, text: str) -> None:
-        self.line.raised(error, text)
+    def report_exception(self, error: BaseException, text: str) -> None:
+        self.line.report_exception(error, text)
 
     def at(self, step: int) -> None:
         """The model is that of this step now."""

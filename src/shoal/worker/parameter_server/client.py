@@ -76,7 +76,7 @@ class ServerClient:
             if not wants:
                 return answer
             done = None
-            self._session.phase(f"waiting: {answer.reason}"[:200], began)
+            self._session.set_phase(f"waiting: {answer.reason}"[:200], began)
             self._session.raise_if_over()
 
     def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, memoryview | None]]:
@@ -167,7 +167,7 @@ class ServerClient:
 
     def _await_news(self, placement: Placement, since: float) -> None:
         """Somebody was not there: go on when the coordinator says who is, or try again after a breath."""
-        self._session.phase("waiting for a server", since)
+        self._session.set_phase("waiting for a server", since)
         self._session.pause(PAUSE_S)
         newest = self._session.placement
         if newest is not None and newest.life != placement.life:
@@ -215,7 +215,7 @@ class ServerClient:
         cancelled = threading.Event()
         with self._guard:
             self._dialled = (server, seat.incarnation, cancelled)
-        sock = self._session.port.call(
+        sock = self._session.peers.call(
             CALL, placement.number, seat, self._session.settings.connect_timeout_s, cancelled
         )
         with self._guard:
@@ -238,4 +238,4 @@ class ServerClient:
         self._presence.show(placement.seat_of(placement.holdings[LEDGER].primary) if placement is not None else None)
 
     def _be_seen_by(self, seat: Seat) -> socket.socket:
-        return self._session.port.call(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())
+        return self._session.peers.call(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())

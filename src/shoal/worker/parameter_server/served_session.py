@@ -35,7 +35,7 @@ class ServedSession(CoordinatorClient):
     rank = 0
     size = 1
     broken = False
-    wishes = 0
+    flags = 0
     reason = ""
     exchange = None
 
@@ -49,7 +49,7 @@ class ServedSession(CoordinatorClient):
         self.outstanding: Callable[[], list[messages.Message]] = list
         self._restore_asked = False
         self._failure: Exception | None = None
-        self.port = Peers(
+        self.peers = Peers(
             access.token.encode(),
             environment.run,
             self.me,
@@ -58,20 +58,20 @@ class ServedSession(CoordinatorClient):
             port_range(self.settings.ports),
             others=environment.others,
         )
-        self.address = self.port.address
+        self.address = self.peers.address
         self._link.open()
 
     @property
     def is_writer(self) -> bool:
         """Whether this trainer is the one that writes files; if it goes, it is another's turn."""
-        return not self.serves and self.offer(WRITING)
+        return not self.serves and self.try_claim(WRITING)
 
     def begin(self, fingerprint: str) -> None:
         """The model is built: ask to be admitted."""
         with self._changed:
             self._fingerprint, self._ready = fingerprint, True
             self._say(messages.ReadyMsg(fingerprint, self.step if self.serves else None))
-        self.phase("waiting")
+        self.set_phase("waiting")
 
     def say(self, message: messages.Message) -> None:
         self._say(message)
@@ -81,7 +81,7 @@ class ServedSession(CoordinatorClient):
         with self._changed:
             self.step, self._done = step, True
             self._say(messages.DoneMsg(step))
-        self.phase("done")
+        self.set_phase("done")
 
     def restored(self, step: int | None) -> None:
         """The checkpoint that was asked for is loaded, or there is none."""
@@ -189,7 +189,7 @@ class ServedSession(CoordinatorClient):
     def fetch(self, call: rpc.ServerCall, seat: Seat) -> tuple[bytes, list[Bytes]] | None:
         """A copy of something from another server, None if it cannot be had now."""
         try:
-            sock = self.port.call(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
+            sock = self.peers.call(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
         except ExchangeBroken:
             return None
         try:
@@ -205,15 +205,15 @@ class ServedSession(CoordinatorClient):
 
     def close(self) -> None:
         self._link.close()
-        self.port.close()
+        self.peers.close()
 
     # --- what a run asks of any session
 
-    def quit(self) -> None:
+    def leave_loop(self) -> None:
         """The script left its loop: the others go on without this member."""
         with self._changed:
             self._done = self._quit = True
             self._say(messages.DoneMsg(self.step or 0, early=True))
-        self.phase("done")
+        self.set_phase("done")
 
     status: Callable[[], dict[str, Any]]

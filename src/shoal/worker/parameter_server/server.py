@@ -56,8 +56,8 @@ class ParameterServer(ReplicatedParts):
         self._callers: Counter[tuple[str, str]] = Counter()
         self._unseen: dict[str, float] = {}
         self.sealed = True
-        session.port.serve(CALL, self._serve_trainer)
-        session.port.serve(COPY, self._serve_primary)
+        session.peers.serve(CALL, self._serve_trainer)
+        session.peers.serve(COPY, self._serve_primary)
 
     # --- what the coordinator says of trainers and checkpoints
 

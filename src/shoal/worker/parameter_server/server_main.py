@@ -69,7 +69,7 @@ class _ServerMain:
         session, server = self._session, self._server
         while True:
             session.pause(TICK_S)
-            session.phase("serving" if server.holds else "waiting")
+            session.set_phase("serving" if server.holds else "waiting")
             server.watch()
             if session.restore_asked:
                 self._restore()
@@ -102,7 +102,7 @@ class _ServerMain:
     def _stop(self, stop: messages.StopMsg) -> MemberExit:
         session = self._session
         if stop.checkpoint and self._server.leads:
-            session.phase("checkpoint")
+            session.set_phase("checkpoint")
             for _ in range(END_TRIES):
                 if self._write():
                     break
@@ -156,7 +156,7 @@ class _ServerMain:
             entry = checkpoint.write(
                 store, snapshot, "checkpoint", run=run, world=number, meta={"member": me}, fence=lambda: self._leads()
             )
-            self._session.checkpointed(
+            self._session.report_checkpoint(
                 entry.step, f"{store.where}/{entry.name}", snapshot.total_bytes, time.monotonic() - began
             )
             checkpoint.prune(store, self._session.settings.checkpoint_keep, entry)
@@ -168,7 +168,7 @@ class _ServerMain:
         return self._server.leads
 
     def _restore(self) -> None:
-        self._session.phase("restoring")
+        self._session.set_phase("restoring")
         try:
             found = checkpoint.read(self._keeper.open())
         except NoCheckpoint:

@@ -133,7 +133,7 @@ class TicketLoop(ABC):
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until every ticket is finished; a server never gets beyond this."""
-        if feed.held is not None:
+        if feed.shard_range is not None:
             raise self.unusable("exact mode", "leave exact out")
         if not isinstance(feed, IndexedFeed):
             raise self.unusable("a stream of samples", "train on samples that can be read in any order")
@@ -156,7 +156,7 @@ class TicketLoop(ABC):
             assert self._pusher is not None
             if not over and sys.exc_info()[0] is GeneratorExit:
                 self._pusher.bye()
-                session.quit()
+                session.leave_loop()
             feed.close()
             self._pusher.close()
 
@@ -169,7 +169,7 @@ class TicketLoop(ABC):
             if session.stop is not None or session.leaving:
                 self._go(done, seconds)
             try:
-                session.phase("ticket")
+                session.set_phase("ticket")
                 life = pusher.wait_for_servers().life
                 asked_at = time.perf_counter()
                 answer = pusher.turn(done, seconds)
@@ -212,7 +212,7 @@ class TicketLoop(ABC):
             self._laid_out = True
         if life != self._life:
             self._life, self._versions = life, {}
-        self._session.phase("pull")
+        self._session.set_phase("pull")
         for part, (version, body) in self._pusher.pull(self._versions).items():
             if body is not None:
                 self._take_over(part, body)
@@ -221,11 +221,11 @@ class TicketLoop(ABC):
     def _open(self, feed: IndexedFeed, granted: TicketGranted, life: int, wait_s: float, exchange_s: float) -> None:
         """Read the data of a ticket."""
         ticket, order = granted.ticket, feed.order
-        self._session.phase("data")
+        self._session.set_phase("data")
         began = time.perf_counter()
         if self._slow is not None:
             self._slow.begin(ticket.step)
-        pieces = feed.cut(ticket.step, ticket.start, ticket.stop)
+        pieces = feed.read_span(ticket.step, ticket.start, ticket.stop)
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
         turn = self.turn = TicketStep(granted, life, cursor.epoch, pieces, last, given_at=began)
@@ -237,7 +237,7 @@ class TicketLoop(ABC):
         assert turn is not None
         ticket = turn.granted.ticket
         self._seed(seed_of(seed, ticket.step, ticket.start))
-        self._session.phase("compute")
+        self._session.set_phase("compute")
         for number, piece in enumerate(turn.pieces):
             turn.piece = number
             yield piece.batch
@@ -251,7 +251,7 @@ class TicketLoop(ABC):
         assert self._pusher is not None
         turn.seconds = time.perf_counter() - turn.given_at
         turn.compute_s = turn.seconds - turn.data_s
-        self._session.phase("push")
+        self._session.set_phase("push")
         try:
             self._pusher.push(turn.granted, turn.life, self._gradients(turn))
         except TicketAbandoned:
@@ -272,7 +272,7 @@ class TicketLoop(ABC):
     def too_large(self, error: BaseException) -> None:
         """The ledger gives the same ticket again to whoever holds it; it then comes in smaller pieces."""
         turn = self.turn
-        if turn is None or self.feed is None or not self.feed.shrink(turn.pieces[turn.piece].samples):
+        if turn is None or self.feed is None or not self.feed.halve_micro_batch(turn.pieces[turn.piece].samples):
             raise error
         turn.abandoned = True
 

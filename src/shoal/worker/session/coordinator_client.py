@@ -54,7 +54,7 @@ class CoordinatorClient:
         heartbeat_s, lease_s = self.settings.heartbeat_s, self.settings.lease_s
         self._link = MemberUplink(environment.url, access, self._greet, self._heard, self._beat, heartbeat_s, lease_s)
 
-    def phase(self, name: str, since: float | None = None) -> None:
+    def set_phase(self, name: str, since: float | None = None) -> None:
         """Say what the main thread is doing from now on, or since then."""
         self._phase, self._phase_since = name, time.monotonic() if since is None else since
 
@@ -79,7 +79,7 @@ class CoordinatorClient:
             self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
             return self._claims[name] == "granted"
 
-    def offer(self, name: str) -> bool:
+    def try_claim(self, name: str) -> bool:
         """Whether it is our turn to do something that is never done; asks for it, and does not wait."""
         with self._changed:
             if name not in self._claims:
@@ -87,22 +87,24 @@ class CoordinatorClient:
                 self._say(messages.ClaimMsg(name))
             return self._claims[name] == "granted"
 
-    def fulfil(self, name: str) -> None:
+    def complete_claim(self, name: str) -> None:
         with self._changed:
             self._claims[name] = "fulfilled"
             self._say(messages.ClaimDoneMsg(name))
 
-    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+    def report_checkpoint(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         self._say(messages.CheckpointWrittenMsg(step, path, size_bytes, seconds))
 
-    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+    def report_adjustment(
+        self, step: int, what: str, values: dict[str, int], reason: str, *, send: bool = True
+    ) -> None:
         """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
         with self._changed:
             self._decided[what] = messages.AdjustmentMsg(step, what, values, reason)
-            if tell:
+            if send:
                 self._say(self._decided[what])
 
-    def raised(self, error: BaseException, text: str) -> None:
+    def report_exception(self, error: BaseException, text: str) -> None:
         """The user's code raised: say so before its effects are felt."""
         code = error.code if isinstance(error, errors.ShoalError) else ""
         self._say(messages.ExceptionRaisedMsg(type(error).__name__, str(error)[:2000], text[-20_000:], code))

@@ -40,7 +40,7 @@ class Session(MemberWorlds):
 
     # --- what the training loop calls
 
-    def exchange_over(self, build: Connect) -> None:
+    def use_exchange(self, build: Connect) -> None:
         """Let gradients travel over something else than our own ring."""
         self._entrances.build = build
 
@@ -50,7 +50,7 @@ class Session(MemberWorlds):
             self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
             self._speed = self.environment.speed if on_cpu else 0.0
             self._say(self._readiness())
-        self.phase("waiting")
+        self.set_phase("waiting")
 
     @property
     def broken(self) -> bool:
@@ -65,7 +65,7 @@ class Session(MemberWorlds):
         """Whether this member writes the checkpoints of its world."""
         return self.rank == 0
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         """Make sure that we are in a world with the state of a step, whatever it takes; the step to train next."""
         while True:
             self._raise_if_over()
@@ -79,7 +79,7 @@ class Session(MemberWorlds):
                     return self.step
             self._recover()
 
-    def announce(self) -> int:
+    def prepared_world(self) -> int:
         """The number of the proposed world that could be entered after this step, 0 for none.
 
         Once announced it is kept until the pulses of the step have told whether all go there.
@@ -89,12 +89,12 @@ class Session(MemberWorlds):
             return self._announced.world.number if self._announced is not None else 0
 
     @property
-    def wishes(self) -> int:
+    def flags(self) -> int:
         return pulses.STOP if self._stop is not None else 0
 
-    def agree(self, everybody: tuple[pulses.StepReport, ...]) -> None:
+    def on_step_reports(self, everybody: tuple[pulses.StepReport, ...]) -> None:
         """Note what the pulses of a step say about its end; it holds once the step is committed."""
-        last = self._keeper is not None and self._keeper.ends(everybody)
+        last = self._keeper is not None and self._keeper.is_last_step(everybody)
         with self._changed:
             self._agreed = None if last else pulses.agreed(everybody)
             self._stop_agreed = any(p.wishes & pulses.STOP for p in everybody)
@@ -102,7 +102,7 @@ class Session(MemberWorlds):
                 drop(self._announced)
                 self._announced = None
 
-    def may_apply(self) -> bool:
+    def begin_commit(self) -> bool:
         """Whether the gradient of this step may be applied; if so, nothing is said about the step before `commit`."""
         self._wait_for_a_fresh_lease()
         with self._changed:
@@ -150,17 +150,17 @@ class Session(MemberWorlds):
         with self._changed:
             self._done = True
             self._say(messages.DoneMsg(self.step or 0))
-        self.phase("done")
+        self.set_phase("done")
         return True
 
-    def quit(self) -> None:
+    def leave_loop(self) -> None:
         """The script left its loop before the last step: the others go on without this member."""
         with self._changed:
             self._finishing = self._done = self._quit = True
             self._say(messages.DoneMsg(self.step or 0, early=True))
             if self.exchange is not None:
                 self.exchange.abort("its script left the training loop")
-        self.phase("done")
+        self.set_phase("done")
 
     def close(self) -> None:
         with self._changed:
@@ -170,13 +170,13 @@ class Session(MemberWorlds):
             if exchange is not None:
                 exchange.close()
         self._link.close()
-        self.port.close()
+        self.peers.close()
 
     # --- changing worlds, in the main thread
 
     def _recover(self) -> None:
         """Wait for a world and enter it; one that cannot be entered is reported, and the next is waited for."""
-        self.phase("waiting")
+        self.set_phase("waiting")
         with self._changed:
             self._wait_until(self._something_to_do, "the coordinator to form a world")
             entrance, self._formed = self._formed, None
@@ -237,14 +237,16 @@ class Session(MemberWorlds):
     def _shadowed(self, entrance: PendingWorld, rank: int) -> PendingWorld:
         """Let a shadow take part while our state is on its way, if we are not expected to compute yet."""
         real, keeper = entrance.exchange, self._keeper
-        blanks = keeper.blanks() if keeper is not None and self._may_shadow and rank in entrance.world.ghosts else None
-        if keeper is None or blanks is None or not isinstance(real, Ring):
+        zero_buffers = (
+            keeper.zero_buffers() if keeper is not None and self._may_shadow and rank in entrance.world.ghosts else None
+        )
+        if keeper is None or zero_buffers is None or not isinstance(real, Ring):
             return entrance
-        return replace(entrance, exchange=CatchUpExchange(real, blanks, keeper.ends))
+        return replace(entrance, exchange=CatchUpExchange(real, zero_buffers, keeper.is_last_step))
 
     def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
-        self.phase("receiving state")
-        received = self.port.fetch(world, world.sources[rank], FOREVER_S, cancelled)
+        self.set_phase("receiving state")
+        received = self.peers.fetch(world, world.sources[rank], FOREVER_S, cancelled)
         assert self._keeper is not None
         self._keeper.load(received.header, received.buffers)
         return received.step
@@ -288,7 +290,7 @@ class Session(MemberWorlds):
         if readers and self._keeper is not None:
             header, buffers = self._keeper.capture()
             snapshot = Snapshot(_known(self.step), header, buffers, len(readers))
-            self.port.offer(world.number, snapshot, readers)
+            self.peers.offer(world.number, snapshot, readers)
             snapshot.freeze_soon()
             self._offered = snapshot
 
@@ -309,7 +311,7 @@ class Session(MemberWorlds):
     def _obey_stop(self) -> None:
         stop = self._stop
         if (stop is None or stop.checkpoint) and self.is_writer and self._keeper is not None:
-            self.phase("checkpoint")
+            self.set_phase("checkpoint")
             self._keeper.checkpoint_now()
         self._say(messages.LeftMsg(self.step))
         code = stop.exit_code if stop is not None else PREEMPTED
@@ -346,7 +348,7 @@ class Session(MemberWorlds):
         """A world of one has no peer that would notice that it is cut off, so it must not outlive its lease."""
         if self.size > 1 or self._link.may_step_alone(self.settings.lease_s):
             return
-        self.phase("lease")
+        self.set_phase("lease")
         with self._changed:
             self._wait_until(
                 lambda: self._broken or self.size > 1 or self._link.may_step_alone(self.settings.lease_s),

@@ -24,7 +24,7 @@ class StandaloneSession:
     size = 1
     broken = False
     is_writer = True
-    wishes = 0
+    flags = 0
     reason = ""
     environment: MemberEnvironment | None = None
 
@@ -38,22 +38,22 @@ class StandaloneSession:
     def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:
         """Nobody has to agree."""
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Nobody asks."""
 
-    def turn(self) -> int:
+    def next_step(self) -> int:
         return self.step or 0
 
-    def announce(self) -> int:
+    def prepared_world(self) -> int:
         return 0
 
-    def agree(self, everybody: tuple[StepReport, ...]) -> None:
+    def on_step_reports(self, everybody: tuple[StepReport, ...]) -> None:
         """There is nothing to agree on."""
 
     def before_change(self) -> None:
         """Nobody reads the state."""
 
-    def may_apply(self) -> bool:
+    def begin_commit(self) -> bool:
         return True
 
     def commit(self) -> None:
@@ -65,19 +65,21 @@ class StandaloneSession:
     def finish(self) -> bool:
         return True
 
-    def quit(self) -> None:
+    def leave_loop(self) -> None:
         """Nobody goes on."""
 
     def claim(self, name: str) -> bool:  # noqa: ARG002
         return True
 
-    def fulfil(self, name: str) -> None:
+    def complete_claim(self, name: str) -> None:
         """Nobody waits for it."""
 
-    def checkpointed(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
+    def report_checkpoint(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         """Nobody keeps count."""
 
-    def decided(self, step: int, what: str, values: dict[str, int], reason: str, *, tell: bool = True) -> None:
+    def report_adjustment(
+        self, step: int, what: str, values: dict[str, int], reason: str, *, send: bool = True
+    ) -> None:
         """Nobody asks why."""
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from shoal.core.world import World
 from shoal.settings import port_range
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
-from shoal.worker.collectives.catch_up import Blank, CatchUpExchange
+from shoal.worker.collectives.catch_up import CatchUpExchange, ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
@@ -39,10 +39,10 @@ class StateProvider(Protocol):
     def checkpoint_now(self) -> None:
         """Write a durable checkpoint before returning."""
 
-    def blanks(self) -> list[Blank] | None:
+    def zero_buffers(self) -> list[ZeroBuffer] | None:
         """The buffers of one step's exchange, filled with nothing; None if they cannot be known beforehand."""
 
-    def ends(self, everybody: tuple[pulses.StepReport, ...]) -> bool:
+    def is_last_step(self, everybody: tuple[pulses.StepReport, ...]) -> bool:
         """Whether no step follows the one of these pulses."""
 
 
@@ -70,7 +70,7 @@ class MemberWorlds(CoordinatorClient):
         self._restore_asked = False
         self._may_shadow = True
         self._why: tuple[tuple[str, ...], str] = ((), "")
-        self.port = Peers(
+        self.peers = Peers(
             access.token.encode(),
             environment.run,
             self.me,
@@ -79,9 +79,9 @@ class MemberWorlds(CoordinatorClient):
             port_range(self.settings.ports),
             others=environment.others,
         )
-        self.address = self.port.address
+        self.address = self.peers.address
         self._entrances = PendingWorlds(
-            self.port.connect, self.settings.connect_timeout_s, self._opened, self._tell_unconnected, self._world_broke
+            self.peers.connect, self.settings.connect_timeout_s, self._opened, self._tell_unconnected, self._world_broke
         )
         self._link.open()
 
@@ -100,7 +100,7 @@ class MemberWorlds(CoordinatorClient):
             if self.exchange is not None:
                 self.exchange.abort(cause)
             self._forget_prepared()
-            self.port.withdraw(self.world.number)
+            self.peers.withdraw(self.world.number)
             if self._offered is not None:
                 self._offered.abandon()
                 self._offered = None

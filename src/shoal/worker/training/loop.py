@@ -15,7 +15,7 @@ from shoal.core import step_report
 from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.world import World
 from shoal.errors import MembersDiverged
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
@@ -63,7 +63,7 @@ class Loop(ABC):
         """Put everything back that a step changed which did not commit."""
 
     @abstractmethod
-    def _blanks(self) -> list[Blank] | None:
+    def _zero_buffers(self) -> list[ZeroBuffer] | None:
         """What a shadow exchanges in our stead; None if that is unknown."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Loop(ABC):
         """Yield this member's batches until the last step is committed by all."""
         session = self._session
         on_cpu = self._begin(feed)
-        self._keeper.blanks, self._keeper.ends = self._blanks, self._ends
+        self._keeper.zero_buffers, self._keeper.is_last_step = self._zero_buffers, self._is_last_step
         feed.start()
         session.begin(identity, self._keeper, on_cpu=on_cpu)
         over = False
@@ -89,9 +89,9 @@ class Loop(ABC):
             while not over:
                 # First, because others may be given our state when the next world is entered.
                 self._undo_uncommitted()
-                step = session.turn()
+                step = session.next_step()
                 self._keeper.at_boundary(step)
-                if feed.over(step):
+                if feed.ended(step):
                     over = session.finish()
                     if over:
                         self._keeper.at_end(step)
@@ -101,7 +101,7 @@ class Loop(ABC):
         finally:
             self.looping = False
             if not over and sys.exc_info()[0] is GeneratorExit:
-                session.quit()
+                session.leave_loop()
                 if self.committed:
                     self._keeper.at_end(session.step or 0)
             feed.close()
@@ -113,29 +113,29 @@ class Loop(ABC):
         if world is None or exchange is None:
             return
         began = time.perf_counter()
-        session.phase("data")
+        session.set_phase("data")
         if self._pace is not None:
             self._pace.begin(step)
         ghosts = self._ghosts(world, step)
-        pieces = feed.pieces(step, world, session.rank, ghosts)
+        pieces = feed.micro_batches(step, world, session.rank, ghosts)
         turn = Step(
             step,
             feed.cursor(step).epoch,
             pieces,
-            feed.nominal(step),
+            feed.global_batch_size(step),
             exchange,
             world,
             feed.units,
             ghosts,
             first=not self.meter.commits,
-            held=feed.held,
+            held=feed.shard_range,
         )
         if self.turn is None or not self.turn.spoiled:
             self._last = self.turn
         self.turn = turn
         self._seed(seed_of(seed, step, session.rank))
         turn.data_s = time.perf_counter() - began
-        session.phase("compute")
+        session.set_phase("compute")
         turn.given_at = time.perf_counter()
         for number, piece in enumerate(pieces):
             turn.piece = number
@@ -158,9 +158,9 @@ class Loop(ABC):
             return ()
         return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & step_report.GHOST)
 
-    def _ends(self, everybody: tuple[step_report.StepReport, ...]) -> bool:
+    def _is_last_step(self, everybody: tuple[step_report.StepReport, ...]) -> bool:
         step = max(p.step for p in everybody)
-        return self.feed is None or self.feed.over(step + 1)
+        return self.feed is None or self.feed.ended(step + 1)
 
     # --- the pulse
 
@@ -171,7 +171,7 @@ class Loop(ABC):
         """Everybody's pulses of this step; returns the weight of the whole global batch."""
         turn.everybody = step_report.decode(gathered.result())
         self._check(turn)
-        self._session.agree(turn.everybody)
+        self._session.on_step_reports(turn.everybody)
         return sum(p.weight for p in turn.everybody)
 
     def _pulse(self, turn: Step) -> step_report.StepReport:
@@ -186,11 +186,11 @@ class Loop(ABC):
             data_s=last.data_s if last else 0.0,
             wait_s=last.wait_s if last else 0.0,
             measured=last.measured if last else 0,
-            micro=self.feed.micro or 0,
+            micro=self.feed.micro_batch_size or 0,
             **self.soundings.told(last, turn),
-            prepared=self._session.announce(),
-            wishes=self._session.wishes,
-            more=self.feed.more(),
+            prepared=self._session.prepared_world(),
+            wishes=self._session.flags,
+            more=self.feed.has_more(),
             rate=self._rate(),
         )
 
@@ -217,12 +217,12 @@ class Loop(ABC):
                 do="let it follow run.step, or a score of the model on data that all of them read, not a share's loss",
             )
         dealt = sum(p.samples for p in turn.everybody)
-        if isinstance(self.feed, IndexedFeed) and dealt != self.feed.nominal(turn.step):
+        if isinstance(self.feed, IndexedFeed) and dealt != self.feed.global_batch_size(turn.step):
             shares = ", ".join(str(p.samples) for p in turn.everybody)
             raise MembersDiverged(
                 f"the members do not agree on their shares of step {turn.step}",
                 where=f"world {self._world_seen}",
-                why=f"shares of {shares} make {dealt} of {self.feed.nominal(turn.step)} samples",
+                why=f"shares of {shares} make {dealt} of {self.feed.global_batch_size(turn.step)} samples",
                 do="this is an error of Shoal: please report it with the output of shoal why",
             )
         if self._last is not None and self._last.committed:
@@ -232,21 +232,21 @@ class Loop(ABC):
 
     def _may_apply(self) -> bool:
         self._keeper.before_change()
-        return self._session.may_apply()
+        return self._session.begin_commit()
 
     def _commit(self, turn: Step) -> None:
         """The step has been applied: it counts."""
         assert self.feed is not None
         self.soundings.learn(turn.everybody)
         before = self.auto.progress if self.auto is not None else 0.0
-        decisions = self.feed.committed(turn.step, turn.world, turn.everybody)
+        decisions = self.feed.on_commit(turn.step, turn.world, turn.everybody)
         turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
         turn.committed = True
         self.metrics.update(turn.logged)
-        self.meter.commit(turn, self._session.rank, self.feed.balance, time.monotonic())
+        self.meter.commit(turn, self._session.rank, self.feed.balancer, time.monotonic())
         for one in decisions:
-            self._session.decided(one.step, one.what, one.values, one.reason, tell=self._session.is_writer)
+            self._session.report_adjustment(one.step, one.what, one.values, one.reason, send=self._session.is_writer)
 
     # --- what does not fit into memory
 
@@ -261,12 +261,13 @@ class Loop(ABC):
         """The piece that was given out last does not fit: smaller ones follow. Raises the error if there are none."""
         turn, feed, session = self.turn, self.feed, self._session
         samples = self.piece_samples
-        if turn is None or feed is None or not feed.shrink(samples):
+        if turn is None or feed is None or not feed.halve_micro_batch(samples):
             raise error
         turn.spoiled = True
-        reason = f"{session.me} ran out of memory with {samples} samples at once; it computes {feed.micro} at most"
+        at_most = feed.micro_batch_size
+        reason = f"{session.me} ran out of memory with {samples} samples at once; it computes {at_most} at most"
         sys.stderr.write(f"shoal: {reason}, and repeats step {turn.step}\n")
-        session.decided(turn.step, "memory", {session.me: feed.micro or 0}, reason)
+        session.report_adjustment(turn.step, "memory", {session.me: at_most or 0}, reason)
 
     # --- what beats tell
 

@@ -13,7 +13,7 @@ from shoal.store import checkpoint
 from shoal.store.blob_store import Store, open_store
 from shoal.store.checkpoint_schedule import CheckpointSchedule
 from shoal.store.checkpoint_writer import CheckpointWriter
-from shoal.worker.collectives.catch_up import Blank
+from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
@@ -49,8 +49,8 @@ class TrainingState:
         self._codec = codec
         self.parts: dict[str, Any] = {}
         self.loaded: list[Callable[[], None]] = []
-        self.blanks: Callable[[], list[Blank] | None] = lambda: None
-        self.ends: Callable[[tuple[StepReport, ...]], bool] = lambda _everybody: False
+        self.zero_buffers: Callable[[], list[ZeroBuffer] | None] = lambda: None
+        self.is_last_step: Callable[[tuple[StepReport, ...]], bool] = lambda _everybody: False
         self._session = session
         self._run = run
         self._where = self.where = directory
@@ -143,7 +143,7 @@ class TrainingState:
 
     def _written(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
         self._durable = step
-        self._session.checkpointed(step, path, size_bytes, seconds)
+        self._session.report_checkpoint(step, path, size_bytes, seconds)
 
     def _still_in(self, number: int) -> bool:
         """A member whose world went on without it must not write."""

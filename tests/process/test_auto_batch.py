@@ -27,7 +27,7 @@ def train(session, batch="auto:8:256", size=16, optimizer=torch.optim.SGD, sched
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**9)
     model, optimizer, scheduler = run.attach(model, optimizer, scheduler)
     rates, told, ids_seen = [], [], []
-    session.decided = lambda step, what, values, reason, tell: told.append((step, what, values))
+    session.report_adjustment = lambda step, what, values, reason, send: told.append((step, what, values))
     optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
     data = torch.utils.data.TensorDataset(x, y, torch.arange(SAMPLES))
     for a, b, ids in run.batches(data, size=size, epochs=2, seed=3, **how):

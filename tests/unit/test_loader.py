@@ -122,7 +122,7 @@ def test_an_empty_share_reads_nothing_and_a_ghost_gets_two_samples() -> None:
     loader = share_loader(Augmented(), SampleOrder(40, 8))
     assert loader.take(0, (3, 3), nothing_ahead) == []
     assert loader.placeholder_batch(0).shape == (2, 5)
-    assert share_loader(Augmented(), SampleOrder(40, 1)).ghost(0).shape == (1, 5)
+    assert share_loader(Augmented(), SampleOrder(40, 1)).placeholder_batch(0).shape == (1, 5)
 
 
 class Fails(Dataset[Any]):

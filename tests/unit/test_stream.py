@@ -148,10 +148,10 @@ def test_a_ghost_gets_a_sample_whether_it_has_seen_one_or_not() -> None:
     data = Opened(0, 3)
     seen, unseen = data.reader(), data.reader()
     seen.take(1, 0, (0, 1))
-    assert seen.ghost() == ["1.2"]
-    assert unseen.ghost() == ["1.0", "1.1"]
+    assert seen.placeholder_batch() == ["1.2"]
+    assert unseen.placeholder_batch() == ["1.0", "1.1"]
     with pytest.raises(EmptyDataset):
-        Opened(0, 0).reader().ghost()
+        Opened(0, 0).reader().placeholder_batch()
 
 
 def test_paths_are_opened_by_the_function_given(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def service(path: Path, server: Any, *, evaluator: bool = True) -> Any:
         me="local/server-0",
         environment=SimpleNamespace(run="r"),
         placement=SimpleNamespace(number=3),
-        checkpointed=lambda *_told: None,
+        report_checkpoint=lambda *_told: None,
     )
     keeper = SimpleNamespace(where=str(path), open=lambda: open_store(str(path)))
     return _ServerMain(session, keeper, server, ORDER)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path: Path, capsys
     server.restore = lambda _parts: None
     served = service(tmp_path, server)
     restored: list[int | None] = []
-    served._session.phase, served._session.restored = lambda _name: None, restored.append
+    served._session.set_phase, served._session.restored = lambda _name: None, restored.append
     assert served._write()
     server.ledger = TicketLedger(2, finished_samples=16)
     assert served._write()

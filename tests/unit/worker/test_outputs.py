@@ -122,7 +122,7 @@ def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
     )
     session: Any = SimpleNamespace(
         me="far/e",
-        phase=lambda _name: None,
+        set_phase=lambda _name: None,
         at=lambda _step: None,
         line=line,
         environment=replace(TOLD, apart=str(tmp_path)),

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.decide import ASKED, LEAVING, ProvisioningState
+from shoal.core.provisioning.decide import RELEASING, REQUESTED, ProvisioningState
 from shoal.core.provisioning.events import ListedAllocation, MachineDemand, PoolInfo
 
-POOLS = (PoolInfo("spot", "a", limit=3, patience_s=20.0), PoolInfo("lab", "b", limit=2, slots=2, patience_s=20.0))
+POOLS = (PoolInfo("spot", "a", limit=3, max_wait_s=20.0), PoolInfo("lab", "b", limit=2, slots=2, max_wait_s=20.0))
 NAMES = tuple(pool.name for pool in POOLS)
 WAITING, RUNNING = "waiting", "running"
 
@@ -44,7 +44,7 @@ class SupplyMachine(RuleBasedStateMachine):
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for event in provisioning.due(self.state, self.now):
+        for event in provisioning.expired_timers(self.state, self.now):
             self.tell(event)
 
     def carry_out(self) -> None:
@@ -53,25 +53,27 @@ class SupplyMachine(RuleBasedStateMachine):
         jobs = self.jobs[one.pool]
         if not self.reachable[one.pool]:
             if isinstance(one, se.SubmitAllocation):
-                self.tell(se.AllocationRejected(one.pool, one.hire, "cannot be reached"))
+                self.tell(se.AllocationRejected(one.pool, one.allocation, "cannot be reached"))
             return
         if isinstance(one, se.SubmitAllocation):
-            jobs.setdefault(one.hire, WAITING)
-            self.tell(se.AllocationSubmitted(one.pool, one.hire, one.hire))
+            jobs.setdefault(one.allocation, WAITING)
+            self.tell(se.AllocationSubmitted(one.pool, one.allocation, one.allocation))
         elif one.handle:
             jobs.pop(one.handle, None)
             self.agents.discard(one.handle)
-            self.tell(se.AllocationEnded(one.hire))
+            self.tell(se.AllocationEnded(one.allocation))
 
     def observe(self, pool: str) -> None:
         if not self.reachable[pool]:
             self.tell(se.PoolUnreachable(pool, "cannot be reached"))
             return
         seen = tuple(ListedAllocation(name, name, state == RUNNING) for name, state in sorted(self.jobs[pool].items()))
-        asking = {one.hire for one in self.line if isinstance(one, se.SubmitAllocation)}
-        mine = [hire for hire in self.state.hires.values() if hire.pool == pool]
-        event = se.PoolListed(pool, seen, (), tuple(h.name for h in mine if h.status == ASKED and h.name not in asking))
-        if provisioning.is_news(self.state, event):
+        asking = {one.allocation for one in self.line if isinstance(one, se.SubmitAllocation)}
+        mine = [hire for hire in self.state.allocations.values() if hire.pool == pool]
+        event = se.PoolListed(
+            pool, seen, (), tuple(h.name for h in mine if h.status == REQUESTED and h.name not in asking)
+        )
+        if provisioning.is_new_information(self.state, event):
             self.tell(event)
 
     # --- what can happen
@@ -93,7 +95,7 @@ class SupplyMachine(RuleBasedStateMachine):
         """What was decided is in the journal; whether the engine got it, nobody knows."""
         one = self.line[0]
         if reached and isinstance(one, se.SubmitAllocation) and self.reachable[one.pool]:
-            self.jobs[one.pool].setdefault(one.hire, WAITING)
+            self.jobs[one.pool].setdefault(one.allocation, WAITING)
         self.line.clear()
 
     @rule(pool=st.sampled_from(NAMES))
@@ -154,7 +156,7 @@ class SupplyMachine(RuleBasedStateMachine):
     @invariant()
     def no_pool_gives_more_than_its_limit(self) -> None:
         for pool in POOLS:
-            assert sum(hire.pool == pool.name for hire in self.state.hires.values()) <= pool.limit
+            assert sum(hire.pool == pool.name for hire in self.state.allocations.values()) <= pool.limit
 
     @invariant()
     def nothing_is_paid_for_twice(self) -> None:
@@ -166,18 +168,18 @@ class SupplyMachine(RuleBasedStateMachine):
         self.reachable = dict.fromkeys(NAMES, True)
         for _ in range(12):
             self._go_on()
-        lacks = {need.run: need.slots for need in self.state.needs}
+        lacks = {need.run: need.slots for need in self.state.demands}
         for shares in provisioning.users(self.state).values():
             for run, many in shares.items():
                 lacks[run] -= many
-        room = sum(pool.limit * pool.slots for pool in POOLS) - sum(need.slots for need in self.state.needs)
+        room = sum(pool.limit * pool.slots for pool in POOLS) - sum(need.slots for need in self.state.demands)
         assert room < 0 or not any(lacks.values()), f"{lacks} places are lacking"
-        known = {hire.name for hire in self.state.hires.values() if hire.status != LEAVING}
+        known = {hire.name for hire in self.state.allocations.values() if hire.status != RELEASING}
         assert {name for jobs in self.jobs.values() for name in jobs} == known
         self.tell(se.DemandChanged(()))
         for _ in range(6):
             self._go_on()
-        assert not self.state.hires
+        assert not self.state.allocations
         assert not any(self.jobs.values()), "a job is left that nobody pays attention to"
 
     def _go_on(self) -> None:
@@ -192,7 +194,7 @@ class SupplyMachine(RuleBasedStateMachine):
         for pool in NAMES:
             for name in self.jobs[pool]:
                 self.jobs[pool][name] = RUNNING
-                if name in self.state.hires and name not in self.agents:
+                if name in self.state.allocations and name not in self.agents:
                     self.agents.add(name)
                     self.tell(se.AgentArrived(name))
         while self.line:

@@ -128,8 +128,8 @@ def test_a_decision_for_a_step_after_the_end_changes_nothing_but_is_remembered()
 
 def test_the_last_decision_for_a_step_holds() -> None:
     order = SampleOrder(100, 5).change_size(4, 10)
-    assert order.change_size(4, 20).decisions == ((4, 20),)
-    assert order.change_size(4, 5).decisions == ()
+    assert order.change_size(4, 20).size_changes == ((4, 20),)
+    assert order.change_size(4, 5).size_changes == ()
     assert order.change_size(9, 10) == order
 
 

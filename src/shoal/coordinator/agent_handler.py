@@ -86,7 +86,7 @@ class AgentHandler:
         known = self._service.runs.machines.get(hello.agent)
         told = runs_events.MachineReported(hello.agent, hello.machine, hello.pid)
         successor = known is not None and known.pid != hello.pid
-        hire = self._service.runs.supply.hires.get(hello.agent)
+        hire = self._service.runs.supply.allocations.get(hello.agent)
         pool = hire.pool if hire is not None else ""
         joined = fe.AgentConnected(
             hello.agent, hello.slots, host, hello.members, successor, pool, self._service.runs.size_of(hello.agent)

@@ -136,7 +136,7 @@ def _money(run: RunState, runs: CoordinatorState, now: float) -> dict[str, Any]:
     return {
         "cost": _shown(account.of_run(run.name)),
         "costs": {pool: _shown(cost) for pool, cost in account.runs.get(run.name, {}).items()},
-        "rate_per_h": provisioning.rate_of(runs.supply, run.name),
+        "rate_per_h": provisioning.hourly_rate(runs.supply, run.name),
         "budget": run.budget,
     }
 
@@ -158,22 +158,22 @@ def pool_views(runs: CoordinatorState, now: float) -> list[PoolView]:
 
 
 def _pool_view(pool: PoolInfo, state: provisioning.ProvisioningState, account: Account) -> PoolView:
-    standing = state.standings.get(pool.name, provisioning.PoolHealth())
-    statuses = [hire.status for hire in state.hires.values() if hire.pool == pool.name]
-    blocked = standing.unreachable_since is not None or standing.until > 0
+    standing = state.health.get(pool.name, provisioning.PoolHealth())
+    statuses = [hire.status for hire in state.allocations.values() if hire.pool == pool.name]
+    blocked = standing.unreachable_since is not None or standing.retry_at > 0
     return PoolView(
         pool=pool.name,
         engine=pool.engine,
         limit=pool.limit,
         slots=pool.slots,
         price_per_h=pool.price_per_h,
-        here=statuses.count(provisioning.HERE),
-        waiting=statuses.count(provisioning.ASKED) + statuses.count(provisioning.SUBMITTED),
+        here=statuses.count(provisioning.RUNNING),
+        waiting=statuses.count(provisioning.REQUESTED) + statuses.count(provisioning.SUBMITTED),
         trouble=standing.why if blocked else "",
-        until=standing.until or None,
+        until=standing.retry_at or None,
         cost=_shown(account.of_pool(pool.name)),
         labels=dict(pool.labels),
-        leaving=statuses.count(provisioning.LEAVING),
+        leaving=statuses.count(provisioning.RELEASING),
     )
 
 
@@ -205,7 +205,7 @@ def _now(run: RunState, runs: CoordinatorState) -> tuple[str, str, int]:
     """Status, reason and size; a compat run has processes instead of worlds."""
     world, wanted = run.membership.world, runs.fleet.runs.get(run.name)
     nobody = not run.over and run.spec.on and not runs.fleet.of_run(run.name) and not run.membership.members
-    if nobody and (machines := feasibility.awaited(runs.supply, run.spec.on)):
+    if nobody and (machines := feasibility.describe_wait(runs.supply, run.spec.on)):
         return run.state_name, machines, 0
     if run.over or not run.spec.compat or wanted is None or wanted.status == fl.STOPPING:
         return run.state_name, run.reason, world.size if world is not None else _trainers(run)

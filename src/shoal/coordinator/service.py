@@ -251,7 +251,7 @@ class CoordinatorService:
                 live.beats[member] = replace(beat, at=min(now, beat.at + slept_s + LISTEN_AGAIN_S))
         for link in self.agents.values():
             link.heard_at = now
-        if self.runs.supply.hires or self.runs.supply.needs:
+        if self.runs.supply.allocations or self.runs.supply.demands:
             self.attempt(partial(self.handle, "", se.CoordinatorWasDown(slept_s)))
 
     def hung_up(self, link: Connection) -> None:

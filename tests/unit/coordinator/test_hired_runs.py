@@ -37,7 +37,7 @@ class Hired:
     def due(self, after_s: float = 0.0) -> list[se.ProvisioningTimerExpired]:
         """The waits for machines that are over."""
         self.now += after_s
-        return list(provisioning.due(self.runs.supply, self.now))
+        return list(provisioning.expired_timers(self.runs.supply, self.now))
 
     def train_on(self, hire: str) -> str:
         """A machine comes, and its member trains; the member's name."""
@@ -57,13 +57,13 @@ def test_a_run_that_cannot_begin_fails_with_the_error_of_its_pool() -> None:
     hired.tell(
         se.AllocationRejected("spot", "spot-1", "no such partition: nix", "[pool.spot]", "sinfo lists them", final=True)
     )
-    hired.tell(se.ProvisioningTimerExpired("begin", run="r"))
+    hired.tell(se.ProvisioningTimerExpired("start", run="r"))
     view = present.run_view(hired.runs.runs["r"], hired.runs, present.LiveRun(), "d", hired.now)
     assert (view.status, view.exit_code) == ("failed", 4)
     assert view.problem is not None
     assert (view.problem.code, view.problem.where) == ("S470", "[pool.spot]")
     assert (view.problem.why, view.problem.do) == ("no such partition: nix", "sinfo lists them")
-    assert not hired.runs.supply.needs
+    assert not hired.runs.supply.demands
 
 
 def test_a_run_whose_members_were_all_told_to_go_waits_for_other_machines() -> None:
@@ -77,7 +77,7 @@ def test_a_run_whose_members_were_all_told_to_go_waits_for_other_machines() -> N
     run = hired.runs.runs["r"]
     assert not run.over
     assert run.state_name == "waiting"
-    assert [need.run for need in hired.runs.supply.needs] == ["r"]
+    assert [need.run for need in hired.runs.supply.demands] == ["r"]
     assert not [one for one in hired.asked if isinstance(one, fe.MarkRunEnded)]
     successor = hired.train_on("spot-2")
     assert successor == "spot-2/0"
@@ -107,20 +107,20 @@ def test_a_machine_is_not_blamed_for_what_passed_while_the_coordinator_was_away(
     hired = Hired()
     hired.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     hired.tell(se.PoolListed("spot", (se.ListedAllocation("spot-1", "job", running=True),)))
-    limit_s = hired.runs.supply.limits.join_s
+    limit_s = hired.runs.supply.timeouts.join_s
     hired.tell(fe.CoordinatorStarted("again"), after_s=2 * limit_s)
     assert not hired.due(), "its agent had nobody to come to"
     assert hired.due(after_s=limit_s - 1.0) == []
-    assert hired.due(after_s=2.0) == [se.ProvisioningTimerExpired("join", hire="spot-1")]
+    assert hired.due(after_s=2.0) == [se.ProvisioningTimerExpired("join", allocation="spot-1")]
 
 
 def test_a_run_is_not_given_up_for_what_passed_while_the_coordinator_was_away() -> None:
     hired = Hired()
     hired.tell(se.AllocationRejected("spot", "spot-1", "the controller is down"))
     hired.tell(fe.CoordinatorStarted("again"), after_s=3600.0)
-    assert se.ProvisioningTimerExpired("begin", run="r") not in hired.due()
+    assert se.ProvisioningTimerExpired("start", run="r") not in hired.due()
     hired.tell(se.AllocationRejected("spot", "spot-2", "the controller is down"), after_s=601.0)
-    assert se.ProvisioningTimerExpired("begin", run="r") in hired.due(), "the pool had its time after that"
+    assert se.ProvisioningTimerExpired("start", run="r") in hired.due(), "the pool had its time after that"
 
 
 def test_what_was_spent_while_the_coordinator_was_away_counts() -> None:

@@ -23,7 +23,7 @@ from shoal.settings import RunSettings
 from shoal.store import journal
 from shoal.wire.api import RoleSpec, RunSpec
 
-SPOT = PoolInfo("spot", "slurm", limit=4, price_per_h=1.0, instead_per_h=3.0, labels={"gpu": "a100"}, sized=True)
+SPOT = PoolInfo("spot", "slurm", limit=4, price_per_h=1.0, on_demand_per_h=3.0, labels={"gpu": "a100"}, sized=True)
 LAB = PoolInfo("lab", "ssh", limit=2, labels={"gpu": "none"})
 POOLS = {pool.name: pool for pool in (SPOT, LAB)}
 SPEC = RunSpec("t", ("t.py",), "/", (1, 2), on=("spot",))
@@ -46,7 +46,7 @@ class Coordinator:
 
     def deliver(self) -> None:
         """Every machine that was asked for comes, and every process on it is ready to train."""
-        for hire in [h for h in self.runs.supply.hires.values() if h.status == provisioning.ASKED]:
+        for hire in [h for h in self.runs.supply.allocations.values() if h.status == provisioning.REQUESTED]:
             self.on("", se.AllocationSubmitted(hire.pool, hire.name, hire.name))
             size = self.runs.size_of(hire.name)
             self.on("", fe.AgentConnected(hire.name, hire.slots, "h", pool=hire.pool, size=size))
@@ -59,9 +59,12 @@ class Coordinator:
     def pay(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
-            self.now += budget.LOOK_S
+            self.now += budget.CHECK_INTERVAL_S
             state = self.runs.supply
-            for event in (*provisioning.due(state, self.now), *provisioning.money_due(state, self.now)):
+            for event in (
+                *provisioning.expired_timers(state, self.now),
+                *provisioning.expired_budget_timer(state, self.now),
+            ):
                 self.on("", event, after_s=0.0)
 
     def members(self, run: str) -> list[str]:
@@ -72,11 +75,11 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
     found = Coordinator()
     roles = {"evaluator": RoleSpec(on=("lab",)), "trainer": RoleSpec(cpus=4, memory_bytes=7)}
     found.create("r", replace(SPEC, roles=roles), evaluator=True)
-    assert found.runs.supply.needs == (
+    assert found.runs.supply.demands == (
         MachineDemand("r", ("lab",), 1, 1),
-        MachineDemand("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, begun=False),
+        MachineDemand("r", ("spot",), 2, 1, cpus=4, memory_bytes=7, started=False),
     )
-    assert {hire.pool: (hire.cpus, hire.memory_bytes) for hire in found.runs.supply.hires.values()} == {
+    assert {hire.pool: (hire.cpus, hire.memory_bytes) for hire in found.runs.supply.allocations.values()} == {
         "lab": (0, 0),
         "spot": (4, 7),
     }
@@ -87,10 +90,10 @@ def test_each_role_needs_machines_of_its_own_pools() -> None:
 def test_servers_without_pools_of_their_own_are_counted_with_the_trainers() -> None:
     found = Coordinator()
     found.create("r", SPEC, sync="async", servers=2)
-    assert found.runs.supply.needs == (MachineDemand("r", ("spot",), 4, 3, begun=False),)
+    assert found.runs.supply.demands == (MachineDemand("r", ("spot",), 4, 3, started=False),)
     found.create("apart", replace(SPEC, roles={"server": RoleSpec(on=("lab",))}), sync="async")
-    assert found.runs.supply.needs[1:] == tuple(
-        MachineDemand("apart", pools, 2, least, begun=False) for pools, least in ((("lab",), 2), (("spot",), 1))
+    assert found.runs.supply.demands[1:] == tuple(
+        MachineDemand("apart", pools, 2, least, started=False) for pools, least in ((("lab",), 2), (("spot",), 1))
     )
 
 
@@ -99,12 +102,12 @@ def test_a_run_that_is_told_to_stop_keeps_its_machines_until_its_processes_have_
     found.create("r", SPEC)
     found.deliver()
     found.on("r", runs_events.UserStopRequested("enough", True, 30.0))
-    assert found.runs.supply.needs == (MachineDemand("r", (), 0, held=("spot-1", "spot-2")),)
+    assert found.runs.supply.demands == (MachineDemand("r", (), 0, in_use=("spot-1", "spot-2")),)
     one, two = found.runs.fleet.of_run("r")
     found.on("r", fe.ProcessExited("r", one.member, one.incarnation, "done"))
-    assert found.runs.supply.needs == (MachineDemand("r", (), 0, held=(two.agent,)),)
+    assert found.runs.supply.demands == (MachineDemand("r", (), 0, in_use=(two.agent,)),)
     found.on("r", fe.ProcessExited("r", two.member, two.incarnation, "done"))
-    assert found.runs.supply.needs == ()
+    assert found.runs.supply.demands == ()
 
 
 def test_an_evaluator_keeps_its_machine_while_it_scores_the_end_of_the_training() -> None:
@@ -115,7 +118,10 @@ def test_an_evaluator_keeps_its_machine_while_it_scores_the_end_of_the_training(
     trainer = next(p for p in found.runs.fleet.of_run("r") if p.agent.startswith("spot"))
     found.on("r", ev.MemberDone(trainer.member, 10))
     found.on("r", fe.ProcessExited("r", trainer.member, trainer.incarnation, "done"))
-    assert found.runs.supply.needs == (MachineDemand("r", ("lab",), 1, 1), MachineDemand("r", (), 0, held=("lab-1",)))
+    assert found.runs.supply.demands == (
+        MachineDemand("r", ("lab",), 1, 1),
+        MachineDemand("r", (), 0, in_use=("lab-1",)),
+    )
 
 
 def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_for_more() -> None:
@@ -138,7 +144,7 @@ def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_fo
         admission.check_left(run.spec, run.budget, view.cost.spent, found.runs.supply.pools)
     found.on("r", runs_events.BudgetSet(5.0))
     found.on("r", runs_events.RunResumed(1, 2))
-    assert found.runs.supply.needs == (MachineDemand("r", ("spot",), 2, 1, budget=5.0),)
+    assert found.runs.supply.demands == (MachineDemand("r", ("spot",), 2, 1, budget=5.0),)
 
 
 def test_what_was_spent_is_the_same_after_the_journal_was_read_again() -> None:
@@ -215,7 +221,7 @@ def test_a_run_whose_machines_were_asked_for_says_since_when_and_why_they_are_no
     found = Coordinator()
     found.create("r", replace(SPEC, members=(2, 2)))
     seen = tuple(
-        se.ListedAllocation(name, name, False, "other jobs come before it") for name in found.runs.supply.hires
+        se.ListedAllocation(name, name, False, "other jobs come before it") for name in found.runs.supply.allocations
     )
     found.on("", se.PoolListed("spot", seen))
     found.now += 30.0

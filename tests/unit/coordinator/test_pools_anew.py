@@ -12,7 +12,7 @@ from shoal.coordinator.pools.provisioner import Provisioner, open_pools
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.storage.blobs import STOWED, Blobs
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.state import HERE, LEAVING, SUBMITTED, Allocation
+from shoal.core.provisioning.state import RELEASING, RUNNING, SUBMITTED, Allocation
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import credentials, pool_files
@@ -24,22 +24,22 @@ def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypa
     pool_files.write(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local", "limit": 1}}))
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     had = {
-        name: Allocation(name, "farm", 1, HERE, at, handle=str(tmp_path / name))
+        name: Allocation(name, "farm", 1, RUNNING, at, handle=str(tmp_path / name))
         for name, at in (("a", 1.0), ("b", 2.0))
     }
-    service.runs.supply = replace(service.runs.supply, hires=had)
+    service.runs.supply = replace(service.runs.supply, allocations=had)
     done: list[se.Instruction] = []
     monkeypatch.setattr(Provisioner, "carry_out", lambda _self, instruction: done.append(instruction))
 
     async def live() -> None:
         opened = open_pools(service, tmp_path)
         assert opened is not None
-        assert service.runs.supply.hires["b"].status == LEAVING
+        assert service.runs.supply.allocations["b"].status == RELEASING
         await opened.close(end_all=False)
 
     asyncio.run(live())
     service.close()
-    assert [one.hire for one in done if isinstance(one, se.CancelAllocation)] == ["b"]
+    assert [one.allocation for one in done if isinstance(one, se.CancelAllocation)] == ["b"]
 
 
 @pytest.mark.parametrize("hired", [False, True])
@@ -52,7 +52,7 @@ def test_what_environments_are_made_of_stays_while_a_hire_may_fetch_it(
     digest = Blobs(tmp_path / STOWED).add(b"a wheel")
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     queued = {"a": Allocation("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if hired else {}
-    service.runs.supply = replace(service.runs.supply, hires=queued)
+    service.runs.supply = replace(service.runs.supply, allocations=queued)
 
     async def live() -> None:
         opened = open_pools(service, tmp_path)

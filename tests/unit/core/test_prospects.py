@@ -19,10 +19,12 @@ LAB = PoolInfo("lab", "ssh", limit=2)
 class World:
     """A supply with one run that has not begun."""
 
-    def __init__(self, *pools: PoolInfo, least: int = 1, most: int = 2, begun: bool = False) -> None:
+    def __init__(self, *pools: PoolInfo, min_slots: int = 1, most: int = 2, started: bool = False) -> None:
         self.state, self.now = ProvisioningState(), 100.0
         self.tell(se.PoolsConfigured(pools))
-        self.need = MachineDemand("run", tuple(pool.name for pool in pools), most, least, begun=begun, patience_s=60.0)
+        self.need = MachineDemand(
+            "run", tuple(pool.name for pool in pools), most, min_slots, started=started, start_timeout_s=60.0
+        )
         self.tell(se.DemandChanged((self.need,)))
 
     def tell(self, event: se.Event, after_s: float = 0.0) -> None:
@@ -32,16 +34,16 @@ class World:
     def given_up(self, after_s: float = 0.0) -> tuple[se.PoolProblem, ...] | None:
         """What is wrong with the pools, if the run is given up now."""
         self.now += after_s
-        for event in provisioning.due(self.state, self.now):
+        for event in provisioning.expired_timers(self.state, self.now):
             self.state, asked = provisioning.decide(self.state, event, self.now)
             for one in asked:
                 if isinstance(one, se.FailInfeasibleRun):
                     assert one.run == "run"
-                    return one.troubles
+                    return one.problems
         return None
 
-    def refuse(self, *hires: str, final: bool = True) -> None:
-        for hire in hires:
+    def refuse(self, *allocations: str, final: bool = True) -> None:
+        for hire in allocations:
             pool = se.pool_of(hire)
             self.tell(se.AllocationRejected(pool, hire, "no such partition", "[pool]", "correct it", final))
 
@@ -54,10 +56,10 @@ def test_a_pool_that_refuses_for_good_is_not_waited_for() -> None:
 
 
 def test_as_long_as_another_pool_may_give_enough_the_run_waits() -> None:
-    world = World(SPOT, LAB, least=2)
+    world = World(SPOT, LAB, min_slots=2)
     world.refuse("spot-1", "spot-2")
     assert world.given_up(after_s=3600.0) is None
-    world = World(SPOT, LAB, least=3)
+    world = World(SPOT, LAB, min_slots=3)
     world.refuse("spot-1", "spot-2")
     troubles = world.given_up()
     assert troubles is not None
@@ -66,7 +68,7 @@ def test_as_long_as_another_pool_may_give_enough_the_run_waits() -> None:
 
 
 def test_what_a_pool_has_given_before_it_refused_counts() -> None:
-    world = World(SPOT, least=1)
+    world = World(SPOT, min_slots=1)
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.refuse("spot-2")
     assert world.given_up() is None
@@ -89,7 +91,7 @@ def test_one_that_can_be_reached_again_has_all_the_time_again() -> None:
     world.tell(se.PoolUnreachable("lab", "h1 does not answer"))
     world.refuse("lab-1", "lab-2", final=False)
     world.tell(se.PoolListed("lab", ()), after_s=50.0)
-    world.tell(se.AllocationSubmitted("lab", sorted(world.state.hires)[0], "h"), after_s=1.0)
+    world.tell(se.AllocationSubmitted("lab", sorted(world.state.allocations)[0], "h"), after_s=1.0)
     assert world.given_up(after_s=3600.0) is None, "it waits in the queue of the pool"
 
 
@@ -104,13 +106,13 @@ def test_machines_that_are_gone_before_they_are_of_use_are_tried_three_times() -
     world = World(SPOT, most=1)
     for turn in (1, 2, 3):
         assert world.given_up(after_s=700.0) is None
-        (hire,) = world.state.hires
+        (hire,) = world.state.allocations
         world.tell(se.AllocationSubmitted("spot", hire, "job"))
         world.tell(se.PoolListed("spot", (), ((hire, "exit code 127"),)))
         del turn
     world.now += 700.0
     world.tell(se.ProvisioningTimerExpired("pool", pool="spot"))
-    assert len(world.state.hires) == 1, "it is asked again, and not counted on"
+    assert len(world.state.allocations) == 1, "it is asked again, and not counted on"
     (trouble,) = world.given_up() or ()
     assert "3 machines in a row" in trouble.why
     assert "exit code 127" in trouble.why
@@ -120,19 +122,19 @@ def test_an_agent_that_comes_makes_good_for_those_that_did_not() -> None:
     world = World(SPOT, most=1)
     for _ in range(2):
         world.given_up(after_s=700.0)
-        (hire,) = world.state.hires
+        (hire,) = world.state.allocations
         world.tell(se.AllocationSubmitted("spot", hire, "job"))
         world.tell(se.PoolListed("spot", (), ((hire, "exit code 127"),)))
     world.given_up(after_s=700.0)
-    (hire,) = world.state.hires
+    (hire,) = world.state.allocations
     world.tell(se.AllocationSubmitted("spot", hire, "job"))
     world.tell(se.AgentArrived(hire))
-    assert world.state.standings["spot"].fruitless == 0
+    assert world.state.health["spot"].failed_starts == 0
 
 
 @pytest.mark.parametrize("pool", [PoolInfo("spot", "slurm", limit=0), PoolInfo("spot", "slurm", limit=1)])
 def test_a_pool_that_may_give_too_little_is_known_at_once(pool: PoolInfo) -> None:
-    world = World(pool, least=2)
+    world = World(pool, min_slots=2)
     (trouble,) = world.given_up() or ()
     assert "limit" in trouble.why + trouble.do
 
@@ -144,26 +146,26 @@ def test_another_run_asks_anew_what_was_refused_to_one_before() -> None:
     world.tell(se.DemandChanged(()))
     world.need = replace(world.need, run="later")
     world.tell(se.DemandChanged((world.need,)))
-    assert not feasibility.hopeless(world.state, world.need, world.now)
-    assert list(world.state.hires) == ["spot-2"], "it is asked at once"
+    assert not feasibility.start_problems(world.state, world.need, world.now)
+    assert list(world.state.allocations) == ["spot-2"], "it is asked at once"
     world.refuse("spot-2")
-    assert feasibility.hopeless(world.state, world.need, world.now)
+    assert feasibility.start_problems(world.state, world.need, world.now)
 
 
 def test_whom_a_run_waits_for_is_told_with_what_they_say() -> None:
     world = World(SPOT, LAB, most=9)
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.PoolListed("spot", (se.ListedAllocation("spot-1", "job", False, "no node is free (Resources)"),)))
-    assert feasibility.awaited(world.state, ("spot", "lab")) == (
+    assert feasibility.describe_wait(world.state, ("spot", "lab")) == (
         "waiting for machines: 8 of pool spot (no node is free (Resources)); 1 of pool lab"
     )
     world.refuse("lab-9", final=False)
-    assert feasibility.awaited(world.state, ("lab",)) == (
+    assert feasibility.describe_wait(world.state, ("lab",)) == (
         "waiting for machines: pool lab, which is asked again (no such partition)"
     )
 
 
 def test_a_run_that_has_begun_is_never_given_up() -> None:
-    world = World(SPOT, begun=True)
+    world = World(SPOT, started=True)
     world.refuse("spot-1", "spot-2")
     assert world.given_up(after_s=86400.0) is None

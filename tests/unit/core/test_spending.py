@@ -8,10 +8,10 @@ from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning.budget import AffordableMachine
-from shoal.core.provisioning.decide import HERE, LEAVING, ProvisioningState
+from shoal.core.provisioning.decide import RELEASING, RUNNING, ProvisioningState
 from shoal.core.provisioning.events import MachineDemand, PoolInfo
 
-SPOT = PoolInfo("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0)
+SPOT = PoolInfo("spot", "slurm", limit=8, price_per_h=1.0, on_demand_per_h=3.0)
 DEAR = PoolInfo("dear", "slurm", limit=8, price_per_h=4.0)
 OWN = PoolInfo("own", "ssh", limit=2)
 
@@ -19,11 +19,11 @@ OWN = PoolInfo("own", "ssh", limit=2)
 class World:
     """A supply with one run and its budget."""
 
-    def __init__(self, budget: float, *pools: PoolInfo, slots: int = 3, least: int = 1) -> None:
+    def __init__(self, budget: float, *pools: PoolInfo, slots: int = 3, min_slots: int = 1) -> None:
         self.state, self.now, self.over = ProvisioningState(), 0.0, ""
         self.told: list[str] = []
         self.tell(se.PoolsConfigured(pools))
-        self.need = MachineDemand("run", tuple(pool.name for pool in pools), slots, least, budget=budget)
+        self.need = MachineDemand("run", tuple(pool.name for pool in pools), slots, min_slots, budget=budget)
         self.tell(se.DemandChanged((self.need,)))
 
     def tell(self, event: se.Event) -> None:
@@ -34,21 +34,24 @@ class World:
                 self.over = one.reason
 
     def deliver(self) -> None:
-        for hire in [one for one in self.state.hires.values() if one.status == provisioning.ASKED]:
+        for hire in [one for one in self.state.allocations.values() if one.status == provisioning.REQUESTED]:
             self.tell(se.AllocationSubmitted(hire.pool, hire.name, hire.name))
             self.tell(se.AgentArrived(hire.name))
 
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until and not self.over:
-            self.now += provisioning_budget.LOOK_S
-            for event in (*provisioning.due(self.state, self.now), *provisioning.money_due(self.state, self.now)):
+            self.now += provisioning_budget.CHECK_INTERVAL_S
+            for event in (
+                *provisioning.expired_timers(self.state, self.now),
+                *provisioning.expired_budget_timer(self.state, self.now),
+            ):
                 self.tell(event)
-            for hire in [one for one in self.state.hires.values() if one.status == LEAVING]:
+            for hire in [one for one in self.state.allocations.values() if one.status == RELEASING]:
                 self.tell(se.AllocationEnded(hire.name))
 
     def here(self) -> list[str]:
-        return [name for name, hire in self.state.hires.items() if hire.status == HERE]
+        return [name for name, hire in self.state.allocations.items() if hire.status == RUNNING]
 
     @property
     def spent(self) -> float:
@@ -72,7 +75,7 @@ def test_as_the_budget_gets_low_the_dearest_machines_go_first() -> None:
 
 
 def test_the_least_stays_as_long_as_there_is_money_and_some_is_kept_to_stop() -> None:
-    world = World(0.5, SPOT, slots=4, least=2)
+    world = World(0.5, SPOT, slots=4, min_slots=2)
     world.deliver()
     sizes = set()
     while not world.over:
@@ -80,12 +83,12 @@ def test_the_least_stays_as_long_as_there_is_money_and_some_is_kept_to_stop() ->
         sizes.add(len(world.here()))
     assert min(sizes) == 2
     reserve = 2 * SPOT.price_per_h * provisioning_budget.RESERVE_S / 3600.0
-    assert world.spent == pytest.approx(0.5 - reserve, abs=2 * provisioning_budget.LOOK_S / 3600.0)
+    assert world.spent == pytest.approx(0.5 - reserve, abs=2 * provisioning_budget.CHECK_INTERVAL_S / 3600.0)
     assert "the budget of 0.50 is spent but for 0.03, which is needed to stop in order" in world.over
 
 
 def test_machines_that_cost_nothing_are_kept_when_the_money_is_gone() -> None:
-    world = World(0.3, SPOT, OWN, slots=4, least=1)
+    world = World(0.3, SPOT, OWN, slots=4, min_slots=1)
     world.deliver()
     world.wait(4000.0)
     assert not world.over
@@ -95,7 +98,7 @@ def test_machines_that_cost_nothing_are_kept_when_the_money_is_gone() -> None:
 
 
 def test_a_lost_machine_is_replaced_only_if_that_can_be_paid() -> None:
-    world = World(0.3, SPOT, slots=4, least=1)
+    world = World(0.3, SPOT, slots=4, min_slots=1)
     world.deliver()
     assert len(world.here()) == 1, "three would not last for the horizon"
     world.wait(200.0)
@@ -105,22 +108,22 @@ def test_a_lost_machine_is_replaced_only_if_that_can_be_paid() -> None:
 
 
 def test_when_the_machines_that_are_missing_cannot_be_paid_the_run_ends() -> None:
-    world = World(0.05, DEAR, slots=1, least=1)
-    assert not world.state.hires
+    world = World(0.05, DEAR, slots=1, min_slots=1)
+    assert not world.state.allocations
     assert "does not pay the machines that are missing" in world.over
 
 
 def test_a_cheaper_pool_is_asked_when_the_preferred_one_is_too_dear() -> None:
     for budget, pools in ((2.0, ["dear", "dear"]), (0.5, ["spot", "spot"]), (0.05, ["spot"])):
-        world = World(budget, DEAR, SPOT, slots=2, least=1)
-        assert [hire.pool for hire in world.state.hires.values()] == pools
+        world = World(budget, DEAR, SPOT, slots=2, min_slots=1)
+        assert [hire.pool for hire in world.state.allocations.values()] == pools
 
 
 def test_what_is_not_here_yet_goes_before_what_is_and_the_least_must_be_here() -> None:
     kept = [AffordableMachine("here", 3.0, 1, True), AffordableMachine("coming", 1.0, 1, False)]
-    assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["coming"]
+    assert provisioning_budget.unaffordable(kept, left=0.0, beside_per_h=0.0, min_slots=1) == ["coming"]
     kept = [AffordableMachine("here", 3.0, 1, True), AffordableMachine("too", 1.0, 1, True)]
-    assert provisioning_budget.too_dear(kept, left=0.0, beside_per_h=0.0, least=1) == ["here"]
+    assert provisioning_budget.unaffordable(kept, left=0.0, beside_per_h=0.0, min_slots=1) == ["here"]
 
 
 def test_a_coordinator_that_was_away_counts_what_its_machines_cost_meanwhile() -> None:
@@ -156,4 +159,4 @@ def test_what_the_coordinator_ended_when_it_ended_for_good_costs_nothing_more() 
     world.now += 36000.0
     world.tell(se.DemandChanged((world.need,)))
     assert world.spent == pytest.approx(0.1)
-    assert world.state.standings.get("spot", provisioning.PoolHealth()).strikes == 0
+    assert world.state.health.get("spot", provisioning.PoolHealth()).failures == 0

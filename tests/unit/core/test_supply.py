@@ -9,11 +9,11 @@ import pytest
 
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.decide import ASKED, HERE, LEAVING, SUBMITTED, ProvisioningState
+from shoal.core.provisioning.decide import RELEASING, REQUESTED, RUNNING, SUBMITTED, ProvisioningState
 from shoal.core.provisioning.events import ListedAllocation, MachineDemand, PoolInfo
 
-SPOT = PoolInfo("spot", "slurm", limit=8, price_per_h=1.0, instead_per_h=3.0, patience_s=60.0)
-LAB = PoolInfo("lab", "ssh", limit=3, slots=2, price_per_h=2.0, patience_s=60.0)
+SPOT = PoolInfo("spot", "slurm", limit=8, price_per_h=1.0, on_demand_per_h=3.0, max_wait_s=60.0)
+LAB = PoolInfo("lab", "ssh", limit=3, slots=2, price_per_h=2.0, max_wait_s=60.0)
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
     def wait(self, seconds: float) -> list[se.Instruction]:
         self.now += seconds
         asked: list[se.Instruction] = []
-        for event in provisioning.due(self.state, self.now):
+        for event in provisioning.expired_timers(self.state, self.now):
             asked += self.tell(event)
         return asked
 
@@ -42,18 +42,18 @@ class World:
             se.DemandChanged((MachineDemand(run, pools or ("spot", "lab"), slots),) if slots else ()), after_s
         )
 
-    def deliver(self, *hires: str) -> None:
-        for hire in hires:
-            pool = self.state.hires[hire].pool
+    def deliver(self, *allocations: str) -> None:
+        for hire in allocations:
+            pool = self.state.allocations[hire].pool
             self.tell(se.AllocationSubmitted(pool, hire, f"job of {hire}"))
             self.tell(se.AgentArrived(hire))
 
     def status(self) -> dict[str, str]:
-        return {name: hire.status for name, hire in self.state.hires.items()}
+        return {name: hire.status for name, hire in self.state.allocations.items()}
 
 
 def of(kind: type, asked: list[Any]) -> list[str]:
-    return [one.hire for one in asked if isinstance(one, kind)]
+    return [one.allocation for one in asked if isinstance(one, kind)]
 
 
 def test_a_run_takes_from_its_pools_in_their_order_up_to_their_limits() -> None:
@@ -82,7 +82,7 @@ def test_a_pool_that_does_not_deliver_holds_nobody_up_and_what_comes_late_is_pre
 
 
 def test_a_machine_that_is_here_is_kept_until_those_that_are_preferred_are_here_too() -> None:
-    world = World(PoolInfo("spot", "slurm", limit=2, patience_s=60.0), LAB)
+    world = World(PoolInfo("spot", "slurm", limit=2, max_wait_s=60.0), LAB)
     world.need(1, "lab")
     world.deliver("lab-1")
     world.need(2, "spot")
@@ -109,8 +109,8 @@ def test_a_machine_with_a_notice_is_replaced_while_it_hands_over() -> None:
     assert of(se.SubmitAllocation, asked) == ["spot-2"]
     assert of(se.CancelAllocation, asked + world.wait(10)) == [], "it goes by itself"
     world.tell(se.PoolListed("spot", (ListedAllocation("spot-2", "job", running=True),)))
-    assert list(world.state.hires) == ["spot-2"]
-    assert world.state.standings.get("spot", provisioning.PoolHealth()).strikes == 0, "that is nobody's fault"
+    assert list(world.state.allocations) == ["spot-2"]
+    assert world.state.health.get("spot", provisioning.PoolHealth()).failures == 0, "that is nobody's fault"
 
 
 def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name() -> None:
@@ -119,14 +119,14 @@ def test_a_machine_that_is_put_back_into_the_queue_is_waited_for_under_its_name(
     world.deliver("spot-1")
     world.tell(se.PoolListed("spot", (ListedAllocation("spot-1", "job of spot-1", running=True),)))
     waiting = se.PoolListed("spot", (ListedAllocation("spot-1", "job of spot-1", running=False, why="requeued"),))
-    assert provisioning.is_news(world.state, waiting)
+    assert provisioning.is_new_information(world.state, waiting)
     asked = world.tell(waiting, after_s=100.0) + world.tell(se.AgentLost("spot-1", "silent"), after_s=5.0)
     assert of(se.SubmitAllocation, asked) == of(se.CancelAllocation, asked) == []
     assert world.status() == {"spot-1": SUBMITTED}
     assert world.state.account.of_run("run").machine_s == pytest.approx(100.0), "nobody pays for a queue"
     assert world.state.account.of_run("run").lost == 1, "its machine is lost like that of one that does not come back"
     world.tell(se.AgentArrived("spot-1"))
-    assert world.status() == {"spot-1": HERE}
+    assert world.status() == {"spot-1": RUNNING}
 
 
 def test_a_machine_that_the_engine_lost_is_replaced_at_once() -> None:
@@ -141,11 +141,11 @@ def test_a_machine_that_the_engine_lost_is_replaced_at_once() -> None:
 def test_a_pool_whose_machines_die_young_is_left_alone_for_longer_and_longer() -> None:
     world = World(SPOT)
     world.need(1, "spot")
-    for number, pause_s in enumerate((5.0, 10.0, 20.0), start=1):
+    for number, backoff_s in enumerate((5.0, 10.0, 20.0), start=1):
         world.deliver(f"spot-{number}")
         world.tell(se.PoolListed("spot", (), ((f"spot-{number}", "exit code 1"),)), after_s=1.0)
-        assert not world.state.hires
-        assert not world.wait(pause_s - 0.1)
+        assert not world.state.allocations
+        assert not world.wait(backoff_s - 0.1)
         assert of(se.SubmitAllocation, world.wait(0.2)) == [f"spot-{number + 1}"]
 
 
@@ -154,15 +154,15 @@ def test_refusals_double_the_pause_and_all_is_forgiven_after_a_while() -> None:
     world.need(1, "spot")
     pauses = []
     for _ in range(3):
-        (hire,) = world.state.hires
+        (hire,) = world.state.allocations
         world.tell(se.AllocationRejected("spot", hire, "quota of zero"))
-        pauses.append(world.state.standings["spot"].until - world.now)
+        pauses.append(world.state.health["spot"].retry_at - world.now)
         world.wait(pauses[-1] + 0.1)
     assert pauses == pytest.approx([5.0, 10.0, 20.0])
-    world.deliver(*world.state.hires)
+    world.deliver(*world.state.allocations)
     world.tell(se.AgentLost("spot-4", "lost"), after_s=3600.0)
     world.tell(se.AllocationRejected("spot", "spot-5", "quota of zero"))
-    assert world.state.standings["spot"].until - world.now == pytest.approx(5.0)
+    assert world.state.health["spot"].retry_at - world.now == pytest.approx(5.0)
 
 
 def test_a_pool_that_refuses_does_not_hold_up_the_next() -> None:
@@ -178,7 +178,7 @@ def test_a_pool_that_cannot_be_reached_keeps_what_it_has_and_others_are_asked_fo
     world.need(1)
     world.deliver("spot-1")
     world.tell(se.PoolUnreachable("spot", "the controller is down"))
-    assert world.status() == {"spot-1": HERE}
+    assert world.status() == {"spot-1": RUNNING}
     asked = world.need(2)
     assert [one.pool for one in asked if isinstance(one, se.SubmitAllocation)] == ["lab"]
     world.tell(se.PoolListed("spot", (ListedAllocation("spot-1", "job of spot-1", running=True),)))
@@ -197,7 +197,7 @@ def test_what_is_not_needed_any_more_is_let_go_after_a_moment() -> None:
     world.need(1, "spot", after_s=1.0)
     assert of(se.CancelAllocation, world.wait(6)) == ["spot-2", "spot-3"]
     world.tell(se.AllocationEnded("spot-2"))
-    assert world.status() == {"spot-1": HERE, "spot-3": LEAVING}
+    assert world.status() == {"spot-1": RUNNING, "spot-3": RELEASING}
 
 
 def test_what_should_go_and_does_not_is_told_again() -> None:
@@ -207,7 +207,7 @@ def test_what_should_go_and_does_not_is_told_again() -> None:
     world.need(0)
     world.wait(6)
     assert of(se.CancelAllocation, world.wait(31)) == ["spot-1"]
-    assert world.status() == {"spot-1": LEAVING}
+    assert world.status() == {"spot-1": RELEASING}
 
 
 def test_what_was_let_go_while_it_was_being_submitted_is_ended_when_it_comes() -> None:
@@ -215,7 +215,7 @@ def test_what_was_let_go_while_it_was_being_submitted_is_ended_when_it_comes() -
     world.need(1, "spot")
     world.need(0)
     world.wait(6)
-    assert world.status() == {"spot-1": LEAVING}
+    assert world.status() == {"spot-1": RELEASING}
     asked = world.tell(se.AllocationSubmitted("spot", "spot-1", "job 7"))
     assert [one.handle for one in asked if isinstance(one, se.CancelAllocation)] == ["job 7"]
 
@@ -234,7 +234,7 @@ def test_one_that_is_overdue_is_let_go_when_nobody_wants_it_any_more() -> None:
     world.need(1, "spot")
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.wait(61)
-    assert world.state.hires["spot-1"].overdue
+    assert world.state.allocations["spot-1"].overdue
     assert of(se.CancelAllocation, world.need(0)) == ["spot-1"]
 
 
@@ -254,16 +254,16 @@ def test_what_was_started_twice_is_ended_once() -> None:
     )
     asked = world.tell(se.PoolListed("spot", both))
     assert [one.handle for one in asked if isinstance(one, se.CancelAllocation)] == ["another"]
-    assert world.status() == {"spot-1": HERE}
+    assert world.status() == {"spot-1": RUNNING}
 
 
 def test_a_coordinator_that_comes_back_adopts_what_it_had_asked_for_and_asks_again_for_the_rest() -> None:
     world = World()
     world.need(2, "spot")
     seen = ListedAllocation("spot-1", "job 1", running=True)
-    asked = world.tell(se.PoolListed("spot", (seen,), unanswered=("spot-1", "spot-2")))
+    asked = world.tell(se.PoolListed("spot", (seen,), unsubmitted=("spot-1", "spot-2")))
     assert of(se.SubmitAllocation, asked) == ["spot-2"]
-    assert world.status() == {"spot-1": SUBMITTED, "spot-2": ASKED}
+    assert world.status() == {"spot-1": SUBMITTED, "spot-2": REQUESTED}
 
 
 def test_a_machine_that_runs_but_sends_no_agent_is_let_go() -> None:
@@ -272,13 +272,13 @@ def test_a_machine_that_runs_but_sends_no_agent_is_let_go() -> None:
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.PoolListed("spot", (ListedAllocation("spot-1", "job", running=True),)))
     assert of(se.CancelAllocation, world.wait(301)) == ["spot-1"]
-    assert world.state.standings["spot"].strikes == 1
+    assert world.state.health["spot"].failures == 1
 
 
 def test_several_runs_share_the_machines_of_a_pool_first_come_first_served() -> None:
     world = World(LAB)
     world.tell(se.DemandChanged((MachineDemand("a", ("lab",), 3), MachineDemand("b", ("lab",), 2))))
-    assert len(world.state.hires) == 3
+    assert len(world.state.allocations) == 3
     assert provisioning.users(world.state) == {"lab-1": {"a": 2}, "lab-2": {"a": 1, "b": 1}, "lab-3": {"b": 1}}
 
 
@@ -305,11 +305,11 @@ def test_news_are_what_differs_from_what_is_known() -> None:
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     waiting = se.PoolListed("spot", (ListedAllocation("spot-1", "job", running=False),))
     running = se.PoolListed("spot", (ListedAllocation("spot-1", "job", running=True),))
-    assert not provisioning.is_news(world.state, waiting)
-    assert provisioning.is_news(world.state, running)
-    assert provisioning.is_news(world.state, se.PoolListed("spot", ()))
+    assert not provisioning.is_new_information(world.state, waiting)
+    assert provisioning.is_new_information(world.state, running)
+    assert provisioning.is_new_information(world.state, se.PoolListed("spot", ()))
     world.tell(running)
-    assert not provisioning.is_news(world.state, running)
+    assert not provisioning.is_new_information(world.state, running)
 
 
 def test_a_machine_that_says_that_it_is_made_ready_is_waited_for() -> None:
@@ -317,7 +317,7 @@ def test_a_machine_that_says_that_it_is_made_ready_is_waited_for() -> None:
     world.need(1, "spot")
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.SetupProgressed("spot-1", "builds its environment"))
-    join_s = world.state.limits.join_s
+    join_s = world.state.timeouts.join_s
     for _ in range(3):
         assert not of(se.CancelAllocation, world.wait(0.9 * join_s))
         world.tell(se.SetupProgressed("spot-1", "builds its environment"))
@@ -331,12 +331,12 @@ def test_what_is_made_ready_for_long_does_not_hold_the_others_up() -> None:
     world.need(1, "spot", "lab")
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.SetupProgressed("spot-1", "builds its environment"))
-    asked = world.wait(SPOT.patience_s + 1)
+    asked = world.wait(SPOT.max_wait_s + 1)
     assert of(se.SubmitAllocation, asked) == ["lab-2"]
     assert any("builds its environment" in one.text for one in asked if isinstance(one, se.ProvisioningNote))
     world.deliver("lab-2")
     world.tell(se.AgentArrived("spot-1"))
-    assert of(se.CancelAllocation, world.wait(world.state.limits.surplus_s + 1)) == ["lab-2"]
+    assert of(se.CancelAllocation, world.wait(world.state.timeouts.surplus_s + 1)) == ["lab-2"]
 
 
 def test_a_machine_that_cannot_be_made_ready_is_let_go_and_its_pool_left_alone() -> None:
@@ -347,12 +347,12 @@ def test_a_machine_that_cannot_be_made_ready_is_let_go_and_its_pool_left_alone()
     asked = world.tell(se.SetupFailed("spot-1", "torch cannot be installed"))
     assert of(se.CancelAllocation, asked) == ["spot-1"]
     assert of(se.SubmitAllocation, asked) == ["lab-2"]
-    assert world.state.standings["spot"].why == "torch cannot be installed"
+    assert world.state.health["spot"].why == "torch cannot be installed"
     assert [one.text for one in asked if isinstance(one, se.ProvisioningNote)] == [
         "pool spot is asked again in 5 s: torch cannot be installed"
     ]
     world.tell(se.PoolListed("spot", (), (("spot-1", "it failed"),)))
-    assert world.state.standings["spot"].strikes == 1, "it is one failure, however often it is told"
+    assert world.state.health["spot"].failures == 1, "it is one failure, however often it is told"
 
 
 def test_what_a_machine_says_of_itself_is_not_overwritten_by_its_engine() -> None:
@@ -361,9 +361,9 @@ def test_what_a_machine_says_of_itself_is_not_overwritten_by_its_engine() -> Non
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.SetupProgressed("spot-1", "builds its environment"))
     seen = se.PoolListed("spot", (ListedAllocation("spot-1", "job", True, "Slurm job 5"),))
-    assert not provisioning.is_news(world.state, seen)
+    assert not provisioning.is_new_information(world.state, seen)
     world.tell(seen)
-    assert world.state.hires["spot-1"].why == "builds its environment"
+    assert world.state.allocations["spot-1"].why == "builds its environment"
 
 
 def test_a_machine_can_speak_before_its_engine_does() -> None:
@@ -372,7 +372,7 @@ def test_a_machine_can_speak_before_its_engine_does() -> None:
     world.tell(se.SetupProgressed("spot-1", "builds its environment"))
     assert world.status() == {"spot-1": SUBMITTED}
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
-    assert world.state.hires["spot-1"].handle == "job"
+    assert world.state.allocations["spot-1"].handle == "job"
     world.tell(se.SetupProgressed("nobody-7", "builds"))
     world.tell(se.SetupFailed("nobody-7", "no"))
     assert world.status() == {"spot-1": SUBMITTED}
@@ -380,17 +380,17 @@ def test_a_machine_can_speak_before_its_engine_does() -> None:
 
 def test_a_run_whose_environment_cannot_be_made_anywhere_is_given_up() -> None:
     world = World()
-    need = MachineDemand("run", ("spot",), 1, 1, begun=False)
+    need = MachineDemand("run", ("spot",), 1, 1, started=False)
     world.tell(se.DemandChanged((need,)))
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.SetupFailed("spot-1", "torch cannot be installed", "n1:log", "correct it", final=True))
     (given_up,) = [one for one in world.wait(0.1) if isinstance(one, se.FailInfeasibleRun)]
-    assert given_up.troubles == (se.PoolProblem("spot", "torch cannot be installed", "n1:log", "correct it"),)
+    assert given_up.problems == (se.PoolProblem("spot", "torch cannot be installed", "n1:log", "correct it"),)
 
 
 def test_one_machine_that_cannot_be_made_ready_does_not_end_a_run() -> None:
     world = World()
-    world.tell(se.DemandChanged((MachineDemand("run", ("spot",), 1, 1, begun=False),)))
+    world.tell(se.DemandChanged((MachineDemand("run", ("spot",), 1, 1, started=False),)))
     world.tell(se.AllocationSubmitted("spot", "spot-1", "job"))
     world.tell(se.SetupFailed("spot-1", "its disk is full"))
     assert not [one for one in world.wait(0.1) if isinstance(one, se.FailInfeasibleRun)]
@@ -405,8 +405,8 @@ def test_a_limit_that_was_lowered_gives_back_what_is_above_it_the_youngest_first
     given_back = world.tell(se.PoolsConfigured((replace(SPOT, limit=2), LAB)), after_s=1.0)
     assert of(se.CancelAllocation, given_back) == asked[2:], "one that is here, and one that is not yet"
     assert {one.pool for one in given_back if isinstance(one, se.SubmitAllocation)} == {"lab"}
-    assert [hire for hire in asked if world.status()[hire] == HERE] == asked[:2]
-    assert "limit" in world.state.hires[asked[2]].why
+    assert [hire for hire in asked if world.status()[hire] == RUNNING] == asked[:2]
+    assert "limit" in world.state.allocations[asked[2]].why
     world.tell(se.AllocationEnded(asked[2]))
     world.tell(se.PoolListed("spot", tuple(ListedAllocation(hire, f"job of {hire}", True) for hire in asked[:2])))
     assert not of(se.SubmitAllocation, world.wait(60.0)), "nothing more is asked of it"

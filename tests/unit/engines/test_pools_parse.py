@@ -13,7 +13,7 @@ from shoal.errors import BadPool, UnknownEngine
 def test_a_pool_is_what_its_table_says() -> None:
     table = {"engine": "slurm", "partition": "night", "limit": 4, "slots": 2, "price": 0.5, "instead": 1.5}
     pool, engine = pool_config.parse("spot", table)
-    assert (pool.limit, pool.slots, pool.price_per_h, pool.instead_per_h) == (4, 2, 0.5, 1.5)
+    assert (pool.limit, pool.slots, pool.price_per_h, pool.on_demand_per_h) == (4, 2, 0.5, 1.5)
     assert engine.pool == "spot"
     assert engine.options.partition == "night"  # type: ignore[attr-defined]
 

@@ -158,7 +158,7 @@ class RunCommands:
         """A hired machine says how it is getting on; only what was hired has the coordinator's own token."""
         if user:
             raise PermissionDenied(f"{user} is not a machine that was hired", do="only agents may say this")
-        if hire not in self._service.runs.supply.hires:
+        if hire not in self._service.runs.supply.allocations:
             return
         why, where, do = (text[:WORDS] for text in (word.why, word.where, word.do))
         said = se.SetupFailed(hire, why, where, do, word.final) if word.failed else se.SetupProgressed(hire, why)

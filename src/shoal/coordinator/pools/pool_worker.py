@@ -69,7 +69,7 @@ class PoolWorker(threading.Thread):
 
     def put(self, instruction: se.SubmitAllocation | se.CancelAllocation) -> None:
         if isinstance(instruction, se.SubmitAllocation):
-            self.asking.add(instruction.hire)
+            self.asking.add(instruction.allocation)
         self._line.put(instruction)
 
     def stop(self, end_all: bool) -> None:
@@ -121,24 +121,24 @@ class PoolWorker(threading.Thread):
                     self._submit(asked)
                 elif asked.handle:
                     self._engine.cancel(asked.handle)
-                    self._said(se.AllocationEnded(asked.hire))
+                    self._said(se.AllocationEnded(asked.allocation))
         except EngineUnreachable as error:
             # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
             self._said(se.PoolUnreachable(self._pool, *_told(error)))
             if isinstance(asked, se.SubmitAllocation):
-                self._said(se.AllocationRejected(self._pool, asked.hire, *_told(error)))
+                self._said(se.AllocationRejected(self._pool, asked.allocation, *_told(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
             if isinstance(asked, se.SubmitAllocation):
                 final = isinstance(error, AllocationRefused)
-                self._said(se.AllocationRejected(self._pool, asked.hire, *_told(error), final=final))
+                self._said(se.AllocationRejected(self._pool, asked.allocation, *_told(error), final=final))
 
     def _submit(self, asked: se.SubmitAllocation) -> None:
         try:
             handle = self._engine.submit(self._ask_of(asked))
         except OSError as error:
             raise AllocationRefused("the engine could not be asked", why=str(error)) from error
-        self._said(se.AllocationSubmitted(self._pool, asked.hire, handle))
+        self._said(se.AllocationSubmitted(self._pool, asked.allocation, handle))
 
     def _look(self) -> None:
         try:

@@ -21,7 +21,7 @@ from shoal.core.fleet import events as fe
 from shoal.core.provisioning import budget
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as se
-from shoal.core.provisioning.decide import ASKED
+from shoal.core.provisioning.decide import REQUESTED
 from shoal.engines import grace_period, pool_config
 from shoal.engines.engine import AllocationRequest, Engine, agent_options
 from shoal.pack.environments import recipe
@@ -103,14 +103,14 @@ class Provisioner:
 
     def _look_out(self, now: float) -> None:
         state = self._service.runs.supply
-        due = provisioning.due(state, now)
-        if now - self._money_at >= budget.LOOK_S:
+        due = provisioning.expired_timers(state, now)
+        if now - self._money_at >= budget.CHECK_INTERVAL_S:
             self._money_at = now
-            due += provisioning.money_due(state, now)
+            due += provisioning.expired_budget_timer(state, now)
         for event in due:
             self._service.attempt(partial(self._service.handle, "", event))
         for name, desk in self._desks.items():
-            desk.known = frozenset(hire.name for hire in state.hires.values() if hire.pool == name)
+            desk.known = frozenset(hire.name for hire in state.allocations.values() if hire.pool == name)
 
     def _said(self, event: se.Event) -> None:
         """In the thread of a desk."""
@@ -134,17 +134,17 @@ class Provisioner:
         state = self._service.runs.supply
         if isinstance(event, se.PoolListed):
             asking = self._desks[event.pool].asking
-            mine = [hire for hire in state.hires.values() if hire.pool == event.pool]
-            unanswered = tuple(h.name for h in mine if h.status == ASKED and h.name not in asking)
-            event = se.PoolListed(event.pool, event.seen, event.ended, unanswered)
-            if not provisioning.is_news(state, event):
+            mine = [hire for hire in state.allocations.values() if hire.pool == event.pool]
+            unanswered = tuple(h.name for h in mine if h.status == REQUESTED and h.name not in asking)
+            event = se.PoolListed(event.pool, event.listed, event.ended, unanswered)
+            if not provisioning.is_new_information(state, event):
                 return
         elif isinstance(event, se.PoolUnreachable):
-            standing = state.standings.get(event.pool, provisioning.PoolHealth())
+            standing = state.health.get(event.pool, provisioning.PoolHealth())
             if standing.unreachable_since is not None:
                 return
         if isinstance(event, se.AllocationSubmitted | se.AllocationRejected):
-            self._desks[event.pool].asking.discard(event.hire)
+            self._desks[event.pool].asking.discard(event.allocation)
         self._service.attempt(partial(self._service.handle, "", event))
 
 
@@ -176,7 +176,7 @@ def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | No
     token, tag = credentials.read(directory / "token"), tag_of(directory)
     url = ",".join(urls_of(directory))
 
-    if not service.runs.supply.hires:
+    if not service.runs.supply.allocations:
         # Only hires fetch from there, also those that were queued before this coordinator was started.
         shutil.rmtree(directory / STOWED, ignore_errors=True)
     wardrobe = PoolEnvironments(Blobs(directory / STOWED))
@@ -186,7 +186,7 @@ def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | No
         options = agent_options(hires.agent, engine)
         memory_bytes = asked.memory_bytes * asked.slots + AGENT_BYTES if asked.memory_bytes else 0
         size, made = (asked.cpus * asked.slots, memory_bytes), wardrobe.get(engine.options.environment)
-        return AllocationRequest(asked.hire, tag, url, token, asked.slots, options, *size, made)
+        return AllocationRequest(asked.allocation, tag, url, token, asked.slots, options, *size, made)
 
     engines = {name: engine for name, (_, engine) in found.items()}
     hiring = Provisioner(service, tag, engines, ask_of, grace_period.in_options(hires.agent))

@@ -14,20 +14,20 @@ from shoal.core.provisioning.costs import HOUR_S
 
 HORIZON_S = 600.0
 RESERVE_S = 60.0
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class AffordableMachine:
     """A machine that a run would keep: its price, how many places it gives to the run, and whether it is there yet."""
 
-    hire: str
+    allocation: str
     price_per_h: float
-    places: int
-    here: bool
+    slots: int
+    running: bool
 
 
-def pays(left: float, price_per_h: float, seconds: float) -> bool:
+def can_pay(left: float, price_per_h: float, seconds: float) -> bool:
     """Whether what is left pays for so long; what costs nothing can always be paid."""
     return price_per_h <= 0.0 or left * HOUR_S >= price_per_h * seconds
 
@@ -37,28 +37,28 @@ def lasts_s(left: float, price_per_h: float) -> float:
     return max(0.0, left) * HOUR_S / price_per_h if price_per_h > 0.0 else float("inf")
 
 
-def too_dear(kept: Sequence[AffordableMachine], left: float, beside_per_h: float, least: int) -> list[str]:
+def unaffordable(kept: Sequence[AffordableMachine], left: float, beside_per_h: float, min_slots: int) -> list[str]:
     """What has to go, the dearest first, until the rest can be paid for the horizon; never what the least needs.
 
     `kept` is in the order of preference, `beside_per_h` what the run pays for its other roles.
 
-    >>> too_dear([Kept("a", 1.0, 1, True), Kept("b", 3.0, 1, True)], left=0.5, beside_per_h=0.0, least=1)
+    >>> unaffordable([Kept("a", 1.0, 1, True), Kept("b", 3.0, 1, True)], left=0.5, beside_per_h=0.0, min_slots=1)
     ['b']
     """
     staying = list(kept)
     for one in sorted(reversed(kept), key=lambda one: -one.price_per_h):
-        if one.price_per_h <= 0.0 or pays(left, beside_per_h + rate(staying), HORIZON_S):
+        if one.price_per_h <= 0.0 or can_pay(left, beside_per_h + rate(staying), HORIZON_S):
             break
         others = [other for other in staying if other is not one]
-        enough = others if not one.here else [other for other in others if other.here]
-        if sum(other.places for other in enough) >= least:
+        enough = others if not one.running else [other for other in others if other.running]
+        if sum(other.slots for other in enough) >= min_slots:
             staying = others
-    return [one.hire for one in kept if one not in staying]
+    return [one.allocation for one in kept if one not in staying]
 
 
-def may_hire(left: float, rate_per_h: float, price_per_h: float, *, least: bool) -> bool:
+def may_request(left: float, rate_per_h: float, price_per_h: float, *, least: bool) -> bool:
     """Whether a run that pays so much already may have one more machine; `least` says that it cannot do without."""
-    return price_per_h <= 0.0 or pays(left, rate_per_h + price_per_h, RESERVE_S if least else HORIZON_S)
+    return price_per_h <= 0.0 or can_pay(left, rate_per_h + price_per_h, RESERVE_S if least else HORIZON_S)
 
 
 def rate(kept: Iterable[AffordableMachine]) -> float:

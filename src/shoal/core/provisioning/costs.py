@@ -10,14 +10,14 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class MachineCharge:
-    """So many seconds of one machine of a pool. `instead_per_h` is the price of what it stands in for, 0 if unknown.
+    """So many seconds of one machine of a pool. `on_demand_per_h` is the price of what it stands in for, 0 if unknown.
 
     `at_work` says that its agent was there and some run needed it.
     """
 
     pool: str
     price_per_h: float
-    instead_per_h: float
+    on_demand_per_h: float
     seconds: float
     at_work: bool = True
 
@@ -88,6 +88,6 @@ def _add(account: Account, pool: str, costs: Mapping[str, MachineCost]) -> Accou
 
 def cost_of(bill: MachineCharge, part: float = 1.0) -> MachineCost:
     seconds = bill.seconds * part
-    spared = max(0.0, bill.instead_per_h - bill.price_per_h) if bill.instead_per_h else 0.0
+    spared = max(0.0, bill.on_demand_per_h - bill.price_per_h) if bill.on_demand_per_h else 0.0
     spent = seconds * bill.price_per_h / HOUR_S
     return MachineCost(seconds, spent, seconds * spared / HOUR_S, 0.0 if bill.at_work else spent)

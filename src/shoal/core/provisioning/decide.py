@@ -22,39 +22,39 @@ from shoal.core.provisioning import feasibility
 from shoal.core.provisioning.costs import Account
 from shoal.core.provisioning.draft import ProvisioningDraft, submission
 from shoal.core.provisioning.state import (
-    ASKED,
-    HERE,
-    LEAVING,
     LIVE,
+    RELEASING,
+    REQUESTED,
+    RUNNING,
     SUBMITTED,
     Allocation,
     PoolHealth,
     ProvisioningState,
     ProvisioningTimeouts,
-    broke,
-    rate_of,
+    hourly_rate,
+    over_budget,
     users,
 )
 
 LOOK = "look into agent.log below allocations/ in its directory there"
 
 __all__ = [
-    "ASKED",
-    "HERE",
-    "LEAVING",
     "LIVE",
+    "RELEASING",
+    "REQUESTED",
+    "RUNNING",
     "SUBMITTED",
     "Allocation",
     "PoolHealth",
     "ProvisioningState",
     "ProvisioningTimeouts",
     "account_at",
-    "broke",
     "decide",
-    "due",
-    "is_news",
-    "money_due",
-    "rate_of",
+    "expired_budget_timer",
+    "expired_timers",
+    "hourly_rate",
+    "is_new_information",
+    "over_budget",
     "users",
 ]
 
@@ -69,42 +69,42 @@ def decide(
     return draft.freeze(), tuple(draft.asked)
 
 
-def due(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
+def expired_timers(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
     """The waits that are over."""
-    limits = state.limits
+    limits = state.timeouts
     fired = [
         se.ProvisioningTimerExpired("pool", pool=name)
-        for name, one in state.standings.items()
-        if 0.0 < one.until <= now
+        for name, one in state.health.items()
+        if 0.0 < one.retry_at <= now
     ]
     fired += [
-        se.ProvisioningTimerExpired("begin", run=need.run)
-        for need in state.needs
-        if feasibility.hopeless(state, need, now)
+        se.ProvisioningTimerExpired("start", run=need.run)
+        for need in state.demands
+        if feasibility.start_problems(state, need, now)
     ]
-    for hire in state.hires.values():
+    for hire in state.allocations.values():
         waited_s = now - hire.since
-        patience_s = state.pools[hire.pool].patience_s if hire.pool in state.pools else 0.0
-        silent_s = now - max(hire.since, hire.heard_at or hire.since)
-        slow = hire.status == SUBMITTED and (hire.preparing or not hire.running)
-        if hire.status == SUBMITTED and hire.running and silent_s > limits.join_s:
-            fired.append(se.ProvisioningTimerExpired("join", hire=hire.name))
+        patience_s = state.pools[hire.pool].max_wait_s if hire.pool in state.pools else 0.0
+        silent_s = now - max(hire.since, hire.setup_reported_at or hire.since)
+        slow = hire.status == SUBMITTED and (hire.preparing or not hire.started)
+        if hire.status == SUBMITTED and hire.started and silent_s > limits.join_s:
+            fired.append(se.ProvisioningTimerExpired("join", allocation=hire.name))
         elif slow and not hire.overdue and waited_s > patience_s:
-            fired.append(se.ProvisioningTimerExpired("patience", hire=hire.name))
-        elif hire.status == LEAVING and waited_s > limits.cancel_again_s:
-            fired.append(se.ProvisioningTimerExpired("cancel", hire=hire.name))
-        elif hire.spare_since is not None and now - hire.spare_since >= limits.surplus_s:
-            fired.append(se.ProvisioningTimerExpired("surplus", hire=hire.name))
+            fired.append(se.ProvisioningTimerExpired("wait", allocation=hire.name))
+        elif hire.status == RELEASING and waited_s > limits.cancel_retry_s:
+            fired.append(se.ProvisioningTimerExpired("cancel", allocation=hire.name))
+        elif hire.unused_since is not None and now - hire.unused_since >= limits.surplus_s:
+            fired.append(se.ProvisioningTimerExpired("surplus", allocation=hire.name))
     return tuple(fired)
 
 
-def money_due(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
-    """Whether some run can no longer pay all that it has; asked every `spending.LOOK_S`."""
-    if all(need.budget is None for need in state.needs):
+def expired_budget_timer(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
+    """Whether some run can no longer pay all that it has; asked every `spending.CHECK_INTERVAL_S`."""
+    if all(need.budget is None for need in state.demands):
         return ()
     later = ProvisioningDraft(state, now).freeze()
-    short = users(later) != users(state) or any(broke(later, run) for run in {need.run for need in state.needs})
-    return (se.ProvisioningTimerExpired("money"),) if short else ()
+    short = users(later) != users(state) or any(over_budget(later, run) for run in {need.run for need in state.demands})
+    return (se.ProvisioningTimerExpired("budget"),) if short else ()
 
 
 def account_at(state: ProvisioningState, now: float) -> Account:
@@ -112,22 +112,24 @@ def account_at(state: ProvisioningState, now: float) -> Account:
     return ProvisioningDraft(state, now).account
 
 
-def is_news(state: ProvisioningState, event: se.PoolListed) -> bool:
+def is_new_information(state: ProvisioningState, event: se.PoolListed) -> bool:
     """Whether what a pool says there is differs from what we know."""
-    mine = {name: hire for name, hire in state.hires.items() if hire.pool == event.pool}
-    named = {seen.hire for seen in event.seen}
-    if event.unanswered or state.standings.get(event.pool, PoolHealth()).unreachable_since is not None:
+    mine = {name: hire for name, hire in state.allocations.items() if hire.pool == event.pool}
+    named = {seen.allocation for seen in event.listed}
+    if event.unsubmitted or state.health.get(event.pool, PoolHealth()).unreachable_since is not None:
         return True
-    if any(hire.status != ASKED and name not in named for name, hire in mine.items()):
+    if any(hire.status != REQUESTED and name not in named for name, hire in mine.items()):
         return True
     return any(
-        seen.hire not in mine
-        or mine[seen.hire].status == ASKED
-        or mine[seen.hire].handle != seen.handle
-        or (seen.running != mine[seen.hire].running and mine[seen.hire].status != LEAVING)
-        or (_why(mine[seen.hire], seen) != mine[seen.hire].why and mine[seen.hire].status == SUBMITTED)
-        or (seen.why and not mine[seen.hire].why and mine[seen.hire].status == HERE)
-        for seen in event.seen
+        seen.allocation not in mine
+        or mine[seen.allocation].status == REQUESTED
+        or mine[seen.allocation].handle != seen.handle
+        or (seen.running != mine[seen.allocation].started and mine[seen.allocation].status != RELEASING)
+        or (
+            _why(mine[seen.allocation], seen) != mine[seen.allocation].why and mine[seen.allocation].status == SUBMITTED
+        )
+        or (seen.why and not mine[seen.allocation].why and mine[seen.allocation].status == RUNNING)
+        for seen in event.listed
     )
 
 
@@ -138,43 +140,43 @@ def _why(hire: Allocation, seen: se.ListedAllocation) -> str:
 
 def _on_pools(draft: ProvisioningDraft, event: se.PoolsConfigured) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
-    draft.standings = {name: one for name, one in draft.standings.items() if name in draft.base.pools}
+    draft.health = {name: one for name, one in draft.health.items() if name in draft.base.pools}
     for pool in event.pools:
-        mine = [hire for hire in draft.hires.values() if hire.pool == pool.name and hire.status in LIVE]
-        staying = sorted((hire for hire in mine if not hire.going), key=_worth)
+        mine = [hire for hire in draft.allocations.values() if hire.pool == pool.name and hire.status in LIVE]
+        staying = sorted((hire for hire in mine if not hire.leaving), key=_worth)
         for hire in staying[pool.limit :]:
             draft.let_go(hire, f"pool {pool.name} may have {pool.limit} machines only, since its limit was lowered")
 
 
 def _worth(hire: Allocation) -> tuple[int, bool, float, str]:
     """Rather kept are those that are here, are used, and have been for long."""
-    return LIVE[::-1].index(hire.status), hire.spare_since is not None, hire.since, hire.name
+    return LIVE[::-1].index(hire.status), hire.unused_since is not None, hire.since, hire.name
 
 
 def _on_needs(draft: ProvisioningDraft, event: se.DemandChanged) -> None:
-    known = {need.run for need in draft.base.needs}
-    draft.base = replace(draft.base, needs=event.needs)
-    new = {pool for need in event.needs if need.run not in known for pool in need.pools}
-    for pool in sorted(new & draft.standings.keys()):
+    known = {need.run for need in draft.base.demands}
+    draft.base = replace(draft.base, demands=event.demands)
+    new = {pool for need in event.demands if need.run not in known for pool in need.pools}
+    for pool in sorted(new & draft.health.keys()):
         _ask_anew(draft, pool)
 
 
 def _ask_anew(draft: ProvisioningDraft, pool: str) -> None:
     """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
-    if draft.standings[pool].unreachable_since is None:
-        draft.stand(pool, until=0.0, strikes=0, why="", failing_since=None, final=False, fruitless=0)
+    if draft.health[pool].unreachable_since is None:
+        draft.stand(pool, retry_at=0.0, failures=0, why="", failing_since=None, final=False, failed_starts=0)
     else:
         draft.stand(pool, failing_since=draft.now)
 
 
 def _on_submitted(draft: ProvisioningDraft, event: se.AllocationSubmitted) -> None:
-    hire = draft.hires.get(event.hire)
+    hire = draft.allocations.get(event.allocation)
     if hire is None:
-        draft.asked.append(se.CancelAllocation(event.pool, event.hire, event.handle, "nobody asked for it"))
-    elif hire.status == ASKED:
+        draft.asked.append(se.CancelAllocation(event.pool, event.allocation, event.handle, "nobody asked for it"))
+    elif hire.status == REQUESTED:
         draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
         draft.trust(hire.pool)
-    elif hire.status == LEAVING:
+    elif hire.status == RELEASING:
         draft.asked.append(se.CancelAllocation(hire.pool, hire.name, event.handle, hire.why))
         draft.update(hire, handle=event.handle)
     elif not hire.handle:
@@ -182,49 +184,55 @@ def _on_submitted(draft: ProvisioningDraft, event: se.AllocationSubmitted) -> No
 
 
 def _on_refused(draft: ProvisioningDraft, event: se.AllocationRejected) -> None:
-    hire = draft.hires.get(event.hire)
-    if hire is not None and hire.status in (ASKED, LEAVING):
+    hire = draft.allocations.get(event.allocation)
+    if hire is not None and hire.status in (REQUESTED, RELEASING):
         draft.forget(hire)
         draft.strike(hire.pool, event.why, event.where, event.do)
-        if hire.status == ASKED:
+        if hire.status == REQUESTED:
             draft.fail(hire.pool, final=event.final)
 
 
 def _on_observed(draft: ProvisioningDraft, event: se.PoolListed) -> None:
     """What a pool says there is: the whole of it, so that what it does not name is not there."""
     _reached(draft, event.pool)
-    named = {seen.hire for seen in event.seen}
-    for seen in event.seen:
-        hire = draft.hires.get(seen.hire)
+    named = {seen.allocation for seen in event.listed}
+    for seen in event.listed:
+        hire = draft.allocations.get(seen.allocation)
         if hire is None:
-            draft.tell(f"{seen.hire} of pool {event.pool} is ended: nobody asked for it")
-            draft.asked.append(se.CancelAllocation(event.pool, seen.hire, seen.handle, "nobody asked for it"))
+            draft.tell(f"{seen.allocation} of pool {event.pool} is ended: nobody asked for it")
+            draft.asked.append(se.CancelAllocation(event.pool, seen.allocation, seen.handle, "nobody asked for it"))
         else:
             _saw(draft, hire, seen)
-    for hire in [one for one in draft.hires.values() if one.pool == event.pool and one.name not in named]:
-        if hire.status == ASKED:
-            if hire.name in event.unanswered:
+    for hire in [one for one in draft.allocations.values() if one.pool == event.pool and one.name not in named]:
+        if hire.status == REQUESTED:
+            if hire.name in event.unsubmitted:
                 draft.asked.append(submission(hire, "it was asked for, but never came about"))
         else:
             _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
 
 
 def _saw(draft: ProvisioningDraft, hire: Allocation, seen: se.ListedAllocation) -> None:
-    if hire.status == ASKED:
+    if hire.status == REQUESTED:
         hire = draft.update(hire, status=SUBMITTED, since=draft.now)
-    if seen.running and not hire.running:
-        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+    if seen.running and not hire.started:
+        billed_until = draft.now if hire.billed_until is None else hire.billed_until
         since = draft.now if hire.status == SUBMITTED else hire.since
-        hire = draft.update(hire, running=True, overdue=False, since=since, paid_since=paid_since)
-    elif hire.running and not seen.running and hire.status in (SUBMITTED, HERE):
+        hire = draft.update(hire, started=True, overdue=False, since=since, billed_until=billed_until)
+    elif hire.started and not seen.running and hire.status in (SUBMITTED, RUNNING):
         # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
         draft.lose(hire)
         hire = draft.update(
-            hire, status=SUBMITTED, running=False, going=False, since=draft.now, paid_since=None, heard_at=None
+            hire,
+            status=SUBMITTED,
+            started=False,
+            leaving=False,
+            since=draft.now,
+            billed_until=None,
+            setup_reported_at=None,
         )
     if seen.running and seen.why and not hire.why:
         draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
-    if hire.status == LEAVING and not hire.handle:
+    if hire.status == RELEASING and not hire.handle:
         draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, hire.why))
     elif hire.handle and hire.handle != seen.handle:
         draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, "it was started twice"))
@@ -234,19 +242,19 @@ def _saw(draft: ProvisioningDraft, hire: Allocation, seen: se.ListedAllocation) 
 
 def _gone(draft: ProvisioningDraft, hire: Allocation, why: str) -> None:
     draft.forget(hire)
-    if hire.status == LEAVING:
+    if hire.status == RELEASING:
         return
     draft.lose(hire)
     draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
     if hire.status == SUBMITTED:
-        draft.stand(hire.pool, fruitless=draft.standings.get(hire.pool, PoolHealth()).fruitless + 1)
-    lived_s = draft.now - hire.since if hire.status == HERE else 0.0
-    if lived_s < draft.base.limits.young_s and not hire.going:
+        draft.stand(hire.pool, failed_starts=draft.health.get(hire.pool, PoolHealth()).failed_starts + 1)
+    lived_s = draft.now - hire.since if hire.status == RUNNING else 0.0
+    if lived_s < draft.base.timeouts.min_lifetime_s and not hire.leaving:
         draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
 
 
 def _on_unreachable(draft: ProvisioningDraft, event: se.PoolUnreachable) -> None:
-    standing = draft.standings.get(event.pool, PoolHealth())
+    standing = draft.health.get(event.pool, PoolHealth())
     if standing.unreachable_since is None:
         draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
         draft.fail(event.pool, final=event.final)
@@ -259,115 +267,121 @@ def _on_away(draft: ProvisioningDraft, event: se.CoordinatorWasDown) -> None:
     def later(at: float | None) -> float | None:
         return None if at is None else min(draft.now, at + event.seconds)
 
-    for hire in [one for one in draft.hires.values() if one.status in (ASKED, SUBMITTED)]:
-        draft.update(hire, since=later(hire.since), heard_at=later(hire.heard_at))
-    for pool, standing in list(draft.standings.items()):
+    for hire in [one for one in draft.allocations.values() if one.status in (REQUESTED, SUBMITTED)]:
+        draft.update(hire, since=later(hire.since), setup_reported_at=later(hire.setup_reported_at))
+    for pool, standing in list(draft.health.items()):
         draft.stand(pool, failing_since=later(standing.failing_since))
 
 
 def _on_closed(draft: ProvisioningDraft, event: se.PoolClosed) -> None:
-    for hire in [one for one in draft.hires.values() if one.pool == event.pool]:
+    for hire in [one for one in draft.allocations.values() if one.pool == event.pool]:
         draft.forget(hire)
 
 
 def _reached(draft: ProvisioningDraft, pool: str) -> None:
-    standing = draft.standings.get(pool, PoolHealth())
+    standing = draft.health.get(pool, PoolHealth())
     if standing.unreachable_since is not None:
         draft.stand(pool, unreachable_since=None, why="", final=False)
         draft.tell(f"pool {pool} can be reached again")
 
 
 def _on_preparing(draft: ProvisioningDraft, event: se.SetupProgressed) -> None:
-    """It is not mistaken for a machine whose agent does not come for as long as it says what it does."""
-    hire = draft.hires.get(event.hire)
-    if hire is not None and hire.status in (ASKED, SUBMITTED):
+    """It is not mistaken for a machine slots_by_run agent does not come for as long as it says what it does."""
+    hire = draft.allocations.get(event.allocation)
+    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
         since = hire.since if hire.preparing else draft.now
-        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+        billed_until = draft.now if hire.billed_until is None else hire.billed_until
         if event.why != hire.why:
             draft.tell(f"{hire.name} of pool {hire.pool} {event.why}")
         draft.update(
             hire,
             status=SUBMITTED,
-            running=True,
+            started=True,
             overdue=hire.overdue and hire.preparing,
             since=since,
-            paid_since=paid_since,
-            heard_at=draft.now,
+            billed_until=billed_until,
+            setup_reported_at=draft.now,
             why=event.why,
         )
 
 
 def _on_unprepared(draft: ProvisioningDraft, event: se.SetupFailed) -> None:
-    hire = draft.hires.get(event.hire)
-    if hire is not None and hire.status in (ASKED, SUBMITTED):
+    hire = draft.allocations.get(event.allocation)
+    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
         draft.strike(hire.pool, event.why, event.where, event.do)
-        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        draft.stand(hire.pool, failed_starts=draft.health[hire.pool].failed_starts + 1)
         if event.final:
             draft.fail(hire.pool, final=True)
         draft.let_go(hire, event.why)
 
 
 def _on_joined(draft: ProvisioningDraft, event: se.AgentArrived) -> None:
-    hire = draft.hires.get(event.agent)
-    if hire is not None and hire.status in (ASKED, SUBMITTED):
-        paid_since = draft.now if hire.paid_since is None else hire.paid_since
+    hire = draft.allocations.get(event.agent)
+    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
+        billed_until = draft.now if hire.billed_until is None else hire.billed_until
         draft.update(
-            hire, status=HERE, since=draft.now, overdue=False, running=True, paid_since=paid_since, heard_at=None
+            hire,
+            status=RUNNING,
+            since=draft.now,
+            overdue=False,
+            started=True,
+            billed_until=billed_until,
+            setup_reported_at=None,
         )
-        if hire.pool in draft.standings:
-            draft.stand(hire.pool, until=0.0, why="", failing_since=None, final=False, fruitless=0)
+        if hire.pool in draft.health:
+            draft.stand(hire.pool, retry_at=0.0, why="", failing_since=None, final=False, failed_starts=0)
 
 
 def _on_leaving(draft: ProvisioningDraft, event: se.AgentLeaving) -> None:
     """It has got a notice, and hands over; another is hired meanwhile."""
-    hire = draft.hires.get(event.agent)
-    if hire is not None and hire.status == HERE:
-        draft.update(hire, going=True, why=event.why)
+    hire = draft.allocations.get(event.agent)
+    if hire is not None and hire.status == RUNNING:
+        draft.update(hire, leaving=True, why=event.why)
 
 
 def _on_lost(draft: ProvisioningDraft, event: se.AgentLost) -> None:
     """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
-    hire = draft.hires.get(event.agent)
-    if hire is not None and hire.status == HERE:
+    hire = draft.allocations.get(event.agent)
+    if hire is not None and hire.status == RUNNING:
         draft.lose(hire)
-        if draft.now - hire.since < draft.base.limits.young_s and not hire.going:
+        if draft.now - hire.since < draft.base.timeouts.min_lifetime_s and not hire.leaving:
             draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
         draft.let_go(hire, event.why)
 
 
 def _on_ended(draft: ProvisioningDraft, event: se.AllocationEnded) -> None:
-    hire = draft.hires.get(event.hire)
-    if hire is not None and hire.status == LEAVING:
+    hire = draft.allocations.get(event.allocation)
+    if hire is not None and hire.status == RELEASING:
         draft.forget(hire)
 
 
 def _on_wait_over(draft: ProvisioningDraft, event: se.ProvisioningTimerExpired) -> None:
-    hire = draft.hires.get(event.hire)
-    if event.what == "begin":
-        for need in draft.base.needs:
-            troubles = feasibility.hopeless(draft.freeze(), need, draft.now) if need.run == event.run else ()
+    hire = draft.allocations.get(event.allocation)
+    if event.timer == "start":
+        for need in draft.base.demands:
+            troubles = feasibility.start_problems(draft.freeze(), need, draft.now) if need.run == event.run else ()
             draft.asked += [se.FailInfeasibleRun(need.run, troubles)] if troubles else []
-    elif event.what == "pool" and event.pool in draft.standings:
-        draft.stand(event.pool, until=0.0)
+    elif event.timer == "pool" and event.pool in draft.health:
+        draft.stand(event.pool, retry_at=0.0)
     elif hire is None:
         return
-    elif event.what == "patience" and hire.status == SUBMITTED:
+    elif event.timer == "wait" and hire.status == SUBMITTED:
         pool = draft.base.pools.get(hire.pool)
-        waited_s = pool.patience_s if pool is not None else 0.0
+        waited_s = pool.max_wait_s if pool is not None else 0.0
         draft.update(hire, overdue=True)
         draft.tell(
             f"{hire.name} was not there after {waited_s:g} s ({hire.why or 'nobody says why'}): others are asked"
         )
-    elif event.what == "join" and hire.status == SUBMITTED:
-        why = f"its machine runs, but no agent came within {draft.base.limits.join_s:g} s"
+    elif event.timer == "join" and hire.status == SUBMITTED:
+        why = f"its machine runs, but no agent came within {draft.base.timeouts.join_s:g} s"
         draft.strike(hire.pool, f"{hire.name}: {why}", do=f"see that its machines reach the coordinator: {LOOK}")
-        draft.stand(hire.pool, fruitless=draft.standings[hire.pool].fruitless + 1)
+        draft.stand(hire.pool, failed_starts=draft.health[hire.pool].failed_starts + 1)
         draft.let_go(hire, why)
-    elif event.what == "cancel" and hire.status == LEAVING:
+    elif event.timer == "cancel" and hire.status == RELEASING:
         draft.update(hire, since=draft.now)
         draft.asked.append(se.CancelAllocation(hire.pool, hire.name, hire.handle, hire.why))
-    elif event.what == "surplus" and hire.spare_since is not None and hire.status in LIVE:
-        draft.let_go(hire, hire.spare_why or "no run needs it")
+    elif event.timer == "surplus" and hire.unused_since is not None and hire.status in LIVE:
+        draft.let_go(hire, hire.unused_why or "no run needs it")
 
 
 _HANDLERS: dict[type, Callable[[ProvisioningDraft, Any], None]] = {

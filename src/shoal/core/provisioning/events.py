@@ -11,9 +11,10 @@ from typing import Union
 class PoolInfo:
     """A source of machines. `slots` is how many members each of them takes, `limit` how many machines there may be.
 
-    `instead_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits longer than
-    `patience_s` for one of its machines asks the next pool. `labels` are what its machines carry. `sized` says that its
-    engine can be asked for machines of a size; `cpus` and `memory_bytes` are that of each, if the pool itself says so.
+    `on_demand_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits
+    longer than `max_wait_s` for one of its machines asks the next pool. `labels` are what its machines carry.
+    `sized` says that its engine can be asked for machines of a size; `cpus`
+    and `memory_bytes` are that of each, if the pool itself says so.
     """
 
     name: str
@@ -21,8 +22,8 @@ class PoolInfo:
     limit: int
     slots: int = 1
     price_per_h: float = 0.0
-    instead_per_h: float = 0.0
-    patience_s: float = 60.0
+    on_demand_per_h: float = 0.0
+    max_wait_s: float = 60.0
     labels: Mapping[str, str] = field(default_factory=dict)
     sized: bool = False
     cpus: int = 0
@@ -41,13 +42,13 @@ class MachineDemand:
     run: str
     pools: tuple[str, ...]
     slots: int
-    least: int = 0
+    min_slots: int = 0
     cpus: int = 0
     memory_bytes: int = 0
     budget: float | None = None
-    held: tuple[str, ...] = ()
-    begun: bool = True
-    patience_s: float = 600.0
+    in_use: tuple[str, ...] = ()
+    started: bool = True
+    start_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,13 @@ class PoolProblem:
 class ListedAllocation:
     """One hire that a pool knows: it runs, or waits for a machine."""
 
-    hire: str
+    allocation: str
     handle: str
     running: bool
     why: str = ""
 
 
-def name_of(pool: str, number: int) -> str:
+def allocation_name(pool: str, number: int) -> str:
     """The name of a hire, which tells its pool."""
     return f"{pool}-{number}"
 
@@ -89,13 +90,13 @@ class PoolsConfigured:
 
 @dataclass(frozen=True, slots=True)
 class DemandChanged:
-    needs: tuple[MachineDemand, ...]
+    demands: tuple[MachineDemand, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationSubmitted:
     pool: str
-    hire: str
+    allocation: str
     handle: str
 
 
@@ -104,7 +105,7 @@ class AllocationRejected:
     """`final` says that the pool will never give it as it is asked."""
 
     pool: str
-    hire: str
+    allocation: str
     why: str
     where: str = ""
     do: str = ""
@@ -115,13 +116,13 @@ class AllocationRejected:
 class PoolListed:
     """All that a pool has of ours; `ended` are those that it remembers to have ended, and how.
 
-    `unanswered` are hires that nobody is submitting just now: the coordinator was away when it should have.
+    `unsubmitted` are hires that nobody is submitting just now: the coordinator was away when it should have.
     """
 
     pool: str
-    seen: tuple[ListedAllocation, ...]
+    listed: tuple[ListedAllocation, ...]
     ended: tuple[tuple[str, str], ...] = ()
-    unanswered: tuple[str, ...] = ()
+    unsubmitted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class PoolClosed:
 class SetupProgressed:
     """A machine is there and makes ready what its agent needs, which may take long; `why` says what it does."""
 
-    hire: str
+    allocation: str
     why: str
 
 
@@ -159,7 +160,7 @@ class SetupProgressed:
 class SetupFailed:
     """A machine is there, and cannot be made ready for its agent; `final` says that no other of its pool could."""
 
-    hire: str
+    allocation: str
     why: str
     where: str = ""
     do: str = ""
@@ -187,7 +188,7 @@ class AgentLost:
 class AllocationEnded:
     """The engine has ended a hire that was to go."""
 
-    hire: str
+    allocation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,8 @@ class ProvisioningTimerExpired:
     With `money` it is time to look at a budget again.
     """
 
-    what: str
-    hire: str = ""
+    timer: str
+    allocation: str = ""
     pool: str = ""
     run: str = ""
 
@@ -227,7 +228,7 @@ Event = Union[
 @dataclass(frozen=True, slots=True)
 class SubmitAllocation:
     pool: str
-    hire: str
+    allocation: str
     slots: int
     reason: str
     cpus: int = 0
@@ -237,7 +238,7 @@ class SubmitAllocation:
 @dataclass(frozen=True, slots=True)
 class CancelAllocation:
     pool: str
-    hire: str
+    allocation: str
     handle: str
     reason: str
 
@@ -255,7 +256,7 @@ class FailInfeasibleRun:
     """A run that has not begun cannot begin with its pools as they are."""
 
     run: str
-    troubles: tuple[PoolProblem, ...]
+    problems: tuple[PoolProblem, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def check_left(spec: RunSpec, budget: float | None, spent: float, pools: Pools) 
     if budget is None or not prices:
         return
     least = min(prices)
-    if not provisioning_budget.pays(budget - spent, least, provisioning_budget.RESERVE_S):
+    if not provisioning_budget.can_pay(budget - spent, least, provisioning_budget.RESERVE_S):
         needed = least * provisioning_budget.RESERVE_S / 3600.0
         raise BadBudget(
             f"a budget of {budget:.2f} does not pay {spec.members[0]} members" + (" any longer" if spent else ""),

@@ -51,8 +51,8 @@ def _asked(run: RunState, runs: CoordinatorState, now: float) -> str:
     """The machines that were asked for on its behalf."""
     coming = [
         hire
-        for hire in runs.supply.hires.values()
-        if run.name in hire.whose and hire.status in (provisioning.ASKED, provisioning.SUBMITTED)
+        for hire in runs.supply.allocations.values()
+        if run.name in hire.slots_by_run and hire.status in (provisioning.REQUESTED, provisioning.SUBMITTED)
     ]
     if not coming:
         return ""
@@ -63,7 +63,7 @@ def _asked(run: RunState, runs: CoordinatorState, now: float) -> str:
 
 
 def _troubles(run: RunState, runs: CoordinatorState) -> list[str]:
-    standings = {name: runs.supply.standings.get(name, provisioning.PoolHealth()) for name in run.spec.on}
+    standings = {name: runs.supply.health.get(name, provisioning.PoolHealth()) for name in run.spec.on}
     return [f"pool {name}: {one.why}" for name, one in standings.items() if one.why]
 
 

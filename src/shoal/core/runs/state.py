@@ -130,7 +130,7 @@ class CoordinatorState:
             self._tell_supply(event, now, asked)
         elif name in self.runs:
             self._run_event(self.runs[name], event, now, asked)
-        if (needs := self._needs()) != self.supply.needs:
+        if (needs := self._needs()) != self.supply.demands:
             self._supply(se.DemandChanged(needs), now, asked)
         self.at = now
         return asked
@@ -141,7 +141,7 @@ class CoordinatorState:
 
     def size_of(self, agent: str) -> SlotSize | None:
         """What each place of an agent was asked to have, None if nobody could ask."""
-        hire = self.supply.hires.get(agent)
+        hire = self.supply.allocations.get(agent)
         pool = self.supply.pools.get(hire.pool) if hire is not None else None
         return SlotSize(hire.cpus, hire.memory_bytes) if hire is not None and pool is not None and pool.sized else None
 
@@ -168,7 +168,7 @@ class CoordinatorState:
     def _give_up(self, instruction: se.FailInfeasibleRun, now: float, asked: Asked) -> None:
         run = self.runs[instruction.run]
         asked.append((run.name, instruction))
-        run.problem = no_machines(run.name, instruction.troubles)
+        run.problem = no_machines(run.name, instruction.problems)
         self._fleet(fe.RunInfeasible(run.name, f"{run.problem.what}: {run.problem.why}"), now, asked)
 
     def _out_of_money(self, told: se.StopRunOverBudget, now: float, asked: Asked) -> None:
@@ -215,11 +215,11 @@ class CoordinatorState:
                 begun = role == EVALUATOR or _has_begun(run, wanted)
                 need = se.MachineDemand(run.name, terms.pools, most, least, terms.cpus, terms.memory_bytes)
                 budget = run.budget if going else None
-                patience_s = float(run.settings.get("start_timeout_s", need.patience_s))
-                needs.append(replace(need, budget=budget, begun=begun, patience_s=patience_s))
+                start_timeout_s = float(run.settings.get("start_timeout_s", need.start_timeout_s))
+                needs.append(replace(need, budget=budget, started=begun, start_timeout_s=start_timeout_s))
         agents = dict.fromkeys(p.agent for p in self.fleet.of_run(run.name) if p.alive and not going)
-        if held := tuple(name for name in agents if name in self.supply.hires):
-            needs.append(se.MachineDemand(run.name, (), 0, held=held))
+        if held := tuple(name for name in agents if name in self.supply.allocations):
+            needs.append(se.MachineDemand(run.name, (), 0, in_use=held))
         return needs
 
     # --- the life of a run

@@ -170,12 +170,12 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     fe.MarkRunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
     fe.MarkRunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
     fe.FleetNote: lambda i: (i.text, ""),
-    se.SubmitAllocation: lambda i: (f"{i.hire} is asked of pool {i.pool}", i.reason),
-    se.CancelAllocation: lambda i: (f"{i.hire} of pool {i.pool} is let go", i.reason),
+    se.SubmitAllocation: lambda i: (f"{i.allocation} is asked of pool {i.pool}", i.reason),
+    se.CancelAllocation: lambda i: (f"{i.allocation} of pool {i.pool} is let go", i.reason),
     se.ProvisioningNote: lambda i: (i.text, ""),
     se.FailInfeasibleRun: lambda i: (
         "the run cannot begin",
-        "; ".join(f"pool {one.pool}: {one.why}" for one in i.troubles),
+        "; ".join(f"pool {one.pool}: {one.why}" for one in i.problems),
     ),
     se.StopRunOverBudget: lambda i: ("the run is stopped after a checkpoint", i.reason),
 }

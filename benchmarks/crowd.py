@@ -32,8 +32,9 @@ from shoal.agent import machine_info
 from shoal.agent.outbox import Outbox
 from shoal.agent.uplink import AgentUplink
 from shoal.core.world import Address, World
-from shoal.wire import codec, credentials
+from shoal.wire import agent_messages, codec, credentials
 from shoal.wire import member_messages as ms
+from shoal.wire.protocol import PROTOCOL, Message
 from shoal.worker.session.uplink import ASKS_PER_SILENCE, OPEN_TIMEOUT_S, RETRY_S
 
 CONNECTING_AT_ONCE = 16
@@ -120,7 +121,7 @@ def _framed(opcode: int, data: bytes) -> bytes:
 class Member:
     """What a member says: hello, ready, a beat and a ping now and then, and an answer to every change of the world."""
 
-    def __init__(self, crowd: Crowd, order: ms.StartMemberMsg) -> None:
+    def __init__(self, crowd: Crowd, order: agent_messages.StartMemberMsg) -> None:
         self.crowd, self.order = crowd, order
         self.world: World | None = None
         self.ended = False
@@ -151,7 +152,7 @@ class Member:
         order, world = self.order, self.world
         address = (order.run, order.member, order.incarnation, self._address, os.getpid())
         where = (world.number, self.crowd.step) if world is not None else (None, None)
-        self.say(ms.MemberHelloMsg(ms.PROTOCOL, shoal.__version__, *address, *where))
+        self.say(ms.MemberHelloMsg(PROTOCOL, shoal.__version__, *address, *where))
         if world is None:
             self.say(
                 ms.ReadyMsg("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4))
@@ -185,7 +186,7 @@ class Member:
         self.crowd.counts["HeartbeatMsg"] += 1
         self.crowd.counts["pings"] += asks
 
-    def say(self, message: ms.Message) -> None:
+    def say(self, message: Message) -> None:
         self.crowd.counts[type(message).__name__] += 1
         if self.socket is not None:
             self.socket.send((2, codec.from_member.encode(message)))
@@ -246,7 +247,7 @@ class Crowd:
         self.sizes: Counter[str] = Counter()
         self._outboxes: dict[str, Outbox] = {}
         self._linked = 0
-        self._held: deque[ms.StartMemberMsg] = deque()
+        self._held: deque[agent_messages.StartMemberMsg] = deque()
         self._hold = 0
         self._doors = asyncio.Semaphore(CONNECTING_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,7 +266,9 @@ class Crowd:
         machine = replace(self._machine, name=name)
         pause_s = 0.0
         while True:
-            hello = ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name))
+            hello = agent_messages.AgentHelloMsg(
+                PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name)
+            )
             with contextlib.suppress(OSError, TimeoutError, WebSocketException):
                 await link.converse(hello, self._welcomed, lambda order: self._obey(name, order))
             pause_s = min(1.6 * pause_s, 2.0) if pause_s else 0.1
@@ -276,16 +279,16 @@ class Crowd:
         living = member is not None and not member.ended
         return ((member.order.run, member.order.member, member.order.incarnation),) if member and living else ()
 
-    def _welcomed(self, _welcome: ms.AgentWelcomeMsg) -> None:
+    def _welcomed(self, _welcome: agent_messages.AgentWelcomeMsg) -> None:
         self._linked += 1
 
-    def _obey(self, agent: str, order: ms.ToAgent) -> None:
+    def _obey(self, agent: str, order: agent_messages.ToAgent) -> None:
         self.heard(order, 0)
-        if not isinstance(order, ms.StartMemberMsg):
+        if not isinstance(order, agent_messages.StartMemberMsg):
             return
         known = order.member in self.members
         self._outboxes[agent].put(
-            ms.MemberStartedMsg(order.run, order.member, order.incarnation, os.getpid(), warm=True)
+            agent_messages.MemberStartedMsg(order.run, order.member, order.incarnation, os.getpid(), warm=True)
         )
         if known:
             asyncio.get_running_loop().call_later(BACK_AFTER_S, self._start, order)
@@ -295,7 +298,7 @@ class Crowd:
         else:
             self._start(order)
 
-    def _start(self, order: ms.StartMemberMsg) -> None:
+    def _start(self, order: agent_messages.StartMemberMsg) -> None:
         member = self.members[order.member] = Member(self, order)
         self.in_background(self._connect(member))
 
@@ -353,7 +356,7 @@ class Crowd:
                 order = self.members[name].order
                 self.members[name].crash()
                 fate = (order.run, order.member, order.incarnation, None, 9, "infrastructure", "killed by SIGKILL")
-                self._outboxes[name.partition("/")[0]].put(ms.MemberExitedMsg(*fate))
+                self._outboxes[name.partition("/")[0]].put(agent_messages.MemberExitedMsg(*fate))
             case {"do": "hello", "count": count, "agents": agents}:
                 await self._until(lambda: self.counts["WelcomeMsg"] >= count and self._linked >= agents)
             case {"do": "told", "kind": kind, "count": count}:

@@ -28,19 +28,18 @@ from shoal.agent.uplink import AgentUplink
 from shoal.core import addresses
 from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, NoCoordinatorAddress, ShoalError
 from shoal.wire import connect_errors, credentials
-from shoal.wire.member_messages import (
-    PROTOCOL,
+from shoal.wire.agent_messages import (
     AgentHelloMsg,
     AgentWelcomeMsg,
     CheckResultMsg,
     MachineNoticeMsg,
-    RejectedMsg,
     RunCheckMsg,
     ShutDownMsg,
     StartMemberMsg,
     StopMemberMsg,
     ToAgent,
 )
+from shoal.wire.protocol import PROTOCOL, RejectedMsg
 
 if TYPE_CHECKING:
     from shoal.agent.machine_check import MachineCheck

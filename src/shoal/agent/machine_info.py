@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from shoal.core.addresses import candidates
+from shoal.core.runs.spec import MachineInfo
 from shoal.errors import PeerUnreachable
 from shoal.wire import interfaces
-from shoal.wire.member_messages import MachineInfo
 
 _NO_LIMIT_BYTES = 1 << 60
 PROBE_ROUNDS = 500

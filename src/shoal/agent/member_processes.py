@@ -24,7 +24,7 @@ from shoal.agent.processes.warm_process import WarmProcess
 from shoal.agent.project_files import ProjectCache
 from shoal.core import exit_causes
 from shoal.errors import MembershipError, ProjectDeliveryFailed, ShoalError, WarmProcessFailed
-from shoal.wire.member_messages import LogLinesMsg, MemberExitedMsg, MemberStartedMsg, StartMemberMsg
+from shoal.wire.agent_messages import LogLinesMsg, MemberExitedMsg, MemberStartedMsg, StartMemberMsg
 
 log = logging.getLogger("shoal.agent")
 

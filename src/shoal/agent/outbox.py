@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from shoal.wire.member_messages import FromAgent, LogLinesMsg, MemberExitedMsg
+from shoal.wire.agent_messages import FromAgent, LogLinesMsg, MemberExitedMsg
 
 MAX_EVENTS = 10_000
 MAX_LOG_BATCHES = 500

@@ -18,7 +18,8 @@ from shoal.agent import happy_eyeballs, machine_info
 from shoal.agent.outbox import Outbox
 from shoal.errors import CoordinatorUnreachable, MembershipError, NameTaken, VersionMismatch, WrongToken
 from shoal.wire import codec, connect_errors, credentials
-from shoal.wire.member_messages import AgentHeartbeatMsg, AgentHelloMsg, AgentWelcomeMsg, RejectedMsg, ToAgent
+from shoal.wire.agent_messages import AgentHeartbeatMsg, AgentHelloMsg, AgentWelcomeMsg, ToAgent
+from shoal.wire.protocol import RejectedMsg
 
 
 class AgentUplink:

@@ -13,6 +13,7 @@ from shoal.core import addresses
 from shoal.core.fleet import events as fe
 from shoal.core.runs import events as runs_events
 from shoal.errors import BadMessage, MachineCheckFailed, NameTaken
+from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 from shoal.wire.machine_check import CheckRequest, CheckResult
 
@@ -39,7 +40,7 @@ class AgentHandler:
             raise MachineCheckFailed(f"{agent} is not connected", do="shoal nodes lists who is")
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        link.send(ms.RunCheckMsg(number, question))
+        link.send(agent_messages.RunCheckMsg(number, question))
         try:
             return await asyncio.wait_for(answer, EXAMINED_WITHIN_S + question.lasting_s)
         except TimeoutError:
@@ -50,24 +51,24 @@ class AgentHandler:
         finally:
             del self._asked[number]
 
-    def said(self, link: AgentConnection, message: ms.FromAgent) -> None:
+    def said(self, link: AgentConnection, message: agent_messages.FromAgent) -> None:
         link.heard_at = self._service.heard_at = self._service.clock.now()
-        if isinstance(message, ms.AgentHelloMsg):
+        if isinstance(message, agent_messages.AgentHelloMsg):
             self._service.attempt(partial(self._hello, link, message))
         elif not link.agent:
             link.refuse(BadMessage.code, "the first message was not a hello")
-        elif isinstance(message, ms.AgentHeartbeatMsg):
+        elif isinstance(message, agent_messages.AgentHeartbeatMsg):
             link.load, link.memory_free_bytes = message.load, message.memory_free_bytes
-        elif isinstance(message, ms.CheckResultMsg):
+        elif isinstance(message, agent_messages.CheckResultMsg):
             answer = self._asked.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message.finding)
-        elif isinstance(message, ms.LogLinesMsg):
+        elif isinstance(message, agent_messages.LogLinesMsg):
             self._log(message)
         else:
             self._service.attempt(partial(self._event, link, message))
 
-    def _hello(self, link: AgentConnection, hello: ms.AgentHelloMsg) -> None:
+    def _hello(self, link: AgentConnection, hello: agent_messages.AgentHelloMsg) -> None:
         if link.closed or not same_version(link, hello.protocol, hello.version):
             return
         old = self._service.agents.get(hello.agent)
@@ -96,25 +97,25 @@ class AgentHandler:
         asked = self._service.record("", joined)
         link.agent, link.pid = hello.agent, hello.pid
         self._service.agents[hello.agent] = link
-        link.send(ms.AgentWelcomeMsg(_beat_s(len(self._service.agents)), self._service.name))
+        link.send(agent_messages.AgentWelcomeMsg(_beat_s(len(self._service.agents)), self._service.name))
         self._service.carry_out(asked)
 
-    def _event(self, link: AgentConnection, message: ms.FromAgent) -> None:
-        if isinstance(message, ms.MemberStartedMsg):
+    def _event(self, link: AgentConnection, message: agent_messages.FromAgent) -> None:
+        if isinstance(message, agent_messages.MemberStartedMsg):
             started = fe.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
             self._service.handle(message.run, started)
-        elif isinstance(message, ms.MemberExitedMsg):
+        elif isinstance(message, agent_messages.MemberExitedMsg):
             if self._is_news(message):
                 self._service.handle(message.run, _exited(message))
-        elif isinstance(message, ms.MachineNoticeMsg):
+        elif isinstance(message, agent_messages.MachineNoticeMsg):
             self._notice(link, message)
 
-    def _is_news(self, message: ms.MemberExitedMsg) -> bool:
+    def _is_news(self, message: agent_messages.MemberExitedMsg) -> bool:
         """Agents tell exits again after a reconnect; the second telling is not worth a line."""
         process = self._service.runs.fleet.processes.get((message.run, message.member))
         return process is not None and process.incarnation == message.incarnation and process.alive
 
-    def _notice(self, link: AgentConnection, message: ms.MachineNoticeMsg) -> None:
+    def _notice(self, link: AgentConnection, message: agent_messages.MachineNoticeMsg) -> None:
         cause = f"{message.source}: {message.detail}" if message.detail else message.source
         asked = self._service.record("", fe.AgentNotice(link.agent, message.within_s, cause))
         for process in self._service.runs.fleet.processes.values():
@@ -123,7 +124,7 @@ class AgentHandler:
                 member.send(ms.LeavingMsg(message.within_s, cause))
         self._service.carry_out(asked)
 
-    def _log(self, message: ms.LogLinesMsg) -> None:
+    def _log(self, message: agent_messages.LogLinesMsg) -> None:
         if message.run in self._service.runs.runs:
             try:
                 self._service.logs.append(message.run, message.member, message.lines)
@@ -153,7 +154,7 @@ def _beat_s(agents: int) -> float:
     return min(max(BEAT_S, agents / BEATS_PER_S), SILENT_S / 4)
 
 
-def _exited(message: ms.MemberExitedMsg) -> fe.ProcessExited:
+def _exited(message: agent_messages.MemberExitedMsg) -> fe.ProcessExited:
     return fe.ProcessExited(
         message.run,
         message.member,
@@ -165,7 +166,7 @@ def _exited(message: ms.MemberExitedMsg) -> fe.ProcessExited:
     )
 
 
-def _host_of(link: AgentConnection, hello: ms.AgentHelloMsg) -> str:
+def _host_of(link: AgentConnection, hello: agent_messages.AgentHelloMsg) -> str:
     """The address of an agent's machine for others: not loopback, if they may be elsewhere."""
     if not addresses.is_loopback(link.peer):
         return link.peer

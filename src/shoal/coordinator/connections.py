@@ -8,9 +8,8 @@ from typing import Protocol
 
 import shoal
 from shoal.errors import VersionMismatch
-from shoal.wire import member_messages as ms
 from shoal.wire.codec import MessageCodec
-from shoal.wire.member_messages import Message, RejectedMsg
+from shoal.wire.protocol import PROTOCOL, Message, RejectedMsg
 
 
 class SocketLike(Protocol):
@@ -70,9 +69,9 @@ class AgentConnection(Connection):
 
 
 def same_version(link: Connection, protocol: int, version: str) -> bool:
-    if protocol == ms.PROTOCOL and version == shoal.__version__:
+    if protocol == PROTOCOL and version == shoal.__version__:
         return True
-    ours = f"{shoal.__version__} (protocol {ms.PROTOCOL})"
+    ours = f"{shoal.__version__} (protocol {PROTOCOL})"
     what = f"the coordinator runs Shoal {ours}, this process {version} (protocol {protocol})"
     link.refuse(VersionMismatch.code, what, do=f"install Shoal {shoal.__version__} on both machines")
     return False

@@ -13,12 +13,14 @@ from shoal.core.fleet.decide import role_of
 from shoal.core.membership import events as ev
 from shoal.core.runs import evaluation
 from shoal.core.runs.spec import RoleSpec, RunSpec
+from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
+from shoal.wire.protocol import Message
 
 PREEMPTED = 75
 
 
-def to_members(asked: Any) -> tuple[tuple[str, ...], ms.Message] | None:
+def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
     """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name.
 
     It is one message for all of them, so that it is encoded once.
@@ -59,7 +61,7 @@ def to_members(asked: Any) -> tuple[tuple[str, ...], ms.Message] | None:
 
 def start_member(
     asked: fe.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
-) -> ms.StartMemberMsg:
+) -> agent_messages.StartMemberMsg:
     """The order to start a process; the agent adds the token file and the host, which differ on every machine."""
     env = {
         **spec.env,
@@ -73,7 +75,7 @@ def start_member(
         **_resources(spec.roles.get(role_of(asked.member))),
         **dict(asked.env),
     }
-    return ms.StartMemberMsg(
+    return agent_messages.StartMemberMsg(
         asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart, spec.project
     )
 
@@ -84,11 +86,11 @@ def _resources(role: RoleSpec | None) -> dict[str, str]:
     return {name: str(value) for name, value in told.items() if value}
 
 
-def end_member(asked: fe.StopProcess) -> ms.StopMemberMsg:
-    return ms.StopMemberMsg(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
+def end_member(asked: fe.StopProcess) -> agent_messages.StopMemberMsg:
+    return agent_messages.StopMemberMsg(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
 
 
-def event_of(member: str, message: ms.Message) -> ev.Event | evaluation.EvaluationReported | None:
+def event_of(member: str, message: Message) -> ev.Event | evaluation.EvaluationReported | None:
     """What a member's message says to the membership, None if it says nothing there."""
     match message:
         case ms.ReadyMsg(fingerprint, step, restored, speed):

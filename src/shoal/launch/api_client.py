@@ -29,7 +29,7 @@ from shoal.wire.api import (
     StoryLine,
 )
 from shoal.wire.machine_check import CheckRequest, CheckResult
-from shoal.wire.member_messages import PROTOCOL
+from shoal.wire.protocol import PROTOCOL
 
 T = TypeVar("T")
 SEVERAL_S = 3.0

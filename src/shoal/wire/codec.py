@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shoal.errors import BadMessage
-from shoal.wire import member_messages as messages
+from shoal.wire import agent_messages, member_messages
+from shoal.wire.protocol import Message
 
 MAX_MESSAGE_BYTES = 1 << 20
 # A world of a thousand is nearly the same words a thousand times, and all of its members are told of it.
@@ -26,7 +27,7 @@ class MessageCodec(Generic[M]):
         self._decoder = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def encode(self, message: messages.Message) -> bytes:
+    def encode(self, message: Message) -> bytes:
         data = self._encoder.encode(message)
         return PACKED + zlib.compress(data, 1) if len(data) > PACK_ABOVE_BYTES else data
 
@@ -60,7 +61,7 @@ def _too_large(size_bytes: int) -> BadMessage:
     return BadMessage(f"a message of {size_bytes} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
 
 
-from_member: MessageCodec[messages.FromMember] = MessageCodec(messages.FromMember)
-to_member: MessageCodec[messages.ToMember] = MessageCodec(messages.ToMember)
-from_agent: MessageCodec[messages.FromAgent] = MessageCodec(messages.FromAgent)
-to_agent: MessageCodec[messages.ToAgent] = MessageCodec(messages.ToAgent)
+from_member: MessageCodec[member_messages.FromMember] = MessageCodec(member_messages.FromMember)
+to_member: MessageCodec[member_messages.ToMember] = MessageCodec(member_messages.ToMember)
+from_agent: MessageCodec[agent_messages.FromAgent] = MessageCodec(agent_messages.FromAgent)
+to_agent: MessageCodec[agent_messages.ToAgent] = MessageCodec(agent_messages.ToAgent)

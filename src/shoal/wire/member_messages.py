@@ -1,7 +1,11 @@
-"""Every message on the coordinator's WebSocket, as tagged unions of frozen structs.
+"""Messages between a member and its coordinator, over one WebSocket.
 
-A member or an agent opens the socket and says hello; after that both sides send messages freely. Times are
-seconds since the epoch on the sender's clock unless a name says otherwise.
+A member opens the socket, sends MemberHelloMsg and gets WelcomeMsg or RejectedMsg. From then on both sides send freely;
+there are no replies that a sender blocks on. A connection may break at any time: after a reconnect the member sends its
+hello again, followed by every message that describes a state rather than an event (readiness, notice, open and
+completed claims, adjustments), so that nothing the coordinator needs is lost with a connection.
+
+In each section the messages stand in the order in which a member's life brings them.
 """
 
 from __future__ import annotations
@@ -11,26 +15,22 @@ from typing import Annotated, Union
 import msgspec
 
 from shoal.core.placement import Placement
-from shoal.core.runs.spec import MachineInfo as MachineInfo
 from shoal.core.world import Address, World
-from shoal.wire.machine_check import CheckRequest, CheckResult
+from shoal.wire.protocol import Message, RejectedMsg
 
-PROTOCOL = 2
+# Valid values of `EvaluatedMsg.best`, such as "max:accuracy".
 GOAL = r"^((max|min):\s*\S.*)?$"
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=lambda name: name.removesuffix("Msg")):
-    """Base of all messages; the tag is the class name without `Msg`."""
 
 
 # --- member to coordinator
 
 
 class MemberHelloMsg(Message, frozen=True):
-    """First message of a member, and of a member that finds the coordinator again.
+    """First message on every connection; the coordinator answers WelcomeMsg or RejectedMsg.
 
-    `world` and `step` are None for a new process. `broken` says that its world fell apart; for `done` and `early` see
-    Done.
+    `world` and `step` are None for a new process. After a reconnect they are the member's present world and the step
+    whose state it holds; `broken` says that this world's exchange has failed meanwhile. `done` and `early` repeat a
+    DoneMsg.
     """
 
     protocol: int
@@ -49,7 +49,12 @@ class MemberHelloMsg(Message, frozen=True):
 
 
 class ReadyMsg(Message, frozen=True):
-    """The member has built its model and can be admitted; `step` is the state that it holds, None for none."""
+    """The member has built its model and can be given a seat in a world.
+
+    `step` is the step whose state it holds, None if it holds none. `restored` says that it has loaded that state from a
+    checkpoint, as a RestoreMsg told it to. `speed` is its estimate in samples per second, 0 if unknown. The coordinator
+    rejects a member whose `fingerprint` differs from the run's.
+    """
 
     fingerprint: str
     step: int | None
@@ -57,8 +62,29 @@ class ReadyMsg(Message, frozen=True):
     speed: float = 0.0
 
 
+class WorldEnteredMsg(Message, frozen=True):
+    """The member has entered a prepared world at `step`; the first such message moves the whole run to that world."""
+
+    world: int
+    step: int
+
+
+class PrepareFailedMsg(Message, frozen=True):
+    """The member could not connect to the peers of a prepared world, and stays in its present one.
+
+    The coordinator abandons that world and treats the `suspects` as unreachable when it proposes the next.
+    """
+
+    world: int
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+
+
 class WorldBrokenMsg(Message, frozen=True):
-    """The member's exchange failed; it holds the state of `step` (None: none) and waits for another world."""
+    """An exchange in the member's world failed; the member holds the state of `step` (None: no state) and waits.
+
+    The coordinator dissolves the world and forms the next one, without those `suspects` that turn out to be lost.
+    """
 
     world: int
     step: int | None
@@ -66,23 +92,11 @@ class WorldBrokenMsg(Message, frozen=True):
     cause: str = ""
 
 
-class WorldEnteredMsg(Message, frozen=True):
-    """The member entered the proposed world at `step`."""
-
-    world: int
-    step: int
-
-
-class PrepareFailedMsg(Message, frozen=True):
-    """The member could not connect the proposed world; it goes on in its own."""
-
-    world: int
-    suspects: tuple[str, ...] = ()
-    cause: str = ""
-
-
 class PartCopiedMsg(Message, frozen=True):
-    """This server has given a part of the state to its learner; `since` is the placement that asked for it."""
+    """A server has copied a part of the state to its learner `to`, which can now become the backup.
+
+    `since` is the number of the placement that requested the copy.
+    """
 
     part: int
     to: str
@@ -90,14 +104,14 @@ class PartCopiedMsg(Message, frozen=True):
 
 
 class PartReleasedMsg(Message, frozen=True):
-    """This server has come to rest with a part of the state: its backup can take over."""
+    """A server no longer changes a part of the state, so that its backup can take over; `number` is the placement."""
 
     part: int
     number: int
 
 
 class ServerUnreachableMsg(Message, frozen=True):
-    """A server of this placement cannot be reached from here."""
+    """The sender cannot reach a server of placement `number`; the coordinator checks whether that server is lost."""
 
     server: str
     number: int
@@ -105,7 +119,7 @@ class ServerUnreachableMsg(Message, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a usual step: reading data, computing, waiting for the slowest, exchanging."""
+    """Seconds of a typical step, by what they were spent on; `wait_s` is spent waiting for the slowest member."""
 
     data_s: float = 0.0
     compute_s: float = 0.0
@@ -114,12 +128,13 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HeartbeatMsg(Message, frozen=True):
-    """Renews the lease and says what the member is doing, and since when.
+    """Renewal of the member's lease, with what it is doing; sent every `heartbeat_s` by a thread of its own.
 
-    `noise` is the gradient noise scale, in samples; `idle` the part of the members' time that is waited away with equal
-    shares, if that is known, and with those in force.
-    With servers, `clock` is how many tickets it has finished, `ahead` how many more than the slowest had when it began
-    the present one, and `waits_for` are the members without which it may not begin another.
+    `phase` is what the main thread is doing, `phase_age_s` for how long: this is how the coordinator recognises a
+    member that hangs. `noise` is the gradient noise scale in samples. `idle` is the fraction of the members' time spent
+    waiting, with equal shares (None if unknown) and with the present ones. With servers, `clock` counts the trainer's
+    finished tickets, `ahead` is its lead over the slowest trainer when it began its present ticket, and `waits_for`
+    names the members that block its next one.
     """
 
     world: int | None
@@ -132,7 +147,7 @@ class HeartbeatMsg(Message, frozen=True):
     share: int = 0
     loss: float | None = None
     samples_per_s: float = 0.0
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
     clock: int = 0
     ahead: int = 0
     waits_for: tuple[str, ...] = ()
@@ -143,7 +158,10 @@ class HeartbeatMsg(Message, frozen=True):
 
 
 class AdjustmentMsg(Message, frozen=True):
-    """The members of this world changed something by themselves, from `step` on; rank 0 tells."""
+    """The members of a world have changed their shares, batch size or memory use, effective from `step`.
+
+    Only rank 0 sends it; the coordinator records it for `shoal why` and shows the latest of each kind.
+    """
 
     step: int
     what: str
@@ -152,23 +170,30 @@ class AdjustmentMsg(Message, frozen=True):
 
 
 class LeavingMsg(Message, frozen=True):
-    """The member was told to go away within so many seconds (SIGTERM, spot warning, the user)."""
+    """Notice: the member has to leave within `within_s` seconds (SIGTERM, spot warning, the user).
+
+    A member sends it when it gets the signal, and the coordinator then prepares a world without it. The coordinator
+    sends it to the members of a machine whose agent reported the notice.
+    """
 
     within_s: float
     cause: str
 
 
 class LeftMsg(Message, frozen=True):
-    """The member goes; `world` is the one that the others crossed into without it, None if there is none."""
+    """Last message of a member that leaves cleanly.
+
+    `world` is the world that the others entered without it, None if it leaves without such a handover.
+    """
 
     step: int | None
     world: int | None = None
 
 
 class DoneMsg(Message, frozen=True):
-    """The member has committed the last step and so has every other member of its world.
+    """The member has committed the last step, and so has every other member of its world: the run is finished.
 
-    Unless it is `early`: then its script has left the loop, and the others go on without it.
+    With `early`, only this member's script has left its loop; the others continue without it.
     """
 
     step: int
@@ -176,17 +201,26 @@ class DoneMsg(Message, frozen=True):
 
 
 class ClaimMsg(Message, frozen=True):
-    """Asks to be the one member that does something once, such as writing a file."""
+    """Request to be the one member that does something once, such as writing a file.
+
+    The coordinator answers ClaimGrantedMsg to one member and, once it is done, ClaimAlreadyDoneMsg to the others. If
+    the member with the claim is lost, another one gets it.
+    """
 
     name: str
 
 
 class ClaimDoneMsg(Message, frozen=True):
+    """The member has completed what it was granted."""
+
     name: str
 
 
 class CheckpointWrittenMsg(Message, frozen=True):
-    """A durable checkpoint of `step` was written; evaluators are told of it."""
+    """A durable checkpoint of `step` exists at `path`.
+
+    Its writer tells the coordinator, which records it and forwards it to the evaluator (with size and seconds 0).
+    """
 
     step: int
     path: str
@@ -195,7 +229,11 @@ class CheckpointWrittenMsg(Message, frozen=True):
 
 
 class EvaluatedMsg(Message, frozen=True):
-    """The evaluator has scored the checkpoint of `step`; `export` is where it keeps it, if it is the best so far."""
+    """The evaluator's result for the checkpoint of `step`.
+
+    `export` is where the evaluator stored this model, if it is the best so far. The coordinator keeps the best value of
+    the goal `best`, and stops the run after `patience` evaluations without a better one.
+    """
 
     step: int
     metrics: dict[str, float]
@@ -205,7 +243,7 @@ class EvaluatedMsg(Message, frozen=True):
 
 
 class ExceptionRaisedMsg(Message, frozen=True):
-    """The user's code raised; sent just before the process ends, so that the cause is known before its effects."""
+    """The user's code raised; sent just before the process ends, so that the cause is recorded before the loss."""
 
     kind: str
     text: str
@@ -217,7 +255,10 @@ class ExceptionRaisedMsg(Message, frozen=True):
 
 
 class WelcomeMsg(Message, frozen=True):
-    """The member is known; `heartbeat_s` is how often to renew the lease, `started` whether the run has trained."""
+    """Answer to a hello. The member sends a heartbeat every `heartbeat_s`; it is evicted after `lease_s` of silence.
+
+    `started` says whether the run has committed a step.
+    """
 
     heartbeat_s: float
     lease_s: float
@@ -225,30 +266,18 @@ class WelcomeMsg(Message, frozen=True):
     started: bool
 
 
-class RejectedMsg(Message, frozen=True):
-    """An error that ends the connection, as the fields of a ShoalError."""
-
-    code: str
-    what: str
-    why: str = ""
-    do: str = ""
-
-
 class EnterWorldMsg(Message, frozen=True):
-    """Enter this world now."""
+    """Leave any present world, connect to the peers of this one and enter it now."""
 
     world: World
     reason: str
 
 
-class RestoreMsg(Message, frozen=True):
-    """Nobody has the state any more: load the newest good checkpoint, then say Ready with its step."""
-
-    reason: str
-
-
 class PrepareWorldMsg(Message, frozen=True):
-    """Connect this world in the background, while training in world `after`; enter it when the pulse says so."""
+    """Connect to the peers of `world` in the background, while training continues in world `after`.
+
+    The members then agree, through their step reports, on the step after which all of them enter it.
+    """
 
     after: int
     world: World
@@ -256,21 +285,27 @@ class PrepareWorldMsg(Message, frozen=True):
 
 
 class DissolveWorldMsg(Message, frozen=True):
-    """World `number` and all before it are over; abort, and say Broken."""
+    """World `number` and all earlier ones have ended: abort their exchanges and answer WorldBrokenMsg."""
 
     number: int
     reason: str
 
 
+class RestoreMsg(Message, frozen=True):
+    """No member holds the state any more: load the newest good checkpoint, then send ReadyMsg with its step."""
+
+    reason: str
+
+
 class PlacementMsg(Message, frozen=True):
-    """Who holds the parts of the state from now on."""
+    """Which servers hold which parts of the state from now on; trainers and servers connect accordingly."""
 
     placement: Placement
     reason: str
 
 
 class TrainerLostMsg(Message, frozen=True):
-    """A trainer is gone: servers drop it, and nobody waits for it."""
+    """A trainer is lost: servers drop it from the ticket ledger, so that no other trainer waits for it."""
 
     member: str
     incarnation: str
@@ -278,7 +313,10 @@ class TrainerLostMsg(Message, frozen=True):
 
 
 class EvaluationStatusMsg(Message, frozen=True):
-    """How the evaluation stands: `step` is the one that was evaluated last, `best_value` the best of `best` so far."""
+    """State of the evaluation, sent to a new evaluator so that it continues where the last one ended.
+
+    `step` is the last evaluated step, `best_value` the best value of the goal `best` so far.
+    """
 
     step: int | None = None
     best: str = ""
@@ -287,13 +325,13 @@ class EvaluationStatusMsg(Message, frozen=True):
 
 
 class EvictedMsg(Message, frozen=True):
-    """The lease ran out; the member is no longer in the run, and may say hello again."""
+    """The member's lease has expired, or it has left: it is no longer in the run, and may join again with a hello."""
 
     reason: str
 
 
 class StopMsg(Message, frozen=True):
-    """Stop all members after a common step; with `checkpoint`, write one before."""
+    """Stop after a step that all members agree on, write a checkpoint if `checkpoint`, and exit with `exit_code`."""
 
     reason: str
     checkpoint: bool
@@ -301,150 +339,40 @@ class StopMsg(Message, frozen=True):
 
 
 class RunFinishedMsg(Message, frozen=True):
-    """The run is over; a member that is not part of its last world ends now."""
+    """The run has trained to its end at `step`: a member outside its last world exits; an evaluator scores the rest."""
 
     step: int
 
 
 class ClaimGrantedMsg(Message, frozen=True):
-    """Do it: nobody else will until you say ClaimDone or are lost."""
+    """Do what was claimed; no other member will, unless this one is lost before its ClaimDoneMsg."""
 
     name: str
 
 
 class ClaimAlreadyDoneMsg(Message, frozen=True):
+    """Another member has completed what was claimed."""
+
     name: str
-
-
-# --- agent to coordinator
-
-
-class AgentHelloMsg(Message, frozen=True):
-    """First message of an agent. `slots` is how many members it offers, None for as many as asked.
-
-    `members` are those alive under it, as (run, member, incarnation).
-    """
-
-    protocol: int
-    version: str
-    agent: str
-    machine: MachineInfo
-    pid: int
-    slots: int | None
-    members: tuple[tuple[str, str, str], ...] = ()
-
-
-class AgentHeartbeatMsg(Message, frozen=True):
-    load: float
-    memory_free_bytes: int
-
-
-class MemberStartedMsg(Message, frozen=True):
-    run: str
-    member: str
-    incarnation: str
-    pid: int
-    warm: bool
-
-
-class MemberExitedMsg(Message, frozen=True):
-    """A member's process is gone. `cause` is one of: done, user, infrastructure, preempted, asked, refused."""
-
-    run: str
-    member: str
-    incarnation: str
-    exit_code: int | None
-    signal: int | None
-    cause: str
-    detail: str = ""
-
-
-class MachineNoticeMsg(Message, frozen=True):
-    """The machine will go away: every member on it should leave."""
-
-    within_s: float
-    source: str
-    detail: str = ""
-
-
-class LogLinesMsg(Message, frozen=True):
-    run: str
-    member: str
-    lines: tuple[str, ...]
-
-
-class CheckResultMsg(Message, frozen=True):
-    """The answer to the question of this number."""
-
-    number: int
-    finding: CheckResult
-
-
-# --- coordinator to agent
-
-
-class AgentWelcomeMsg(Message, frozen=True):
-    heartbeat_s: float
-    coordinator: str
-
-
-class StartMemberMsg(Message, frozen=True):
-    """Start a member from the warm process. `argv` is the script and its arguments; `env` is added to the agent's.
-
-    `project` is what stands for `cwd` on a machine that does not see it.
-    """
-
-    run: str
-    member: str
-    incarnation: str
-    argv: tuple[str, ...]
-    cwd: str
-    env: dict[str, str]
-    module: bool = False
-    restart: bool = False
-    project: str = ""
-
-
-class StopMemberMsg(Message, frozen=True):
-    """SIGTERM, then SIGKILL to the whole process tree after the grace."""
-
-    run: str
-    member: str
-    incarnation: str
-    grace_s: float
-    reason: str
-
-
-class RunCheckMsg(Message, frozen=True):
-    """Look at this machine, or at the way to another, and say Examined."""
-
-    number: int
-    question: CheckRequest
-
-
-class ShutDownMsg(Message, frozen=True):
-    """End every member and go."""
-
-    reason: str
 
 
 FromMember = Union[
     MemberHelloMsg,
     ReadyMsg,
-    WorldBrokenMsg,
     WorldEnteredMsg,
     PrepareFailedMsg,
+    WorldBrokenMsg,
     PartCopiedMsg,
     PartReleasedMsg,
     ServerUnreachableMsg,
     HeartbeatMsg,
+    AdjustmentMsg,
     LeavingMsg,
     LeftMsg,
     DoneMsg,
     ClaimMsg,
     ClaimDoneMsg,
     CheckpointWrittenMsg,
-    AdjustmentMsg,
     EvaluatedMsg,
     ExceptionRaisedMsg,
 ]
@@ -452,21 +380,17 @@ ToMember = Union[
     WelcomeMsg,
     RejectedMsg,
     EnterWorldMsg,
-    RestoreMsg,
     PrepareWorldMsg,
     DissolveWorldMsg,
+    RestoreMsg,
     PlacementMsg,
     TrainerLostMsg,
-    EvaluationStatusMsg,
     CheckpointWrittenMsg,
+    EvaluationStatusMsg,
+    LeavingMsg,
     EvictedMsg,
     StopMsg,
     RunFinishedMsg,
     ClaimGrantedMsg,
     ClaimAlreadyDoneMsg,
-    LeavingMsg,
 ]
-FromAgent = Union[
-    AgentHelloMsg, AgentHeartbeatMsg, MemberStartedMsg, MemberExitedMsg, MachineNoticeMsg, LogLinesMsg, CheckResultMsg
-]
-ToAgent = Union[AgentWelcomeMsg, RejectedMsg, StartMemberMsg, StopMemberMsg, ShutDownMsg, RunCheckMsg]

@@ -15,8 +15,7 @@ import psutil
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
-from shoal.wire import codec
-from shoal.wire import member_messages as messages
+from shoal.wire import agent_messages, codec
 
 WAIT_S = 30.0
 TOKEN = "a-token-for-tests"
@@ -36,8 +35,8 @@ class Coordinator:
     """Welcomes agents and remembers what they say."""
 
     def __init__(self) -> None:
-        self.heard: list[messages.FromAgent] = []
-        self.hellos: list[messages.AgentHelloMsg] = []
+        self.heard: list[agent_messages.FromAgent] = []
+        self.hellos: list[agent_messages.AgentHelloMsg] = []
         self._links: list[ServerConnection] = []
         self._server: Any = None
         self.port = 0
@@ -61,15 +60,15 @@ class Coordinator:
 
     def _handle(self, link: ServerConnection) -> None:
         hello = codec.from_agent.decode(link.recv(timeout=WAIT_S))
-        assert isinstance(hello, messages.AgentHelloMsg)
-        link.send(codec.to_agent.encode(messages.AgentWelcomeMsg(0.2, "test")))
+        assert isinstance(hello, agent_messages.AgentHelloMsg)
+        link.send(codec.to_agent.encode(agent_messages.AgentWelcomeMsg(0.2, "test")))
         self._links.append(link)
         self.hellos.append(hello)
         with contextlib.suppress(ConnectionClosed):
             for data in link:
                 self.heard.append(codec.from_agent.decode(data))
 
-    def tell(self, message: messages.ToAgent) -> None:
+    def tell(self, message: agent_messages.ToAgent) -> None:
         until(lambda: self._links, "an agent is linked")
         self._links[-1].send(codec.to_agent.encode(message))
 
@@ -78,29 +77,29 @@ class Coordinator:
     ) -> None:
         env = {"SHOAL_SETTINGS": "{}", **more.pop("env", {})}
         argv = (str(script), *arguments)
-        self.tell(messages.StartMemberMsg("run", member, incarnation, argv, str(script.parent), env, **more))
+        self.tell(agent_messages.StartMemberMsg("run", member, incarnation, argv, str(script.parent), env, **more))
 
     def end(self, grace_s: float, member: str = "lab/0", incarnation: str = "one") -> None:
-        self.tell(messages.StopMemberMsg("run", member, incarnation, grace_s, "a test wants it"))
+        self.tell(agent_messages.StopMemberMsg("run", member, incarnation, grace_s, "a test wants it"))
 
-    def exits(self) -> list[messages.MemberExitedMsg]:
-        return [message for message in self.heard if isinstance(message, messages.MemberExitedMsg)]
+    def exits(self) -> list[agent_messages.MemberExitedMsg]:
+        return [message for message in self.heard if isinstance(message, agent_messages.MemberExitedMsg)]
 
-    def exit_of(self, member: str = "lab/0", incarnation: str = "one") -> messages.MemberExitedMsg:
-        def find() -> messages.MemberExitedMsg | None:
+    def exit_of(self, member: str = "lab/0", incarnation: str = "one") -> agent_messages.MemberExitedMsg:
+        def find() -> agent_messages.MemberExitedMsg | None:
             return next((e for e in self.exits() if (e.member, e.incarnation) == (member, incarnation)), None)
 
         return until(find, f"{member} {incarnation} exited")
 
     def pid_of(self, member: str = "lab/0", incarnation: str = "one") -> int:
         def find() -> int | None:
-            started = [message for message in self.heard if isinstance(message, messages.MemberStartedMsg)]
+            started = [message for message in self.heard if isinstance(message, agent_messages.MemberStartedMsg)]
             return next((s.pid for s in started if (s.member, s.incarnation) == (member, incarnation)), None)
 
         return until(find, f"{member} {incarnation} started")
 
     def lines(self, member: str = "lab/0") -> list[str]:
-        told = [message for message in self.heard if isinstance(message, messages.LogLinesMsg)]
+        told = [message for message in self.heard if isinstance(message, agent_messages.LogLinesMsg)]
         return [line for message in told if message.member == member for line in message.lines]
 
     def line(self, start: str, member: str = "lab/0") -> str:

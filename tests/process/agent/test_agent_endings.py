@@ -223,7 +223,7 @@ def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
 
 
 def test_told_to_shut_down_it_ends_all_and_goes(coordinator, start_agent, script):
-    from shoal.wire.member_messages import ShutDownMsg
+    from shoal.wire.agent_messages import ShutDownMsg
 
     agent = start_agent("--grace", "0.3")
     coordinator.start(script(STUBBORN))
@@ -369,7 +369,7 @@ from pathlib import Path
 from shoal.agent import member_processes
 from shoal.agent.processes import process_tree
 from shoal.agent.outbox import Outbox
-from shoal.wire.member_messages import MemberExitedMsg, StartMemberMsg
+from shoal.wire.agent_messages import MemberExitedMsg, StartMemberMsg
 
 async def main(here):
     token, cache = str(here / "token"), here / "cache"

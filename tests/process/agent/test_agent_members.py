@@ -11,7 +11,7 @@ import psutil
 import pytest
 from tests.process.agent.agent_stage import until
 
-from shoal.wire import member_messages as messages
+from shoal.wire import agent_messages
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +89,9 @@ def test_exit_codes_and_output_are_those_of_python(coordinator, agent, script):
 
 def test_a_module_runs_as_with_dash_m(coordinator, agent, script):
     path = script("import sys; print(__name__, sys.argv[1:], __spec__.name)", "job.py")
-    coordinator.tell(messages.StartMemberMsg("run", "lab/0", "one", ("job", "x"), str(path.parent), {}, module=True))
+    coordinator.tell(
+        agent_messages.StartMemberMsg("run", "lab/0", "one", ("job", "x"), str(path.parent), {}, module=True)
+    )
     assert coordinator.exit_of().exit_code == 0, coordinator.lines()
     assert coordinator.lines() == ["__main__ ['x'] job"]
 
@@ -118,7 +120,9 @@ def test_a_script_that_does_not_exist_ends_as_python_does(coordinator, agent, sc
 
 def test_a_directory_that_does_not_exist_is_named(coordinator, agent, script):
     path = script("pass")
-    coordinator.tell(messages.StartMemberMsg("run", "lab/0", "one", (str(path),), str(path.parent / "nowhere"), {}))
+    coordinator.tell(
+        agent_messages.StartMemberMsg("run", "lab/0", "one", (str(path),), str(path.parent / "nowhere"), {})
+    )
     exit_ = coordinator.exit_of()
     assert exit_.exit_code == 1
     assert "nowhere" in exit_.detail
@@ -128,7 +132,7 @@ def test_a_compat_member_starts_in_a_new_interpreter(coordinator, agent, script)
     coordinator.start(script("import sys; print('msgspec' in sys.modules, sys.argv)"), "a", env={"SHOAL_COMPAT": "1"})
     assert coordinator.exit_of().exit_code == 0
     assert coordinator.lines()[0].startswith("False ")
-    started = next(m for m in coordinator.heard if isinstance(m, messages.MemberStartedMsg))
+    started = next(m for m in coordinator.heard if isinstance(m, agent_messages.MemberStartedMsg))
     assert not started.warm
 
 

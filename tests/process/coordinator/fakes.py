@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from websockets.sync.client import ClientConnection, connect
 
 import shoal
+from shoal.core.runs.spec import MachineInfo
 from shoal.core.world import Address
-from shoal.wire import codec, credentials
+from shoal.wire import agent_messages, codec, credentials
 from shoal.wire import member_messages as ms
+from shoal.wire.protocol import PROTOCOL, Message
 
 M = TypeVar("M")
 WAIT_S = 20.0
@@ -120,7 +122,7 @@ class Fake:
         self.path = path
         self.socket = coordinator.open(path)
 
-    def say(self, message: ms.Message) -> None:
+    def say(self, message: Message) -> None:
         self.socket.send(self.codec.encode(message))
 
     def hear(self, kind: type[M], within_s: float = WAIT_S) -> M:
@@ -147,7 +149,7 @@ class FakeMember(Fake):
         self.run, self.name, self.incarnation = run, name, incarnation
 
     def hello(self, **fields: Any) -> FakeMember:
-        given = {"protocol": ms.PROTOCOL, "version": shoal.__version__, "run": self.run, **fields}
+        given = {"protocol": PROTOCOL, "version": shoal.__version__, "run": self.run, **fields}
         address = Address("127.0.0.1", 1000)
         self.say(ms.MemberHelloMsg(member=self.name, incarnation=self.incarnation, address=address, pid=1, **given))
         return self
@@ -168,13 +170,21 @@ class FakeAgent(Fake):
         self.name, self.slots = name, slots
 
     def hello(self, members: tuple[tuple[str, str, str], ...] = ()) -> FakeAgent:
-        machine = ms.MachineInfo(self.name, 2, 1 << 30)
-        self.say(ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, self.name, machine, os.getpid(), self.slots, members))
-        self.hear(ms.AgentWelcomeMsg)
+        machine = MachineInfo(self.name, 2, 1 << 30)
+        self.say(
+            agent_messages.AgentHelloMsg(
+                PROTOCOL, shoal.__version__, self.name, machine, os.getpid(), self.slots, members
+            )
+        )
+        self.hear(agent_messages.AgentWelcomeMsg)
         return self
 
-    def started(self, order: ms.StartMemberMsg) -> None:
-        self.say(ms.MemberStartedMsg(order.run, order.member, order.incarnation, 4711, True))
+    def started(self, order: agent_messages.StartMemberMsg) -> None:
+        self.say(agent_messages.MemberStartedMsg(order.run, order.member, order.incarnation, 4711, True))
 
-    def exited(self, order: ms.StartMemberMsg, cause: str, detail: str = "", exit_code: int | None = 0) -> None:
-        self.say(ms.MemberExitedMsg(order.run, order.member, order.incarnation, exit_code, None, cause, detail))
+    def exited(
+        self, order: agent_messages.StartMemberMsg, cause: str, detail: str = "", exit_code: int | None = 0
+    ) -> None:
+        self.say(
+            agent_messages.MemberExitedMsg(order.run, order.member, order.incarnation, exit_code, None, cause, detail)
+        )

@@ -7,6 +7,7 @@ import json
 import pytest
 from tests.process.coordinator.fakes import Coordinator, FakeAgent, FakeMember
 
+from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
@@ -16,7 +17,7 @@ SETTINGS = {"regroup_s": 60.0, "lease_s": 60.0, "backoff_s": 0.0}
 def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS, env={"A": "b"})
-    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     assert [order.member for order in orders] == ["lab/0", "lab/1"]
     env = orders[0].env
     assert (env["A"], env["SHOAL_RUN"], env["SHOAL_MEMBER"]) == ("b", run, "lab/0")
@@ -29,7 +30,7 @@ def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
         members.append(FakeMember(coordinator, run, order.member, order.incarnation).hello().ready())
     for member in members:
         member.hear(ms.EnterWorldMsg)
-    agent.say(ms.LogLinesMsg(run, "lab/0", ("one", "two")))
+    agent.say(agent_messages.LogLinesMsg(run, "lab/0", ("one", "two")))
     for member, order in zip(members, orders, strict=True):
         member.say(ms.DoneMsg(100))
         member.close()
@@ -48,7 +49,7 @@ def test_a_script_that_always_raises_fails_the_run_with_its_own_words(coordinato
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 1, settings={**SETTINGS, "restarts.user": 1})
     for _ in range(2):
-        order = agent.hear(ms.StartMemberMsg)
+        order = agent.hear(agent_messages.StartMemberMsg)
         member = FakeMember(coordinator, run, order.member, order.incarnation).hello()
         member.say(ms.ExceptionRaisedMsg("ValueError", "no such column", 'File "train.py", line 3'))
         member.hear(ms.WelcomeMsg)
@@ -63,25 +64,25 @@ def test_a_script_that_always_raises_fails_the_run_with_its_own_words(coordinato
 def test_scaling_down_ends_the_last_and_scaling_up_starts_others(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
-    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     status, view = coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 1})
     assert (status, view["members_max"]) == (200, 1)
-    end = agent.hear(ms.StopMemberMsg)
+    end = agent.hear(agent_messages.StopMemberMsg)
     assert end.member == "lab/1"
     assert end.grace_s > 1.0
     agent.exited(orders[1], "asked")
     coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 3})
-    assert sorted(agent.hear(ms.StartMemberMsg).member for _ in range(2)) == ["lab/1", "lab/2"]
+    assert sorted(agent.hear(agent_messages.StartMemberMsg).member for _ in range(2)) == ["lab/1", "lab/2"]
 
 
 def test_a_machine_s_notice_reaches_its_members_and_starts_no_others_there(coordinator: Coordinator) -> None:
     first, second = FakeAgent(coordinator, "lab", slots=1).hello(), FakeAgent(coordinator, "spot", slots=1).hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
-    orders = [agent.hear(ms.StartMemberMsg) for agent in (first, second)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for agent in (first, second)]
     members = [FakeMember(coordinator, run, o.member, o.incarnation).hello().ready() for o in orders]
     for member in members:
         assert member.hear(ms.EnterWorldMsg).world.size == 2
-    second.say(ms.MachineNoticeMsg(120.0, "aws", "spot interruption"))
+    second.say(agent_messages.MachineNoticeMsg(120.0, "aws", "spot interruption"))
     told = members[1].hear(ms.LeavingMsg)
     assert (told.within_s, told.cause) == (120.0, "aws: spot interruption")
     proposal = members[0].hear(ms.PrepareWorldMsg)
@@ -99,7 +100,7 @@ def test_a_machine_s_notice_reaches_its_members_and_starts_no_others_there(coord
 def test_an_exit_that_the_agent_sees_is_a_loss_at_once(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
-    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     members = [FakeMember(coordinator, run, o.member, o.incarnation).hello().ready() for o in orders]
     for member in members:
         member.hear(ms.EnterWorldMsg)
@@ -108,7 +109,7 @@ def test_an_exit_that_the_agent_sees_is_a_loss_at_once(coordinator: Coordinator)
     members[0].say(ms.WorldBrokenMsg(1, 8))
     world = members[0].hear(ms.EnterWorldMsg).world
     assert (world.size, world.step) == (1, 8)
-    again = agent.hear(ms.StartMemberMsg)
+    again = agent.hear(agent_messages.StartMemberMsg)
     assert (again.member, again.restart) == ("lab/1", True)
     joiner = FakeMember(coordinator, run, again.member, again.incarnation).hello().ready()
     assert joiner.hear(ms.PrepareWorldMsg).world.size == 2
@@ -117,17 +118,17 @@ def test_an_exit_that_the_agent_sees_is_a_loss_at_once(coordinator: Coordinator)
 def test_a_torchrun_script_is_started_anew_as_a_group(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS, compat="torchrun")
-    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     assert [o.env["RANK"] for o in orders] == ["0", "1"]
     assert {o.env["WORLD_SIZE"] for o in orders} == {"2"}
     assert {o.env["SHOAL_COMPAT"] for o in orders} == {"1"}
     assert {o.env["TORCHELASTIC_RESTART_COUNT"] for o in orders} == {"0"}
     agent.exited(orders[0], "infrastructure", "killed by signal 9", None)
-    end = agent.hear(ms.StopMemberMsg)
+    end = agent.hear(agent_messages.StopMemberMsg)
     assert end.member == orders[1].member
     assert "lab/0 ended: killed by signal 9" in end.reason
     agent.exited(orders[1], "asked")
-    again = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    again = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     assert {o.env["TORCHELASTIC_RESTART_COUNT"] for o in again} == {"1"}
     for order in again:
         agent.exited(order, "done")
@@ -146,9 +147,9 @@ def test_the_figures_are_there_for_prometheus(coordinator: Coordinator) -> None:
 def test_shutting_down_sends_the_agents_away_and_leaves_the_run_resumable(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 1, settings=SETTINGS)
-    order = agent.hear(ms.StartMemberMsg)
+    order = agent.hear(agent_messages.StartMemberMsg)
     assert coordinator.ask("POST", "/v1/shutdown")[0] == 200
-    agent.hear(ms.ShutDownMsg)
+    agent.hear(agent_messages.ShutDownMsg)
     agent.exited(order, "asked")
     assert coordinator.process.wait(20) == 0
     coordinator.restart()

@@ -17,8 +17,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import shoal
 from shoal.coordinator.http.routes import MAX_BODY_BYTES
+from shoal.core.runs.spec import MachineInfo
+from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 from shoal.wire.codec import MAX_MESSAGE_BYTES
+from shoal.wire.protocol import PROTOCOL, RejectedMsg
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +48,7 @@ def trained(coordinator: Coordinator) -> Iterator[tuple[str, FakeMember]]:
 
 
 def refusal(member: FakeMember) -> str:
-    code = member.hear(ms.RejectedMsg).code
+    code = member.hear(RejectedMsg).code
     with pytest.raises(ConnectionClosed):
         member.socket.recv(timeout=WAIT_S)
     return code
@@ -143,9 +146,9 @@ def test_whoever_does_not_say_hello_first_is_refused(coordinator: Coordinator, t
 def test_an_agent_s_name_is_taken_while_it_is_connected(coordinator: Coordinator) -> None:
     FakeAgent(coordinator, "lab").hello()
     second = FakeAgent(coordinator, "lab")
-    machine = ms.MachineInfo("lab", 2, 1 << 30)
-    second.say(ms.AgentHelloMsg(ms.PROTOCOL, shoal.__version__, "lab", machine, 1, None))
-    assert second.hear(ms.RejectedMsg).code == "S205"
+    machine = MachineInfo("lab", 2, 1 << 30)
+    second.say(agent_messages.AgentHelloMsg(PROTOCOL, shoal.__version__, "lab", machine, 1, None))
+    assert second.hear(RejectedMsg).code == "S205"
 
 
 @pytest.mark.parametrize(

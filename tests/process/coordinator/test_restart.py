@@ -8,6 +8,7 @@ import pytest
 from tests.process.coordinator.fakes import Coordinator, FakeAgent, FakeMember
 
 from shoal.store import journal, sqlite_views
+from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
@@ -124,7 +125,7 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> 
 def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS)
-    orders = [agent.hear(ms.StartMemberMsg) for _ in range(2)]
+    orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
     for order in orders:
         agent.started(order)
     coordinator.await_view(run, status="starting")
@@ -133,6 +134,6 @@ def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: C
     agent.reconnect()
     agent.hello(tuple((o.run, o.member, o.incarnation) for o in orders))
     agent.exited(orders[0], "infrastructure", "killed by signal 9", None)
-    again = agent.hear(ms.StartMemberMsg)
+    again = agent.hear(agent_messages.StartMemberMsg)
     assert (again.member, again.restart) == (orders[0].member, True)
     assert again.incarnation not in {o.incarnation for o in orders}

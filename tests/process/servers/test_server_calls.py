@@ -18,6 +18,7 @@ from shoal.core.parameter_server.ticket_ledger import Ticket, TicketLedger
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import Message
 from shoal.worker.parameter_server import rpc
 from shoal.worker.parameter_server.rpc import PullParameters, PushGradients, ServerCall, ServerReply, TicketRequest
 from shoal.worker.parameter_server.server import ParameterServer
@@ -58,7 +59,7 @@ class Peer:
     """One member: a port, and what it told the coordinator."""
 
     def __init__(self, name: str, bound: int | None = 1) -> None:
-        self.me, self.said = name, list[messages.Message]()
+        self.me, self.said = name, list[Message]()
         self.settings = SimpleNamespace(connect_timeout_s=2.0, lease_s=1.0)
         self.peers = Peers(b"token", "run", name, "1", "127.0.0.1")
         self.failed: list[Exception] = []
@@ -67,7 +68,7 @@ class Peer:
         self.server = ParameterServer(self, self.vault, ORDER, TicketLedger(bound))  # type: ignore[arg-type]
         self._socks: dict[str, socket.socket] = {}
 
-    def say(self, message: messages.Message) -> None:
+    def say(self, message: Message) -> None:
         self.said.append(message)
 
     @property

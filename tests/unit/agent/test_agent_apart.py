@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.agent.member_processes import MemberProcesses
-from shoal.wire.member_messages import StartMemberMsg
+from shoal.wire.agent_messages import StartMemberMsg
 
 
 def told(tmp_path: Path, *, apart: bool, project: str = "", seen: bool = True) -> StartMemberMsg:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.agent.outbox import MAX_LOG_BATCHES, Outbox
-from shoal.wire.member_messages import AgentHeartbeatMsg, LogLinesMsg, MemberExitedMsg
+from shoal.wire.agent_messages import AgentHeartbeatMsg, LogLinesMsg, MemberExitedMsg
 
 
 def exited(member="lab/0"):

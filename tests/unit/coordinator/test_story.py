@@ -12,9 +12,9 @@ from shoal.core.membership import events as ev
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.runs import events as runs_events
 from shoal.core.runs import story
+from shoal.core.runs.spec import MachineInfo
 from shoal.core.world import Address, Seat, World
 from shoal.wire.api import RunSpec
-from shoal.wire.member_messages import MachineInfo
 
 SILENT = {
     "MemberReady": False,

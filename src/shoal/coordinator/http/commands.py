@@ -35,7 +35,7 @@ from shoal.errors import (
     UnknownRun,
 )
 from shoal.settings import RunSettings, parse_settings
-from shoal.wire import member_messages as ms
+from shoal.wire import agent_messages
 from shoal.wire.api import RunView, ScaleRequest, SetupReport, StopRequest
 
 ROLES = (TRAINER, SERVER, EVALUATOR)
@@ -182,7 +182,7 @@ class RunCommands:
                     )
                 )
         for link in list(self._service.agents.values()):
-            link.send(ms.ShutDownMsg(reason))
+            link.send(agent_messages.ShutDownMsg(reason))
 
 
 def _check_count(low: int, high: int) -> None:

@@ -42,7 +42,7 @@ from shoal.errors import (
 from shoal.wire import codec
 from shoal.wire.api import ErrorView, Health, ScaleRequest, SetupReport, StopRequest, SubmitRequest
 from shoal.wire.machine_check import CheckRequest
-from shoal.wire.member_messages import PROTOCOL
+from shoal.wire.protocol import PROTOCOL
 
 HELLO_WITHIN_S = 10.0
 SHUT_DOWN_WITHIN_S = 10.0

@@ -8,6 +8,7 @@ import time
 from shoal.core.world import Address
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import Message
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.session import PREEMPTED, MemberExit
@@ -104,7 +105,7 @@ class EvaluatorClient(CoordinatorClient):
     def close(self) -> None:
         self._link.close()
 
-    def _hello(self) -> list[messages.Message]:
+    def _hello(self) -> list[Message]:
         return super()._hello() + ([self._unheard] if self._unheard is not None else [])
 
     # --- hearing, in the link's thread

@@ -16,6 +16,7 @@ from shoal.core.parameter_server.ticket_ledger import BatchSizes, TicketLedger
 from shoal.core.placement import LEDGER, PartAssignment, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import Message
 from shoal.worker.parameter_server.parts import LedgerPart, ParameterShard, ReplicatedPart, ShardStore
 from shoal.worker.parameter_server.replication import PendingUpdate, ReplicaSender
 from shoal.worker.parameter_server.served_session import ServedSession
@@ -163,9 +164,9 @@ class ReplicatedParts:
             part.resting = True
         self._session.say(messages.PartReleasedMsg(part.number, number))
 
-    def outstanding(self) -> list[messages.Message]:
+    def outstanding(self) -> list[Message]:
         """What the coordinator may not have heard, because it was away; said again with every hello."""
-        placement, found = self._placement, list[messages.Message]()
+        placement, found = self._placement, list[Message]()
         if placement is None:
             return found
         for (number, name), replica in list(self._replicas.items()):

@@ -16,6 +16,7 @@ from shoal.core.world import Seat
 from shoal.settings import port_range
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import Message
 from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
 from shoal.worker.session.coordinator_client import CoordinatorClient
@@ -46,7 +47,7 @@ class ServedSession(CoordinatorClient):
         self.placement: Placement | None = None
         self.adopted: Callable[[Placement | None], None] = lambda _placement: None
         self.gone: Callable[[str, str], None] = lambda _member, _incarnation: None
-        self.outstanding: Callable[[], list[messages.Message]] = list
+        self.outstanding: Callable[[], list[Message]] = list
         self._restore_asked = False
         self._failure: Exception | None = None
         self.peers = Peers(
@@ -73,7 +74,7 @@ class ServedSession(CoordinatorClient):
             self._say(messages.ReadyMsg(fingerprint, self.step if self.serves else None))
         self.set_phase("waiting")
 
-    def say(self, message: messages.Message) -> None:
+    def say(self, message: Message) -> None:
         self._say(message)
 
     def done(self, step: int) -> None:
@@ -163,7 +164,7 @@ class ServedSession(CoordinatorClient):
 
     # --- hearing, in the link's thread
 
-    def _hello(self) -> list[messages.Message]:
+    def _hello(self) -> list[Message]:
         return super()._hello() + self.outstanding()
 
     def _on_placement(self, message: messages.PlacementMsg) -> None:

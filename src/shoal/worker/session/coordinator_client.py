@@ -19,6 +19,7 @@ from shoal.core.world import Address, World
 from shoal.settings import RunSettings
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import PROTOCOL, Message, RejectedMsg
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.uplink import MemberUplink
 
@@ -111,11 +112,11 @@ class CoordinatorClient:
 
     # --- saying
 
-    def _say(self, message: messages.Message) -> None:
+    def _say(self, message: Message) -> None:
         with self._changed:
             self._link.send(message)
 
-    def _greet(self, say: Callable[[messages.Message], None], attach: Callable[[], None]) -> None:
+    def _greet(self, say: Callable[[Message], None], attach: Callable[[], None]) -> None:
         with self._changed:
             for message in self._hello():
                 say(message)
@@ -126,10 +127,10 @@ class CoordinatorClient:
             for message in self._hello():
                 self._say(message)
 
-    def _hello(self) -> list[messages.Message]:
+    def _hello(self) -> list[Message]:
         world = self.world.number if self.world is not None else None
         hello = messages.MemberHelloMsg(
-            protocol=messages.PROTOCOL,
+            protocol=PROTOCOL,
             version=shoal.__version__,
             run=self.environment.run,
             member=self.me,
@@ -143,7 +144,7 @@ class CoordinatorClient:
             role=self.environment.role,
             early=self._quit,
         )
-        said: list[messages.Message] = [hello]
+        said: list[Message] = [hello]
         if self._ready and world is None:
             said.append(self._readiness())
         if self._leaving is not None:
@@ -177,7 +178,7 @@ class CoordinatorClient:
     def _on_welcome(self, message: messages.WelcomeMsg) -> None:
         self._link.heartbeat_s = message.heartbeat_s
 
-    def _on_rejected(self, message: messages.RejectedMsg) -> None:
+    def _on_rejected(self, message: RejectedMsg) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
 
     def _on_stop(self, message: messages.StopMsg) -> None:

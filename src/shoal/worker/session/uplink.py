@@ -19,6 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 from shoal.errors import BadMessage
 from shoal.wire import codec, credentials
 from shoal.wire import member_messages as messages
+from shoal.wire.protocol import Message, RejectedMsg
 
 RETRY_S = (0.05, 0.1, 0.2, 0.4)
 OPEN_TIMEOUT_S = 3.0
@@ -35,7 +36,7 @@ class MemberUplink:
         self,
         url: str,
         access: credentials.Credentials,
-        greet: Callable[[Callable[[messages.Message], None], Callable[[], None]], None],
+        greet: Callable[[Callable[[Message], None], Callable[[], None]], None],
         heard: Callable[[Any], None],
         beat: Callable[[], messages.HeartbeatMsg],
         heartbeat_s: float,
@@ -75,7 +76,7 @@ class MemberUplink:
         """
         return time.monotonic() - max(self._pong_at, self._refused_at) < lease_s
 
-    def send(self, message: messages.Message) -> bool:
+    def send(self, message: Message) -> bool:
         """Send now if the line is up; False if it is not."""
         socket = self._socket
         if socket is None:
@@ -173,17 +174,17 @@ def _in_one_packet(socket: ClientConnection) -> Iterator[None]:
             socket.socket.setsockopt(sockets.IPPROTO_TCP, cork, 0)
 
 
-def _say(socket: ClientConnection, message: messages.Message) -> None:
+def _say(socket: ClientConnection, message: Message) -> None:
     socket.send(codec.from_member.encode(message))
 
 
-def _refusal(error: websockets.exceptions.InvalidStatus) -> messages.RejectedMsg:
+def _refusal(error: websockets.exceptions.InvalidStatus) -> RejectedMsg:
     status = error.response.status_code
     if status in (401, 403):
-        return messages.RejectedMsg(
+        return RejectedMsg(
             "S201",
             "the coordinator does not accept this token",
             why=f"it answered {status}",
             do="pass the coordinator's own token file",
         )
-    return messages.RejectedMsg("S207", "the coordinator refused the connection", why=f"it answered {status}")
+    return RejectedMsg("S207", "the coordinator refused the connection", why=f"it answered {status}")

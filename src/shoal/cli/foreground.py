@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from shoal import exit_codes
 from shoal.cli.follower import Follower, FollowResult
 from shoal.cli.options import OutputOptions, interactive, show_error
 from shoal.cli.output.lines import Display, JsonLines, PlainOutput, SafeDisplay
@@ -22,6 +23,7 @@ from shoal.wire.api import RunView
 
 PANEL_EVERY_S = 0.4
 PLAIN_EVERY_S = 0.8
+QUIET_CODES = (exit_codes.OK, exit_codes.RESUMABLE)
 
 
 def supervise(frame: OutputOptions, launch: LaunchPlan) -> int:
@@ -106,8 +108,8 @@ def conclude(frame: OutputOptions, seen: FollowResult) -> int:
             return facts.exit_code
         if frame.json:
             click.echo(msgspec.json.encode({"event": "end", **msgspec.to_builtins(facts)}))
-        elif not frame.quiet or facts.exit_code not in (0, 75):
-            click.echo(summary.text(facts), err=facts.exit_code not in (0, 75))
+        elif not frame.quiet or facts.exit_code not in QUIET_CODES:
+            click.echo(summary.text(facts), err=facts.exit_code not in QUIET_CODES)
     except OSError:
         # The terminal is gone; the run has ended in order all the same.
         return facts.exit_code

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shoal import __version__
+from shoal import __version__, exit_codes
 from shoal.cli.options import OutputOptions, show_error, with_frame
 from shoal.errors import UsageError
 
@@ -83,18 +83,18 @@ def run(arguments: list[str]) -> int:
     try:
         code = shoal.main(arguments, prog_name="shoal", standalone_mode=False)
     except click.exceptions.Abort:
-        return 130
+        return exit_codes.INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
-        return 2
+        return exit_codes.BAD_USAGE
     except click.ClickException as error:
         show_error(_from_click(error), "--json" in arguments)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`shoal logs | head`); the interpreter must not flush into it again.
         sys.stdout = None
-        return 141
-    return code if isinstance(code, int) else 0
+        return exit_codes.BROKEN_PIPE
+    return code if isinstance(code, int) else exit_codes.OK
 
 
 def _from_click(error: click.ClickException) -> UsageError:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from shoal import exit_codes
 from shoal.coordinator.http.auth import AuthMiddleware, is_loopback
 from shoal.coordinator.http.routes import make_app
 from shoal.coordinator.http.tokens import TokenStore
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
 
 
 def _allow_many_connections() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shoal import exit_codes
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership import events as ev
@@ -16,8 +17,6 @@ from shoal.core.runs.spec import RoleSpec, RunSpec
 from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 from shoal.wire.protocol import Message
-
-PREEMPTED = 75
 
 
 def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
@@ -42,7 +41,7 @@ def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
             return (member,), ms.EvictedMsg(reason)
         case ev.StopMembers(to, reason, checkpoint, exit_code):
             # For members there are two ways to end: as done, and as to be gone on with, whatever the run ends as.
-            return to, ms.StopMsg(reason, checkpoint, PREEMPTED if exit_code else 0)
+            return to, ms.StopMsg(reason, checkpoint, exit_codes.RESUMABLE if exit_code else exit_codes.OK)
         case ev.AnnounceFinished(to, step):
             return to, ms.RunFinishedMsg(step)
         case ev.GrantClaim(member, name):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal import exit_codes
+
 Cause = Literal["done", "user", "infrastructure", "preempted", "asked", "refused"]
 
-PREEMPTED_EXIT = 75
 TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207", "S209"})
@@ -70,7 +71,7 @@ def classify(end: ExitFacts) -> ExitCause:
         return ExitCause("user", end.over)
     if end.exit_code == 0:
         return ExitCause("done", "")
-    if end.exit_code == PREEMPTED_EXIT:
+    if end.exit_code == exit_codes.RESUMABLE:
         return ExitCause("preempted", "left after a notice")
     if end.signal == signals.SIGTERM and end.noticed:
         return ExitCause("preempted", "ended by SIGTERM after a notice")

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal import exit_codes
 from shoal.testing import assertions, scripts
 from shoal.testing.assertions import Given
 from shoal.testing.emulated_speeds import machines
@@ -175,7 +176,7 @@ def a_hang_and_a_stop_and_a_resume_with_fewer(backend: FrameworkScript, path: Pa
         assert run.pids()["local/2"] == pid, "the process that woke up was replaced"
         name = run.name
         run.shoal("stop", name)
-        run.finish(exit_code=75)
+        run.finish(exit_code=exit_codes.RESUMABLE)
         stopped_at = run.step()
         assert stopped_at + 1 < task.order.total_steps
         run.release()

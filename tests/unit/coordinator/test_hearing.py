@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator.dispatch import PREEMPTED, to_members
+from shoal.coordinator.dispatch import to_members
 from shoal.coordinator.http.routes import _converse
 from shoal.core.membership.events import StopMembers
+from shoal.exit_codes import RESUMABLE
 from shoal.wire.member_messages import StopMsg
 
 
@@ -58,6 +59,6 @@ def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile() -> None:
 
 
 def test_members_end_as_done_or_as_to_be_gone_on_with_whatever_the_run_ends_as() -> None:
-    for of_run, of_member in ((0, 0), (6, PREEMPTED), (130, PREEMPTED)):
+    for of_run, of_member in ((0, 0), (6, RESUMABLE), (130, RESUMABLE)):
         told = to_members(StopMembers(("local/0",), "the budget is spent", True, of_run))
         assert told == (("local/0",), StopMsg("the budget is spent", True, of_member))

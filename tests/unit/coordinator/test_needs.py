@@ -16,9 +16,10 @@ from shoal.core.provisioning import events as se
 from shoal.core.provisioning.events import MachineDemand, PoolInfo
 from shoal.core.runs import admission, queue
 from shoal.core.runs import events as runs_events
-from shoal.core.runs.state import BUDGET_REACHED, CoordinatorState
+from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.errors import BadBudget, BadLabels, BadPool, BadRole, SlotTooSmall
+from shoal.exit_codes import BUDGET_REACHED
 from shoal.settings import RunSettings
 from shoal.store import journal
 from shoal.wire.api import RoleSpec, RunSpec

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal import exit_codes
 from shoal.cli.output import table
 from shoal.cli.output.lines import SHARES, cost, evaluation, event_files, saved
 from shoal.core.exit_causes import TOGETHER_S, MemberFailure, root_cause
@@ -14,14 +15,17 @@ from shoal.core.fleet.decide import role_of
 from shoal.core.membership.state import EVALUATOR
 from shoal.wire.api import RunView, StoryLine
 
-RESUMABLE = 75
-BUDGET_REACHED = 6
 ALL_DONE = "all members are done"
-EXIT_CODES = {"done": 0, "failed": 1, "stopped": RESUMABLE, "resumable": RESUMABLE}
+EXIT_CODES = {
+    "done": exit_codes.OK,
+    "failed": exit_codes.FAILED,
+    "stopped": exit_codes.RESUMABLE,
+    "resumable": exit_codes.RESUMABLE,
+}
 CHANGES_SHOWN = 10
 VICTIMS_SHOWN = 3
 TOLD_WITHIN_S = 1.0
-PLANNED = ("exit code 0", "exit code 75", "signal 15")
+PLANNED = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
 
 
@@ -105,8 +109,8 @@ def exit_code(view: RunView, *, abandoned: bool = False) -> int:
     if view.exit_code is not None:
         return view.exit_code
     if abandoned:
-        return RESUMABLE if view.checkpoint_step is not None else 1
-    return EXIT_CODES.get(view.status, 1)
+        return exit_codes.RESUMABLE if view.checkpoint_step is not None else exit_codes.FAILED
+    return EXIT_CODES.get(view.status, exit_codes.FAILED)
 
 
 def changes(story: Sequence[StoryLine]) -> tuple[WorldChange, ...]:
@@ -178,7 +182,7 @@ def text(facts: Summary) -> str:
     if facts.tensorboard:
         lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
     if facts.status in ("stopped", "resumable"):
-        more = " --budget MORE" if facts.exit_code == BUDGET_REACHED else ""
+        more = " --budget MORE" if facts.exit_code == exit_codes.BUDGET_REACHED else ""
         lines.append(f"to go on    shoal resume {facts.run}{more}")
     return "\n".join(lines)
 

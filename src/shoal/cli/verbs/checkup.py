@@ -10,6 +10,7 @@ from types import FrameType
 
 import click
 
+from shoal import exit_codes
 from shoal.cli.options import OutputOptions
 from shoal.cli.output import table
 from shoal.cli.signals import CAUGHT
@@ -21,7 +22,6 @@ from shoal.launch import launch_plan as render
 from shoal.launch.coordinator_target import LOCAL, home
 from shoal.launch.settings_layers import ResolvedSettings
 
-INTERRUPTED = 130
 UNWELL = 4
 PACKAGES = ("torch", "tensorflow", "keras", "numpy")
 
@@ -37,7 +37,7 @@ def examine(frame: OutputOptions, choices: ResolvedSettings, machines: int | Non
     except KeyboardInterrupt:
         _show_left(checkup)
         click.echo("interrupted: what was hired has been given back", err=True)
-        return INTERRUPTED
+        return exit_codes.INTERRUPTED
     frame.answer(report, lambda: text(report))
     _show_left(checkup)
     return UNWELL if checkup.left or any(one.verdict == "bad" for one in report.verdicts) else 0

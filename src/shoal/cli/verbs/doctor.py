@@ -10,6 +10,7 @@ from typing import Literal
 
 import click
 
+from shoal import exit_codes
 from shoal.cli.options import OutputOptions, with_frame
 from shoal.cli.output import table
 from shoal.doctor.diagnosis import CheckVerdict as Finding
@@ -73,7 +74,7 @@ def here(frame: OutputOptions, choices: settings_layers.ResolvedSettings, end_le
             leftovers.end(one)
         frame.say(f"ended {len(old)} processes")
     if any(one.verdict == "bad" for one in findings):
-        click.get_current_context().exit(4)
+        click.get_current_context().exit(exit_codes.UNAVAILABLE)
 
 
 def examine(home: Path, ports: str) -> Iterator[Finding]:

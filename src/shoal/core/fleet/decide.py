@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from shoal import exit_codes
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.draft import FleetDraft
 from shoal.core.fleet.state import (
@@ -191,7 +192,7 @@ def _on_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
     run = draft.runs[event.run]
     trained = run.status == FINISHING and p.role == TRAINER
     # Whoever was asked to end may have come to the end of its script first.
-    came_to_the_end = event.cause == "done" or (trained and event.exit_code == 0)
+    came_to_the_end = event.cause == "done" or (trained and event.exit_code == exit_codes.OK)
     if event.cause == "idle" or (p.status == ENDING and not p.again):
         del draft.processes[p.run, p.member]
     elif came_to_the_end and not p.again and (run.finished or run.status in (GOING, FINISHING)):
@@ -265,7 +266,7 @@ def _on_finished(draft: FleetDraft, event: fe.RunFinished) -> None:
 
 def _on_hopeless(draft: FleetDraft, event: fe.RunInfeasible) -> None:
     if draft.runs[event.run].status == GOING:
-        draft.fail(event.run, event.reason, 4)
+        draft.fail(event.run, event.reason, exit_codes.UNAVAILABLE)
 
 
 def _on_wait_over(draft: FleetDraft, event: fe.FleetTimerExpired) -> None:
@@ -279,9 +280,13 @@ def _on_wait_over(draft: FleetDraft, event: fe.FleetTimerExpired) -> None:
         draft.set_run(event.run, end_by=None)
     elif event.what == "alone" and draft.runs[event.run].preempted:
         draft.over(event.run)
-        draft.asked.append(fe.MarkRunEnded(event.run, "every machine went away after a notice, and no other came", 75))
+        draft.asked.append(
+            fe.MarkRunEnded(
+                event.run, "every machine went away after a notice, and no other came", exit_codes.RESUMABLE
+            )
+        )
     elif event.what == "alone":
-        draft.fail(event.run, "all members are lost and no agent is left to start others", 5)
+        draft.fail(event.run, "all members are lost and no agent is left to start others", exit_codes.MEMBERS_LOST)
     elif event.what == "regroup":
         draft.set_run(event.run, not_before=0.0)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count as counting
 
+from shoal import exit_codes
 from shoal.core import addresses
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import restart_policy
@@ -30,7 +31,7 @@ from shoal.core.fleet.state import (
 )
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 
-ALL_DONE = ("all members are done", 0)
+ALL_DONE = ("all members are done", exit_codes.OK)
 
 
 class FleetDraft:
@@ -262,7 +263,7 @@ class FleetDraft:
             if run.fell and not came_to_the_end:
                 # What the script does after its training, such as saving the model, may not be done.
                 reason = f"trained to the end, but nobody came to the end of the script: {run.fell}"
-                self.asked.append(fe.MarkRunEnded(name, reason, 75))
+                self.asked.append(fe.MarkRunEnded(name, reason, exit_codes.RESUMABLE))
             else:
                 self.asked.append(fe.MarkRunEnded(name, *ALL_DONE))
         elif run.terms_of(TRAINER).pools:
@@ -290,7 +291,7 @@ class FleetDraft:
         if run.status != GOING and not (p.role == EVALUATOR and run.status == FINISHING):
             del self.processes[p.run, p.member]
             if run.status == FINISHING and cause == "user":
-                self.fail(p.run, f"{p.member}: {detail}", 1)
+                self.fail(p.run, f"{p.member}: {detail}", exit_codes.FAILED)
             elif run.status == FINISHING and p.role == TRAINER:
                 self.set_run(p.run, fell=f"{p.member}: {detail or cause}")
             return
@@ -335,7 +336,7 @@ class FleetDraft:
             return
         if cause == "user":
             del self.processes[p.run, p.member]
-            self.fail(p.run, f"{what} ({why})", 1)
+            self.fail(p.run, f"{what} ({why})", exit_codes.FAILED)
             return
         self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
         run = self.runs[p.run]
@@ -344,7 +345,11 @@ class FleetDraft:
         needed = 1 if serves else run.min_members
         if len(left) + (0 if serves else len(run.guests)) < needed:
             kind = "servers" if serves else "members"
-            self.fail(p.run, f"{what} ({why}); fewer than {needed} {kind} are left", 1 if cause == "refused" else 5)
+            self.fail(
+                p.run,
+                f"{what} ({why}); fewer than {needed} {kind} are left",
+                exit_codes.FAILED if cause == "refused" else exit_codes.MEMBERS_LOST,
+            )
         else:
             self.asked.append(fe.FleetNote(p.run, f"{p.member} is not started again for now: {why}", p.member))
 
@@ -402,7 +407,11 @@ class FleetDraft:
             return
         decision = self.judge(run, "", cause)
         if isinstance(decision, restart_policy.StopRestarting):
-            self.fail(run.run, f"{p.member}: {detail or cause} ({decision.reason})", 1 if cause == "user" else 5)
+            self.fail(
+                run.run,
+                f"{p.member}: {detail or cause} ({decision.reason})",
+                exit_codes.FAILED if cause == "user" else exit_codes.MEMBERS_LOST,
+            )
         else:
             self.regroup(self.runs[run.run], f"{p.member} ended: {detail or cause}", decision.after_s)
 

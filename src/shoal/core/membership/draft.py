@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shoal import exit_codes
 from shoal.core.membership import events as ev
 from shoal.core.membership.state import DONE, OUT, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.world import Seat, World
@@ -354,7 +355,11 @@ class MembershipDraft:
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
         reason = f"every member was told to go: {cause}"
-        self.stop(ev.StopRequested(reason, checkpoint=True, exit_code=75, until_others=self.base.rules.hires))
+        self.stop(
+            ev.StopRequested(
+                reason, checkpoint=True, exit_code=exit_codes.RESUMABLE, until_others=self.base.rules.hires
+            )
+        )
 
     def stop(self, asked: ev.StopRequested) -> None:
         if self.base.stopping is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
+from shoal import exit_codes
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import launcher_env
@@ -47,7 +48,6 @@ _FLEET = tuple(kind for kind in fe.Event.__args__)  # type: ignore[attr-defined]
 _SUPPLY = tuple(kind for kind in se.Event.__args__)  # type: ignore[attr-defined]
 _CHANGES = (events.FormWorld, events.ProposeWorld, events.DissolveWorld, events.PublishPlacement)
 EARLY_GRACE_S = 600.0
-BUDGET_REACHED = 6
 _VICTIMS = ("S204", "S207", "S209")
 
 
@@ -177,7 +177,7 @@ class CoordinatorState:
             run.ends_as = "resumable"
             asked.append((run.name, told))
             self._membership(
-                run, events.StopRequested(told.reason, checkpoint=True, exit_code=BUDGET_REACHED), now, asked
+                run, events.StopRequested(told.reason, checkpoint=True, exit_code=exit_codes.BUDGET_REACHED), now, asked
             )
 
     def _tell_supply(self, event: fe.Event, now: float, asked: Asked) -> None:
@@ -276,7 +276,13 @@ class CoordinatorState:
             return
         elif isinstance(event, runs_events.UserStopRequested):
             run.ends_as, run.asked_to_stop = event.status, True
-            self._membership(run, events.StopRequested(event.reason, event.checkpoint, 75), now, asked, event.grace_s)
+            self._membership(
+                run,
+                events.StopRequested(event.reason, event.checkpoint, exit_codes.RESUMABLE),
+                now,
+                asked,
+                event.grace_s,
+            )
         elif fl.role_of(getattr(event, "member", "")) == EVALUATOR:
             self._evaluation(run, event, now, asked)
         elif isinstance(event, runs_events.ExceptionReported):
@@ -316,7 +322,7 @@ class CoordinatorState:
         going = run.membership.stopping is None and not run.membership.finished
         for instruction in instructions:
             if isinstance(instruction, evaluation.StopEarly) and going:
-                stop = events.StopRequested(instruction.reason, checkpoint=True, exit_code=0)
+                stop = events.StopRequested(instruction.reason, checkpoint=True, exit_code=exit_codes.OK)
                 self._membership(run, stop, now, asked, EARLY_GRACE_S)
 
     # --- membership, and what follows from it for the processes
@@ -415,13 +421,13 @@ class CoordinatorState:
             if run is None or run.over:
                 continue
             if isinstance(instruction, fe.MarkRunFailed):
-                failure = run.failure if instruction.exit_code == 1 else None
+                failure = run.failure if instruction.exit_code == exit_codes.FAILED else None
                 self._end(run, "failed", _with_failure(instruction.reason, failure), instruction.exit_code, now)
             elif isinstance(instruction, fe.MarkTrainingFinished):
                 told = evaluation.AnnounceTrainingFinished(tuple(run.evaluation.members), run.membership.step)
                 asked.append((run.name, told))
             elif isinstance(instruction, fe.MarkRunEnded):
-                status = DONE if instruction.exit_code == 0 else run.ends_as
+                status = DONE if instruction.exit_code == exit_codes.OK else run.ends_as
                 self._end(run, status, instruction.reason, instruction.exit_code, now)
         if isinstance(event, fe.ProcessExited) and event.run in self.runs and not self.runs[event.run].over:
             self._tell_guests(self.runs[event.run], now, asked)

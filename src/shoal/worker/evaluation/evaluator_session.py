@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 
+from shoal import exit_codes
 from shoal.core.world import Address
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
 from shoal.wire.protocol import Message
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
-from shoal.worker.session.session import PREEMPTED, MemberExit
+from shoal.worker.session.session import MemberExit
 from shoal.worker.session.standalone import StandaloneSession
 
 
@@ -96,7 +97,7 @@ class EvaluatorClient(CoordinatorClient):
             raise self._error
         if self._leaving is not None:
             self._say(messages.LeftMsg(self.step))
-            raise self.goodbye(PREEMPTED, f"left the run: {self._leaving[1]}")
+            raise self.goodbye(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
     def goodbye(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal import exit_codes
 from shoal.core.membership.state import SERVER
 from shoal.core.placement import Placement
 from shoal.core.world import Seat
@@ -21,7 +22,7 @@ from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
-from shoal.worker.session.session import PREEMPTED, MemberExit
+from shoal.worker.session.session import MemberExit
 from shoal.worker.transport.handshake import COPY
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes
@@ -144,7 +145,7 @@ class ServedSession(CoordinatorClient):
             raise self.goodbye(self._stop.exit_code, f"stopped: {self._stop.reason}")
         if self._leaving is not None:
             self._say(messages.LeftMsg(self.step))
-            raise self.goodbye(PREEMPTED, f"left the run: {self._leaving[1]}")
+            raise self.goodbye(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
     def goodbye(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")

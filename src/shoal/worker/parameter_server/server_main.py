@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shoal import exit_codes
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.parameter_server.ticket_ledger import TicketLedger
 from shoal.core.placement import LEDGER
@@ -19,7 +20,7 @@ from shoal.worker.parameter_server import sharded_checkpoint as parameter_server
 from shoal.worker.parameter_server.parts import ShardStore
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server import ParameterServer
-from shoal.worker.session.session import PREEMPTED, MemberExit
+from shoal.worker.session.session import MemberExit
 from shoal.worker.training.training_state import TrainingState, say
 from shoal.worker.transport.snapshot import Snapshot
 
@@ -79,7 +80,7 @@ class _ServerMain:
                 return self._stop(session.stop)
             if session.leaving and self._may_go():
                 session.say(messages.LeftMsg(None))
-                return session.goodbye(PREEMPTED, f"left the run: {session.leaving}")
+                return session.goodbye(exit_codes.RESUMABLE, f"left the run: {session.leaving}")
             self._checkpoint_if_due()
             self._seal_if_over()
 

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 
+from shoal import exit_codes
 from shoal.core import step_report as pulses
 from shoal.core.world import World
 from shoal.wire import member_messages as messages
@@ -21,7 +22,6 @@ from shoal.worker.session.pending_worlds import Connect, PendingWorld, drop
 from shoal.worker.session.worlds import MemberWorlds, StateProvider
 from shoal.worker.transport.snapshot import Snapshot
 
-PREEMPTED = 75
 FAREWELL_S = 5.0
 HAND_OVER_S = 2.0
 FOREVER_S = 7 * 24 * 3600.0
@@ -302,7 +302,7 @@ class Session(MemberWorlds):
         while old is not None and time.monotonic() < deadline and getattr(old, "broken", None) is None:
             time.sleep(0.002)
         if self._leaving is not None:
-            raise self._goodbye(PREEMPTED, f"left the run at step {self.step}: {self._leaving[1]}")
+            raise self._goodbye(exit_codes.RESUMABLE, f"left the run at step {self.step}: {self._leaving[1]}")
         with self._changed:
             # A spare now: the state that we hold grows old, and we wait to be admitted again.
             self.world, self.exchange, self.step = None, None, None
@@ -314,7 +314,7 @@ class Session(MemberWorlds):
             self.set_phase("checkpoint")
             self._keeper.checkpoint_now()
         self._say(messages.LeftMsg(self.step))
-        code = stop.exit_code if stop is not None else PREEMPTED
+        code = stop.exit_code if stop is not None else exit_codes.RESUMABLE
         raise self._goodbye(code, f"stopped at step {self.step}: {stop.reason if stop else 'the run stops'}")
 
     def _raise_if_over(self) -> None:
@@ -326,7 +326,7 @@ class Session(MemberWorlds):
         if idle and self._formed is None and (self._stop or self._leaving) and self._may_go():
             self._go_from_outside()
         if not idle and self._leaving is not None and self._nobody_answers(self._leaving[0]):
-            raise self._goodbye(PREEMPTED, f"left at step {self.step} without the coordinator's help")
+            raise self._goodbye(exit_codes.RESUMABLE, f"left at step {self.step} without the coordinator's help")
 
     def _nobody_answers(self, deadline: float) -> bool:
         return self._link.down_for_s > 1.0 or time.monotonic() > deadline
@@ -337,7 +337,7 @@ class Session(MemberWorlds):
             self._keeper.checkpoint_now()
         self._say(messages.LeftMsg(self.step))
         why = stop.reason if stop is not None else self._leaving[1] if self._leaving is not None else ""
-        code = stop.exit_code if stop is not None else PREEMPTED
+        code = stop.exit_code if stop is not None else exit_codes.RESUMABLE
         raise self._goodbye(code, f"left while waiting for a world: {why}")
 
     def _goodbye(self, exit_code: int, reason: str) -> MemberExit:

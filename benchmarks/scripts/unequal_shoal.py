@@ -9,7 +9,7 @@ from benchmarks import job as jobs
 from shoal.core import emulation
 
 job = jobs.from_arguments()
-number = emulation.number_of(os.environ["SHOAL_MEMBER"])
+number = emulation.member_number(os.environ["SHOAL_MEMBER"])
 job.follow(number)
 run = shoal.join()
 job.is_member(number)

@@ -1,7 +1,7 @@
 """Exit codes of every process that Shoal starts: commands, runs, members, agents and coordinators.
 
-A run's code is the code of the command that followed it. Job schedulers and shell scripts rely on these numbers, so they
-never change meaning. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command may be tried again.
+A run's code is the code of the command that followed it. Job schedulers and shell scripts rely on these numbers, so
+they never change meaning. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command may be tried again.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def recording(real: Callable[..., Any], record: Callable[..., None]) -> Callable
 
     def piece(trainer: Any, batch: Any) -> Any:
         granted = trainer.turn.granted
-        told = {"clock": granted.clock, "low": granted.low, "ticket": granted.ticket.key}
+        told = {"clock": granted.clock, "low": granted.min_clock, "ticket": granted.ticket.key}
         record("begin", samples=granted.ticket.samples, **told)
         time.sleep(PLAN.get("pause_s", 0.0))
         logs = real(trainer, batch)

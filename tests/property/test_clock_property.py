@@ -45,7 +45,7 @@ class Trainers(RuleBasedStateMachine):
         self.events.append(("turn", name, session, done, seconds, wants))
         self.ledger = ticket_ledger.join(self.ledger, name, session)
         before = self.ledger
-        self.ledger, outcome = ticket_ledger.turn(self.ledger, self.order, name, session, done, seconds, wants)
+        self.ledger, outcome = ticket_ledger.advance(self.ledger, self.order, name, session, done, seconds, wants)
         if (
             isinstance(outcome, TicketGranted)
             and before.trainers[name].ticket is None
@@ -63,8 +63,8 @@ class Trainers(RuleBasedStateMachine):
             if isinstance(outcome, TicketGranted):
                 self.begun[key], self.pushed[key] = outcome, set()
             elif isinstance(outcome, TicketDelayed):
-                assert outcome.whom, "whoever waits knows for whom"
-                assert name not in outcome.whom
+                assert outcome.waits_for, "whoever waits knows for waits_for"
+                assert name not in outcome.waits_for
 
     @precondition(lambda self: self.begun)
     @rule(data=st.data(), shard=st.integers(0, SHARDS - 1))
@@ -89,7 +89,7 @@ class Trainers(RuleBasedStateMachine):
         """The ledger drops a trainer, which may live on and still push."""
         if name in self.sessions:
             self.events.append(("drop", name, str(self.sessions[name])))
-            self.ledger = ticket_ledger.drop(self.ledger, name, str(self.sessions[name]))
+            self.ledger = ticket_ledger.remove(self.ledger, name, str(self.sessions[name]))
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
@@ -100,16 +100,16 @@ class Trainers(RuleBasedStateMachine):
     @rule()
     def checkpoint(self) -> None:
         """The shards are copied one by one, while training goes on."""
-        if self.ledger.marked is None:
-            self.ledger = ticket_ledger.mark(self.ledger)
+        if self.ledger.open_at_checkpoint is None:
+            self.ledger = ticket_ledger.begin_checkpoint(self.ledger)
             self.copies: list[dict[tuple[int, int], Ticket]] = []
         elif len(self.copies) < SHARDS:
             self.copies.append(dict(self.shards[len(self.copies)]))
         else:
             from dataclasses import replace
 
-            self.saved = (ticket_ledger.as_marked(self.ledger), self.copies)
-            self.ledger = replace(self.ledger, marked=None)
+            self.saved = (ticket_ledger.at_checkpoint(self.ledger), self.copies)
+            self.ledger = replace(self.ledger, open_at_checkpoint=None)
 
     @precondition(lambda self: self.saved is not None)
     @rule()
@@ -134,7 +134,7 @@ class Trainers(RuleBasedStateMachine):
         if not hasattr(self, "order"):
             return
         for name in list(self.ledger.trainers):
-            self.ledger = ticket_ledger.drop(self.ledger, name, self.ledger.trainers[name].session)
+            self.ledger = ticket_ledger.remove(self.ledger, name, self.ledger.trainers[name].session)
         self.sessions["z"] = 1
         done: Ticket | None = None
         while not isinstance(outcome := self.call("z", done, 1.0, True), TicketsExhausted):

@@ -156,7 +156,7 @@ class Fleet(RuleBasedStateMachine):
             found = {p.member: p for p in processes.values() if p.run == run}
             assert list(processes.of_run(run).items()) == list(found.items())
         for agent in ("a", "b"):
-            assert processes.taken(agent) == sum(p.agent == agent for p in processes.values())
+            assert processes.slots_used(agent) == sum(p.agent == agent for p in processes.values())
 
     @invariant()
     def nothing_was_left_undone(self) -> None:
@@ -174,7 +174,7 @@ class Fleet(RuleBasedStateMachine):
     def an_ended_run_starts_nothing(self) -> None:
         for run in self.runs.runs.values():
             wanted = self.runs.fleet.runs[run.name]
-            assert run.over == (wanted.status == fl.OVER)
+            assert run.over == (wanted.status == fl.ENDED)
             if run.over:
                 assert run.exit_code is not None
                 assert not [p for p in self.runs.fleet.of_run(run.name) if p.status in (fl.STARTING, fl.RUNNING)]
@@ -186,7 +186,7 @@ class Fleet(RuleBasedStateMachine):
         away = not all(agent.usable for agent in self.runs.fleet.agents.values())
         processes = self.runs.fleet.of_run("c")
         done = any(p.status == fl.DONE for p in processes)
-        if wanted is not None and wanted.status == fl.GOING and not away and not done:
+        if wanted is not None and wanted.status == fl.ACTIVE and not away and not done:
             assert len([p for p in processes if p.status in (fl.STARTING, fl.RUNNING)]) <= wanted.max_members
 
     def teardown(self) -> None:
@@ -200,7 +200,7 @@ class Fleet(RuleBasedStateMachine):
         for _ in range(6):
             self.wait(11.0)
         for run in self.runs.runs.values():
-            if not run.over and self.runs.fleet.runs[run.name].status == fl.GOING:
+            if not run.over and self.runs.fleet.runs[run.name].status == fl.ACTIVE:
                 processes = self.runs.fleet.of_run(run.name)
                 assert processes, run.name
 

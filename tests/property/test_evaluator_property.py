@@ -37,7 +37,7 @@ def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
             state, asked = fl.decide(state, event, now)
             assert {told(instruction) for instruction in asked} <= {ME}
     assert {key: p for key, p in state.processes.items() if p.role == "trainer"} == trainers
-    assert state.runs["r"].status == fl.GOING
+    assert state.runs["r"].status == fl.ACTIVE
     state, asked = fl.decide(state, fe.RunFinished("r"), now)
     for p in trainers.values():
         state, asked = fl.decide(state, fe.ProcessExited("r", p.member, p.incarnation, "done"), now)

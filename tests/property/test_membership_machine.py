@@ -82,17 +82,17 @@ class Model:
 class Membership(RuleBasedStateMachine):
     @initialize(
         count=st.integers(1, 4),
-        hires=st.booleans(),
+        replaces_members=st.booleans(),
         left=st.sampled_from([1, 2, 9, FOR_EVER]),
         begun=st.booleans(),
         calm=st.booleans(),
     )
-    def begin(self, count: int, hires: bool, left: int, begun: bool, calm: bool) -> None:
+    def begin(self, count: int, replaces_members: bool, left: int, begun: bool, calm: bool) -> None:
         self.calm = calm
         self.now = 1000.0
         self.total = left
         self.ended = False
-        self.state = self.first = MembershipState(dataclasses.replace(RULES, hires=hires))
+        self.state = self.first = MembershipState(dataclasses.replace(RULES, replaces_members=replaces_members))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
         self.names = 0
@@ -125,7 +125,9 @@ class Membership(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver_some(self, data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 6))):
-            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
+            lines = [
+                (m, way) for m in self.models.values() for way in ("regrouping", "in") if self._can_deliver(m, way)
+            ]
             if not lines:
                 return
             self._deliver(*data.draw(st.sampled_from(lines)))
@@ -200,7 +202,7 @@ class Membership(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_notice(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and not m.leaving and not m.done)
-        if victim is not None and (self.state.rules.hires or self._others_can_go_on(victim)):
+        if victim is not None and (self.state.settings.replaces_members or self._others_can_go_on(victim)):
             victim.leaving = True
             victim.say(ev.NoticeReceived(victim.name, 30.0, "notice"))
 
@@ -320,7 +322,9 @@ class Membership(RuleBasedStateMachine):
 
     def _deliver_all(self) -> None:
         for _ in range(400):
-            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
+            lines = [
+                (m, way) for m in self.models.values() for way in ("regrouping", "in") if self._can_deliver(m, way)
+            ]
             if not lines:
                 break
             self._deliver(*lines[0])
@@ -368,7 +372,7 @@ class Membership(RuleBasedStateMachine):
     def _can_deliver(self, model: Model, way: str) -> bool:
         if self.down:
             return False
-        return bool(model.outbox) if way == "out" else bool(model.inbox) and model.works
+        return bool(model.outbox) if way == "regrouping" else bool(model.inbox) and model.works
 
     def _deliver(self, model: Model, way: str) -> None:
         if way == "in":

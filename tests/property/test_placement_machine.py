@@ -39,7 +39,7 @@ class Server:
     expelled: bool = False
 
     def holding(self, part: int) -> PartAssignment | None:
-        return self.known.holdings[part] if self.known is not None and part < len(self.known.holdings) else None
+        return self.known.assignments[part] if self.known is not None and part < len(self.known.assignments) else None
 
     def leads(self, part: int) -> bool:
         holding = self.holding(part)
@@ -119,7 +119,7 @@ class Placements(RuleBasedStateMachine):
     @rule()
     def later(self) -> None:
         self.now += 1.0
-        self.tell(ev.TimerFired("gather"))
+        self.tell(ev.TimerFired("regroup"))
 
     # --- the servers
 
@@ -132,7 +132,7 @@ class Placements(RuleBasedStateMachine):
         if server.known is not None and server.known.number >= placement.number:
             return
         before, server.known = server.known, placement
-        if before is not None and before.life != placement.life:
+        if before is not None and before.generation != placement.generation:
             server.parts.clear()
             server.stuck.clear()
             server.copies.clear()
@@ -150,7 +150,7 @@ class Placements(RuleBasedStateMachine):
             self._hold(server, part, placement)
 
     def _hold(self, server: Server, part: int, placement: Placement) -> None:
-        holding = placement.holdings[part]
+        holding = placement.assignments[part]
         if holding.primary != server.name:
             server.stuck.pop(part, None)
             server.copies.pop(part, None)
@@ -166,8 +166,8 @@ class Placements(RuleBasedStateMachine):
             write, copy, since = server.stuck[part]
             if not (copy == holding.backup or (copy == holding.learner and since == holding.since)):
                 del server.stuck[part]
-                self.acked.setdefault((placement.life, part), set()).add(write)
-        if not holding.handing:
+                self.acked.setdefault((placement.generation, part), set()).add(write)
+        if not holding.handing_off:
             server.resting.discard(part)
 
     def _takes_in(self, primary: Server, name: str, part: int) -> bool:
@@ -178,7 +178,7 @@ class Placements(RuleBasedStateMachine):
         holding = other.holding(part)
         if other.known.number < primary.known.number or holding is None:
             return False
-        keeps = other.known.life == primary.known.life and holding.primary == primary.name
+        keeps = other.known.generation == primary.known.generation and holding.primary == primary.name
         return keeps and name in (holding.backup, holding.learner) and part in other.parts
 
     @rule(name=NAMES, part=st.integers(0, 3))
@@ -197,7 +197,7 @@ class Placements(RuleBasedStateMachine):
                 refused = copy
         server.parts[part] = [*server.parts[part], self.count]
         if not refused:
-            self.acked.setdefault((server.known.life, part), set()).add(self.count)
+            self.acked.setdefault((server.known.generation, part), set()).add(self.count)
         else:
             server.stuck[part] = (self.count, refused, server.copies[part][refused])
             if not server.expelled:
@@ -217,12 +217,16 @@ class Placements(RuleBasedStateMachine):
         server = self.live.get(name)
         if server is None or not server.leads(part) or part in server.stuck or server.known is None:
             return
-        holding = server.known.holdings[part]
+        holding = server.known.assignments[part]
         learner = self.live.get(holding.learner)
         if not holding.learner or learner is None or learner.known is None:
             return
         theirs = learner.holding(part)
-        if learner.known.number < server.known.number or theirs is None or learner.known.life != server.known.life:
+        if (
+            learner.known.number < server.known.number
+            or theirs is None
+            or learner.known.generation != server.known.generation
+        ):
             return
         if theirs.primary != name or learner.name not in (theirs.backup, theirs.learner):
             return
@@ -236,7 +240,7 @@ class Placements(RuleBasedStateMachine):
         server = self.live.get(name)
         if server is None or not server.leads(part) or part in server.stuck or server.known is None:
             return
-        if server.known.holdings[part].handing and not server.expelled:
+        if server.known.assignments[part].handing_off and not server.expelled:
             server.resting.add(part)
             self.outbox.append(ev.PartReleased(name, part, server.known.number))
 
@@ -257,8 +261,8 @@ class Placements(RuleBasedStateMachine):
         placement = getattr(self, "state", None) and self.state.placement
         if not placement:
             return
-        for part, holding in enumerate(placement.holdings):
-            acked = self.acked.get((placement.life, part), set())
+        for part, holding in enumerate(placement.assignments):
+            acked = self.acked.get((placement.generation, part), set())
             for name in (holding.primary, holding.backup):
                 seat, server = placement.seat_of(name), self.live.get(name)
                 if not name or server is None or seat is None or server.incarnation != seat.incarnation:
@@ -270,7 +274,7 @@ class Placements(RuleBasedStateMachine):
     @invariant()
     def a_part_has_its_copies_on_different_servers(self) -> None:
         placement = getattr(self, "state", None) and self.state.placement
-        for holding in placement.holdings if placement else ():
+        for holding in placement.assignments if placement else ():
             assert len(set(holding.copies)) == len(holding.copies)
             assert all(placement.seat_of(name) is not None for name in holding.copies)
 

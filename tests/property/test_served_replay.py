@@ -67,11 +67,11 @@ class Served(RuleBasedStateMachine):
     @precondition(lambda self: self.run.membership.placement is not None)
     @rule(data=st.data())
     def copy(self, data: st.DataObject) -> None:
-        holdings = self.run.membership.placement.holdings
+        holdings = self.run.membership.placement.assignments
         part = data.draw(st.integers(0, len(holdings) - 1))
         if holdings[part].learner:
             self.on("r", ev.PartCopied(holdings[part].primary, part, holdings[part].learner, holdings[part].since))
-        elif holdings[part].handing:
+        elif holdings[part].handing_off:
             self.on("r", ev.PartReleased(holdings[part].primary, part, self.run.membership.placement.number))
 
     @precondition(lambda self: self.run.membership.members)
@@ -92,7 +92,7 @@ class Served(RuleBasedStateMachine):
     @rule(after_s=st.sampled_from([0.1, 5.0, 700.0]))
     def wait(self, after_s: float) -> None:
         self.now += after_s
-        self.on("r", ev.TimerFired("gather"))
+        self.on("r", ev.TimerFired("regroup"))
 
     @rule()
     def stop_and_resume(self) -> None:

@@ -251,7 +251,7 @@ class ServedRun(RuleBasedStateMachine):
     def _check_loss(self, before: Placement) -> None:
         """The state is given up only if a part is lost with all that held it, or when it is in the last checkpoint."""
         seated = [s.member for s in before.servers if self._has(s.member, s.incarnation)]
-        if core_placement.mend(before.holdings, seated) is None:
+        if core_placement.promote_backups(before.assignments, seated) is None:
             self.left_behind = False
         else:
             assert self.state.stopping is not None, "the state was given up with somebody holding all of it"
@@ -317,27 +317,27 @@ class ServedRun(RuleBasedStateMachine):
                 self._leave(model)
         elif model.leaving and (placement is None or placement.seat_of(model.name) is None):
             self._leave(model)
-        elif not model.serves and placement is not None and placement.life == self.over_in:
+        elif not model.serves and placement is not None and placement.generation == self.over_in:
             self._finish(model)
         if model.serves and placement is not None:
             self._serve(model, placement)
 
     def _serve(self, model: Model, placement: Placement) -> None:
-        for part, holding in enumerate(placement.holdings):
+        for part, holding in enumerate(placement.assignments):
             if holding.primary == model.name and holding.learner in self.live:
                 self._say(model, ev.PartCopied(model.name, part, holding.learner, holding.since))
-            if holding.primary == model.name and holding.handing:
+            if holding.primary == model.name and holding.handing_off:
                 self._say(model, ev.PartReleased(model.name, part, placement.number))
 
     def _whole(self, placement: Placement) -> bool:
         """Whether all who answer for a part are there."""
-        seats = [placement.seat_of(holding.primary) for holding in placement.holdings]
+        seats = [placement.seat_of(holding.primary) for holding in placement.assignments]
         return all(s and s.member in self.live and self.live[s.member].incarnation == s.incarnation for s in seats)
 
     def _write(self, model: Model) -> None:
         placement = model.placement
         asked = model.leaving or (model.stop is not None and model.stop.checkpoint)
-        leads = model.serves and placement is not None and placement.holdings[LEDGER].primary == model.name
+        leads = model.serves and placement is not None and placement.assignments[LEDGER].primary == model.name
         if asked and leads and placement is not None and self._whole(placement):
             self.checkpoint = 7
 
@@ -345,7 +345,7 @@ class ServedRun(RuleBasedStateMachine):
         """Its ledger says that every ticket is finished."""
         if model is None or model.placement is None or model.done or not self._whole(model.placement):
             return
-        self.over_in = model.placement.life
+        self.over_in = model.placement.generation
         model.done = True
         self._say(model, ev.MemberDone(model.name, 5))
 
@@ -358,7 +358,7 @@ class ServedRun(RuleBasedStateMachine):
     def _settle(self) -> None:
         """All that was said is heard, and everybody does what it can."""
         self.now += 0.2
-        self._tell(ev.TimerFired("gather"))
+        self._tell(ev.TimerFired("regroup"))
         for _ in range(60):
             before = self.state
             for name in list(self.live):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import settings
-from shoal.core.emulation import EmulatedMachine, Emulation, number_of, parse
+from shoal.core.emulation import EmulatedMachine, Emulation, member_number, parse
 from shoal.errors import BadEmulation
 from shoal.testing.emulated_speeds import best_shares, machines, step_s
 from shoal.worker.training.slowdown import Clocks, FixedStepCost, Slowdown, StretchedCompute, pace_of
@@ -106,7 +106,7 @@ def test_the_setting_is_checked_before_anything_is_started() -> None:
 
 def test_a_member_finds_its_number_in_its_name() -> None:
     names = ("local/0", "gpu-7/12", "a/b/3", "alone", "x/y")
-    assert [number_of(name) for name in names] == [0, 12, 3, 0, 0]
+    assert [member_number(name) for name in names] == [0, 12, 3, 0, 0]
 
 
 # --- the sleep

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.core.membership import events as ev
 from shoal.core.membership.decide import KEPT_CLAIMS, LastHeartbeat, MembershipSettings, MembershipState, decide, due
-from shoal.core.membership.leases import CoordinatorReachability, quiet_s
+from shoal.core.membership.leases import CoordinatorReachability, silence_limit_s
 from shoal.core.world import Address, World
 
 RULES = MembershipSettings(min_members=1, max_members=2, regroup_s=0.5)
@@ -40,7 +40,7 @@ def test_before_the_first_step_the_model_that_most_members_have_is_the_runs() ->
     for name, model in (("odd", "y"), ("a", "x"), ("b", "x")):
         state, asked = after(state, hello(name), ev.MemberReady(name, model, None))
     assert [i.member for i in asked if isinstance(i, ev.RejectMember)] == ["odd"]
-    state, _ = after(state, ev.TimerFired("gather"), now=101.0)
+    state, _ = after(state, ev.TimerFired("regroup"), now=101.0)
     assert [seat.member for seat in state.world.seats] == ["a", "b"]
 
 
@@ -54,9 +54,9 @@ def test_a_gathering_that_led_nowhere_does_not_fire_for_ever() -> None:
     state, _ = after(MembershipState(RULES), hello("a"), ev.MemberReady("a", "x", None))
     state, _ = after(state, ev.MemberDisconnected("a"))
     fired = due(state, {}, 100.6)
-    assert ev.TimerFired("gather") in fired
-    state, _ = after(state, ev.TimerFired("gather"), now=100.6)
-    assert ev.TimerFired("gather") not in due(state, {}, 100.7)
+    assert ev.TimerFired("regroup") in fired
+    state, _ = after(state, ev.TimerFired("regroup"), now=100.6)
+    assert ev.TimerFired("regroup") not in due(state, {}, 100.7)
 
 
 def world_of(*names: str, rules: MembershipSettings = RULES) -> MembershipState:
@@ -65,7 +65,7 @@ def world_of(*names: str, rules: MembershipSettings = RULES) -> MembershipState:
     state = MembershipState(rules)
     for name in names:
         state, _ = after(state, hello(name), ev.MemberReady(name, "x", None))
-    state, _ = after(state, ev.TimerFired("gather"))
+    state, _ = after(state, ev.TimerFired("regroup"))
     while state.world is None or state.world.size < len(names):
         assert state.proposal is not None
         state, _ = after(state, ev.WorldEntered(state.proposal.seats[0].member, state.proposal.number, 0))
@@ -289,7 +289,7 @@ def test_who_missed_that_the_run_stops_is_told_again() -> None:
     assert told(asked, ev.StopMembers) == [ev.StopMembers(("a",), "asked", True, 75)]
 
 
-HIRED = replace(RULES, hires=True)
+HIRED = replace(RULES, replaces_members=True)
 
 
 def test_where_others_are_hired_those_who_were_all_told_to_go_train_on_until_one_takes_over() -> None:
@@ -324,9 +324,9 @@ def test_whoever_can_stay_longest_hands_over() -> None:
 def test_if_nobody_comes_to_take_over_there_is_a_checkpoint_while_there_is_time() -> None:
     state, _ = after(world_of("a", rules=HIRED), ev.NoticeReceived("a", 60.0, "spot"))
     beats = {"a": LastHeartbeat(144.0)}
-    assert ev.TimerFired("leave") not in due(state, beats, 144.0)
-    assert ev.TimerFired("leave") in due(state, beats, 145.0)
-    _, asked = after(state, ev.TimerFired("leave"), now=145.0)
+    assert ev.TimerFired("notice") not in due(state, beats, 144.0)
+    assert ev.TimerFired("notice") in due(state, beats, 145.0)
+    _, asked = after(state, ev.TimerFired("notice"), now=145.0)
     assert [i.checkpoint for i in asked if isinstance(i, ev.StopMembers)] == [True]
 
 
@@ -334,7 +334,7 @@ def test_a_machine_that_goes_sooner_than_its_member_knew_is_believed() -> None:
     state, _ = after(
         world_of("a", rules=HIRED), ev.NoticeReceived("a", 60.0, "SIGTERM"), ev.NoticeReceived("a", 8.0, "spot")
     )
-    assert ev.TimerFired("leave") in due(state, {"a": LastHeartbeat(103.0)}, 103.0)
+    assert ev.TimerFired("notice") in due(state, {"a": LastHeartbeat(103.0)}, 103.0)
 
 
 def proposed(asked: list[ev.Instruction]) -> World:
@@ -350,7 +350,7 @@ def test_notice_to_everybody_stops_the_run_with_a_checkpoint() -> None:
 def test_a_joiner_is_prepared_beside_the_live_world_as_a_ghost() -> None:
     state, asked = after(world_of("a"), hello("b"), ev.MemberReady("b", "x", None))
     [proposed] = told(asked, ev.ProposeWorld)
-    assert proposed.world.ghosts == (1,)
+    assert proposed.world.catching_up == (1,)
     assert proposed.world.sources == {1: 0}
     assert state.world is not None
     assert state.world.size == 1, "the live world goes on until its members cross over"
@@ -424,40 +424,43 @@ def lost(state, beats, now: float, hearing: CoordinatorReachability) -> list[str
 
 
 def test_the_silence_of_all_is_the_coordinators_own_and_who_comes_back_has_a_fresh_lease() -> None:
-    state, hearing = world_of("a", "b"), CoordinatorReachability(104.9, quiet_s=2.0)
+    state, hearing = world_of("a", "b"), CoordinatorReachability(104.9, silence_limit_s=2.0)
     beats = {"a": LastHeartbeat(104.9), "b": LastHeartbeat(104.5)}
     assert lost(state, beats, 106.0, hearing) == []
     assert lost(state, beats, 107.6, hearing) == [], "cut off for longer than a lease"
     for at in (114.0, 115.0, 116.0, 117.0, 118.0):
-        hearing, beats["a"] = hearing.heard(at), LastHeartbeat(at)
+        hearing, beats["a"] = hearing.received(at), LastHeartbeat(at)
         assert lost(state, beats, at, hearing) == [], "the others are on their way"
     assert lost(state, beats, 118.1, hearing) == ["b"], "it was lost meanwhile"
 
 
 def test_somebody_who_is_heard_shows_that_a_silent_one_is_lost_when_its_lease_is_over() -> None:
-    state, hearing = world_of("a", "b"), CoordinatorReachability(100.0, quiet_s=quiet_s(0.75, 3.0))
+    state, hearing = world_of("a", "b"), CoordinatorReachability(100.0, silence_limit_s=silence_limit_s(0.75, 3.0))
     for beat in range(1, 5):
         at = 100.0 + 0.75 * beat
-        hearing = hearing.heard(at)
+        hearing = hearing.received(at)
         assert lost(state, {"a": LastHeartbeat(at), "b": LastHeartbeat(100.0)}, at, hearing) == []
     assert lost(state, {"a": LastHeartbeat(at), "b": LastHeartbeat(100.0)}, 103.1, hearing) == ["b"]
 
 
 def test_who_hung_up_is_not_taken_for_cut_off() -> None:
-    state, hearing = world_of("a", "b"), CoordinatorReachability(104.0, quiet_s=2.0)
+    state, hearing = world_of("a", "b"), CoordinatorReachability(104.0, silence_limit_s=2.0)
     state, _ = after(state, ev.MemberDisconnected("b"), now=104.0)
     assert lost(state, {"a": LastHeartbeat(104.0), "b": LastHeartbeat(104.0)}, 107.1, hearing) == ["b"]
 
 
 def test_all_are_lost_if_nobody_is_heard_for_long() -> None:
-    state, hearing = world_of("a", "b"), CoordinatorReachability(104.0, quiet_s=2.0)
+    state, hearing = world_of("a", "b"), CoordinatorReachability(104.0, silence_limit_s=2.0)
     beats = {"a": LastHeartbeat(104.0), "b": LastHeartbeat(104.0)}
     assert lost(state, beats, 118.9, hearing) == []
     assert lost(state, beats, 119.1, hearing) == ["a", "b"]
 
 
 def test_beats_that_are_rare_are_no_silence_of_all() -> None:
-    state, hearing = world_of("a", "b"), CoordinatorReachability(104.0, quiet_s=quiet_s(2.0, 3.0)).heard(106.0)
+    state, hearing = (
+        world_of("a", "b"),
+        CoordinatorReachability(104.0, silence_limit_s=silence_limit_s(2.0, 3.0)).received(106.0),
+    )
     assert lost(state, {"a": LastHeartbeat(106.0), "b": LastHeartbeat(103.0)}, 106.1, hearing) == ["b"]
 
 
@@ -489,7 +492,7 @@ def test_a_member_stuck_in_its_own_code_is_found_by_those_who_wait_for_it() -> N
     }
     [event] = due(state, beats, 1000.5)
     assert isinstance(event, ev.MemberLost)
-    assert (event.member, event.stuck) == ("b", True)
+    assert (event.member, event.hung) == ("b", True)
     slow = {name: replace(beat, usual_step_s=10.0) for name, beat in beats.items()}
     assert not due(state, slow, 1000.5), "a step that usually takes 10 s is given longer"
 
@@ -516,7 +519,7 @@ def test_claims_that_were_fulfilled_long_ago_are_forgotten() -> None:
     for step in range(1, KEPT_CLAIMS + 9):
         name = f"model.pt at step {step}"
         state, _ = after(state, ev.ClaimRequested("a", name), ev.ClaimCompleted("a", name))
-    assert len(state.claims) == KEPT_CLAIMS + 1, "the one that is not fulfilled is kept"
+    assert len(state.claims) == KEPT_CLAIMS + 1, "the one that is not completed is kept"
     _, asked = after(state, ev.ClaimRequested("b", name))
     assert told(asked, ev.AnnounceClaimCompleted) == [ev.AnnounceClaimCompleted(("b",), name)]
 
@@ -540,7 +543,7 @@ def test_a_peer_that_nobody_can_reach_sits_out_instead_of_breaking_every_world()
         state, _ = after(state, ev.WorldBroken("a", number, 0, suspects=("c",)))
         state, _ = after(state, ev.WorldBroken("b", number, 0), ev.WorldBroken("c", number, 0))
     assert [seat.member for seat in state.world.seats] == ["a", "b"]
-    assert state.members["c"].benched_until > 100.0
+    assert state.members["c"].quarantined_until > 100.0
 
 
 def test_a_proposal_that_nobody_has_crossed_into_is_told_again_until_they_have() -> None:

@@ -5,12 +5,22 @@ import math
 import numpy as np
 import pytest
 
-from shoal.core.step_report import GHOST, STOP, WIDTH, StepReport, agreed, apart, decode, desync, encode
+from shoal.core.step_report import (
+    CATCHING_UP,
+    STOP,
+    WIDTH,
+    StepReport,
+    agreed_world,
+    decode,
+    encode,
+    learning_rate_mismatch,
+    step_mismatch,
+)
 
 
 def test_a_pulse_survives_the_exchange() -> None:
     sent = (
-        StepReport(2**50, 7, 7.5, -0.1, 0.2, 0.3, 0.4, 1e30, 12, STOP | GHOST, more=False),
+        StepReport(2**50, 7, 7.5, -0.1, 0.2, 0.3, 0.4, 1e30, 12, STOP | CATCHING_UP, more=False),
         StepReport(2**50, samples=1, more=True),
     )
     rows = np.stack([encode(pulse) for pulse in sent])
@@ -32,14 +42,17 @@ def test_rows_of_another_width_are_refused() -> None:
     ("prepared", "number"), [((3, 3), 3), ((3, 0), None), ((3, 4), None), ((0, 0), None), ((), None)]
 )
 def test_a_world_is_agreed_on_only_if_all_have_prepared_it(prepared: tuple[int, ...], number: int | None) -> None:
-    assert agreed([StepReport(1, prepared=world) for world in prepared]) == number
+    assert agreed_world([StepReport(1, prepared=world) for world in prepared]) == number
 
 
 def test_members_at_different_steps_are_found_out() -> None:
-    assert desync([StepReport(4), StepReport(4)]) == ""
-    assert "rank 1 is at step 5" in desync([StepReport(4), StepReport(5)])
+    assert step_mismatch([StepReport(4), StepReport(4)]) == ""
+    assert "rank 1 is at step 5" in step_mismatch([StepReport(4), StepReport(5)])
 
 
 def test_learning_rates_that_differ_are_told_and_those_of_newcomers_are_not_known() -> None:
-    assert apart([StepReport(4, rate=0.1), StepReport(4, rate=0.1 + 1e-12), StepReport(-1)]) == ""
-    assert apart([StepReport(4, rate=0.1), StepReport(-1), StepReport(4, rate=0.01)]) == "0.1 at rank 0, 0.01 at rank 2"
+    assert learning_rate_mismatch([StepReport(4, rate=0.1), StepReport(4, rate=0.1 + 1e-12), StepReport(-1)]) == ""
+    assert (
+        learning_rate_mismatch([StepReport(4, rate=0.1), StepReport(-1), StepReport(4, rate=0.01)])
+        == "0.1 at rank 0, 0.01 at rank 2"
+    )

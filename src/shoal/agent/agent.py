@@ -86,7 +86,7 @@ class Agent:
     def __init__(self, settings: AgentSettings, environ: dict[str, str]) -> None:
         self._settings = settings
         self._outbox = Outbox()
-        urls = addresses.split(settings.url)
+        urls = addresses.split_list(settings.url)
         self._link = AgentUplink(urls, settings.token_file, settings.connect_timeout_s, self._outbox)
         self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
         home = AgentContext(

@@ -314,12 +314,12 @@ class MemberProcesses:
         end = exit_causes.ExitFacts(
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
-            asked=member.asked,
-            over=member.over,
-            noticed=member.noticed,
-            why=_why(member.why_path),
+            stop_reason=member.asked,
+            limit_exceeded=member.over,
+            had_notice=member.noticed,
+            exception=_why(member.why_path),
             oom_kills=machine_info.oom_kills() - member.oom_kills,
-            last_words=member.tail.last_words,
+            last_output=member.tail.last_words,
         )
         verdict = exit_causes.classify(end)
         log.info("%s of run %s ended: %s %s", member.order.member, member.order.run, verdict.cause, verdict.detail)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     _allow_many_connections()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            named = addresses.split(options.address)
+            named = addresses.split_list(options.address)
             return runner.run(_serve(options.dir.absolute(), options.host, options.port, options.lifeline, named))
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")

@@ -170,5 +170,5 @@ def _host_of(link: AgentConnection, hello: agent_messages.AgentHelloMsg) -> str:
     """The address of an agent's machine for others: not loopback, if they may be elsewhere."""
     if not addresses.is_loopback(link.peer):
         return link.peer
-    outer = [one for one in hello.machine.addresses if addresses.reaches_out(one)]
+    outer = [one for one in hello.machine.addresses if addresses.is_shareable(one)]
     return outer[0] if outer and link.base_url.startswith("https:") else "127.0.0.1"

@@ -97,8 +97,8 @@ def run_view(run: RunState, runs: CoordinatorState, live: LiveRun, directory: st
         ended=run.ended,
         exit_code=run.exit_code,
         argv=run.spec.argv,
-        members_min=state.rules.min_members,
-        members_max=state.rules.max_members,
+        members_min=state.settings.min_members,
+        members_max=state.settings.max_members,
         world=state.world.number if state.world is not None else None,
         world_size=size,
         step=max(state.step, latest.step if latest else 0, state.checkpoint_step or 0),
@@ -118,7 +118,7 @@ def run_view(run: RunState, runs: CoordinatorState, live: LiveRun, directory: st
         noise=latest.noise if latest else None,
         idle_before=before,
         idle_now=now_idle,
-        decided=tuple(AdjustmentView(d.what, d.step, dict(d.values), d.reason) for d in state.decided.values()),
+        decided=tuple(AdjustmentView(d.what, d.step, dict(d.values), d.reason) for d in state.adjustments.values()),
         evaluation=_evaluation(run),
         user=run.user,
         problem=ErrorView(*astuple(run.problem)) if run.problem is not None else None,
@@ -210,8 +210,8 @@ def _now(run: RunState, runs: CoordinatorState) -> tuple[str, str, int]:
     if run.over or not run.spec.compat or wanted is None or wanted.status == fl.STOPPING:
         return run.state_name, run.reason, world.size if world is not None else _trainers(run)
     running = [p for p in runs.fleet.of_run(run.name) if p.status in (fl.RUNNING, fl.DONE)]
-    if wanted.regroup:
-        return "waiting", f"all members are started anew: {wanted.regroup}", 0
+    if wanted.restart_reason:
+        return "waiting", f"all members are started anew: {wanted.restart_reason}", 0
     if running:
         return "training", f"{len(running)} members of an unmodified script, start {wanted.generation}", len(running)
     return "starting", f"waiting for at least {wanted.min_members} places", 0
@@ -286,7 +286,7 @@ def _status(run: RunState, member: mb.MemberState | None, process: fl.ProcessSta
         return {fl.RUNNING: "starting", fl.ENDING: "leaving", fl.BACKOFF: "waiting"}.get(status, status or "starting")
     if member.leaving or (process is not None and process.status == fl.ENDING):
         return "leaving"
-    if member.status == mb.OUT:
+    if member.status == mb.REGROUPING:
         return "recovering"
     if member.role == SERVER and member.status == mb.TRAINING:
         return "serving"

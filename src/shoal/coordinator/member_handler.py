@@ -72,7 +72,7 @@ class MemberHandler:
         live.said.pop(hello.member, None)
         link.expelled = False
         run = self._service.runs.runs[hello.run]
-        rules = run.membership.rules
+        rules = run.membership.settings
         link.send(ms.WelcomeMsg(run.heartbeat_s, rules.lease_s, self._service.name, run.membership.started))
         self._service.carry_out(asked)
 

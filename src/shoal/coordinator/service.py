@@ -265,11 +265,11 @@ class CoordinatorService:
         live = self.live(run.name)
         if live.hearing is None or not run.membership.members:
             live.hearing = leases.CoordinatorReachability(
-                now, leases.quiet_s(run.heartbeat_s, run.membership.rules.lease_s)
+                now, leases.silence_limit_s(run.heartbeat_s, run.membership.settings.lease_s)
             )
-        before, live.hearing = live.hearing, live.hearing.heard(self.heard_at)
-        if live.hearing.again != before.again:
-            deaf_s = live.hearing.last - before.last
+        before, live.hearing = live.hearing, live.hearing.received(self.heard_at)
+        if live.hearing.restored_at != before.restored_at:
+            deaf_s = live.hearing.last_received - before.last_received
             log.warning("nobody was heard for %.1f s: leases of run %s begin anew", deaf_s, run.name)
         return live.hearing
 

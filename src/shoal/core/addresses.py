@@ -34,17 +34,17 @@ def candidates(interfaces: Iterable[Interface], first: Sequence[str] = (), most:
     much faster comes before them: whoever cannot use it finds out by trying.
     """
     known = tuple(interfaces)
-    usable = [(one, address) for one in known for address in one.addresses if reaches_out(address)]
+    usable = [(one, address) for one in known for address in one.addresses if is_shareable(address)]
     speeds = [one.speed_mbit for one, address in usable if address in first and one.speed_mbit]
     usual_mbit = max(speeds, default=0)
-    named = [address for address in first if reaches_out(address)]
+    named = [address for address in first if is_shareable(address)]
     ranked = [(_rank(one, address, first, usual_mbit), at, address) for at, (one, address) in enumerate(usable)]
     # An address that no interface has is that of whoever passes on to us.
     ranked += [((1, False, False), -1, address) for address in named if address not in [a for _, a in usable]]
     return tuple(dict.fromkeys(address for _, _, address in sorted(ranked)))[:most]
 
 
-def reaches_out(address: str) -> bool:
+def is_shareable(address: str) -> bool:
     """Whether an address means the same machine to others: neither loopback nor one that needs an interface's name."""
     try:
         found = ipaddress.ip_address(address)
@@ -63,22 +63,22 @@ def is_loopback(address: str) -> bool:
     return found.is_loopback
 
 
-def name_is_good(resolved: Iterable[str]) -> bool:
+def is_shareable_name(resolved: Iterable[str]) -> bool:
     """Whether a host name may be given to others: here it has addresses, and none of them is loopback."""
     found = tuple(resolved)
-    return bool(found) and all(reaches_out(address) for address in found)
+    return bool(found) and all(is_shareable(address) for address in found)
 
 
 def url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://{shown(host, port)}"
+    return f"{scheme}://{host_port(host, port)}"
 
 
-def shown(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
     """A host and a port as people and URLs write them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split(text: str) -> tuple[str, ...]:
+def split_list(text: str) -> tuple[str, ...]:
     """What a text with commas lists, without what is said twice."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 

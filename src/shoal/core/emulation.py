@@ -59,7 +59,7 @@ class Emulation:
         return self.fixed_s + self.sample_s * samples / self.machine(number).speed_at(step)
 
 
-def number_of(member: str) -> int:
+def member_number(member: str) -> int:
     """The number in a member's name, such as 2 in ``local/2``; 0 for a name without one."""
     last = member.rpartition("/")[2]
     return int(last) if last.isdecimal() else 0

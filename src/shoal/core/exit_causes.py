@@ -49,12 +49,12 @@ class ExitFacts:
 
     exit_code: int | None
     signal: int | None
-    asked: str = ""
-    over: str = ""
-    noticed: bool = False
-    why: RecordedException | None = None
+    stop_reason: str = ""
+    limit_exceeded: str = ""
+    had_notice: bool = False
+    exception: RecordedException | None = None
     oom_kills: int = 0
-    last_words: str = ""
+    last_output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,21 @@ class ExitCause:
 
 def classify(end: ExitFacts) -> ExitCause:
     """Whose doing an exit was, with one line that says what happened."""
-    if end.asked:
-        return ExitCause("asked", end.asked)
-    if end.over:
-        return ExitCause("user", end.over)
+    if end.stop_reason:
+        return ExitCause("asked", end.stop_reason)
+    if end.limit_exceeded:
+        return ExitCause("user", end.limit_exceeded)
     if end.exit_code == 0:
         return ExitCause("done", "")
     if end.exit_code == exit_codes.RESUMABLE:
         return ExitCause("preempted", "left after a notice")
-    if end.signal == signals.SIGTERM and end.noticed:
+    if end.signal == signals.SIGTERM and end.had_notice:
         return ExitCause("preempted", "ended by SIGTERM after a notice")
-    if end.why is not None and end.signal is None:
-        return _of_exception(end.why)
+    if end.exception is not None and end.signal is None:
+        return _of_exception(end.exception)
     if end.signal is not None:
         return _of_signal(end)
-    words = f": {end.last_words}" if end.last_words else ""
+    words = f": {end.last_output}" if end.last_output else ""
     return ExitCause("user", f"exit code {end.exit_code}{words}")
 
 
@@ -104,7 +104,7 @@ def _of_signal(end: ExitFacts) -> ExitCause:
     if end.signal == signals.SIGINT:
         return ExitCause("user", "KeyboardInterrupt")
     if end.signal in _MACHINE_SIGNALS:
-        words = f": {end.last_words}" if end.last_words else ""
+        words = f": {end.last_output}" if end.last_output else ""
         return ExitCause("infrastructure", f"crashed by signal {end.signal} ({name}){words}")
     return ExitCause("infrastructure", f"killed by signal {end.signal} ({name})")
 

@@ -20,14 +20,14 @@ LEDGER = 0
 class PartAssignment:
     """Who holds one part. `since` is the placement in which the learner, now perhaps the backup, was chosen.
 
-    `handing` asks the primary to come to rest, so that the backup can take over without losing anything.
+    `handing_off` asks the primary to come to rest, so that the backup can take over without losing anything.
     """
 
     primary: str
     backup: str = ""
     learner: str = ""
     since: int = 0
-    handing: bool = False
+    handing_off: bool = False
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -38,14 +38,14 @@ class PartAssignment:
 class Placement:
     """A numbered, immutable answer to the question who holds what. Numbers only grow.
 
-    `life` grows when the state was lost and training went back to a checkpoint: whatever belongs to an earlier life is
-    void. `fresh` says that nobody has trained yet in this life: what the primaries have built is the truth.
+    `generation` grows when the state was lost and training went back to a checkpoint: an earlier one is void.
+    `fresh` says that training has not begun in this generation: what the primaries have built is the truth.
     """
 
     number: int
-    life: int
+    generation: int
     servers: tuple[Seat, ...]
-    holdings: tuple[PartAssignment, ...]
+    assignments: tuple[PartAssignment, ...]
     fresh: bool = False
 
     def seat_of(self, member: str) -> Seat | None:
@@ -53,13 +53,13 @@ class Placement:
 
     def held_by(self, member: str) -> tuple[int, ...]:
         """The parts that this server has anything to do with."""
-        return tuple(part for part, holding in enumerate(self.holdings) if member in holding.copies)
+        return tuple(part for part, holding in enumerate(self.assignments) if member in holding.copies)
 
 
-def cut(sizes_bytes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
+def divide(sizes_bytes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     """Deal tensors out over shards so that the shards have nearly the same bytes; the same on every member.
 
-    >>> cut([4, 1, 3, 2], 2)
+    >>> divide([4, 1, 3, 2], 2)
     ((0, 1), (2, 3))
     """
     found: list[list[int]] = [[] for _ in range(shards)]
@@ -71,25 +71,25 @@ def cut(sizes_bytes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(shard)) for shard in found)
 
 
-def first(servers: Sequence[str], parts: int, number: int, holder: str = "") -> tuple[PartAssignment, ...]:
-    """The first holdings of a life: dealt out in turn, or all with the one who holds a restored state."""
+def initial(servers: Sequence[str], parts: int, number: int, holder: str = "") -> tuple[PartAssignment, ...]:
+    """The first assignments of a generation: dealt out in turn, or all with the one who holds a restored state."""
     given = tuple(PartAssignment(holder or servers[part % len(servers)]) for part in range(parts))
-    return settle(given, servers, (), number) or given
+    return reassign(given, servers, (), number) or given
 
 
-def settle(
-    holdings: Sequence[PartAssignment],
+def reassign(
+    assignments: Sequence[PartAssignment],
     left: Sequence[str],
     new: Sequence[str],
     number: int,
     leaving: Collection[str] = (),
 ) -> tuple[PartAssignment, ...] | None:
-    """The holdings when only these servers are left and new ones came; None if a part is lost with all that held it.
+    """The assignments when only these servers are left and new ones came; None if a part is lost with all that held it.
 
     Backups stand in for primaries that are gone, and parts without a backup get a learner. Those who are leaving get
     nothing new and hand over what they have.
     """
-    mended = mend(holdings, left)
+    mended = promote_backups(assignments, left)
     if mended is None:
         return None
     found = list(mended)
@@ -101,60 +101,60 @@ def settle(
         if learner:
             found[part] = replace(holding, learner=learner, since=number)
         elif holding.backup and holding.primary not in leaving:
-            found[part] = replace(holding, backup="", handing=False)
+            found[part] = replace(holding, backup="", handing_off=False)
     return tuple(_balance(found, leaving))
 
 
-def mend(holdings: Sequence[PartAssignment], left: Collection[str]) -> tuple[PartAssignment, ...] | None:
-    """The holdings when only these servers are left; None if a part is lost with all that held it."""
-    mended = [_mend(holding, left) for holding in holdings]
+def promote_backups(assignments: Sequence[PartAssignment], left: Collection[str]) -> tuple[PartAssignment, ...] | None:
+    """The assignments when only these servers are left; None if a part is lost with all that held it."""
+    mended = [_without_lost(holding, left) for holding in assignments]
     found = tuple(holding for holding in mended if holding is not None)
     return found if len(found) == len(mended) else None
 
 
-def copied(holding: PartAssignment, to: str, since: int) -> PartAssignment | None:
+def complete_copy(holding: PartAssignment, to: str, since: int) -> PartAssignment | None:
     """The learner has all: it is the backup now. None if that is not news of this learner."""
     if holding.learner != to or holding.since != since:
         return None
-    return replace(holding, backup=to, learner="", handing=False)
+    return replace(holding, backup=to, learner="", handing_off=False)
 
 
-def handed(holding: PartAssignment) -> PartAssignment:
+def swap(holding: PartAssignment) -> PartAssignment:
     """The primary has come to rest: it and the backup change places."""
-    return replace(holding, primary=holding.backup, backup=holding.primary, handing=False)
+    return replace(holding, primary=holding.backup, backup=holding.primary, handing_off=False)
 
 
-def without(holding: PartAssignment, gone: str) -> PartAssignment:
+def drop_replica(holding: PartAssignment, gone: str) -> PartAssignment:
     """The primary cannot reach this one, which therefore misses what is acknowledged from now on."""
     if gone == holding.backup:
-        return replace(holding, backup="", handing=False)
+        return replace(holding, backup="", handing_off=False)
     return replace(holding, learner="") if gone == holding.learner else holding
 
 
-def _mend(holding: PartAssignment, servers: Collection[str]) -> PartAssignment | None:
+def _without_lost(holding: PartAssignment, servers: Collection[str]) -> PartAssignment | None:
     backup = holding.backup if holding.backup in servers else ""
     if holding.primary not in servers:
         return PartAssignment(backup) if backup else None
     learner = holding.learner if holding.learner in servers else ""
-    return replace(holding, backup=backup, learner=learner, handing=holding.handing and bool(backup))
+    return replace(holding, backup=backup, learner=learner, handing_off=holding.handing_off and bool(backup))
 
 
-def _least_loaded(holdings: Sequence[PartAssignment], names: Sequence[str]) -> str:
-    return min(names, key=lambda name: (sum(name in h.copies for h in holdings), names.index(name)), default="")
+def _least_loaded(assignments: Sequence[PartAssignment], names: Sequence[str]) -> str:
+    return min(names, key=lambda name: (sum(name in h.copies for h in assignments), names.index(name)), default="")
 
 
-def _balance(holdings: list[PartAssignment], leaving: Collection[str]) -> list[PartAssignment]:
+def _balance(assignments: list[PartAssignment], leaving: Collection[str]) -> list[PartAssignment]:
     """Let backups take over from those who are leaving, and from those who answer for two parts more than they do."""
-    led = {name: 0 for holding in holdings for name in holding.copies}
-    for holding in holdings:
-        led[holding.backup if holding.handing else holding.primary] += 1
+    led = {name: 0 for holding in assignments for name in holding.copies}
+    for holding in assignments:
+        led[holding.backup if holding.handing_off else holding.primary] += 1
     found: list[PartAssignment] = []
-    for holding in holdings:
-        able = bool(holding.backup) and holding.backup not in leaving and not holding.handing
+    for holding in assignments:
+        able = bool(holding.backup) and holding.backup not in leaving and not holding.handing_off
         lopsided = able and led[holding.primary] - led[holding.backup] >= 2
         if able and (holding.primary in leaving or lopsided):
             led[holding.primary] -= 1
             led[holding.backup] += 1
-            holding = replace(holding, handing=True)
+            holding = replace(holding, handing_off=True)
         found.append(holding)
     return found

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 # Machines may differ in the last digits of a cosine.
 SAME_RATE = 1e-6
 STOP = 1
-GHOST = 2
+CATCHING_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StepReport:
     `micro` at most (0: not cut). If norms were taken then, `total_sq` is the squared norm of the whole batch's
     gradient, and `grad_sq` the sum over its own `groups` of samples, of `grad_weight` together, of weight times squared
     norm of the group's mean gradient; if not, all are 0. `prepared` is the number of the proposed world that it has
-    connected, 0 for none; `wishes` is a set of the bits STOP and GHOST (it has no share of the next step either);
+    connected, 0 for none; `flags` is a set of the bits STOP and CATCHING_UP (it has no share of the next step either);
     `more` says whether its stream has another sample after this step. `rate` is the sum of its learning rates, 0 if
     they need not be those of the others.
     """
@@ -42,7 +42,7 @@ class StepReport:
     groups: int = 0
     total_sq: float = 0.0
     prepared: int = 0
-    wishes: int = 0
+    flags: int = 0
     more: bool = True
     rate: float = 0.0
 
@@ -64,7 +64,7 @@ def decode(matrix: NDArray[np.float64]) -> tuple[StepReport, ...]:
 
 def _pulse(row: Sequence[float]) -> StepReport:
     step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
-    grad_sq, grad_weight, groups, total_sq, prepared, wishes, more, rate = rest
+    grad_sq, grad_weight, groups, total_sq, prepared, flags, more, rate = rest
     return StepReport(
         step=int(step),
         samples=int(samples),
@@ -80,19 +80,19 @@ def _pulse(row: Sequence[float]) -> StepReport:
         groups=int(groups),
         total_sq=total_sq,
         prepared=int(prepared),
-        wishes=int(wishes),
+        flags=int(flags),
         more=bool(more),
         rate=rate,
     )
 
 
-def agreed(pulses: Sequence[StepReport]) -> int | None:
+def agreed_world(pulses: Sequence[StepReport]) -> int | None:
     """The number of the world that every member has prepared, if they all have prepared the same."""
     numbers = {pulse.prepared for pulse in pulses}
     return numbers.pop() or None if len(numbers) == 1 else None
 
 
-def desync(pulses: Sequence[StepReport]) -> str:
+def step_mismatch(pulses: Sequence[StepReport]) -> str:
     """Why these pulses cannot belong to one step; empty if they can. A newcomer's shadow fits any step."""
     if len({pulse.step for pulse in pulses if pulse.step >= 0}) <= 1:
         return ""
@@ -100,7 +100,7 @@ def desync(pulses: Sequence[StepReport]) -> str:
     return f"the members are not at the same step: {said}"
 
 
-def apart(pulses: Sequence[StepReport]) -> str:
+def learning_rate_mismatch(pulses: Sequence[StepReport]) -> str:
     """How the members' learning rates differ; empty if they do not."""
     rates = [pulse.rate for pulse in pulses if pulse.rate]
     if not rates or max(rates) - min(rates) <= SAME_RATE * max(rates):

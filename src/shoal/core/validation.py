@@ -8,10 +8,10 @@ from typing import Any
 from shoal.errors import BadSize
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
+def checked_int(name: str, value: Any, least: int = 1) -> int:
     """The value as an integer; BadSize, with the name that it was passed under, if it is none or too small.
 
-    >>> whole("size", 64)
+    >>> checked_int("size", 64)
     64
     """
     try:

@@ -35,7 +35,7 @@ class World:
     `step` is where it starts; None in a proposal, whose start its members agree on through the pulse.
     `fresh` says that nobody has trained yet: rank 0's initial state is the truth.
     `sources` maps each rank that needs the state to the rank that hands it over.
-    `ghosts` are the ranks whose share of the first step is empty, because their state is still on its way.
+    `catching_up` are the ranks whose share of the first step is empty, because their state is still on its way.
     """
 
     number: int
@@ -43,7 +43,7 @@ class World:
     step: int | None
     fresh: bool = False
     sources: dict[int, int] = field(default_factory=dict)
-    ghosts: tuple[int, ...] = ()
+    catching_up: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

@@ -144,14 +144,14 @@ def _pair(what: str, pair: ConnectionReport, ports: str) -> Iterator[CheckVerdic
     closed = [port for port, attempts in by_port.items() if all(one.cause for one in attempts)]
     if closed:
         tried = [one for one in pair.attempts if one.port == closed[0]]
-        found = "; ".join(f"{addresses.shown(one.host, one.port)}: {one.said}" for one in tried)
+        found = "; ".join(f"{addresses.host_port(one.host, one.port)}: {one.said}" for one in tried)
         also = f" (and the same on ports {', '.join(map(str, closed[1:]))})" if len(closed) > 1 else ""
         yield CheckVerdict("bad", what, found + also, remedy([one.cause for one in tried], ports))
     taken = pair.taken
     if taken is None:
         return
     rate = taken.bytes_per_s or 0.0
-    found = f"{addresses.shown(taken.host, taken.port)}: {rate / 1e6:.0f} MB/s"
+    found = f"{addresses.host_port(taken.host, taken.port)}: {rate / 1e6:.0f} MB/s"
     if rate < SLOW_BYTES_PER_S:
         do = "set sync=local:H to exchange less often, or take machines that are nearer to each other"
         yield CheckVerdict("warning", what, f"{found}, which is slow: a step may wait for its gradients", do)

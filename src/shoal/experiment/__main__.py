@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from shoal.core.fleet.launcher_env import task_config
+from shoal.core.fleet.launcher_env import standalone_tf_config
 from shoal.errors import ExperimentFailed, IncompleteEnvironment, ShoalError
 from shoal.pack import files, function, manifest
 from shoal.wire import credentials
@@ -21,7 +21,7 @@ def main(pack: str) -> None:
     if told is None:
         raise IncompleteEnvironment("shoal.experiment is a member of a run", do="start it with shoal.run")
     # For those who read it; it names no others, because who is there changes, and they meet through Shoal.
-    os.environ.setdefault("TF_CONFIG", task_config(told.role, told.member))
+    os.environ.setdefault("TF_CONFIG", standalone_tf_config(told.role, told.member))
     where = Path(manifest.THERE if told.apart else pack)
     contents = manifest.read(where, credentials.read(told.token_file).token)
     files.check(contents.files, Path.cwd())

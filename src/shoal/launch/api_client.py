@@ -201,7 +201,7 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> ApiClient
 
     Of several URLs, with commas, the first is taken that answers with that certificate.
     """
-    urls = addresses.split(url)
+    urls = addresses.split_list(url)
     for one in urls or (url,):
         if not _is_url(one):
             raise errors.UsageError(f"{one!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")

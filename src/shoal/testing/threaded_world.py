@@ -32,7 +32,7 @@ class FixedWorldSession(StandaloneSession):
     def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
-        zero_buffers = keeper.zero_buffers() if self.rank in self.world.ghosts else None
+        zero_buffers = keeper.zero_buffers() if self.rank in self.world.catching_up else None
         if zero_buffers is not None and isinstance(self.exchange, Ring):
             self.exchange = CatchUpExchange(self.exchange, zero_buffers, keeper.is_last_step)
 
@@ -41,7 +41,7 @@ def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[i
     """Run the body as each of `count` members at once; what they return, by rank."""
     members = [f"together/{rank}" for rank in range(count)]
     seats = tuple(Seat(name, "", Address("127.0.0.1", 0)) for name in members)
-    world = World(1, seats, 0, fresh=True, ghosts=ghosts)
+    world = World(1, seats, 0, fresh=True, catching_up=ghosts)
     pairs = [socket.socketpair() for _ in range(count)]
     results: dict[int, T] = {}
     failures: list[BaseException] = []

@@ -11,7 +11,7 @@ import torch
 
 from shoal.core import sync_mode
 from shoal.core.data.lanes import LaneLayout
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableShard
 from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
@@ -167,8 +167,8 @@ class Run(BaseRun):
         ahead.
         """
         order = {
-            "size": whole("size", size),
-            "epochs": whole("epochs", epochs),
+            "size": checked_int("size", size),
+            "epochs": checked_int("epochs", epochs),
             "seed": seed,
             "last": last,
             "shuffle": shuffle,

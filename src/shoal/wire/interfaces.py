@@ -31,7 +31,7 @@ def interfaces() -> tuple[Interface, ...]:
 def outward() -> tuple[str, ...]:
     """Our addresses on the default routes, of both families."""
     found = (towards(*where) for where in ANYWHERE)
-    return tuple(address for address in found if address and addresses.reaches_out(address))
+    return tuple(address for address in found if address and addresses.is_shareable(address))
 
 
 def towards(host: str, port: int) -> str:
@@ -52,4 +52,4 @@ def good_names() -> tuple[str, ...]:
         resolved = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except OSError:
         return ()
-    return (name,) if addresses.name_is_good(resolved) else ()
+    return (name,) if addresses.is_shareable_name(resolved) else ()

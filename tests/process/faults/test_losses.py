@@ -128,7 +128,7 @@ def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
         assert run.pids()["local/2"] != pid
         run.finish()
         run.check()
-        (lost,) = [e["fields"] for e in run.journal("MemberLost") if e["fields"]["stuck"]]
+        (lost,) = [e["fields"] for e in run.journal("MemberLost") if e["fields"]["hung"]]
         assert (lost["member"], "while the others wait" in lost["reason"]) == ("local/2", True)
 
 

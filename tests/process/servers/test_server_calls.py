@@ -198,7 +198,7 @@ def test_a_server_that_rests_answers_reads_only(peers: list[Peer]) -> None:
     a, b, t, _ = peers
     replicated(a, b)
     t.ask(a, push(0))
-    handing = placed(3, PartAssignment("a", "b", since=1, handing=True), a, b)
+    handing = placed(3, PartAssignment("a", "b", since=1, handing_off=True), a, b)
     a.server.adopt(handing)
     until(lambda: sum(isinstance(m, messages.PartReleasedMsg) for m in a.said) == 3)
     assert t.ask(a, push(1)).kind == "moved"
@@ -219,7 +219,7 @@ def test_what_a_coordinator_that_was_away_has_missed_is_said_again(peers: list[P
     assert a.server.outstanding() == [messages.PartCopiedMsg(part, "b", 1) for part in range(3)]
     a.server.adopt(placed(2, PartAssignment("a", "b", since=1), a, b))
     assert a.server.outstanding() == []
-    a.server.adopt(placed(3, PartAssignment("a", "b", since=1, handing=True), a, b))
+    a.server.adopt(placed(3, PartAssignment("a", "b", since=1, handing_off=True), a, b))
     until(lambda: len(a.server.outstanding()) == 3)
     assert a.server.outstanding() == [messages.PartReleasedMsg(part, 3) for part in range(3)]
 
@@ -304,7 +304,7 @@ def test_a_copy_for_a_checkpoint_can_be_gone_on_from(peers: list[Peer]) -> None:
     found = a.server.gather()
     assert found is not None
     saved = msgspec.msgpack.decode(found[0][0], type=TicketLedger)
-    assert saved.again == (granted.ticket,), "it was not finished, so it comes again"
+    assert saved.returned == (granted.ticket,), "it was not finished, so it comes again"
     b.server.restore(found)
     b.server.adopt(placed(9, PartAssignment("b"), b, life=2))
     again = msgspec.structs.replace(push(granted.ticket.step), life=2)
@@ -331,4 +331,4 @@ def test_a_copy_made_while_a_checkpoint_is_gathered_does_not_remember_tickets_fo
     assert t.ask(a, TicketRequest(1, 2, None, 0.0, True)).kind == "granted"
     assert b.server.ledger == a.server.ledger
     assert b.server.ledger is not None
-    assert b.server.ledger.marked is None
+    assert b.server.ledger.open_at_checkpoint is None

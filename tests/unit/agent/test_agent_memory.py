@@ -27,5 +27,5 @@ def test_a_process_uses_what_it_holds() -> None:
 
 
 def test_who_used_too_much_was_not_killed_by_the_machine() -> None:
-    verdict = exit_causes.classify(exit_causes.ExitFacts(None, 9, over="error[S405] it used too much"))
+    verdict = exit_causes.classify(exit_causes.ExitFacts(None, 9, limit_exceeded="error[S405] it used too much"))
     assert (verdict.cause, verdict.detail) == ("user", "error[S405] it used too much")

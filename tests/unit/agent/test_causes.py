@@ -18,7 +18,7 @@ def test_exit_code_zero_is_done():
 
 
 def test_what_was_asked_for_is_not_a_failure():
-    assert verdict(signal=9, asked="the user wants it") == ("asked", "the user wants it")
+    assert verdict(signal=9, stop_reason="the user wants it") == ("asked", "the user wants it")
 
 
 def test_exit_code_75_is_a_preemption():
@@ -26,29 +26,29 @@ def test_exit_code_75_is_a_preemption():
 
 
 def test_sigterm_is_a_preemption_only_after_a_notice():
-    assert verdict(signal=15, noticed=True)[0] == "preempted"
+    assert verdict(signal=15, had_notice=True)[0] == "preempted"
     assert verdict(signal=15)[0] == "infrastructure"
 
 
 def test_an_exception_is_the_users_and_its_first_line_is_the_detail():
-    assert verdict(exit_code=1, why=RecordedException("ValueError", "bad\nworse")) == ("user", "ValueError: bad")
-    assert verdict(exit_code=1, why=RecordedException("KeyError", "")) == ("user", "KeyError")
+    assert verdict(exit_code=1, exception=RecordedException("ValueError", "bad\nworse")) == ("user", "ValueError: bad")
+    assert verdict(exit_code=1, exception=RecordedException("KeyError", "")) == ("user", "KeyError")
 
 
 @pytest.mark.parametrize(("code", "cause"), [("S209", "infrastructure"), ("S207", "infrastructure"), ("S303", "user")])
 def test_errors_of_shoal_are_told_apart_by_their_code(code, cause):
-    assert verdict(exit_code=1, why=RecordedException("Whatever", "it broke", code)) == (
+    assert verdict(exit_code=1, exception=RecordedException("Whatever", "it broke", code)) == (
         cause,
         f"error[{code}] it broke",
     )
 
 
 def test_a_model_that_differs_is_the_users_error():
-    assert verdict(exit_code=4, why=RecordedException("ModelMismatch", "it has 3 layers", "S206"))[0] == "refused"
+    assert verdict(exit_code=4, exception=RecordedException("ModelMismatch", "it has 3 layers", "S206"))[0] == "refused"
 
 
 def test_a_broken_exchange_is_not_the_users():
-    assert verdict(exit_code=1, why=RecordedException("ExchangeBroken", "peer gone"))[0] == "infrastructure"
+    assert verdict(exit_code=1, exception=RecordedException("ExchangeBroken", "peer gone"))[0] == "infrastructure"
 
 
 def test_a_kill_without_a_known_sender_may_be_want_of_memory():
@@ -57,11 +57,11 @@ def test_a_kill_without_a_known_sender_may_be_want_of_memory():
 
 
 def test_a_crash_in_native_code_names_its_signal_and_last_words():
-    assert verdict(signal=11, last_words="ouch") == ("infrastructure", "crashed by signal 11 (SIGSEGV): ouch")
+    assert verdict(signal=11, last_output="ouch") == ("infrastructure", "crashed by signal 11 (SIGSEGV): ouch")
 
 
 def test_an_exit_code_alone_comes_with_the_last_words():
-    assert verdict(exit_code=3, last_words="no data") == ("user", "exit code 3: no data")
+    assert verdict(exit_code=3, last_output="no data") == ("user", "exit code 3: no data")
     assert verdict(exit_code=3) == ("user", "exit code 3")
 
 

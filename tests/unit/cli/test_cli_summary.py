@@ -80,7 +80,7 @@ def test_the_sentence_of_a_planned_world_is_understood() -> None:
     story: tuple[ev.Event, ...] = (
         ev.MemberConnected("a", "1", Address("h", 1)),
         ev.MemberReady("a", "f", None),
-        ev.TimerFired("gather"),
+        ev.TimerFired("regroup"),
         ev.MemberConnected("b", "2", Address("h", 2)),
         ev.MemberReady("b", "f", None),
         ev.WorldEntered("a", 2, 9),

@@ -23,7 +23,7 @@ class Ending:
         for member in list(self.incarnations):
             self.tell(ev.MemberConnected(member, self.incarnations[member], Address("h", 1)), "r")
             self.tell(ev.MemberReady(member, "x", None), "r")
-            self.tell(ev.TimerFired("gather"), "r", after_s=1.0)
+            self.tell(ev.TimerFired("regroup"), "r", after_s=1.0)
 
     @property
     def run(self) -> RunState:
@@ -59,7 +59,7 @@ def test_a_spare_that_fails_when_others_have_trained_to_the_end_fails_nobody() -
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_done() -> None:
     run = Ending()
-    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
+    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_replaced=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "done")
     assert (run.run.status, run.run.exit_code) == ("done", 0)
@@ -67,7 +67,7 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_don
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_has_no_time_for_the_end_of_its_script_is_not_done() -> None:
     run = Ending()
-    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_others=True), "r")
+    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_replaced=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "preempted")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)

@@ -47,7 +47,7 @@ class Hired:
         self.tell(fe.ProcessStarted("r", start.member, start.incarnation, 7, warm=True), "r")
         self.tell(ev.MemberConnected(start.member, start.incarnation, Address("h", 1)), "r")
         self.tell(ev.MemberReady(start.member, "x", None), "r")
-        self.tell(ev.TimerFired("gather"), "r", after_s=1.0)
+        self.tell(ev.TimerFired("regroup"), "r", after_s=1.0)
         self.incarnation = start.incarnation
         return start.member
 
@@ -70,7 +70,7 @@ def test_a_run_whose_members_were_all_told_to_go_waits_for_other_machines() -> N
     hired = Hired()
     member = hired.train_on("spot-1")
     hired.tell(fe.AgentNotice("spot-1", 8.0, "preempted"))
-    hired.tell(ev.TimerFired("leave"), "r", after_s=3.0)
+    hired.tell(ev.TimerFired("notice"), "r", after_s=3.0)
     assert [one for one in hired.asked if isinstance(one, ev.StopMembers)]
     hired.tell(ev.MemberLeft(member, 5), "r")
     hired.tell(fe.ProcessExited("r", member, hired.incarnation, "preempted", "left after a notice"), "r")
@@ -87,7 +87,7 @@ def test_one_that_somebody_asked_to_stop_meanwhile_does_not_wait() -> None:
     hired = Hired()
     member = hired.train_on("spot-1")
     hired.tell(fe.AgentNotice("spot-1", 8.0, "preempted"))
-    hired.tell(ev.TimerFired("leave"), "r", after_s=3.0)
+    hired.tell(ev.TimerFired("notice"), "r", after_s=3.0)
     hired.tell(runs_events.UserStopRequested("by ada", True, 30.0), "r")
     hired.tell(ev.MemberLeft(member, 5), "r")
     hired.tell(fe.ProcessExited("r", member, hired.incarnation, "preempted", "left after a notice"), "r")

@@ -86,7 +86,7 @@ def test_every_kind_has_its_sentence_or_is_silent_on_purpose(kind: type) -> None
 
 def test_a_world_is_told_with_its_members_and_its_reason() -> None:
     world = World(2, (Seat("a/0", "1", Address("h", 1)), Seat("b/0", "1", Address("h", 1))), 17)
-    (line,) = story.tell(1, 1.0, "r", ev.TimerFired("gather"), [("r", ev.FormWorld(world, (), "two of three"))])
+    (line,) = story.tell(1, 1.0, "r", ev.TimerFired("regroup"), [("r", ev.FormWorld(world, (), "two of three"))])
     assert line.text == "world 2 begins at step 17 with a/0, b/0"
     assert (line.reason, line.world, line.step) == ("two of three", 2, 17)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.addresses import Interface, candidates, name_is_good, reaches_out, shown, split
+from shoal.core.addresses import Interface, candidates, host_port, is_shareable, is_shareable_name, split_list
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
 ETH = Interface("eth0", ("10.0.0.2", "fd00::2"), 1000)
@@ -50,12 +50,12 @@ def test_whatever_the_interfaces_are_candidates_are_ours_reach_out_and_are_named
     known = {address for one in interfaces for address in one.addresses} | set(first)
     assert len(found) == len(set(found)) <= 6
     assert set(found) <= known
-    assert all(reaches_out(address) for address in found)
-    usable = {address for address in known if reaches_out(address)}
+    assert all(is_shareable(address) for address in found)
+    usable = {address for address in known if is_shareable(address)}
     assert bool(found) == bool(usable)
 
 
-@given(machines, ips.filter(reaches_out))
+@given(machines, ips.filter(is_shareable))
 def test_no_bridge_of_containers_comes_before_the_known_way(interfaces, first):
     found = candidates(interfaces, (first,))
     before = found[: found.index(first)]
@@ -68,10 +68,10 @@ def test_no_bridge_of_containers_comes_before_the_known_way(interfaces, first):
     ("resolved", "good"), [((), False), (("127.0.1.1",), False), (("::1", "10.0.0.2"), False), (("10.0.0.2",), True)]
 )
 def test_a_name_that_leads_back_here_is_not_given_to_others(resolved, good):
-    assert name_is_good(resolved) is good
+    assert is_shareable_name(resolved) is good
 
 
 def test_addresses_are_written_as_urls_have_them():
-    assert shown("fd00::1", 80) == "[fd00::1]:80"
-    assert shown("lab", 80) == "lab:80"
-    assert split(" a, b,,a ") == ("a", "b")
+    assert host_port("fd00::1", 80) == "[fd00::1]:80"
+    assert host_port("lab", 80) == "lab:80"
+    assert split_list(" a, b,,a ") == ("a", "b")

@@ -1,4 +1,4 @@
-"""Tickets and clocks: who may begin what, and whom one waits for."""
+"""Tickets and clocks: who may begin what, and waits_for one waits for."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ORDER = SampleOrder(samples=100, size=20, epochs=2)
 
 def begin(ledger: TicketLedger, name: str, done: Ticket | None = None, seconds: float = 1.0):
     ledger = ticket_ledger.join(ledger, name, "1")
-    return ticket_ledger.turn(ledger, ORDER, name, "1", done, seconds, wants=True)
+    return ticket_ledger.advance(ledger, ORDER, name, "1", done, seconds, wants=True)
 
 
 def finish(ledger: TicketLedger, name: str) -> TicketLedger:
     held = ledger.trainers[name].ticket
     assert held is not None
-    ledger, _ = ticket_ledger.turn(ledger, ORDER, name, "1", held, 1.0, wants=False)
+    ledger, _ = ticket_ledger.advance(ledger, ORDER, name, "1", held, 1.0, wants=False)
     return ledger
 
 
@@ -53,7 +53,7 @@ def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
         ledger = finish(ledger, "a")
     ledger, outcome = begin(ledger, "a")
     assert isinstance(outcome, TicketDelayed)
-    assert outcome.whom == ("b",)
+    assert outcome.waits_for == ("b",)
     assert outcome.reason == "2 tickets ahead of b, and 1 are allowed"
     ledger, outcome = begin(finish(ledger, "b"), "a")
     assert isinstance(outcome, TicketGranted)
@@ -73,7 +73,7 @@ def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
     ledger = finish(ledger, "a")
     _, outcome = begin(ledger, "a")
     assert isinstance(outcome, TicketDelayed)
-    ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
+    ledger, outcome = begin(ticket_ledger.remove(ledger, "b", "1"), "a")
     assert isinstance(outcome, TicketGranted)
     assert outcome.ticket == lost.ticket
 
@@ -87,7 +87,7 @@ def test_a_newcomer_starts_at_the_slowest_clock() -> None:
 
 def test_a_newcomer_after_everybody_was_lost_starts_where_they_were() -> None:
     ledger, _ = begin(TicketLedger(bound=5), "a")
-    ledger = ticket_ledger.drop(finish(ledger, "a"), "a", "1")
+    ledger = ticket_ledger.remove(finish(ledger, "a"), "a", "1")
     assert ticket_ledger.join(ledger, "b", "1").trainers["b"].clock == 1
 
 
@@ -101,7 +101,7 @@ def test_asking_again_gives_the_same_ticket() -> None:
 def test_saying_done_twice_counts_once() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = finish(ledger, "a")
-    again, _ = ticket_ledger.turn(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
+    again, _ = ticket_ledger.advance(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
     assert again == ledger
     assert again.finished_samples == 20
 
@@ -109,18 +109,18 @@ def test_saying_done_twice_counts_once() -> None:
 def test_another_process_of_the_same_name_is_a_newcomer() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = ticket_ledger.join(ledger, "a", "2")
-    assert ledger.again == (granted.ticket,)
-    ledger, outcome = ticket_ledger.turn(ledger, ORDER, "a", "1", None, 0.0, wants=True)
+    assert ledger.returned == (granted.ticket,)
+    ledger, outcome = ticket_ledger.advance(ledger, ORDER, "a", "1", None, 0.0, wants=True)
     assert outcome == TrainerUnknown()
 
 
 def test_a_ticket_that_was_finished_by_one_given_up_is_not_issued_again() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
-    ledger = ticket_ledger.drop(ledger, "a", "1")
-    ledger, _ = ticket_ledger.turn(
+    ledger = ticket_ledger.remove(ledger, "a", "1")
+    ledger, _ = ticket_ledger.advance(
         ticket_ledger.join(ledger, "a", "1"), ORDER, "a", "1", granted.ticket, 1.0, wants=False
     )
-    assert ledger.again == ()
+    assert ledger.returned == ()
     assert ledger.finished_samples == 20
 
 
@@ -128,9 +128,9 @@ def test_slow_trainers_get_smaller_tickets() -> None:
     ledger = TicketLedger(bound=None)
     ledger, fast = begin(ticket_ledger.join(ledger, "slow", "1"), "fast")
     ledger, slow = begin(ledger, "slow")
-    ledger, _ = ticket_ledger.turn(ledger, ORDER, "fast", "1", fast.ticket, 1.0, wants=False)
-    ledger, _ = ticket_ledger.turn(ledger, ORDER, "slow", "1", slow.ticket, 4.0, wants=False)
-    assert (ticket_ledger.share(ledger, "fast", 20), ticket_ledger.share(ledger, "slow", 20)) == (16, 4)
+    ledger, _ = ticket_ledger.advance(ledger, ORDER, "fast", "1", fast.ticket, 1.0, wants=False)
+    ledger, _ = ticket_ledger.advance(ledger, ORDER, "slow", "1", slow.ticket, 4.0, wants=False)
+    assert (ticket_ledger.ticket_size(ledger, "fast", 20), ticket_ledger.ticket_size(ledger, "slow", 20)) == (16, 4)
 
 
 def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
@@ -138,26 +138,26 @@ def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
     for _ in range(5):
         ledger, _ = begin(ledger, "a")
         ledger = finish(ledger, "a")
-    assert ticket_ledger.share(ledger, "a", 20) > ticket_ledger.share(ledger, "b", 20)
+    assert ticket_ledger.ticket_size(ledger, "a", 20) > ticket_ledger.ticket_size(ledger, "b", 20)
 
 
 def test_the_last_tickets_are_waited_for_because_they_may_come_again() -> None:
     ledger, _ = begin(ticket_ledger.join(TicketLedger(bound=None, step=9, at=10), "b", "1"), "b")
     ledger, outcome = begin(ledger, "a")
     assert isinstance(outcome, TicketDelayed)
-    assert outcome.whom == ("b",)
-    ledger, outcome = begin(ticket_ledger.drop(ledger, "b", "1"), "a")
+    assert outcome.waits_for == ("b",)
+    ledger, outcome = begin(ticket_ledger.remove(ledger, "b", "1"), "a")
     assert isinstance(outcome, TicketGranted)
 
 
 def test_a_checkpoint_issues_again_what_was_not_finished_when_it_began() -> None:
     ledger, first = begin(ticket_ledger.join(TicketLedger(bound=None), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
-    ledger = ticket_ledger.mark(finish(ledger, "b"))
+    ledger = ticket_ledger.begin_checkpoint(finish(ledger, "b"))
     ledger, third = begin(ledger, "b")
     ledger = finish(finish(ledger, "a"), "b")
-    saved = ticket_ledger.as_marked(ledger)
-    assert saved.again == (first.ticket, third.ticket)
+    saved = ticket_ledger.at_checkpoint(ledger)
+    assert saved.returned == (first.ticket, third.ticket)
     assert saved.finished_samples == second.ticket.samples
     assert (saved.step, saved.at) == (ledger.step, ledger.at)
     assert not saved.trainers

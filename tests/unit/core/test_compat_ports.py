@@ -18,13 +18,15 @@ PLACES = [RankHost("a", "10.0.0.1"), RankHost("a", "10.0.0.1"), RankHost("b", "f
 def test_every_rank_has_a_port_of_its_own_within_the_range(size):
     span = range(29400, 29400 + size)
     for restarts in range(20):
-        envs = launcher_env.rendezvous("tf", "run", "salt", PLACES, restarts, 9, span=span)
+        envs = launcher_env.launcher_environments("tf", "run", "salt", PLACES, restarts, 9, span=span)
         workers = json.loads(dict(envs[0])["TF_CONFIG"])["cluster"]["worker"]
         ports = [int(one.rpartition(":")[2]) for one in workers]
         assert len(set(ports)) == 3
         assert set(ports) <= set(span)
         assert workers[2].startswith("[fd00::1]:")
-        torchrun = dict(launcher_env.rendezvous("torchrun", "run", "salt", PLACES, restarts, 9, span=span)[0])
+        torchrun = dict(
+            launcher_env.launcher_environments("torchrun", "run", "salt", PLACES, restarts, 9, span=span)[0]
+        )
         assert int(torchrun["MASTER_PORT"]) in span
 
 

@@ -6,7 +6,7 @@ from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.requirements import MachineRequirements, SlotSize
 
-SPOT, LAB = MachineRequirements(("spot",)), MachineRequirements(("lab",), own=True, apart=True)
+SPOT, LAB = MachineRequirements(("spot",)), MachineRequirements(("lab",), pools_only=True, reserved=True)
 
 
 class Fleet:
@@ -24,7 +24,7 @@ class Fleet:
     def want(
         self, low: int, high: int, run: str = "r", servers: int = 0, evaluators: int = 1, **terms: MachineRequirements
     ) -> None:
-        self.on(fe.RunRequested(run, low, high, servers=servers, evaluators=evaluators, terms=terms))
+        self.on(fe.RunRequested(run, low, high, servers=servers, evaluators=evaluators, requirements=terms))
 
     def have(self, run: str = "r") -> list[str]:
         return sorted(p.member for p in self.state.of_run(run) if p.status != fl.ENDING)

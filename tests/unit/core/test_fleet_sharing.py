@@ -21,7 +21,7 @@ class Fleet:
     def want(self, run: str, low: int, high: int, priority: int = 0, pools: tuple[str, ...] = ()) -> None:
         self.on(
             fe.RunRequested(
-                run, low, high, terms={"trainer": MachineRequirements(pools)} if pools else {}, priority=priority
+                run, low, high, requirements={"trainer": MachineRequirements(pools)} if pools else {}, priority=priority
             )
         )
 

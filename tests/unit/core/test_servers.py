@@ -37,7 +37,7 @@ class Run:
         return self.on(ev.MemberConnected(name, incarnation, HERE, role=role), ev.MemberReady(name, "model", None))
 
     def copy_all(self) -> Run:
-        for part, holding in enumerate(self.placement.holdings):
+        for part, holding in enumerate(self.placement.assignments):
             if holding.learner:
                 self.on(ev.PartCopied(holding.primary, part, holding.learner, holding.since))
         return self
@@ -87,9 +87,9 @@ def test_a_lost_trainer_changes_no_placement_and_the_servers_forget_it() -> None
 def test_whoever_keeps_the_ledger_next_hears_who_is_gone() -> None:
     """A machine stands still with a trainer and the ledger's server on it: the trainer's connections stay open."""
     run = started()
-    lead = run.placement.holdings[0].primary
+    lead = run.placement.assignments[0].primary
     run.on(ev.MemberLost("t1", "silent"), ev.MemberLost(lead, "silent"))
-    assert run.told(ev.AnnounceTrainerLost)[0].to == (run.placement.holdings[0].primary,)
+    assert run.told(ev.AnnounceTrainerLost)[0].to == (run.placement.assignments[0].primary,)
     assert [type(one) for one in run.asked][-2:] == [ev.PublishPlacement, ev.AnnounceTrainerLost], (
         "it must know that it has the ledger"
     )
@@ -102,7 +102,7 @@ def test_whoever_keeps_the_ledger_next_hears_who_is_gone() -> None:
 
 def test_a_server_that_was_away_when_a_trainer_was_lost_hears_of_it() -> None:
     run = started()
-    lead = run.placement.holdings[0].primary
+    lead = run.placement.assignments[0].primary
     run.on(
         ev.MemberDisconnected(lead), ev.MemberLost("t1", "silent"), ev.MemberConnected(lead, "1", HERE, role="server")
     )
@@ -115,27 +115,27 @@ def test_a_server_that_was_away_when_a_trainer_was_lost_hears_of_it() -> None:
 
 def test_a_lost_server_is_replaced_by_its_backups() -> None:
     run = started().on(ev.MemberLost("s0", "killed"))
-    assert {h.primary for h in run.placement.holdings} == {"s1"}
+    assert {h.primary for h in run.placement.assignments} == {"s1"}
     assert "s0 is gone" in run.state.reason
 
 
 def test_news_of_a_learner_that_has_died_since_makes_nobody_a_backup() -> None:
     run = Run().come("s0").come("s1").come("t0")
-    late = ev.PartCopied("s0", 0, "s1", run.placement.holdings[0].since)
+    late = ev.PartCopied("s0", 0, "s1", run.placement.assignments[0].since)
     run.on(ev.MemberLost("s1", "killed"))
     assert run.state.placement is None, "a part whose only holder is lost is lost"
     run = Run(servers=1).come("s0").come("t0").come("s1")
-    late = ev.PartCopied("s0", 0, "s1", run.placement.holdings[0].since)
+    late = ev.PartCopied("s0", 0, "s1", run.placement.assignments[0].since)
     run.on(ev.MemberLost("s1", "killed")).come("s1", "2").on(late)
-    assert run.placement.holdings[0].backup == ""
+    assert run.placement.assignments[0].backup == ""
 
 
 def test_a_lost_part_takes_the_run_back_to_its_checkpoint() -> None:
     run = started().on(ev.MemberLost("s0", "killed"), ev.MemberLost("s1", "killed")).come("s0", "2")
     (asked,) = run.told(ev.RestoreCheckpoint)
-    life = run.state.life
+    life = run.state.generation
     run.on(ev.MemberReady("s0", "model", 40, restored=True))
-    assert run.placement.life == life + 1
+    assert run.placement.generation == life + 1
     assert not run.placement.fresh
     assert run.state.step == 40
     assert asked.member == "s0"
@@ -143,14 +143,14 @@ def test_a_lost_part_takes_the_run_back_to_its_checkpoint() -> None:
 
 def test_a_server_that_comes_back_under_its_name_gets_everything_anew() -> None:
     run = started().on(ev.MemberLost("s0", "silent")).come("s0")
-    assert all(h.learner == "s0" and not h.backup for h in run.placement.holdings)
+    assert all(h.learner == "s0" and not h.backup for h in run.placement.assignments)
 
 
 def test_a_backup_that_its_primary_cannot_reach_is_dropped() -> None:
     run = started()
-    holding = run.placement.holdings[0]
+    holding = run.placement.assignments[0]
     run.on(ev.ServerUnreachable(holding.primary, holding.backup, run.placement.number, "no route"))
-    after = run.placement.holdings[0]
+    after = run.placement.assignments[0]
     assert (after.backup, after.learner) == ("", holding.backup)
     assert after.since > holding.since
 
@@ -162,8 +162,8 @@ def test_a_server_that_nobody_reaches_is_lost_without_waiting_for_its_lease() ->
 
 def test_a_leaving_server_hands_over_and_is_then_let_go() -> None:
     run = started().on(ev.NoticeReceived("s0", 30.0, "spot"))
-    for part, holding in enumerate(run.placement.holdings):
-        if holding.handing:
+    for part, holding in enumerate(run.placement.assignments):
+        if holding.handing_off:
             run.on(ev.PartReleased("s0", part, run.placement.number))
     assert run.placement.seat_of("s0") is None
     assert "s0" in run.told(ev.PublishPlacement)[-1].to, "it must hear that it may go"
@@ -171,7 +171,7 @@ def test_a_leaving_server_hands_over_and_is_then_let_go() -> None:
 
 def test_trainers_stop_first_then_the_ledgers_server_then_the_others() -> None:
     run = started()
-    lead = run.placement.holdings[0].primary
+    lead = run.placement.assignments[0].primary
     other = "s1" if lead == "s0" else "s0"
     run.on(ev.StopRequested("enough", True, 75))
     assert [one.to for one in run.told(ev.StopMembers)] == [("t0", "t1")]
@@ -251,10 +251,10 @@ def test_modes_are_read() -> None:
 
 def test_a_server_that_dies_while_all_stop_is_stood_in_for() -> None:
     run = started()
-    lead = run.placement.holdings[0].primary
+    lead = run.placement.assignments[0].primary
     other = "s1" if lead == "s0" else "s0"
     run.on(ev.StopRequested("enough", True, 75), ev.MemberLost(lead, "killed"))
-    assert {h.primary for h in run.placement.holdings} == {other}
+    assert {h.primary for h in run.placement.assignments} == {other}
     assert set(run.told(ev.PublishPlacement)[0].to) == {other, "t0", "t1"}, "a trainer could not end its ticket"
     run.on(ev.MemberLeft("t0", 5), ev.MemberLeft("t1", 5))
     assert [(one.to, one.checkpoint) for one in run.told(ev.StopMembers)] == [((other,), True)]
@@ -283,7 +283,7 @@ def test_trainers_are_not_kept_from_stopping_by_a_state_that_is_lost(stop_first:
 @pytest.mark.parametrize("before", [True, False])
 def test_servers_under_notice_are_told_to_stop_when_it_is_their_turn(before: bool) -> None:
     run = started()
-    lead = run.placement.holdings[0].primary
+    lead = run.placement.assignments[0].primary
     other = "s1" if lead == "s0" else "s0"
     notices = (ev.NoticeReceived("s0", 600.0, "spot"), ev.NoticeReceived("s1", 600.0, "spot"))
     run.on(*(notices if before else ()), ev.StopRequested("enough", True, 75), *(() if before else notices))
@@ -323,7 +323,7 @@ def test_a_trainer_stuck_with_its_ticket_is_found_by_those_who_wait_for_it() -> 
     }
     [event] = mb.due(run.state, beats, 1000.5)
     assert isinstance(event, ev.MemberLost)
-    assert (event.member, event.stuck) == ("t1", True)
+    assert (event.member, event.hung) == ("t1", True)
     for name, change in (
         ("t0", {"waits_for": ()}),
         ("t0", {"phase_age_s": 299.0}),

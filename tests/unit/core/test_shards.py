@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.placement import PartAssignment, copied, cut, first, handed, settle, without
+from shoal.core.placement import PartAssignment, complete_copy, divide, drop_replica, initial, reassign, swap
 
 
 def names(count: int) -> list[str]:
@@ -13,82 +13,82 @@ def names(count: int) -> list[str]:
 
 def complete(holdings: tuple[PartAssignment, ...]) -> tuple[PartAssignment, ...]:
     """The same when every learner has its copy."""
-    return tuple(copied(h, h.learner, h.since) or h for h in holdings)
+    return tuple(complete_copy(h, h.learner, h.since) or h for h in holdings)
 
 
 def test_shards_have_nearly_the_same_bytes() -> None:
-    shards = cut([100, 90, 50, 40, 30, 10], 3)
+    shards = divide([100, 90, 50, 40, 30, 10], 3)
     loads = [sum([100, 90, 50, 40, 30, 10][i] for i in shard) for shard in shards]
     assert max(loads) - min(loads) <= 20
     assert sorted(i for shard in shards for i in shard) == list(range(6))
 
 
 def test_more_shards_than_tensors_leave_some_empty() -> None:
-    assert cut([8], 3) == ((0,), (), ())
+    assert divide([8], 3) == ((0,), (), ())
 
 
 def test_primaries_are_dealt_out_and_learners_are_others() -> None:
-    holdings = first(names(3), 4, 1)
+    holdings = initial(names(3), 4, 1)
     assert [h.primary for h in holdings] == ["s0", "s1", "s2", "s0"]
     assert all(h.learner and h.learner != h.primary for h in holdings)
 
 
 def test_a_lone_server_has_no_backup() -> None:
-    assert first(["s0"], 2, 1) == (PartAssignment("s0"), PartAssignment("s0"))
+    assert initial(["s0"], 2, 1) == (PartAssignment("s0"), PartAssignment("s0"))
 
 
 def test_a_backup_stands_in_for_a_lost_primary() -> None:
-    holdings = complete(first(names(2), 3, 1))
-    left = settle(holdings, ["s1"], (), 2)
+    holdings = complete(initial(names(2), 3, 1))
+    left = reassign(holdings, ["s1"], (), 2)
     assert left is not None
     assert [h.primary for h in left] == ["s1", "s1", "s1"]
     assert not any(h.backup or h.learner for h in left)
 
 
 def test_a_learner_never_stands_in() -> None:
-    assert settle(first(names(2), 3, 1), ["s1"], (), 2) is None
+    assert reassign(initial(names(2), 3, 1), ["s1"], (), 2) is None
 
 
 def test_a_server_that_was_lost_and_came_back_holds_nothing() -> None:
-    holdings = complete(first(names(2), 3, 1))
-    found = settle(holdings, ["s1"], ["s0"], 2)
+    holdings = complete(initial(names(2), 3, 1))
+    found = reassign(holdings, ["s1"], ["s0"], 2)
     assert found is not None
     assert all((h.primary, h.backup, h.learner, h.since) == ("s1", "", "s0", 2) for h in found)
 
 
 def test_old_news_of_a_learner_is_no_news() -> None:
     holding = PartAssignment("s0", learner="s1", since=5)
-    assert copied(holding, "s1", since=4) is None
-    assert copied(holding, "s2", since=5) is None
-    assert copied(holding, "s1", since=5) == PartAssignment("s0", "s1", since=5)
+    assert complete_copy(holding, "s1", since=4) is None
+    assert complete_copy(holding, "s2", since=5) is None
+    assert complete_copy(holding, "s1", since=5) == PartAssignment("s0", "s1", since=5)
 
 
 def test_a_server_that_leads_everything_hands_some_over() -> None:
     lopsided = tuple(PartAssignment("s0", "s1", since=1) for _ in range(4))
-    found = settle(lopsided, names(2), (), 2)
+    found = reassign(lopsided, names(2), (), 2)
     assert found is not None
-    assert sum(h.handing for h in found) == 2
-    assert settle(found, names(2), (), 3) == found, "it goes on handing over"
-    rested = tuple(handed(h) if h.handing else h for h in found)
+    assert sum(h.handing_off for h in found) == 2
+    assert reassign(found, names(2), (), 3) == found, "it goes on handing over"
+    rested = tuple(swap(h) if h.handing_off else h for h in found)
     assert sorted(h.primary for h in rested) == ["s0", "s0", "s1", "s1"]
-    assert settle(rested, names(2), (), 4) == rested
+    assert reassign(rested, names(2), (), 4) == rested
 
 
 def test_whoever_leaves_hands_over_what_it_leads() -> None:
-    holdings = complete(first(names(2), 2, 1))
-    found = settle(holdings, names(2), (), 2, leaving=["s0"])
+    holdings = complete(initial(names(2), 2, 1))
+    found = reassign(holdings, names(2), (), 2, leaving=["s0"])
     assert found is not None
-    assert found[0] == replace(holdings[0], handing=True)
+    assert found[0] == replace(holdings[0], handing_off=True)
     assert found[1].backup == "", "what it only keeps a copy of is not waited for: nobody else could have one"
 
 
 def test_whoever_leaves_keeps_its_copy_until_another_has_one() -> None:
-    holdings = complete(first(names(2), 2, 1))
-    found = settle(holdings, names(2), ["s2"], 2, leaving=["s0"])
+    holdings = complete(initial(names(2), 2, 1))
+    found = reassign(holdings, names(2), ["s2"], 2, leaving=["s0"])
     assert found is not None
     assert (found[1].primary, found[1].backup, found[1].learner) == ("s1", "s0", "s2")
 
 
 def test_a_backup_that_cannot_be_reached_is_none() -> None:
-    assert without(PartAssignment("s0", "s1", handing=True), "s1") == PartAssignment("s0")
-    assert without(PartAssignment("s0", "s1", "s2"), "s2") == PartAssignment("s0", "s1")
+    assert drop_replica(PartAssignment("s0", "s1", handing_off=True), "s1") == PartAssignment("s0")
+    assert drop_replica(PartAssignment("s0", "s1", "s2"), "s2") == PartAssignment("s0", "s1")

@@ -39,7 +39,7 @@ def test_a_constraint_that_says_nothing_or_two_things_is_an_error(text: str) -> 
 
 def test_a_machine_that_came_by_itself_will_do_unless_pools_or_labels_are_asked_for() -> None:
     assert fleet_requirements.admits(MachineRequirements(("spot",)), "", None)
-    assert not fleet_requirements.admits(MachineRequirements(("spot",), own=True), "", None)
+    assert not fleet_requirements.admits(MachineRequirements(("spot",), pools_only=True), "", None)
     assert not fleet_requirements.admits(MachineRequirements(("spot",)), "lab", None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shoal.torch as shoal
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import BadSize
 
 DATA = TensorDataset(torch.zeros(16, 2))
@@ -44,4 +44,4 @@ def test_a_stream_has_a_whole_size() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert whole("size", np.int64(4)) == 4
+    assert checked_int("size", np.int64(4)) == 4

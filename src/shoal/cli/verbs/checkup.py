@@ -73,7 +73,7 @@ def _pair(one: ConnectionReport) -> tuple[str, ...]:
         return one.here, one.there, "-", "-", "NOT REACHED"
     rate = f"{taken.bytes_per_s / 1e6:.0f} MB/s" if taken.bytes_per_s is not None else "-"
     latency = _latency(taken.round_trip_s) if taken.round_trip_s is not None else "-"
-    return one.here, one.there, addresses.shown(taken.host, taken.port), latency, rate
+    return one.here, one.there, addresses.host_port(taken.host, taken.port), latency, rate
 
 
 def _latency(seconds: float) -> str:

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from shoal.cli.options import OutputOptions, with_frame, with_place
-from shoal.core.fleet.launcher_env import no_evaluator
+from shoal.core.fleet.launcher_env import evaluator_unsupported
 from shoal.errors import BadEmulation, BadSync
 from shoal.launch import launch_plan as launching
 from shoal.launch import settings_layers
@@ -143,7 +143,7 @@ def _check_compat(choices: ResolvedSettings, compat: str | None) -> None:
             why="a script that does not use shoal.torch exchanges its gradients by itself",
         )
     if compat and evaluating(choices):
-        raise no_evaluator(compat, choices.source("evaluator"))
+        raise evaluator_unsupported(compat, choices.source("evaluator"))
 
 
 def start(frame: OutputOptions, place: CoordinatorTarget, launch: LaunchPlan, *, detach: bool) -> None:

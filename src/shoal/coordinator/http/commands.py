@@ -143,7 +143,7 @@ class RunCommands:
             raise RunStillActive(f"the run {run.name} is {run.state_name}", do="shoal stop ends it")
         if run.status == DONE:
             raise RunAlreadyEnded(f"the run {run.name} is done", why=run.reason)
-        rules = run.membership.rules
+        rules = run.membership.settings
         low, high = (ask.min, ask.max) if ask is not None else (rules.min_members, rules.max_members)
         _check_count(low, high)
         self._writable()
@@ -203,7 +203,7 @@ def _with_evaluator(spec: RunSpec, settings: dict[str, Value]) -> dict[str, Valu
     if not settings["evaluator"]:
         return settings
     if spec.compat:
-        raise launcher_env.no_evaluator(spec.compat)
+        raise launcher_env.evaluator_unsupported(spec.compat)
     usual = RunSettings()
     # The command sends all settings, set or not: what differs from the default is somebody's wish.
     if (settings["checkpoint.every_s"], settings["checkpoint.every_steps"]) == (usual.checkpoint_every_s, 0):

@@ -63,7 +63,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 time.sleep(0.1)
                 continue
             raise PortInUse(
-                f"the coordinator cannot listen on {addresses.shown(host, port)}",
+                f"the coordinator cannot listen on {addresses.host_port(host, port)}",
                 why=error.strerror or str(error),
                 do="end the other process, or choose another address with --host and --port",
             ) from error

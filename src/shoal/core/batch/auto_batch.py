@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.batch.goodput import BatchChoice, Bounds, LrScaling, StepSeconds, best, lr_gain, progress, round_bounds
 from shoal.core.batch.gradient_noise import GradientNoise
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AutoBatch:
     ) -> None:
         low, high = round_bounds(bounds, multiple)
         for name, value in (("base", base), ("every", every), ("ahead", ahead), ("patience", patience)):
-            whole(name, value)
+            checked_int(name, value)
         self.base, self.bounds, self.law = base, (low, high), law
         self._multiple, self._every, self._ahead = multiple, every, ahead
         self._patience, self._probes = patience, probes

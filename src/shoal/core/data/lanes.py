@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.core.data.sample_order import Cursor, permute
 from shoal.core.shares.split import span, split
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import BadSize, EmptyDataset
 
 MAX_LANES = 64
@@ -38,12 +38,12 @@ class LaneLayout:
         """A layout with as many lanes as are useful."""
         if shards < 1:
             raise EmptyDataset("the stream has no shards", do="check the path or the pattern that they are found with")
-        best = max(1, min(shards, whole("size", size), MAX_LANES))
+        best = max(1, min(shards, checked_int("size", size), MAX_LANES))
         return LaneLayout(shards, size, best if lanes is None else lanes, epochs, seed, shuffle)
 
     def __post_init__(self) -> None:
         for name in ("size", "epochs", "lanes"):
-            whole(name, getattr(self, name))
+            checked_int(name, getattr(self, name))
         most = min(self.shards, self.size)
         if self.lanes > most:
             raise BadSize(

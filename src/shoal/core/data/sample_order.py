@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 
 Last = Literal["keep", "drop"]
@@ -90,7 +90,7 @@ class SampleOrder:
         for name in ("size", "epochs", "limit"):
             value = getattr(self, name)
             if value is not None:
-                whole(name, value)
+                checked_int(name, value)
         if self.last not in ("keep", "drop"):
             raise BadSize(f"last={self.last!r}", why="unknown policy", do='pass last="keep" or last="drop"')
         if self.samples < 1:
@@ -194,7 +194,7 @@ class SampleOrder:
         return full + (1 if rest and self.last == "keep" else 0)
 
     def _check_size(self, size: int) -> None:
-        whole("size", size)
+        checked_int("size", size)
         if self.samples < size:
             raise DatasetTooSmall(
                 f"the dataset has {self.samples} samples, the global batch is {size}",

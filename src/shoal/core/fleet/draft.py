@@ -9,17 +9,17 @@ from shoal import exit_codes
 from shoal.core import addresses
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import restart_policy
-from shoal.core.fleet.launcher_env import ANY_PORTS, RankHost, rendezvous, tasks
+from shoal.core.fleet.launcher_env import ANY_PORTS, RankHost, launcher_environments, tf_tasks
 from shoal.core.fleet.requirements import admits
 from shoal.core.fleet.state import (
+    ACTIVE,
     BACKOFF,
     DONE,
+    ENDED,
     ENDING,
     FINISHING,
     GIVEN_UP,
-    GOING,
     MARKS,
-    OVER,
     RUNNING,
     STARTING,
     STOPPING,
@@ -72,13 +72,13 @@ class FleetDraft:
                 self.fill_evaluators(self.runs[name])
             self.settle(name)
         # Those that matter more come first, then those that came first.
-        going = sorted((run for run in self.runs.values() if run.status == GOING), key=lambda run: -run.priority)
+        going = sorted((run for run in self.runs.values() if run.status == ACTIVE), key=lambda run: -run.priority)
         for run in going:
             if run.compat:
                 self.align(run)
             elif self.can_begin(run):
                 self.fill_servers(run)
-                if run.has_own(EVALUATOR):
+                if run.has_own_pools(EVALUATOR):
                     # Before the trainers: theirs may be the same pools, and its place was hired for it.
                     self.fill_evaluators(run)
                 self.fill(run)
@@ -93,14 +93,14 @@ class FleetDraft:
     def can_begin(self, run: DesiredRun) -> bool:
         """Whether a run goes on, or has places enough to begin: one that waits holds nothing that others could use."""
         begun = [p for p in self.of_run(run.run) if p.role != EVALUATOR]
-        if any(p.alive or p.status in (BACKOFF, DONE) for p in begun) or run.guests:
+        if any(p.alive or p.status in (BACKOFF, DONE) for p in begun) or run.unmanaged:
             return True
         offered = self.offered(run)
-        alone = all(other.status != GOING or other.run == run.run for other in self.runs.values())
+        alone = all(other.status != ACTIVE or other.run == run.run for other in self.runs.values())
         if alone or any(agent.slots is None for agent in offered):
             return True
         free = sum(max(0, self.room(agent, run)) for agent in offered)
-        if not run.has_own(SERVER):
+        if not run.has_own_pools(SERVER):
             return free >= run.min_members + run.servers
         beside = sum(max(0, self.room(agent, run)) for agent in self.offered(run, SERVER) if agent not in offered)
         return free >= run.min_members and free + beside >= run.min_members + run.servers
@@ -108,13 +108,13 @@ class FleetDraft:
     def lacks(self, run: DesiredRun) -> int:
         """How many more places a run could use."""
         servers = max(0, run.servers - self.count(run, SERVER))
-        beside = max(0, run.evaluators - self.count(run, EVALUATOR)) if run.has_own(EVALUATOR) else 0
+        beside = max(0, run.evaluators - self.count(run, EVALUATOR)) if run.has_own_pools(EVALUATOR) else 0
         return servers + beside + max(0, run.max_members - self.count(run, TRAINER))
 
     def make_room(self, lacking: list[DesiredRun], going: list[DesiredRun]) -> None:
         """End as many spares of other runs as those that lack members could use."""
         for run in lacking:
-            roles = [TRAINER, *(role for role in (SERVER, EVALUATOR) if run.has_own(role))]
+            roles = [TRAINER, *(role for role in (SERVER, EVALUATOR) if run.has_own_pools(role))]
             mine = {agent.name for role in roles for agent in self.offered(run, role) if agent.slots is not None}
             wanted = self.lacks(run) - self.ending_for(mine)
             for other in going:
@@ -122,12 +122,12 @@ class FleetDraft:
                 spares = [p for p in self.of_run(other.run) if p.agent in mine and p.status in (STARTING, RUNNING)]
                 spares = sorted((p for p in spares if p.role == TRAINER), key=lambda p: -p.order)
                 for p in spares[: max(0, min(extra, wanted))] if other.run != run.run and not other.compat else ():
-                    self.end(p, f"run {run.run} needs its place", self.base.limits.grace_s)
+                    self.end(p, f"run {run.run} needs its place", self.base.timeouts.grace_s)
                     wanted -= 1
 
     def ending_for(self, agents: set[str]) -> int:
         """How many places on these agents will be free in a moment."""
-        return sum(p.status == ENDING and not p.again and p.agent in agents for p in self.processes.values())
+        return sum(p.status == ENDING and not p.restart_reason and p.agent in agents for p in self.processes.values())
 
     def fill_servers(self, run: DesiredRun) -> None:
         """Spread the servers over the agents, so that no machine takes two of them with it if another has room."""
@@ -144,7 +144,7 @@ class FleetDraft:
 
         One that has pools of its own has a place there.
         """
-        own = run.has_own(EVALUATOR)
+        own = run.has_own_pools(EVALUATOR)
         while (own or self.runs[run.run].seen) and self.count(run, EVALUATOR) < run.evaluators:
             usable = self.offered(run, EVALUATOR)
             usable = [a for a in usable if a.slots is None or self.room(a, run) > 0] if own else usable
@@ -156,7 +156,7 @@ class FleetDraft:
 
     def count(self, run: DesiredRun, role: str) -> int:
         """How many processes of a role there are that stay."""
-        staying = [p for p in self.of_run(run.run) if p.role == role and (p.status != ENDING or p.again)]
+        staying = [p for p in self.of_run(run.run) if p.role == role and (p.status != ENDING or p.restart_reason)]
         return sum(1 for p in staying if self.is_usable(p.agent))
 
     def fill(self, run: DesiredRun) -> None:
@@ -180,16 +180,16 @@ class FleetDraft:
 
     def admits(self, agent: AgentState, run: DesiredRun, role: str) -> bool:
         """Whether processes of this role may run there."""
-        terms = run.terms_of(role)
-        if not terms.pools and agent.pool in run.apart:
+        terms = run.requirements_of(role)
+        if not terms.pools and agent.pool in run.reserved:
             return False
         return admits(terms, agent.pool, agent.size)
 
     def room(self, agent: AgentState, run: DesiredRun) -> int:
         """How many more processes an agent can take; evaluators count only where they have pools of their own."""
         if agent.slots is not None:
-            scoring = sum(self.runs[p.run].has_own(EVALUATOR) for p in self.processes.scoring(agent.name))
-            return agent.slots - self.processes.taken(agent.name) - scoring
+            scoring = sum(self.runs[p.run].has_own_pools(EVALUATOR) for p in self.processes.evaluators(agent.name))
+            return agent.slots - self.processes.slots_used(agent.name) - scoring
         return run.max_members - self.count(run, TRAINER)
 
     def wants(self, agent: AgentState, run: DesiredRun, role: str) -> bool:
@@ -214,12 +214,12 @@ class FleetDraft:
     ) -> None:
         mine = self.processes.of_run(run.run)
         stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
-        index = next(i for i in counting() if f"{stem}{i}" not in mine and f"{stem}{i}" not in run.guests)
+        index = next(i for i in counting() if f"{stem}{i}" not in mine and f"{stem}{i}" not in run.unmanaged)
         order, incarnation = self.next_incarnation()
         p = ProcessState(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
         env = env or _role(p)
         self.processes[p.run, p.member] = p
-        self.set_run(run.run, seen=True, preempted=False, alone_since=None)
+        self.set_run(run.run, seen=True, preempted=False, no_agents_since=None)
         self.asked.append(fe.StartProcess(agent.name, p.run, p.member, incarnation, False, reason, env))
 
     def start_again(self, p: ProcessState, reason: str) -> None:
@@ -227,20 +227,20 @@ class FleetDraft:
         self.processes[p.run, p.member] = ProcessState(p.run, p.member, incarnation, p.agent, STARTING, order)
         self.asked.append(fe.StartProcess(p.agent, p.run, p.member, incarnation, True, reason, _role(p)))
 
-    def end(self, p: ProcessState, reason: str, grace_s: float, again: str = "") -> None:
+    def end(self, p: ProcessState, reason: str, grace_s: float, restart_reason: str = "") -> None:
         if p.status in (STARTING, RUNNING):
-            self.update(p, status=ENDING, again=again)
+            self.update(p, status=ENDING, restart_reason=restart_reason)
             self.asked.append(fe.StopProcess(p.agent, p.run, p.member, p.incarnation, grace_s, reason))
         elif p.status == ENDING:
-            self.update(p, again=again)
+            self.update(p, restart_reason=restart_reason)
         else:
             del self.processes[p.run, p.member]
 
     def settle(self, name: str) -> None:
         """End a run that has nothing left to wait for."""
         run = self.runs[name]
-        if run.guests or run.status == OVER or any(p.alive and p.role != EVALUATOR for p in self.of_run(name)):
-            self.set_run(name, alone_since=None)
+        if run.unmanaged or run.status == ENDED or any(p.alive and p.role != EVALUATOR for p in self.of_run(name)):
+            self.set_run(name, no_agents_since=None)
             return
         processes = [p for p in self.of_run(name) if p.role != EVALUATOR]
         evaluators = [p for p in self.of_run(name) if p.role == EVALUATOR and (p.alive or p.status == BACKOFF)]
@@ -260,19 +260,23 @@ class FleetDraft:
             for p in evaluators:
                 self.end(p, "the training is over", grace_s=5.0)
             self.over(name)
-            if run.fell and not came_to_the_end:
+            if run.died_after_training and not came_to_the_end:
                 # What the script does after its training, such as saving the model, may not be done.
-                reason = f"trained to the end, but nobody came to the end of the script: {run.fell}"
+                reason = f"trained to the end, but nobody came to the end of the script: {run.died_after_training}"
                 self.asked.append(fe.MarkRunEnded(name, reason, exit_codes.RESUMABLE))
             else:
                 self.asked.append(fe.MarkRunEnded(name, *ALL_DONE))
-        elif run.terms_of(TRAINER).pools:
+        elif run.requirements_of(TRAINER).pools:
             return  # others are hired for it
-        elif not any(a.away_since is None for a in self.agents.values()) and run.seen and run.alone_since is None:
-            self.set_run(name, alone_since=self.now)
+        elif (
+            not any(a.disconnected_since is None for a in self.agents.values())
+            and run.seen
+            and run.no_agents_since is None
+        ):
+            self.set_run(name, no_agents_since=self.now)
 
     def over(self, name: str) -> None:
-        self.set_run(name, status=OVER, end_by=None, alone_since=None)
+        self.set_run(name, status=ENDED, end_by=None, no_agents_since=None)
         for p in self.of_run(name):
             if not p.alive:
                 del self.processes[p.run, p.member]
@@ -288,12 +292,12 @@ class FleetDraft:
     def lose(self, p: ProcessState, cause: str, detail: str) -> None:
         """A process is gone that was not asked to go for good."""
         run = self.runs[p.run]
-        if run.status != GOING and not (p.role == EVALUATOR and run.status == FINISHING):
+        if run.status != ACTIVE and not (p.role == EVALUATOR and run.status == FINISHING):
             del self.processes[p.run, p.member]
             if run.status == FINISHING and cause == "user":
                 self.fail(p.run, f"{p.member}: {detail}", exit_codes.FAILED)
             elif run.status == FINISHING and p.role == TRAINER:
-                self.set_run(p.run, fell=f"{p.member}: {detail or cause}")
+                self.set_run(p.run, died_after_training=f"{p.member}: {detail or cause}")
             return
         agent = self.agents.get(p.agent)
         if cause == "preempted" and (agent is None or agent.notice):
@@ -309,7 +313,12 @@ class FleetDraft:
         elif decision.after_s > 0.0 or agent is None or not agent.usable:
             # An agent that is away or about to go may be back; the wait ends when it can start something.
             self.update(
-                p, status=BACKOFF, until=self.now + decision.after_s, again="", silent_since=None, missing_since=None
+                p,
+                status=BACKOFF,
+                until=self.now + decision.after_s,
+                restart_reason="",
+                unresponsive_since=None,
+                missing_since=None,
             )
             if decision.after_s > 0.0:
                 text = f"{p.member} is started again in {decision.after_s:.1f} s: {decision.reason}"
@@ -328,8 +337,8 @@ class FleetDraft:
 
     def give_up(self, p: ProcessState, cause: str, what: str, why: str) -> None:
         if p.role == EVALUATOR:
-            again_s = self.base.limits.forgive_s if cause == "infrastructure" else float("inf")
-            self.update(p, status=GIVEN_UP, until=self.now + again_s, again="")
+            again_s = self.base.timeouts.give_up_s if cause == "infrastructure" else float("inf")
+            self.update(p, status=GIVEN_UP, until=self.now + again_s, restart_reason="")
             self.asked.append(
                 fe.FleetNote(p.run, f"the training goes on without its evaluator: {what} ({why})", p.member)
             )
@@ -338,12 +347,12 @@ class FleetDraft:
             del self.processes[p.run, p.member]
             self.fail(p.run, f"{what} ({why})", exit_codes.FAILED)
             return
-        self.update(p, status=GIVEN_UP, until=self.now + self.base.limits.forgive_s, again="")
+        self.update(p, status=GIVEN_UP, until=self.now + self.base.timeouts.give_up_s, restart_reason="")
         run = self.runs[p.run]
         left = [q for q in self.of_run(p.run) if q.status not in (GIVEN_UP, DONE) and q.role == p.role]
         serves = p.role == SERVER
         needed = 1 if serves else run.min_members
-        if len(left) + (0 if serves else len(run.guests)) < needed:
+        if len(left) + (0 if serves else len(run.unmanaged)) < needed:
             kind = "servers" if serves else "members"
             self.fail(
                 p.run,
@@ -359,7 +368,7 @@ class FleetDraft:
         """The agent of each rank, if the group were started now."""
         places: list[AgentState] = []
         for agent in self.offered(run):
-            room = run.max_members + run.beside - len(places)
+            room = run.max_members + run.extra_processes - len(places)
             if agent.slots is not None:
                 others = sum(1 for p in self.processes.values() if p.agent == agent.name and p.run != run.run)
                 room = min(room, agent.slots - others)
@@ -369,27 +378,27 @@ class FleetDraft:
     def align(self, run: DesiredRun) -> None:
         processes = self.of_run(run.run)
         places = self.layout(run)
-        if processes and not run.regroup and not any(p.status == DONE for p in processes):
+        if processes and not run.restart_reason and not any(p.status == DONE for p in processes):
             have = sorted(p.agent for p in processes)
-            away = any(a.away_since is not None for a in self.agents.values() if a.name in have)
-            enough = len(places) >= run.min_members + run.beside
+            away = any(a.disconnected_since is not None for a in self.agents.values() if a.name in have)
+            enough = len(places) >= run.min_members + run.extra_processes
             if have != sorted(a.name for a in places) and not away and enough:
                 self.regroup(run, f"the agents now offer {len(places)} places instead of {len(processes)}", 0.0)
         run = self.runs[run.run]
-        if self.of_run(run.run) or len(places) < run.min_members + run.beside or self.now < run.not_before:
+        if self.of_run(run.run) or len(places) < run.min_members + run.extra_processes or self.now < run.restart_at:
             return
         again = bool(run.generation)
-        run = self.set_run(run.run, generation=run.generation + 1, regroup="", not_before=0.0)
+        run = self.set_run(run.run, generation=run.generation + 1, restart_reason="", restart_at=0.0)
         hosts = [RankHost(agent.name, agent.host or "127.0.0.1") for agent in places]
         restarts, most = run.generation - 1, run.restarts.infrastructure
         span = addresses.port_range(run.ports) or ANY_PORTS
-        envs = rendezvous(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers, span)
+        envs = launcher_environments(run.compat, run.run, self.base.salt, hosts, restarts, most, run.servers, span)
         reason = "all start anew" if again else "the group is complete"
-        for agent, env, task in zip(places, envs, tasks(run.compat, len(places), run.servers), strict=True):
+        for agent, env, task in zip(places, envs, tf_tasks(run.compat, len(places), run.servers), strict=True):
             self.start_new(agent, run, reason, env, mark=TASK_MARKS.get(task.type, ""))
 
     def regroup(self, run: DesiredRun, reason: str, after_s: float) -> None:
-        self.set_run(run.run, regroup=reason, not_before=self.now + after_s if after_s else 0.0)
+        self.set_run(run.run, restart_reason=reason, restart_at=self.now + after_s if after_s else 0.0)
         self.asked.append(fe.FleetNote(run.run, f"all members are started anew: {reason}"))
         for p in self.of_run(run.run):
             self.end(p, f"all members are started anew: {reason}", grace_s=5.0)
@@ -403,7 +412,7 @@ class FleetDraft:
 
     def lose_of_group(self, run: DesiredRun, p: ProcessState, cause: str, detail: str) -> None:
         del self.processes[p.run, p.member]
-        if run.status != GOING or run.regroup:
+        if run.status != ACTIVE or run.restart_reason:
             return
         decision = self.judge(run, "", cause)
         if isinstance(decision, restart_policy.StopRestarting):

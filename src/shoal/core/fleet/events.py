@@ -64,7 +64,7 @@ class RunRequested:
     restarts: restart_policy.RestartLimits = DEFAULT_RESTARTS
     servers: int = 0
     evaluators: int = 0
-    terms: Mapping[str, MachineRequirements] = field(default_factory=dict)
+    requirements: Mapping[str, MachineRequirements] = field(default_factory=dict)
     priority: int = 0
     ports: str = ""
 
@@ -100,7 +100,7 @@ class MemberUnresponsive:
 
     run: str
     member: str
-    stuck: str = ""
+    hung: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class UnmanagedMembersChanged:
     """Members that take part without a process that an agent answers for."""
 
     run: str
-    guests: tuple[str, ...]
+    unmanaged: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class TfTask:
     index: int
 
 
-def no_evaluator(kind: str, where: str = "") -> BadRole:
+def evaluator_unsupported(kind: str, where: str = "") -> BadRole:
     """Why an unmodified script is not evaluated, and what to do instead."""
     return BadRole(
         f"an unmodified script (--compat {kind}) cannot have an evaluator",
@@ -42,7 +42,7 @@ def no_evaluator(kind: str, where: str = "") -> BadRole:
     )
 
 
-def tasks(kind: str, count: int, servers: int) -> tuple[TfTask, ...]:
+def tf_tasks(kind: str, count: int, servers: int) -> tuple[TfTask, ...]:
     """What each of so many ranks is: all are workers, but with ps the first ones are the chief and the servers."""
     if kind != PS:
         return tuple(TfTask("worker", index) for index in range(count))
@@ -50,7 +50,7 @@ def tasks(kind: str, count: int, servers: int) -> tuple[TfTask, ...]:
     return (*first, *(TfTask("worker", index) for index in range(count - len(first))))
 
 
-def rendezvous(
+def launcher_environments(
     kind: str,
     run: str,
     salt: str,
@@ -66,10 +66,10 @@ def rendezvous(
     first = zlib.crc32(f"{salt} {run} {restarts}".encode()) % max(1, len(span) - len(places))
     ports = {i: span[(first + rank) % len(span)] for rank, i in enumerate(ordered)}
     envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
-    given = tasks(kind, len(places), servers)
+    given = tf_tasks(kind, len(places), servers)
     cluster: dict[str, list[str]] = {}
     for i, task in zip(ordered, given, strict=True):
-        cluster.setdefault(task.type, []).append(addresses.shown(places[i].host, ports[i]))
+        cluster.setdefault(task.type, []).append(addresses.host_port(places[i].host, ports[i]))
     for rank, i in enumerate(ordered):
         if kind in (TF, PS):
             mine = {"type": given[rank].type, "index": given[rank].index}
@@ -80,7 +80,7 @@ def rendezvous(
     return envs
 
 
-def task_config(role: str, member: str) -> str:
+def standalone_tf_config(role: str, member: str) -> str:
     """TF_CONFIG of an elastic member: what it is, in a cluster that has nobody else in it."""
     number = member.rpartition("/")[2].rpartition("-")[2]
     task = {"type": TASKS[role], "index": int(number) if number.isdecimal() else 0}

@@ -18,8 +18,8 @@ class MachineRequirements:
     """
 
     pools: tuple[str, ...] = ()
-    own: bool = False
-    apart: bool = False
+    pools_only: bool = False
+    reserved: bool = False
     cpus: int = 0
     memory_bytes: int = 0
 
@@ -35,7 +35,7 @@ class SlotSize:
 def admits(terms: MachineRequirements, pool: str, size: SlotSize | None) -> bool:
     """Whether a machine of this pool, "" if it came by itself, will do; `size` is None where nobody asked for one."""
     if not pool:
-        return not terms.own
+        return not terms.pools_only
     if terms.pools and pool not in terms.pools:
         return False
     return size is None or (size.cpus >= terms.cpus and size.memory_bytes >= terms.memory_bytes)

@@ -12,7 +12,7 @@ from shoal.core.fleet.requirements import MachineRequirements, SlotSize
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 
 STARTING, RUNNING, ENDING, BACKOFF, DONE, GIVEN_UP = "starting", "running", "ending", "backoff", "done", "given up"
-GOING, FINISHING, STOPPING, OVER = "going", "finishing", "stopping", "over"
+ACTIVE, FINISHING, STOPPING, ENDED = "active", "finishing", "stopping", "ended"
 ALIVE = (STARTING, RUNNING, ENDING)
 MARKS = {SERVER: "server-", EVALUATOR: "evaluator-"}
 CHIEF_MARK = "chief-"
@@ -30,11 +30,11 @@ def role_of(member: str) -> str:
 class FleetTimeouts:
     """How long things are waited for."""
 
-    revive_s: float = 10.0
+    unresponsive_s: float = 10.0
     agent_s: float = 10.0
-    alone_s: float = 60.0
+    no_agents_s: float = 60.0
     missing_s: float = 2.0
-    forgive_s: float = 600.0
+    give_up_s: float = 600.0
     grace_s: float = 30.0
 
 
@@ -46,7 +46,7 @@ class AgentState:
     slots: int | None
     host: str
     order: int
-    away_since: float | None = None
+    disconnected_since: float | None = None
     notice: str = ""
     notice_until: float = 0.0
     pool: str = ""
@@ -54,7 +54,7 @@ class AgentState:
 
     @property
     def usable(self) -> bool:
-        return self.away_since is None and not self.notice
+        return self.disconnected_since is None and not self.notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class ProcessState:
     order: int
     pid: int = 0
     until: float = 0.0
-    again: str = ""
-    silent_since: float | None = None
+    restart_reason: str = ""
+    unresponsive_since: float | None = None
     missing_since: float | None = None
 
     @property
@@ -82,7 +82,7 @@ class ProcessState:
         return role_of(self.member)
 
     @property
-    def leads(self) -> bool:
+    def is_chief(self) -> bool:
         """Whether it is the chief of a script with parameter servers, which is done when the chief is."""
         return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
 
@@ -114,11 +114,11 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
         """The processes of a run, by member."""
         return self._by_run.get(run, {})
 
-    def taken(self, agent: str) -> int:
+    def slots_used(self, agent: str) -> int:
         """How many processes of an agent train or serve."""
         return self._taken.get(agent, 0)
 
-    def scoring(self, agent: str) -> list[ProcessState]:
+    def evaluators(self, agent: str) -> list[ProcessState]:
         """The evaluators of an agent."""
         return [self[key] for key in sorted(self._scoring.get(agent, ()))]
 
@@ -172,48 +172,48 @@ class DesiredRun:
     ports: str = ""
     finished: bool = False
     trained: bool = False
-    status: str = GOING
+    status: str = ACTIVE
     exit_code: int = 0
     reason: str = ""
     end_by: float | None = None
     losses: Mapping[str, tuple[restart_policy.PastExit, ...]] = field(default_factory=dict)
-    guests: tuple[str, ...] = ()
+    unmanaged: tuple[str, ...] = ()
     seen: bool = False
     preempted: bool = False
-    fell: str = ""
-    alone_since: float | None = None
+    died_after_training: str = ""
+    no_agents_since: float | None = None
     generation: int = 0
-    regroup: str = ""
-    not_before: float = 0.0
-    terms: Mapping[str, MachineRequirements] = field(default_factory=dict)
+    restart_reason: str = ""
+    restart_at: float = 0.0
+    requirements: Mapping[str, MachineRequirements] = field(default_factory=dict)
     priority: int = 0
 
-    def has_own(self, role: str) -> bool:
+    def has_own_pools(self, role: str) -> bool:
         """Whether a role has pools for itself, and so a place of its own there."""
-        return self.terms_of(role).apart
+        return self.requirements_of(role).reserved
 
-    def terms_of(self, role: str) -> MachineRequirements:
-        return self.terms.get(role, MachineRequirements())
+    def requirements_of(self, role: str) -> MachineRequirements:
+        return self.requirements.get(role, MachineRequirements())
 
     @property
-    def apart(self) -> frozenset[str]:
+    def reserved(self) -> frozenset[str]:
         """Pools that some role has for itself; who may train anywhere does not train there."""
-        return frozenset(pool for terms in self.terms.values() if terms.apart for pool in terms.pools)
+        return frozenset(pool for terms in self.requirements.values() if terms.reserved for pool in terms.pools)
 
     @property
-    def places(self) -> int:
+    def max_slots(self) -> int:
         """How many places it could use at most where its trainers are."""
         if self.compat:
-            return self.max_members + self.beside
-        return self.max_members + (0 if self.has_own(SERVER) else self.servers)
+            return self.max_members + self.extra_processes
+        return self.max_members + (0 if self.has_own_pools(SERVER) else self.servers)
 
     @property
-    def least(self) -> int:
+    def min_slots(self) -> int:
         """How few of these it can do with."""
-        return self.places - self.max_members + self.min_members
+        return self.max_slots - self.max_members + self.min_members
 
     @property
-    def beside(self) -> int:
+    def extra_processes(self) -> int:
         """How many processes a compat run has besides those that are counted as its members: chief and servers."""
         return 1 + self.servers if self.compat == PS else 0
 
@@ -222,7 +222,7 @@ class DesiredRun:
 class FleetState:
     """All agents, runs and processes of a coordinator."""
 
-    limits: FleetTimeouts = FleetTimeouts()
+    timeouts: FleetTimeouts = FleetTimeouts()
     salt: str = ""
     count: int = 0
     agents: Mapping[str, AgentState] = field(default_factory=dict)

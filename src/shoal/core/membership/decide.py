@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core.membership import events as ev
-from shoal.core.membership.draft import MembershipDraft, listed
+from shoal.core.membership.draft import MembershipDraft, join_names
 from shoal.core.membership.leases import RETURN_S, due
 from shoal.core.membership.state import (
     DONE,
-    OUT,
+    REGROUPING,
     STARTING,
     TRAINING,
     WAITING,
@@ -45,7 +45,7 @@ KEPT_CLAIMS = 1000
 
 __all__ = [
     "DONE",
-    "OUT",
+    "REGROUPING",
     "STARTING",
     "TRAINING",
     "WAITING",
@@ -107,7 +107,7 @@ def _on_hello(draft: MembershipDraft, event: ev.MemberConnected) -> None:
             draft.ask(ev.EvictMember(event.member, "it is not in the run any more"))
         draft.remind(draft.members[event.member])
         return
-    draft.update(event.member, connected=True, away_since=None, suspected=False, address=event.address)
+    draft.update(event.member, connected=True, disconnected_since=None, suspected=False, address=event.address)
     if draft.base.restoring == event.member:
         draft.set(restoring="")  # it may not have heard that it was asked
     _find_place(draft, known, event)
@@ -132,7 +132,7 @@ def _find_place(draft: MembershipDraft, known: MemberState, event: ev.MemberConn
         _on_entered(draft, ev.WorldEntered(event.member, event.world or 0, event.step or 0))
     elif _repeat_news(draft, event):
         draft.repeat_proposal([event.member])
-    elif known.status == OUT:
+    elif known.status == REGROUPING:
         draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
     elif known.status == WAITING and event.world is not None:
         draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
@@ -186,8 +186,8 @@ def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
             draft.set(checkpoint_step=event.step, checkpoint_path="")
     stale = member.stale and not event.restored
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
-    if not draft.base.started and draft.base.gather_until is not None:
-        draft.set(gather_until=draft.now + draft.base.rules.regroup_s)
+    if not draft.base.started and draft.base.regroup_until is not None:
+        draft.set(regroup_until=draft.now + draft.base.settings.regroup_s)
 
 
 def _on_broke(draft: MembershipDraft, event: ev.WorldBroken) -> None:
@@ -199,11 +199,11 @@ def _on_broke(draft: MembershipDraft, event: ev.WorldBroken) -> None:
         _on_preparation_failed(draft, ev.WorldPrepareFailed(event.member, event.world, event.suspects, event.cause))
         return
     live = world is not None and (event.world == world.number or _is_past(world, event.member, event.world))
-    if member.status in (OUT, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
+    if member.status in (REGROUPING, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
         draft.answered(event.member, event.step)
     if live:
         _strike(draft, event)
-        who = f" with {listed(event.suspects)}" if event.suspects else ""
+        who = f" with {join_names(event.suspects)}" if event.suspects else ""
         draft.dissolve(f"{event.member} lost touch{who}" + (f": {event.cause}" if event.cause else ""))
     _drop_the_suspected(draft)
 
@@ -215,9 +215,9 @@ def _strike(draft: MembershipDraft, event: ev.WorldBroken) -> None:
         if name in draft.members and name != event.member:
             suspect = draft.update(name, suspected=True)
             if no_progress:
-                strikes = suspect.strikes + 1
-                bench = draft.now + draft.base.rules.bench_s * strikes if strikes > 1 else 0.0
-                draft.update(name, strikes=strikes, benched_until=bench)
+                failures = suspect.failures + 1
+                bench = draft.now + draft.base.settings.quarantine_s * failures if failures > 1 else 0.0
+                draft.update(name, failures=failures, quarantined_until=bench)
 
 
 def _last_world(draft: MembershipDraft, event: ev.WorldBroken) -> int:
@@ -229,7 +229,7 @@ def _last_world(draft: MembershipDraft, event: ev.WorldBroken) -> int:
 
 def _drop_the_suspected(draft: MembershipDraft) -> None:
     """A member that is both disconnected and suspected by a peer is gone; nobody waits for its lease."""
-    for name in [m.name for m in draft.members.values() if m.suspected and not m.connected and m.status == OUT]:
+    for name in [m.name for m in draft.members.values() if m.suspected and not m.connected and m.status == REGROUPING]:
         draft.lose(name, "its connections to the coordinator and to a peer both broke")
 
 
@@ -242,7 +242,7 @@ def _on_entered(draft: MembershipDraft, event: ev.WorldEntered) -> None:
         draft.enter(crossed, event.step)
     elif world is None or event.world != world.number:
         draft.dissolve(f"{event.member} entered world {event.world}, which is not the live one")
-        if draft.members[event.member].status == OUT or world is None:
+        if draft.members[event.member].status == REGROUPING or world is None:
             draft.ask(ev.DissolveWorld(max(event.world, draft.base.number), (event.member,), "that world is over"))
 
 
@@ -254,8 +254,10 @@ def _on_preparation_failed(draft: MembershipDraft, event: ev.WorldPrepareFailed)
     for name in event.suspects:
         member = draft.members.get(name)
         if member is not None and (world is None or world.rank_of(name) is None):
-            strikes = member.strikes + 1
-            draft.update(name, strikes=strikes, benched_until=draft.now + draft.base.rules.bench_s * strikes)
+            failures = member.failures + 1
+            draft.update(
+                name, failures=failures, quarantined_until=draft.now + draft.base.settings.quarantine_s * failures
+            )
     draft.ask(
         ev.MembershipNote(f"world {event.world} could not be prepared by {event.member}: {event.cause}", event.member)
     )
@@ -264,12 +266,12 @@ def _on_preparation_failed(draft: MembershipDraft, event: ev.WorldPrepareFailed)
         for seat in proposal.seats:
             joiner = draft.members.get(seat.member)
             if joiner is not None and joiner.status == WAITING:
-                draft.update(seat.member, benched_until=draft.now + draft.base.rules.bench_s)
+                draft.update(seat.member, quarantined_until=draft.now + draft.base.settings.quarantine_s)
 
 
 def _on_disconnected(draft: MembershipDraft, event: ev.MemberDisconnected) -> None:
     if event.member in draft.members:
-        draft.update(event.member, connected=False, away_since=draft.now)
+        draft.update(event.member, connected=False, disconnected_since=draft.now)
         _drop_the_suspected(draft)
 
 
@@ -317,12 +319,12 @@ def _on_done(draft: MembershipDraft, event: ev.MemberDone) -> None:
 def _on_claimed(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
     claim = draft.claims.get(event.name)
     if claim is None or not claim.holder:
-        if claim is not None and claim.fulfilled:
+        if claim is not None and claim.completed:
             draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
             return
         draft.claims[event.name] = ClaimState(event.member)
         draft.ask(ev.GrantClaim(event.member, event.name))
-    elif claim.fulfilled:
+    elif claim.completed:
         draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
     elif claim.holder == event.member:
         draft.ask(ev.GrantClaim(event.member, event.name))
@@ -333,11 +335,11 @@ def _on_claimed(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
 def _on_fulfilled(draft: MembershipDraft, event: ev.ClaimCompleted) -> None:
     claim = draft.claims.get(event.name)
     if claim is not None and claim.holder == event.member:
-        draft.claims[event.name] = replace(claim, waiting=(), fulfilled=True)
+        draft.claims[event.name] = replace(claim, waiting=(), completed=True)
         if claim.waiting:
             draft.ask(ev.AnnounceClaimCompleted(claim.waiting, event.name))
-        fulfilled = [name for name, one in draft.claims.items() if one.fulfilled]
-        for name in fulfilled[:-KEPT_CLAIMS]:
+        completed = [name for name, one in draft.claims.items() if one.completed]
+        for name in completed[:-KEPT_CLAIMS]:
             del draft.claims[name]
 
 
@@ -349,9 +351,9 @@ def _on_checkpoint(draft: MembershipDraft, event: ev.CheckpointWritten) -> None:
 def _on_decided(draft: MembershipDraft, event: ev.AdjustmentReported) -> None:
     # Memory is each member's own; all else is everybody's, whoever tells.
     key = f"memory of {event.member}" if event.what == "memory" else event.what
-    known = draft.base.decided.get(key)
+    known = draft.base.adjustments.get(key)
     if known is None or (known.step, known.values) != (event.step, event.values):
-        draft.set(decided={**draft.base.decided, key: event})
+        draft.set(adjustments={**draft.base.adjustments, key: event})
         draft.ask(ev.MembershipNote(f"from step {event.step} on: {event.reason}", member=event.member))
 
 
@@ -364,18 +366,18 @@ def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
 
 
 def _on_scale(draft: MembershipDraft, event: ev.ScaleRequested) -> None:
-    rules = replace(draft.base.rules, min_members=event.min_members, max_members=event.max_members)
-    draft.set(rules=rules)
+    rules = replace(draft.base.settings, min_members=event.min_members, max_members=event.max_members)
+    draft.set(settings=rules)
     draft.ask(ev.MembershipNote(f"scaled to {event.min_members}:{event.max_members} members"))
 
 
 def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
-    if event.what == "gather" and not any(m.status == WAITING and m.connected for m in draft.members.values()):
+    if event.what == "regroup" and not any(m.status == WAITING and m.connected for m in draft.members.values()):
         # Whoever was gathered for is gone; the next to become ready starts the wait anew.
-        draft.set(gather_until=None)
-    if event.what == "bench":
-        for name in [m.name for m in draft.members.values() if 0.0 < m.benched_until <= draft.now]:
-            draft.update(name, benched_until=0.0)
+        draft.set(regroup_until=None)
+    if event.what == "quarantine":
+        for name in [m.name for m in draft.members.values() if 0.0 < m.quarantined_until <= draft.now]:
+            draft.update(name, quarantined_until=0.0)
     if event.what == "proposal":
         draft.repeat_proposal(list(draft.members))
 
@@ -384,8 +386,8 @@ def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None
     # Every lease starts anew: silence while nobody listened is no silence, and a thousand do not come back at once.
     since = draft.now + RETURN_S * len(draft.members)
     for name in list(draft.members):
-        away = since + draft.base.rules.lease_s
-        draft.update(name, connected=False, away_since=away, since=since, suspected=False)
+        away = since + draft.base.settings.lease_s
+        draft.update(name, connected=False, disconnected_since=away, since=since, suspected=False)
     draft.ask(ev.MembershipNote("the coordinator is back and has read its journal"))
 
 

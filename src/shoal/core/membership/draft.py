@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal import exit_codes
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import DONE, OUT, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.membership.state import DONE, REGROUPING, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.world import Seat, World
 
 MANY, FEW = 32, 8
@@ -74,14 +74,16 @@ class MembershipDraft:
         for name in concerned & self.members.keys():
             member = self.members[name]
             if member.status == TRAINING:
-                self.update(name, status=OUT, rank=ranks.get(name, 0))
-        tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == OUT)
+                self.update(name, status=REGROUPING, rank=ranks.get(name, 0))
+        tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == REGROUPING)
         self.set(world=None, proposal=None)
         self.ask(ev.DissolveWorld(last, tell, reason))
 
     def answered(self, name: str, step: int | None) -> None:
         progress = (step or 0) > self.base.world_began_at
-        self.update(name, status=WAITING, step=step, stale=False, strikes=0 if progress else self.members[name].strikes)
+        self.update(
+            name, status=WAITING, step=step, stale=False, failures=0 if progress else self.members[name].failures
+        )
         self.set(step=max(self.base.step, step or 0))
 
     # --- moving on
@@ -101,9 +103,9 @@ class MembershipDraft:
         world = self.base.world
         if world is not None:
             seated = [self.members[s.member] for s in world.seats if s.member in self.members]
-            return any(m.status in (TRAINING, OUT) for m in seated)
+            return any(m.status in (TRAINING, REGROUPING) for m in seated)
         return any(
-            m.status == OUT or (m.status == WAITING and m.step is not None and not m.stale and not m.leaving)
+            m.status == REGROUPING or (m.status == WAITING and m.step is not None and not m.stale and not m.leaving)
             for m in self.members.values()
         )
 
@@ -115,13 +117,15 @@ class MembershipDraft:
 
     def try_form(self) -> None:
         held_up = [
-            m.name for m in self.members.values() if m.status == OUT or (not m.connected and self._may_come_back(m))
+            m.name
+            for m in self.members.values()
+            if m.status == REGROUPING or (not m.connected and self._may_come_back(m))
         ]
         if held_up:
-            self.wait_for(f"waiting for {listed(held_up)} to answer")
+            self.wait_for(f"waiting for {join_names(held_up)} to answer")
             return
         able = [m for m in self.members.values() if m.status == WAITING and m.connected]
-        present = [m for m in able if m.benched_until <= self.now]
+        present = [m for m in able if m.quarantined_until <= self.now]
         if not present:
             if self.base.started or self.members:
                 self.wait_for("waiting for members to become ready")
@@ -194,25 +198,25 @@ class MembershipDraft:
         self.ask(ev.RestoreCheckpoint(chosen.name, reason))
 
     def _enough(self, present: list[MemberState]) -> bool:
-        rules = self.base.rules
+        rules = self.base.settings
         if self.base.stopping is not None or self.base.done_at is not None:
             return bool(present)
         if len(present) < rules.min_members:
-            self.set(gather_until=None)
+            self.set(regroup_until=None)
             self.wait_for(f"{len(present)} of at least {rules.min_members} members are present")
             return False
         if self.base.started or len(present) >= rules.max_members:
             return True
-        if self.base.gather_until is None:
-            self.set(gather_until=self.now + rules.regroup_s)
-        until = self.base.gather_until
+        if self.base.regroup_until is None:
+            self.set(regroup_until=self.now + rules.regroup_s)
+        until = self.base.regroup_until
         return until is not None and self.now >= until
 
     def _form(self, present: list[MemberState], holders: list[MemberState], top: int) -> None:
         fresh = not holders
         names = {m.name for m in holders if m.step == top}
         present = sorted(present, key=lambda m: (m.name not in names, m.rank, m.order))
-        chosen = present[: self.base.rules.max_members]
+        chosen = present[: self.base.settings.max_members]
         number = self.base.number + 1
         good = [0] if fresh else [r for r, m in enumerate(chosen) if m.name in names]
         needy = sorted(set(range(len(chosen))) - set(good))
@@ -222,7 +226,7 @@ class MembershipDraft:
             step=top,
             fresh=fresh,
             sources=spread(needy, good),
-            ghosts=tuple(needy) if not fresh and 2 * len(needy) <= len(chosen) else (),
+            catching_up=tuple(needy) if not fresh and 2 * len(needy) <= len(chosen) else (),
         )
         joined = sum(1 for m in chosen if m.step is None or m.stale)
         for rank, member in enumerate(chosen):
@@ -232,7 +236,7 @@ class MembershipDraft:
             world=world,
             number=number,
             started=True,
-            gather_until=None,
+            regroup_until=None,
             step=max(self.base.step, top) if not fresh else 0,
             world_began_at=top,
             joins=self.base.joins + joined,
@@ -258,11 +262,11 @@ class MembershipDraft:
             (
                 m
                 for m in self.members.values()
-                if m.status == WAITING and m.connected and not m.leaving and m.benched_until <= self.now
+                if m.status == WAITING and m.connected and not m.leaving and m.quarantined_until <= self.now
             ),
             key=lambda m: m.order,
         )
-        limit = self.base.rules.max_members
+        limit = self.base.settings.max_members
         if not stay and not joiners:
             stay = self._with_time(seated)
             if not stay:
@@ -277,7 +281,7 @@ class MembershipDraft:
             last = sorted(seated, key=lambda m: -m.stop_by)[: max(1, limit - len(joiners))]
             stay = [m for m in seated if m in last]
         target = stay[:limit] + joiners[: max(0, limit - len(stay))]
-        if not any(m.leaving for m in target) and len(target) < self.base.rules.min_members:
+        if not any(m.leaving for m in target) and len(target) < self.base.settings.min_members:
             return
         self._propose(world, seated, target)
 
@@ -298,15 +302,15 @@ class MembershipDraft:
             seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in target),
             step=None,
             sources=spread(needy, veterans),
-            ghosts=tuple(needy),
+            catching_up=tuple(needy),
         )
         joining = [target[r].name for r in needy]
         staying = set(names)
         going = [m.name for m in seated if m.name not in staying]
-        parts = [f"{listed(joining)} joins" if joining else "", f"{listed(going)} leaves" if going else ""]
+        parts = [f"{join_names(joining)} joins" if joining else "", f"{join_names(going)} leaves" if going else ""]
         causes = [m.leaving for m in seated if m.leaving and m.name not in staying]
         reason = " and ".join(p for p in parts if p) + (f" ({causes[0]})" if causes else "")
-        self.set(proposal=new, number=number, repeat_at=self.now + self.base.rules.lease_s)
+        self.set(proposal=new, number=number, repeat_at=self.now + self.base.settings.lease_s)
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
         self.ask(ev.ProposeWorld(world.number, new, to, reason))
 
@@ -318,8 +322,8 @@ class MembershipDraft:
         concerned = world.ranks().keys() | proposal.ranks().keys()
         to = tuple(n for n in names if n in concerned)
         if to:
-            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", news=False))
-        self.set(repeat_at=self.now + self.base.rules.lease_s)
+            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", is_new=False))
+        self.set(repeat_at=self.now + self.base.settings.lease_s)
 
     def proposed(self, number: int | None) -> World | None:
         """The proposal, if it has this number: members may have crossed into it."""
@@ -350,14 +354,17 @@ class MembershipDraft:
 
     def _with_time(self, leaving: list[MemberState]) -> list[MemberState]:
         """Those who were told to go, but can wait for somebody who is hired to take over."""
-        return [m for m in leaving if self.base.rules.hires and m.stop_by > self.now]
+        return [m for m in leaving if self.base.settings.replaces_members and m.stop_by > self.now]
 
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
         reason = f"every member was told to go: {cause}"
         self.stop(
             ev.StopRequested(
-                reason, checkpoint=True, exit_code=exit_codes.RESUMABLE, until_others=self.base.rules.hires
+                reason,
+                checkpoint=True,
+                exit_code=exit_codes.RESUMABLE,
+                until_replaced=self.base.settings.replaces_members,
             )
         )
 
@@ -383,7 +390,7 @@ class MembershipDraft:
     def pass_claims_on(self, gone: str) -> None:
         for name, claim in self.claims.items():
             waiting = tuple(w for w in claim.waiting if w != gone)
-            if claim.holder == gone and not claim.fulfilled:
+            if claim.holder == gone and not claim.completed:
                 heir = waiting[0] if waiting else ""
                 self.claims[name] = replace(claim, holder=heir, waiting=waiting[1:])
                 if heir:
@@ -392,7 +399,7 @@ class MembershipDraft:
                 self.claims[name] = replace(claim, waiting=waiting)
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Names for a sentence; of very many, the first few."""
     found = list(names)
     if len(found) <= MANY:

@@ -111,7 +111,7 @@ class MemberLost:
 
     member: str
     reason: str
-    stuck: bool = False
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +183,12 @@ class ProgressRecorded:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """`until_others` says that it is for lack of members only, and that the run goes on when others are there."""
+    """`until_replaced` says that it is for lack of members only, and that the run goes on when others are there."""
 
     reason: str
     checkpoint: bool
     exit_code: int
-    until_others: bool = False
+    until_replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class ProposeWorld:
     world: World
     to: tuple[str, ...]
     reason: str
-    news: bool = True
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from shoal.core.membership import events as ev
 from shoal.core.placement import Placement
 from shoal.core.world import Address, World
 
-STARTING, WAITING, TRAINING, OUT, DONE = "starting", "waiting", "training", "out", "done"
+STARTING, WAITING, TRAINING, REGROUPING, DONE = "starting", "waiting", "training", "regrouping", "done"
 TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
 
 
@@ -23,9 +23,9 @@ class MembershipSettings:
     reconnect_s: float = 1.0
     regroup_s: float = 0.5
     hang_timeout_s: float = 300.0
-    bench_s: float = 1.0
+    quarantine_s: float = 1.0
     servers: int = 0
-    hires: bool = False
+    replaces_members: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class MemberState:
     step: int | None = None
     stale: bool = False
     connected: bool = True
-    away_since: float | None = None
+    disconnected_since: float | None = None
     leaving: str = ""
     stop_by: float = 0.0
     suspected: bool = False
-    strikes: int = 0
-    benched_until: float = 0.0
+    failures: int = 0
+    quarantined_until: float = 0.0
     rank: int = 1 << 30
     role: str = TRAINER
 
@@ -62,7 +62,7 @@ class ClaimState:
 
     holder: str
     waiting: tuple[str, ...] = ()
-    fulfilled: bool = False
+    completed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class MembershipState:
     `gone` are the trainers that servers were told of lately: name, incarnation, when.
     """
 
-    rules: MembershipSettings
+    settings: MembershipSettings
     members: Mapping[str, MemberState] = field(default_factory=dict)
     world: World | None = None
     placement: Placement | None = None
-    life: int = 0
-    gone: tuple[tuple[str, str, float], ...] = ()
+    generation: int = 0
+    lost_trainers: tuple[tuple[str, str, float], ...] = ()
     proposal: World | None = None
     repeat_at: float | None = None
     number: int = 0
@@ -85,7 +85,7 @@ class MembershipState:
     started: bool = False
     fingerprint: str = ""
     restoring: str = ""
-    gather_until: float | None = None
+    regroup_until: float | None = None
     claims: Mapping[str, ClaimState] = field(default_factory=dict)
     stopping: ev.StopRequested | None = None
     done_at: int | None = None
@@ -94,7 +94,7 @@ class MembershipState:
     world_began_at: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
-    decided: Mapping[str, ev.AdjustmentReported] = field(default_factory=dict)
+    adjustments: Mapping[str, ev.AdjustmentReported] = field(default_factory=dict)
     losses: int = 0
     joins: int = 0
     reason: str = "waiting for the first member"

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.core import placement as core_placement
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
-from shoal.core.membership.draft import MembershipDraft, listed
+from shoal.core.membership.draft import MembershipDraft, join_names
 from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
@@ -51,8 +51,12 @@ class PlacementDraft(MembershipDraft):
         if gone.role == TRAINER and self.base.placement is not None:
             servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
             self.ask(ev.AnnounceTrainerLost(servers, name, gone.incarnation, reason))
-            lately = [one for one in self.base.gone if self.now - one[2] <= LATELY_LEASES * self.base.rules.lease_s]
-            self.set(gone=(*lately, (name, gone.incarnation, self.now)))
+            lately = [
+                one
+                for one in self.base.lost_trainers
+                if self.now - one[2] <= LATELY_LEASES * self.base.settings.lease_s
+            ]
+            self.set(lost_trainers=(*lately, (name, gone.incarnation, self.now)))
         if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
             self.set(placement=None)  # it has left all in a checkpoint
             self.let_go_of_the_state()
@@ -62,7 +66,7 @@ class PlacementDraft(MembershipDraft):
     def lead(self) -> str:
         """Whoever keeps the ledger, and so writes checkpoints."""
         placement = self.base.placement
-        return placement.holdings[core_placement.LEDGER].primary if placement is not None else ""
+        return placement.assignments[core_placement.LEDGER].primary if placement is not None else ""
 
     def advance(self) -> None:
         if self.base.finished:
@@ -104,29 +108,29 @@ class PlacementDraft(MembershipDraft):
             self.place(able, holder if holder in able else None)
 
     def enough_of_both(self, servers: list[MemberState]) -> bool:
-        rules = self.base.rules
+        rules = self.base.settings
         trainers = [m for m in self.of_role(TRAINER, WAITING, TRAINING) if m.connected]
         if len(trainers) < rules.min_members:
-            self.set(gather_until=None)
+            self.set(regroup_until=None)
             self.wait_for(f"{len(trainers)} of at least {rules.min_members} trainers are present")
             return False
         if len(servers) >= rules.servers and (self.base.started or len(trainers) >= rules.max_members):
             return True
-        if self.base.gather_until is None:
-            self.set(gather_until=self.now + rules.regroup_s)
-        until = self.base.gather_until
+        if self.base.regroup_until is None:
+            self.set(regroup_until=self.now + rules.regroup_s)
+        until = self.base.regroup_until
         return until is not None and self.now >= until
 
     def place(self, servers: list[MemberState], holder: MemberState | None) -> None:
-        number, life = self.base.number + 1, self.base.life + 1
+        number, life = self.base.number + 1, self.base.generation + 1
         names = [m.name for m in servers]
-        parts = 1 + max(1, self.base.rules.servers)
-        holdings = core_placement.first(names, parts, number, holder.name if holder is not None else "")
+        parts = 1 + max(1, self.base.settings.servers)
+        holdings = core_placement.initial(names, parts, number, holder.name if holder is not None else "")
         step = (holder.step or 0) if holder is not None else 0
         reason = f"{len(names)} servers hold the parameters from step {step} on"
         for member in servers:
             self.update(member.name, status=TRAINING, stale=False, step=None)
-        self.set(started=True, gather_until=None, life=life, step=step)
+        self.set(started=True, regroup_until=None, generation=life, step=step)
         self.publish(Placement(number, life, _seats(servers), holdings, fresh=holder is None), reason)
         self.admit()
 
@@ -138,22 +142,22 @@ class PlacementDraft(MembershipDraft):
         new = [m for m in self.of_role(SERVER, WAITING) if m.connected and not m.leaving]
         leaving = [m.name for m in seated if m.leaving]
         left, came = [m.name for m in seated], [m.name for m in new]
-        holdings = core_placement.settle(before.holdings, left, came, self.base.number + 1, leaving)
+        holdings = core_placement.reassign(before.assignments, left, came, self.base.number + 1, leaving)
         if holdings is None:
             self.void(before)
             return
         held = {name for holding in holdings for name in holding.copies}
         staying = [m for m in (*seated, *new) if not m.leaving or m.name in held]
-        if holdings == before.holdings and _seats(staying) == before.servers:
+        if holdings == before.assignments and _seats(staying) == before.servers:
             return
         for member in new:
             self.update(member.name, status=TRAINING, step=None, stale=False)
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
         parts = [_who(came, "joins as a server"), _who(gone, "is gone")]
-        parts += [_who(leaving, "leaves"), _who(_differently(before.holdings, holdings), "changes its part")]
+        parts += [_who(leaving, "leaves"), _who(_differently(before.assignments, holdings), "changes its part")]
         reason = " and ".join(part for part in parts if part)
         self.set(joins=self.base.joins + len(new))
-        self.publish(replace(before, servers=_seats(staying), holdings=holdings, fresh=before.fresh), reason)
+        self.publish(replace(before, servers=_seats(staying), assignments=holdings, fresh=before.fresh), reason)
 
     def is_seated(self, seat: Seat) -> bool:
         member = self.members.get(seat.member)
@@ -161,7 +165,7 @@ class PlacementDraft(MembershipDraft):
 
     def void(self, before: Placement) -> None:
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
-        reason = f"a part of the state is lost with {listed(gone)}: going back to the newest checkpoint"
+        reason = f"a part of the state is lost with {join_names(gone)}: going back to the newest checkpoint"
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=WAITING, step=None, stale=False)
         self.set(placement=None)
@@ -181,18 +185,18 @@ class PlacementDraft(MembershipDraft):
         left = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
         if len(left) == len(before.servers):
             return
-        holdings = core_placement.mend(before.holdings, [m.name for m in left])
+        holdings = core_placement.promote_backups(before.assignments, [m.name for m in left])
         if holdings is None:
             self.void(before)
             return
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
-        self.publish(replace(before, servers=_seats(left), holdings=holdings), _who(gone, "is gone"))
+        self.publish(replace(before, servers=_seats(left), assignments=holdings), _who(gone, "is gone"))
 
     def change(self, part: int, holding: PartAssignment, reason: str) -> None:
         placement = self.base.placement
         assert placement is not None
-        holdings = tuple(holding if p == part else h for p, h in enumerate(placement.holdings))
-        self.publish(replace(placement, holdings=holdings), reason)
+        holdings = tuple(holding if p == part else h for p, h in enumerate(placement.assignments))
+        self.publish(replace(placement, assignments=holdings), reason)
 
     def publish(self, placement: Placement, reason: str) -> None:
         """Make a placement the current one and tell everybody."""
@@ -202,13 +206,16 @@ class PlacementDraft(MembershipDraft):
         to = {seat.member for seat in placement.servers}
         to |= {m.name for m in self.members.values() if m.status == TRAINING}
         self.ask(ev.PublishPlacement(placement, tuple(sorted(to)), reason))
-        if before is not None and before.holdings[core_placement.LEDGER] != placement.holdings[core_placement.LEDGER]:
+        if (
+            before is not None
+            and before.assignments[core_placement.LEDGER] != placement.assignments[core_placement.LEDGER]
+        ):
             self.repeat_gone()
 
     def repeat_gone(self) -> None:
         """Tell whoever keeps the ledger whom to wait for no longer: when that was told, it may not have been there."""
-        for name, incarnation, at in self.base.gone:
-            if name not in self.members and self.now - at <= LATELY_LEASES * self.base.rules.lease_s:
+        for name, incarnation, at in self.base.lost_trainers:
+            if name not in self.members and self.now - at <= LATELY_LEASES * self.base.settings.lease_s:
                 self.ask(
                     ev.AnnounceTrainerLost(
                         (self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"
@@ -217,7 +224,7 @@ class PlacementDraft(MembershipDraft):
 
     def admit(self) -> None:
         """Let trainers that are ready begin."""
-        placement, limit = self.base.placement, self.base.rules.max_members
+        placement, limit = self.base.placement, self.base.settings.max_members
         if placement is None or self.base.done_at is not None:
             return
         room = limit - len(self.of_role(TRAINER, TRAINING))
@@ -284,11 +291,11 @@ def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:
 
 
 def _who(names: list[str], what: str) -> str:
-    return f"{listed(names)} {what}" if names else ""
+    return f"{join_names(names)} {what}" if names else ""
 
 
 def _differently(before: tuple[PartAssignment, ...], after: tuple[PartAssignment, ...]) -> list[str]:
-    asked = [a.primary for b, a in zip(before, after, strict=True) if a.handing and not b.handing]
+    asked = [a.primary for b, a in zip(before, after, strict=True) if a.handing_off and not b.handing_off]
     return list(dict.fromkeys(asked))
 
 
@@ -316,15 +323,15 @@ def _on_done(draft: PlacementDraft, event: ev.MemberDone) -> None:
 
 def _on_copied(draft: PlacementDraft, event: ev.PartCopied) -> None:
     holding = _held(draft, event.part, event.member)
-    done = core_placement.copied(holding, event.to, event.since) if holding is not None else None
+    done = core_placement.complete_copy(holding, event.to, event.since) if holding is not None else None
     if done is not None and event.to in draft.members:
         draft.change(event.part, done, f"{event.to} has a copy of {_name(event.part)}")
 
 
 def _on_yielded(draft: PlacementDraft, event: ev.PartReleased) -> None:
     holding = _held(draft, event.part, event.member)
-    if holding is not None and holding.handing and holding.backup:
-        draft.change(event.part, core_placement.handed(holding), f"{holding.backup} takes {_name(event.part)} over")
+    if holding is not None and holding.handing_off and holding.backup:
+        draft.change(event.part, core_placement.swap(holding), f"{holding.backup} takes {_name(event.part)} over")
 
 
 def _on_unreachable(draft: PlacementDraft, event: ev.ServerUnreachable) -> None:
@@ -338,10 +345,10 @@ def _on_unreachable(draft: PlacementDraft, event: ev.ServerUnreachable) -> None:
     placement = draft.base.placement
     if placement is None or event.number != placement.number:
         return
-    for part, holding in enumerate(placement.holdings):
+    for part, holding in enumerate(placement.assignments):
         if holding.primary == event.member and event.server in (holding.backup, holding.learner):
             reason = f"{event.member} cannot reach {event.server}: {event.cause}"
-            draft.change(part, core_placement.without(holding, event.server), reason)
+            draft.change(part, core_placement.drop_replica(holding, event.server), reason)
             return
 
 
@@ -349,16 +356,16 @@ def _on_disconnected(draft: PlacementDraft, event: ev.MemberDisconnected) -> Non
     member = draft.members.get(event.member)
     if member is None:
         return
-    draft.update(event.member, connected=False, away_since=draft.now)
+    draft.update(event.member, connected=False, disconnected_since=draft.now)
     if member.role == SERVER and member.suspected and member.status != DONE:
         draft.lose(event.member, "its connections to the coordinator and to a peer both broke")
 
 
 def _held(draft: PlacementDraft, part: int, primary: str) -> PartAssignment | None:
     placement = draft.base.placement
-    if placement is None or not 0 <= part < len(placement.holdings):
+    if placement is None or not 0 <= part < len(placement.assignments):
         return None
-    holding = placement.holdings[part]
+    holding = placement.assignments[part]
     return holding if holding.primary == primary else None
 
 

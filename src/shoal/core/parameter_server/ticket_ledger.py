@@ -63,7 +63,7 @@ class TrainerClock:
 
 @dataclass(frozen=True, slots=True)
 class TicketLedger:
-    """What was issued, to whom, and how far everybody is. The next new ticket begins at sample `at` of batch `step`.
+    """Issued tickets and the clock of every trainer. The next new ticket begins at sample `at` of batch `step`.
 
     `again` are tickets whose holder is gone. `low` is the slowest clock that was ever waited for; it only grows.
     `marked` are the tickets that were not finished when a checkpoint began, and those issued since.
@@ -74,16 +74,16 @@ class TicketLedger:
     step: int = 0
     at: int = 0
     finished_samples: int = 0
-    low: int = 0
+    min_clock: int = 0
     trainers: Mapping[str, TrainerClock] = field(default_factory=dict)
-    again: tuple[Ticket, ...] = ()
-    marked: tuple[Ticket, ...] | None = None
+    returned: tuple[Ticket, ...] = ()
+    open_at_checkpoint: tuple[Ticket, ...] | None = None
 
     @property
-    def settled(self) -> int:
+    def first_open_step(self) -> int:
         """All tickets of the batches before this one are finished."""
         open_steps = [t.ticket.step for t in self.trainers.values() if t.ticket is not None]
-        return min([self.step, *open_steps, *(t.step for t in self.again)])
+        return min([self.step, *open_steps, *(t.step for t in self.returned)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +92,20 @@ class TicketGranted:
 
     ticket: Ticket
     clock: int
-    low: int
-    settled: int
+    min_clock: int
+    first_open_step: int
     finished_samples: int
     behind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketDelayed:
-    """Not yet: `whom` must come on first."""
+    """Not yet: `waits_for` must come on first."""
 
     reason: str
-    whom: tuple[str, ...]
+    waits_for: tuple[str, ...]
     clock: int
-    low: int
+    min_clock: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +129,22 @@ def join(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
     if known is not None and known.session == session:
         return ledger
     if known is not None:
-        ledger = drop(ledger, name, known.session)
-    clock = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
+        ledger = remove(ledger, name, known.session)
+    clock = min((t.clock for t in ledger.trainers.values()), default=ledger.min_clock)
     return replace(ledger, trainers={**ledger.trainers, name: TrainerClock(session, clock)})
 
 
-def drop(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
+def remove(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
     """A trainer is gone: nobody waits for it any more, and its ticket is issued again."""
     known = ledger.trainers.get(name)
     if known is None or known.session != session:
         return ledger
-    again = ledger.again if known.ticket is None else tuple(sorted((*ledger.again, known.ticket)))
+    again = ledger.returned if known.ticket is None else tuple(sorted((*ledger.returned, known.ticket)))
     trainers = {other: t for other, t in ledger.trainers.items() if other != name}
-    return _raised(replace(ledger, trainers=trainers, again=again))
+    return _raised(replace(ledger, trainers=trainers, returned=again))
 
 
-def turn(
+def advance(
     ledger: TicketLedger, sizes: BatchSizes, name: str, session: str, done: Ticket | None, seconds: float, wants: bool
 ) -> tuple[TicketLedger, Outcome]:
     """A trainer has finished a ticket, or not, and wants another, or not.
@@ -159,29 +159,29 @@ def turn(
     if me.ticket is not None:
         return ledger, _granted(ledger, me, me.ticket)
     if not wants:
-        return ledger, TicketDelayed("it does not ask for a ticket", (), me.clock, ledger.low)
+        return ledger, TicketDelayed("it does not ask for a ticket", (), me.clock, ledger.min_clock)
     return _issue(ledger, sizes, name, me)
 
 
-def mark(ledger: TicketLedger) -> TicketLedger:
+def begin_checkpoint(ledger: TicketLedger) -> TicketLedger:
     """A checkpoint begins: what is finished now is in whatever the servers hold from now on."""
     held = [t.ticket for t in ledger.trainers.values() if t.ticket is not None]
-    return replace(ledger, marked=tuple(sorted((*ledger.again, *held))))
+    return replace(ledger, open_at_checkpoint=tuple(sorted((*ledger.returned, *held))))
 
 
-def as_marked(ledger: TicketLedger) -> TicketLedger:
+def at_checkpoint(ledger: TicketLedger) -> TicketLedger:
     """The ledger that belongs to a checkpoint: whatever was not finished when it began is issued again.
 
     Some of it the servers had taken in already when they were copied. They know, and do not count it twice.
     """
-    marked = ledger.marked or ()
+    marked = ledger.open_at_checkpoint or ()
     unfinished = sum(t.samples for t in marked)
     issued = ledger.finished_samples + sum(t.ticket.samples for t in ledger.trainers.values() if t.ticket is not None)
-    issued += sum(t.samples for t in ledger.again)
-    return replace(ledger, trainers={}, again=marked, marked=None, finished_samples=issued - unfinished)
+    issued += sum(t.samples for t in ledger.returned)
+    return replace(ledger, trainers={}, returned=marked, open_at_checkpoint=None, finished_samples=issued - unfinished)
 
 
-def behind(ledger: TicketLedger) -> tuple[str, ...]:
+def slowest(ledger: TicketLedger) -> tuple[str, ...]:
     """The slowest trainers."""
     low = min((t.clock for t in ledger.trainers.values()), default=0)
     return tuple(sorted(name for name, t in ledger.trainers.items() if t.clock == low))
@@ -192,17 +192,17 @@ def _finish(ledger: TicketLedger, name: str, session: str, done: Ticket, seconds
     if me is not None and me.session == session and me.ticket == done:
         mine = _measured(ledger, name, replace(me, clock=me.clock + 1, ticket=None), done, seconds)
         ledger = replace(ledger, trainers={**ledger.trainers, name: mine})
-    elif done in ledger.again:
+    elif done in ledger.returned:
         # The servers have taken it in, whatever we thought of whoever brought it.
-        ledger = replace(ledger, again=tuple(t for t in ledger.again if t != done))
+        ledger = replace(ledger, returned=tuple(t for t in ledger.returned if t != done))
     else:
         return ledger
     return _raised(replace(ledger, finished_samples=ledger.finished_samples + done.samples))
 
 
 def _raised(ledger: TicketLedger) -> TicketLedger:
-    low = min((t.clock for t in ledger.trainers.values()), default=ledger.low)
-    return replace(ledger, low=max(low, ledger.low))
+    low = min((t.clock for t in ledger.trainers.values()), default=ledger.min_clock)
+    return replace(ledger, min_clock=max(low, ledger.min_clock))
 
 
 def _measured(ledger: TicketLedger, name: str, me: TrainerClock, done: Ticket, seconds: float) -> TrainerClock:
@@ -222,43 +222,54 @@ def _measured(ledger: TicketLedger, name: str, me: TrainerClock, done: Ticket, s
 
 def _issue(ledger: TicketLedger, sizes: BatchSizes, name: str, me: TrainerClock) -> tuple[TicketLedger, Outcome]:
     if ledger.bound is not None and me.clock - min(t.clock for t in ledger.trainers.values()) > ledger.bound:
-        whom = behind(ledger)
-        reason = f"{me.clock - ledger.low} tickets ahead of {', '.join(whom)}, and {ledger.bound} are allowed"
-        return ledger, TicketDelayed(reason, whom, me.clock, ledger.low)
-    if ledger.again:
-        ticket, rest = ledger.again[0], ledger.again[1:]
-        ledger = replace(ledger, again=rest)
+        waits_for = slowest(ledger)
+        reason = (
+            f"{me.clock - ledger.min_clock} tickets ahead of {', '.join(waits_for)}, and {ledger.bound} are allowed"
+        )
+        return ledger, TicketDelayed(reason, waits_for, me.clock, ledger.min_clock)
+    if ledger.returned:
+        ticket, rest = ledger.returned[0], ledger.returned[1:]
+        ledger = replace(ledger, returned=rest)
     elif ledger.step < sizes.total_steps:
         ledger, ticket = _cut(ledger, sizes, name)
     else:
-        whom = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
-        if not whom:
+        waits_for = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
+        if not waits_for:
             return ledger, TicketsExhausted(ledger.finished_samples)
-        return ledger, TicketDelayed(f"the last tickets are with {', '.join(whom)}", whom, me.clock, ledger.low)
+        return ledger, TicketDelayed(
+            f"the last tickets are with {', '.join(waits_for)}", waits_for, me.clock, ledger.min_clock
+        )
     me = replace(me, ticket=ticket)
     ledger = replace(ledger, trainers={**ledger.trainers, name: me})
     return ledger, _granted(ledger, me, ticket)
 
 
 def _granted(ledger: TicketLedger, me: TrainerClock, ticket: Ticket) -> TicketGranted:
-    whom = behind(ledger)
-    return TicketGranted(ticket, me.clock, ledger.low, ledger.settled, ledger.finished_samples, whom[0] if whom else "")
+    waits_for = slowest(ledger)
+    return TicketGranted(
+        ticket,
+        me.clock,
+        ledger.min_clock,
+        ledger.first_open_step,
+        ledger.finished_samples,
+        waits_for[0] if waits_for else "",
+    )
 
 
 def _cut(ledger: TicketLedger, sizes: BatchSizes, name: str) -> tuple[TicketLedger, Ticket]:
     """The next new ticket; a rest that would be less than half a ticket goes along with it."""
     size = sizes.size_of(ledger.step)
-    wish = share(ledger, name, size)
+    wish = ticket_size(ledger, name, size)
     stop = ledger.at + wish
     if size - stop < max(2, (wish + 1) // 2):
         stop = size
     ticket = Ticket(ledger.step, ledger.at, stop)
     step, at = (ledger.step + 1, 0) if stop == size else (ledger.step, stop)
-    marked = None if ledger.marked is None else (*ledger.marked, ticket)
-    return replace(ledger, step=step, at=at, marked=marked), ticket
+    marked = None if ledger.open_at_checkpoint is None else (*ledger.open_at_checkpoint, ticket)
+    return replace(ledger, step=step, at=at, open_at_checkpoint=marked), ticket
 
 
-def share(ledger: TicketLedger, name: str, size: int) -> int:
+def ticket_size(ledger: TicketLedger, name: str, size: int) -> int:
     """How many samples of a global batch of `size` this trainer should have, so that all take equally long."""
     weights = _weights(ledger)
     # Never a lone sample, on which BatchNorm cannot train, nor so few that a slow trainer cannot show that it is fast.

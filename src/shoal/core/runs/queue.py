@@ -38,13 +38,13 @@ def waiting_of(run: RunState, runs: CoordinatorState, now: float) -> QueuedRun |
         return None
     wanted = runs.fleet.runs[run.name]
     asked = [_asked(run, runs, now), *_troubles(run, runs), _holders(run, runs)]
-    what = f"{wanted.least} places" if wanted.least > 1 else "a place"
+    what = f"{wanted.min_slots} places" if wanted.min_slots > 1 else "a place"
     return QueuedRun(1 + queue.index(run.name), "; ".join([what, *filter(None, asked)]))
 
 
 def _is_going(runs: CoordinatorState, run: RunState) -> bool:
     wanted: DesiredRun | None = runs.fleet.runs.get(run.name)
-    return wanted is not None and wanted.status == fl.GOING
+    return wanted is not None and wanted.status == fl.ACTIVE
 
 
 def _asked(run: RunState, runs: CoordinatorState, now: float) -> str:
@@ -70,7 +70,7 @@ def _troubles(run: RunState, runs: CoordinatorState) -> list[str]:
 def _holders(run: RunState, runs: CoordinatorState) -> str:
     """Who has the places that it may use."""
     wanted = runs.fleet.runs[run.name]
-    mine = {a.name for a in runs.fleet.agents.values() if not wanted.terms or _may(wanted, a.pool)}
+    mine = {a.name for a in runs.fleet.agents.values() if not wanted.requirements or _may(wanted, a.pool)}
     held = Counter(p.run for p in runs.fleet.processes.values() if p.agent in mine and p.alive)
     if not held:
         return "" if mine else "no machine is there"
@@ -78,5 +78,5 @@ def _holders(run: RunState, runs: CoordinatorState) -> str:
 
 
 def _may(wanted: DesiredRun, pool: str) -> bool:
-    pools = wanted.terms_of("trainer").pools
+    pools = wanted.requirements_of("trainer").pools
     return not pools or not pool or pool in pools

@@ -27,7 +27,7 @@ def membership_settings(settings: Settings, low: int, high: int, *, pools: bool 
     given: dict[str, Any] = _given(settings, ("lease_s", "reconnect_s", "regroup_s", "hang_timeout_s"), float)
     served = sync_mode.parse(str(settings.get("sync", "step"))).served
     servers = server_count(settings) if served else 0
-    return MembershipSettings(min_members=low, max_members=high, servers=servers, hires=pools, **given)
+    return MembershipSettings(min_members=low, max_members=high, servers=servers, replaces_members=pools, **given)
 
 
 def server_count(settings: Settings) -> int:

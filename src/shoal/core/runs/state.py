@@ -88,7 +88,7 @@ class RunState:
     @property
     def heartbeat_s(self) -> float:
         """How often its members renew their leases."""
-        rules = self.membership.rules
+        rules = self.membership.settings
         return leases.heartbeat_s(float(self.settings.get("heartbeat_s", 0.5)), rules.max_members, rules.lease_s)
 
     @property
@@ -195,21 +195,21 @@ class CoordinatorState:
         needs: list[se.MachineDemand] = []
         for run in sorted((run for run in self.runs.values() if not run.over), key=lambda run: -run.spec.priority):
             wanted = self.fleet.runs.get(run.name)
-            if wanted is not None and (run.spec.on or wanted.apart):
+            if wanted is not None and (run.spec.on or wanted.reserved):
                 needs += self._needs_of(run, wanted)
         return tuple(needs)
 
     def _needs_of(self, run: RunState, wanted: DesiredRun) -> list[se.MachineDemand]:
         """Those of a run's roles; who is about to end gets nothing more, and keeps what it has until then."""
-        going, finishing = wanted.status == fl.GOING, wanted.status == fl.FINISHING
+        going, finishing = wanted.status == fl.ACTIVE, wanted.status == fl.FINISHING
         asked = [
-            (SERVER, wanted.servers, wanted.servers, going and wanted.has_own(SERVER)),
-            (EVALUATOR, wanted.evaluators, wanted.evaluators, (going or finishing) and wanted.has_own(EVALUATOR)),
-            (TRAINER, wanted.places, wanted.least, going and bool(run.spec.on)),
+            (SERVER, wanted.servers, wanted.servers, going and wanted.has_own_pools(SERVER)),
+            (EVALUATOR, wanted.evaluators, wanted.evaluators, (going or finishing) and wanted.has_own_pools(EVALUATOR)),
+            (TRAINER, wanted.max_slots, wanted.min_slots, going and bool(run.spec.on)),
         ]
         needs = []
         for role, most, least, wants in asked:
-            terms = wanted.terms_of(role)
+            terms = wanted.requirements_of(role)
             if wants and most:
                 # An evaluator that cannot be had keeps nobody from training.
                 begun = role == EVALUATOR or _has_begun(run, wanted)
@@ -227,7 +227,7 @@ class CoordinatorState:
     def _create(self, name: str, event: runs_events.RunCreated, now: float, asked: Asked) -> None:
         low, high = event.spec.members
         rules = membership_settings(event.settings, low, high, pools=bool(event.spec.on))
-        state = membership.MembershipState(rules=rules, started=event.spec.resume)
+        state = membership.MembershipState(settings=rules, started=event.spec.resume)
         run = RunState(name, event.spec, event.settings, state, created=now, since=now, reason=state.reason)
         run.user, run.budget = event.user, event.spec.budget
         self.runs[name] = run
@@ -244,9 +244,9 @@ class CoordinatorState:
         """The number of worlds and the checkpoint are remembered; members are not, nor claims, which are done again."""
         old = run.membership
         run.membership = membership.MembershipState(
-            rules=membership_settings(run.settings, event.min_members, event.max_members, pools=bool(run.spec.on)),
+            settings=membership_settings(run.settings, event.min_members, event.max_members, pools=bool(run.spec.on)),
             number=old.number,
-            life=old.life,
+            generation=old.generation,
             order=old.order,
             started=old.started or old.checkpoint_step is not None,
             step=old.step,
@@ -302,7 +302,7 @@ class CoordinatorState:
     def _wait_for_others(self, run: RunState, reason: str, now: float, asked: Asked) -> None:
         """All were told to go before anybody had come to take over: those who are hired next begin where they ended."""
         asked.append((run.name, fe.FleetNote(run.name, f"{reason}; waiting for machines that are hired instead")))
-        rules = run.membership.rules
+        rules = run.membership.settings
         self._resume(run, runs_events.RunResumed(rules.min_members, rules.max_members), now, asked)
 
     # --- evaluators, whose comings and goings concern nobody else
@@ -329,7 +329,7 @@ class CoordinatorState:
 
     def _membership(self, run: RunState, event: events.Event, now: float, asked: Asked, grace_s: float = 30.0) -> None:
         before = run.membership
-        decide = parameter_server.decide if before.rules.servers else membership.decide
+        decide = parameter_server.decide if before.settings.servers else membership.decide
         after, instructions = decide(before, event, now)
         run.membership = after
         if after.reason != before.reason:
@@ -339,7 +339,7 @@ class CoordinatorState:
             if isinstance(instruction, _CHANGES):
                 run.last_change = instruction.reason
         if isinstance(event, events.MemberLost) and event.member in before.members:
-            stuck = event.reason if event.stuck else ""
+            stuck = event.reason if event.hung else ""
             self._fleet(fe.MemberUnresponsive(run.name, event.member, stuck), now, asked)
         elif isinstance(event, events.MemberConnected):
             self._fleet(fe.MemberResponsive(run.name, event.member), now, asked)
@@ -372,7 +372,7 @@ class CoordinatorState:
         strangers = members.keys() - self.fleet.processes.of_run(run.name).keys()
         known = [members[name] for name in members if name in strangers] if strangers else []
         guests = tuple(m.name for m in known if m.connected or not run.membership.finished)
-        if guests != wanted.guests:
+        if guests != wanted.unmanaged:
             self._fleet(fe.UnmanagedMembersChanged(run.name, guests), now, asked)
 
     # --- processes, and what follows from them for the membership
@@ -442,7 +442,7 @@ def _has_begun(run: RunState, wanted: DesiredRun) -> bool:
 def _goes_on(run: RunState) -> bool:
     """Whether a run whose members are gone only waits for others."""
     state = run.membership
-    waits = state.stopping is not None and state.stopping.until_others and not state.finished
+    waits = state.stopping is not None and state.stopping.until_replaced and not state.finished
     return waits and not run.over and not run.asked_to_stop
 
 
@@ -456,4 +456,4 @@ def _serving(run: RunState) -> int:
     """How many processes of a run hold parameters, ours or TensorFlow's."""
     if run.spec.compat == launcher_env.PS:
         return server_count(run.settings)
-    return run.membership.rules.servers
+    return run.membership.settings.servers

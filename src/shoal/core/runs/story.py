@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
-from shoal.core.membership.draft import listed
+from shoal.core.membership.draft import join_names
 from shoal.core.provisioning import events as se
 from shoal.core.runs import evaluation
 from shoal.core.runs import events as runs_events
@@ -101,14 +101,14 @@ def _agent_joined(e: fe.AgentConnected) -> Sentence:
 
 
 def _formed(i: ev.FormWorld) -> Sentence:
-    names = listed(seat.member for seat in i.world.seats)
+    names = join_names(seat.member for seat in i.world.seats)
     return f"world {i.world.number} begins at step {i.world.step} with {names}", i.reason
 
 
 def _proposed(i: ev.ProposeWorld) -> Sentence:
-    if not i.news:
+    if not i.is_new:
         return None
-    names = listed(seat.member for seat in i.world.seats)
+    names = join_names(seat.member for seat in i.world.seats)
     return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
 
 
@@ -120,7 +120,7 @@ def _placed(i: ev.PublishPlacement) -> Sentence:
         + f" on {h.primary}"
         + (f", backup {h.backup}" if h.backup else "")
         + (f", copied to {h.learner}" if h.learner else "")
-        for part, h in enumerate(i.placement.holdings)
+        for part, h in enumerate(i.placement.assignments)
     )
     return f"placement {i.placement.number}: {held}", i.reason
 
@@ -149,7 +149,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.RestoreCheckpoint: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
     ev.RejectMember: lambda i: (f"{i.member} is refused: {i.what}", i.why),
     ev.EvictMember: lambda i: (f"{i.member} is told that it is out", i.reason),
-    ev.StopMembers: lambda i: (f"{listed(i.to)} told to stop", i.reason),
+    ev.StopMembers: lambda i: (f"{join_names(i.to)} told to stop", i.reason),
     ev.AnnounceFinished: lambda i: (f"the training is finished at step {i.step}", ""),
     ev.MembershipNote: lambda i: (i.text, ""),
     evaluation.EvaluationNote: lambda i: (i.text, i.reason),

@@ -15,7 +15,7 @@ from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.batch.setting import resolve_batch
 from shoal.core.data.rounds import RoundOrder
 from shoal.core.data.sample_order import SampleOrder
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import NotAttached, UnusableData, UnusableModel
 from shoal.keras.backends.base import check_backend
 from shoal.keras.data.arrays import SampleSource, SourceFetcher, SourceWithReaders, is_tf_dataset, source_of
@@ -275,8 +275,10 @@ def batches(
     `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are those of `shoal.torch`.
     """
     check_backend()
-    size, epochs = whole("size", size), whole("epochs", epochs)
-    micro, shards = (None if one is None else whole(name, one) for name, one in (("micro", micro), ("shards", shards)))
+    size, epochs = checked_int("size", size), checked_int("epochs", epochs)
+    micro, shards = (
+        None if one is None else checked_int(name, one) for name, one in (("micro", micro), ("shards", shards))
+    )
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None:
             raise UnusableData(

@@ -52,7 +52,7 @@ class KerasShardLayout:
         self.kept = kept_of(model)
         self.parts = {
             number: [weights[i] for i in indices]
-            for number, indices in enumerate(placement.cut(sizes_bytes, parts - 1), start=1)
+            for number, indices in enumerate(placement.divide(sizes_bytes, parts - 1), start=1)
         }
         self.trained = {
             number: [v for v in variables if id(v) not in frozen] for number, variables in self.parts.items()

@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.data.sample_order import SampleOrder
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.errors import BadSize
 from shoal.torch.data.worker_processes import WorkerPool
 from shoal.worker.data.fetch import Batch, Collate, Fetcher, Watch
@@ -79,8 +79,8 @@ def reading(
     pin_memory: bool = False,
 ) -> LoaderParts:
     """How to read a map-style dataset in `workers` processes or, with none, in this one."""
-    workers, prefetch = whole("workers", workers, 0), whole("prefetch", prefetch)
-    micro = None if micro is None else whole("micro", micro)
+    workers, prefetch = checked_int("workers", workers, 0), checked_int("prefetch", prefetch)
+    micro = None if micro is None else checked_int("micro", micro)
     fetcher = TorchFetcher(dataset, order, collate)
     pin = pin_memory and torch.cuda.is_available()
     return LoaderParts(order, fetcher, WorkerPool(fetcher, workers, prefetch, pin) if workers else None, micro)

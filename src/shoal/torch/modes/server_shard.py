@@ -46,7 +46,7 @@ class TorchShardLayout:
         self.buffers = [b for b in model.buffers() if b is not None]
         self.parts = {
             number: [self.parameters[i] for i in indices]
-            for number, indices in enumerate(placement.cut([p.nbytes for p in self.parameters], parts - 1), start=1)
+            for number, indices in enumerate(placement.divide([p.nbytes for p in self.parameters], parts - 1), start=1)
         }
 
     def buffers_of(self, part: int) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.step_report import GHOST, StepReport, decode, encode
+from shoal.core.step_report import CATCHING_UP, StepReport, decode, encode
 from shoal.worker.collectives.exchange import Adder, ExchangeBroken, GatherWork, TreePartials, Work
 from shoal.worker.collectives.ring import Ring
 
@@ -108,7 +108,7 @@ class CatchUpExchange:
         if self._owner_is_first():
             return False
         follows = self._owner_follows()
-        gathered = self._real.gather(encode(StepReport(step=-1, wishes=0 if follows else GHOST)))
+        gathered = self._real.gather(encode(StepReport(step=-1, flags=0 if follows else CATCHING_UP)))
         # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
         buffers = [np.zeros_like(blank) for blank, _, _ in self._zero_buffers]
         tickets = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from shoal.core.validation import whole
+from shoal.core.validation import checked_int
 from shoal.worker.data.fetch import BatchReader, ReadKey, always
 from shoal.worker.data.read_ahead_processes import ForkedReaders
 from shoal.worker.data.share_loader import Foresight
@@ -113,4 +113,4 @@ class _ReadTask:
 
 def depth(workers: int, prefetch: int) -> int:
     """How many steps are read ahead."""
-    return whole("workers", workers, 0) * whole("prefetch", prefetch)
+    return checked_int("workers", workers, 0) * checked_int("prefetch", prefetch)

@@ -61,10 +61,10 @@ class ServerClient:
 
     def turn(self, done: Ticket | None, seconds: float, wants: bool = True) -> ServerReply:
         """Say what is finished and get the next ticket; waits as long as it takes, unless we have to go."""
-        life, began = self.wait_for_servers().life, time.monotonic()
+        life, began = self.wait_for_servers().generation, time.monotonic()
         while True:
             placement = self._take_newest()
-            if placement.life != life:
+            if placement.generation != life:
                 raise TicketAbandoned("the state went back to a checkpoint")
             call = TicketRequest(life, placement.number, done, seconds, wants)
             (answer, _), *_ = self._ask({LEDGER: (call, ())})
@@ -81,8 +81,8 @@ class ServerClient:
 
     def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, memoryview | None]]:
         """The parameters of every part that has another version than we have, with their versions."""
-        life = self.wait_for_servers().life
-        parts = range(1, len(self.wait_for_servers().holdings))
+        life = self.wait_for_servers().generation
+        parts = range(1, len(self.wait_for_servers().assignments))
         answers = self._ask({part: (PullParameters(life, part, versions.get(part, -1)), ()) for part in parts})
         found: dict[int, tuple[int, memoryview | None]] = {}
         for part, (answer, body) in zip(parts, answers, strict=True):
@@ -94,7 +94,9 @@ class ServerClient:
         self._ask(
             {
                 part: (
-                    PushGradients(life, part, granted.ticket, granted.clock, granted.low, granted.settled, how),
+                    PushGradients(
+                        life, part, granted.ticket, granted.clock, granted.min_clock, granted.first_open_step, how
+                    ),
                     body,
                 )
                 for part, (how, body) in gradients.items()
@@ -106,8 +108,8 @@ class ServerClient:
         placement = self._session.placement
         if placement is not None:
             try:
-                sock = self._sock(placement, placement.holdings[LEDGER].primary)
-                rpc.send(sock, Disconnect(placement.life))
+                sock = self._sock(placement, placement.assignments[LEDGER].primary)
+                rpc.send(sock, Disconnect(placement.generation))
             except (OSError, ExchangeBroken):
                 return
 
@@ -144,7 +146,7 @@ class ServerClient:
         sent: list[tuple[int, str, socket.socket]] = []
         broken: set[str] = set()
         for part, (call, body) in calls.items():
-            server = placement.holdings[part].primary
+            server = placement.assignments[part].primary
             if server in broken:
                 continue
             try:
@@ -170,7 +172,7 @@ class ServerClient:
         self._session.set_phase("waiting for a server", since)
         self._session.pause(PAUSE_S)
         newest = self._session.placement
-        if newest is not None and newest.life != placement.life:
+        if newest is not None and newest.generation != placement.generation:
             raise TicketAbandoned("the state went back to a checkpoint")
         if self._session.finished:
             self._session.raise_if_over()
@@ -235,7 +237,7 @@ class ServerClient:
                     shut(sock)
             if self._dialled is not None and is_gone(*self._dialled[:2]):
                 self._dialled[2].set()
-        self._presence.show(placement.seat_of(placement.holdings[LEDGER].primary) if placement is not None else None)
+        self._presence.show(placement.seat_of(placement.assignments[LEDGER].primary) if placement is not None else None)
 
     def _be_seen_by(self, seat: Seat) -> socket.socket:
         return self._session.peers.call(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())

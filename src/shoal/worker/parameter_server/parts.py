@@ -157,9 +157,11 @@ class LedgerPart(ReplicatedPart):
     def outcome(self, step: LedgerUpdate) -> tuple[TicketLedger, Outcome]:
         """What would follow from an entry."""
         if step.gone:
-            return ticket_ledger.drop(self.ledger, step.member, step.session), ticket_ledger.TrainerUnknown()
+            return ticket_ledger.remove(self.ledger, step.member, step.session), ticket_ledger.TrainerUnknown()
         joined = ticket_ledger.join(self.ledger, step.member, step.session)
-        return ticket_ledger.turn(joined, self._sizes, step.member, step.session, step.done, step.seconds, step.wants)
+        return ticket_ledger.advance(
+            joined, self._sizes, step.member, step.session, step.done, step.seconds, step.wants
+        )
 
     def apply(self, what: bytes, body: memoryview) -> None:  # noqa: ARG002
         self.ledger, _ = self.outcome(msgspec.msgpack.decode(what, type=LedgerUpdate))
@@ -167,7 +169,7 @@ class LedgerPart(ReplicatedPart):
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
         # What is marked is for the checkpoint that is being gathered here, and would be kept elsewhere for ever.
-        return msgspec.msgpack.encode(replace(self.ledger, marked=None)), []
+        return msgspec.msgpack.encode(replace(self.ledger, open_at_checkpoint=None)), []
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:  # noqa: ARG002
         self.ledger = msgspec.msgpack.decode(meta, type=TicketLedger)

@@ -50,7 +50,7 @@ class ReplicatedParts:
         """Hold what a placement says, and no more."""
         with self._changed:
             before, self._placement = self._placement, placement
-            if placement is None or (before is not None and before.life != placement.life):
+            if placement is None or (before is not None and before.generation != placement.generation):
                 self._forget(list(self._parts))
             if placement is not None:
                 self._hold(placement)
@@ -62,7 +62,7 @@ class ReplicatedParts:
         mine = placement.held_by(me)
         self._forget([number for number in self._parts if number not in mine])
         for number in mine:
-            holding = placement.holdings[number]
+            holding = placement.assignments[number]
             if holding.primary == me:
                 part = self._parts.get(number) or self._first(number, placement)
                 self._equip(part, holding, placement)
@@ -72,7 +72,7 @@ class ReplicatedParts:
 
     def _first(self, number: int, placement: Placement) -> ReplicatedPart:
         """A part at the beginning of a life: as the script built it, or as the checkpoint has it."""
-        part = self._make(number, placement.life)
+        part = self._make(number, placement.generation)
         if number not in self._restored and not placement.fresh:
             # Better to die, so that whoever has a copy takes over, than to make something up.
             self._session.fail(RuntimeError(f"part {number} is not here, though placement {placement.number} says so"))
@@ -95,9 +95,9 @@ class ReplicatedParts:
             seat = placement.seat_of(name)
             if seat is not None and (part.number, name) not in self._replicas:
                 self._start_replica(part, seat, holding, placement, complete=name == holding.backup)
-        if holding.handing and not part.resting:
+        if holding.handing_off and not part.resting:
             threading.Thread(target=self._come_to_rest, args=(part, placement.number), daemon=True).start()
-        elif not holding.handing:
+        elif not holding.handing_off:
             part.resting = False
 
     def _start_replica(
@@ -122,7 +122,7 @@ class ReplicatedParts:
             if number != part.number:
                 continue
             fits = name in wanted and placement is not None and placement.seat_of(name) == replica.seat
-            if fits and not replica.failed and placement is not None and _same(placement.holdings[number], replica):
+            if fits and not replica.failed and placement is not None and _same(placement.assignments[number], replica):
                 continue
             del self._replicas[number, name]
             replica.close()
@@ -147,7 +147,7 @@ class ReplicatedParts:
         """A copy is lost; the coordinator says what follows."""
         with self._changed:
             placement = self._placement
-            needed = placement is not None and placement.holdings[part.number].backup == seat.member
+            needed = placement is not None and placement.assignments[part.number].backup == seat.member
             self._changed.notify_all()
         if not needed:
             time.sleep(BREATH_S)
@@ -170,11 +170,11 @@ class ReplicatedParts:
         if placement is None:
             return found
         for (number, name), replica in list(self._replicas.items()):
-            holding = placement.holdings[number]
+            holding = placement.assignments[number]
             if replica.complete and not replica.failed and holding.learner == name and holding.since == replica.since:
                 found.append(messages.PartCopiedMsg(number, name, replica.since))
         for number, part in list(self._parts.items()):
-            if part.resting and placement.holdings[number].handing:
+            if part.resting and placement.assignments[number].handing_off:
                 found.append(messages.PartReleasedMsg(number, placement.number))
         return found
 
@@ -226,7 +226,7 @@ class ReplicatedParts:
             with self._changed:
                 if not self._is_primary(part) or self._placement is None:
                     return False
-                backup = self._placement.holdings[part.number].backup
+                backup = self._placement.assignments[part.number].backup
                 if not backup or backup in part.replicas:
                     return True
                 found = self._replicas.get((part.number, backup))
@@ -257,7 +257,7 @@ class ReplicatedParts:
             with self._changed:
                 if not self._is_primary(part) or self._placement is None:
                     return False
-                if not _same(self._placement.holdings[part.number], replica):
+                if not _same(self._placement.assignments[part.number], replica):
                     return True
                 self._changed.wait(0.1)
             self._insist(name, entry.failed)
@@ -268,8 +268,8 @@ class ReplicatedParts:
             not part.gone
             and not self._closed
             and placement is not None
-            and placement.life == part.life
-            and placement.holdings[part.number].primary == self._session.me
+            and placement.generation == part.life
+            and placement.assignments[part.number].primary == self._session.me
         )
 
     def _primary(self, number: int, life: int, *, resting: bool = False) -> ReplicatedPart | None:

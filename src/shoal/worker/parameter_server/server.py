@@ -104,30 +104,30 @@ class ParameterServer(ReplicatedParts):
         if not isinstance(part, LedgerPart) or placement is None or not self.leads:
             return None
         with part.lock:
-            part.ledger = ticket_ledger.mark(part.ledger)
+            part.ledger = ticket_ledger.begin_checkpoint(part.ledger)
         found: dict[int, tuple[bytes, list[Bytes]]] = {}
         try:
-            for number in range(1, len(placement.holdings)):
+            for number in range(1, len(placement.assignments)):
                 copy = self._copy_of(number, placement)
                 if copy is None:
                     return None
                 found[number] = copy
         finally:
             with part.lock:
-                saved = ticket_ledger.as_marked(part.ledger)
-                part.ledger = replace(part.ledger, marked=None)
+                saved = ticket_ledger.at_checkpoint(part.ledger)
+                part.ledger = replace(part.ledger, open_at_checkpoint=None)
         found[LEDGER] = (msgspec.msgpack.encode(saved), [])
         return found
 
     def _copy_of(self, number: int, placement: Placement) -> tuple[bytes, list[Bytes]] | None:
-        holding = placement.holdings[number]
+        holding = placement.assignments[number]
         if holding.primary == self._session.me:
             part = self._parts.get(number)
             return part.capture() if part is not None else None
         seat = placement.seat_of(holding.primary)
         if seat is None:
             return None
-        return self._session.fetch(FetchPart(placement.life, number), seat)
+        return self._session.fetch(FetchPart(placement.generation, number), seat)
 
     # --- trainers
 
@@ -193,7 +193,9 @@ class ParameterServer(ReplicatedParts):
         if isinstance(outcome, ticket_ledger.TicketsExhausted):
             return ServerReply("over", finished_samples=outcome.finished_samples, number=number)
         if isinstance(outcome, ticket_ledger.TicketDelayed):
-            return ServerReply("wait", outcome.reason, clock=outcome.clock, low=outcome.low, whom=outcome.whom)
+            return ServerReply(
+                "wait", outcome.reason, clock=outcome.clock, low=outcome.min_clock, whom=outcome.waits_for
+            )
         return ServerReply("wait", "it is not in the ledger")
 
     def _drop(self, member: str, session: str) -> None:
@@ -243,7 +245,7 @@ class ParameterServer(ReplicatedParts):
 
     def _not_here(self, life: int) -> ServerReply:
         placement = self._placement
-        return VOID if placement is not None and placement.life > life else MOVED
+        return VOID if placement is not None and placement.generation > life else MOVED
 
     # --- primaries that keep their copies here
 
@@ -277,9 +279,9 @@ class ParameterServer(ReplicatedParts):
                 if self._closed or time.monotonic() > deadline:
                     return False
                 self._changed.wait(0.1)
-            holding = self._placement.holdings[part]
+            holding = self._placement.assignments[part]
             copies = (holding.backup, holding.learner)
-            return self._placement.life == life and holding.primary == primary and self._session.me in copies
+            return self._placement.generation == life and holding.primary == primary and self._session.me in copies
 
     def _install(self, primary: str, call: InstallReplica, body: memoryview) -> ServerReply:
         if not self._keeps_here(primary, call.number, call.part, call.life):

@@ -170,7 +170,7 @@ class TicketLoop(ABC):
                 self._go(done, seconds)
             try:
                 session.set_phase("ticket")
-                life = pusher.wait_for_servers().life
+                life = pusher.wait_for_servers().generation
                 asked_at = time.perf_counter()
                 answer = pusher.turn(done, seconds)
                 done = None
@@ -205,10 +205,10 @@ class TicketLoop(ABC):
     def _pull(self, life: int) -> None:
         assert self._pusher is not None
         placement = self._pusher.wait_for_servers()
-        if placement.life != life:
+        if placement.generation != life:
             raise TicketAbandoned("the state went back to a checkpoint")
         if not self._laid_out:
-            self._lay_out(len(placement.holdings))
+            self._lay_out(len(placement.assignments))
             self._laid_out = True
         if life != self._life:
             self._life, self._versions = life, {}
@@ -302,6 +302,6 @@ class TicketLoop(ABC):
             "metrics": finite(self.metrics),
             "spent": StepTimes(**self._spent),
             "clock": turn.granted.clock if turn is not None else 0,
-            "ahead": turn.granted.clock - turn.granted.low if turn is not None else 0,
+            "ahead": turn.granted.clock - turn.granted.min_clock if turn is not None else 0,
             "waits_for": pusher.waits_for if pusher is not None else (),
         }

@@ -96,8 +96,8 @@ class Session(MemberWorlds):
         """Note what the pulses of a step say about its end; it holds once the step is committed."""
         last = self._keeper is not None and self._keeper.is_last_step(everybody)
         with self._changed:
-            self._agreed = None if last else pulses.agreed(everybody)
-            self._stop_agreed = any(p.wishes & pulses.STOP for p in everybody)
+            self._agreed = None if last else pulses.agreed_world(everybody)
+            self._stop_agreed = any(p.flags & pulses.STOP for p in everybody)
             if self._agreed is None and self._announced is not self._prepared:
                 drop(self._announced)
                 self._announced = None
@@ -238,7 +238,9 @@ class Session(MemberWorlds):
         """Let a shadow take part while our state is on its way, if we are not expected to compute yet."""
         real, keeper = entrance.exchange, self._keeper
         zero_buffers = (
-            keeper.zero_buffers() if keeper is not None and self._may_shadow and rank in entrance.world.ghosts else None
+            keeper.zero_buffers()
+            if keeper is not None and self._may_shadow and rank in entrance.world.catching_up
+            else None
         )
         if keeper is None or zero_buffers is None or not isinstance(real, Ring):
             return entrance

@@ -150,13 +150,13 @@ class Loop(ABC):
         """The ranks without a share: newcomers in their first step here, and as long as they are catching up."""
         if self._world_seen != world.number:
             self._world_seen = world.number
-            return world.ghosts
+            return world.catching_up
         before = self.turn
         if before is not None and before.spoiled and before.step == step:
             return before.ghosts
         if before is None or before.step != step - 1:
             return ()
-        return tuple(rank for rank, p in enumerate(before.everybody) if p.wishes & step_report.GHOST)
+        return tuple(rank for rank, p in enumerate(before.everybody) if p.flags & step_report.CATCHING_UP)
 
     def _is_last_step(self, everybody: tuple[step_report.StepReport, ...]) -> bool:
         step = max(p.step for p in everybody)
@@ -189,7 +189,7 @@ class Loop(ABC):
             micro=self.feed.micro_batch_size or 0,
             **self.soundings.told(last, turn),
             prepared=self._session.prepared_world(),
-            wishes=self._session.flags,
+            flags=self._session.flags,
             more=self.feed.has_more(),
             rate=self._rate(),
         )
@@ -205,10 +205,10 @@ class Loop(ABC):
         return float(last.loss) / total if last is not None and total else 0.0
 
     def _check(self, turn: Step) -> None:
-        reason = step_report.desync(turn.everybody)
+        reason = step_report.step_mismatch(turn.everybody)
         if reason:
             raise MembersDiverged("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
-        rates = step_report.apart(turn.everybody)
+        rates = step_report.learning_rate_mismatch(turn.everybody)
         if rates:
             raise MembersDiverged(
                 "the members have different learning rates",

@@ -108,7 +108,7 @@ def pace_of(member: str, text: str) -> Slowdown | None:
     told = emulation.parse(text)
     if told is None:
         return None
-    number = emulation.number_of(member)
+    number = emulation.member_number(member)
     if told.sample_s is not None:
         return FixedStepCost(told, number)
     machine = told.machine(number)

@@ -92,7 +92,7 @@ def _is_final(failures: dict[str, Exception]) -> bool:
 
 def _unreachable(seat: Seat, failures: dict[str, Exception]) -> ExchangeBroken:
     tried = "; ".join(
-        f"{addresses.shown(host, seat.address.port)}: {_in_words(error)}" for host, error in failures.items()
+        f"{addresses.host_port(host, seat.address.port)}: {_in_words(error)}" for host, error in failures.items()
     )
     return ExchangeBroken(f"cannot reach {seat.member} at {tried}", (seat.member,))
 
@@ -156,7 +156,7 @@ class _PeerConnect:
                 disown(attempt.sock)
 
     def _silence(self, hosts: tuple[str, ...]) -> str:
-        where = ", ".join(addresses.shown(host, self._seat.address.port) for host in hosts)
+        where = ", ".join(addresses.host_port(host, self._seat.address.port) for host in hosts)
         unconnected = not any(attempt.open for attempt in self._attempts.values())
         more = " (no connection: shoal doctor POOL finds out why)" if unconnected else ""
         return f"{self._seat.member} did not answer at {where}{more}"

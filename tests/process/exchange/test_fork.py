@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(make_ports):
     (port,) = make_ports(1)
     member = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("member.py")), str(port.address.port)],
+        [sys.executable, "-m", "tests.process.exchange.member", str(port.address.port)],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -63,7 +63,7 @@ class SshSite(EngineSite):
         return next(host for host in self._hosts if self.home(host, hire).exists())
 
     def home(self, host: str, hire: str) -> Path:
-        return self.network.home(host) / ".shoal" / "hires" / self.tag / hire
+        return self.network.home(host) / ".shoal" / "allocations" / self.tag / hire
 
     def process(self, hire: str) -> psutil.Process:
         """A hire's agent, as this machine sees it."""
@@ -85,7 +85,7 @@ class SshSite(EngineSite):
     @contextlib.contextmanager
     def held_up(self, host: str) -> Iterator[Path]:
         """While it is entered, nothing can be started on a host; the file for whose lock all wait."""
-        hires = self.network.home(host) / ".shoal" / "hires"
+        hires = self.network.home(host) / ".shoal" / "allocations"
         hires.mkdir(parents=True, exist_ok=True)
         with (hires / f"lock-{host}").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -37,7 +37,7 @@ class LocalSite(EngineSite):
         return Here("here", EngineOptions(directory=str(self.path / "home")))
 
     def kill(self, hire: str) -> None:
-        known = json.loads((self.path / "home" / "hires" / self.tag / hire / "process.json").read_text())
+        known = json.loads((self.path / "home" / "allocations" / self.tag / hire / "process.json").read_text())
         psutil.Process(known["pid"]).kill()
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ class SlurmSite(EngineSite):
         self.cluster.start_controller()
 
     def home(self, hire: str) -> Path:
-        return self.path / "home" / "hires" / self.tag / hire
+        return self.path / "home" / "allocations" / self.tag / hire
 
     def agent_pid(self, hire: str) -> int:
         """The batch script became the agent, so there is one process of it."""

@@ -46,8 +46,8 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
         with pytest.raises(PoolFull) as refused:
             engine.submit(site.ask("pool-3"))
         assert "h1 does not answer" in refused.value.why
-        assert "1 of 1 hires run there" in refused.value.why
-        engine._contacts["h1"].silent_since -= 601.0
+        assert "1 of 1 allocations are running" in refused.value.why
+        engine._connections["h1"].silent_since -= 601.0
         assert set(site.seen(engine)) == {"pool-2"}, "h1 is taken as lost"
         site.until_agents("pool-2")
         site.network.boot("h1")
@@ -83,7 +83,7 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
             process.suspend()
         seen = site.seen(engine)
         assert {hire: one.handle for hire, one in seen.items()} == handles
-        assert "h2 does not answer: nothing came for" in seen["pool-2"].why
+        assert "h2 does not answer: no reply within" in seen["pool-2"].why
         assert not seen["pool-1"].why
         for process in hung:
             process.resume()
@@ -94,7 +94,7 @@ def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
     with ssh_network(tmp_path / "net", "h1") as network:
         network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")
         with SshSite(tmp_path, network, "h2", jump="h1") as site:
-            with pytest.raises(AllocationRefused, match="h2 does not let us in"):
+            with pytest.raises(AllocationRefused, match="authentication failed on h2"):
                 site.engine(jump="").submit(site.ask("pool-1"))
             engine = site.engine()
             engine.submit(site.ask("pool-1"))
@@ -135,7 +135,7 @@ def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
         engine.cancel(handles["pool-2"])
         site.until_agents("pool-1")
         assert set(site.seen(engine)) == {"pool-1"}
-        homes = shared / "hires" / site.tag
+        homes = shared / "allocations" / site.tag
         for path in homes.rglob("*"):
             os.utime(path, (0.0, 0.0))
         engine.clean_up(site.tag, ())

@@ -64,19 +64,19 @@ def test_an_unknown_host(network: SshNetwork) -> None:
     # A name that no server has to be asked for: there is none in the hub.
     name = 70 * "n"
     error = refusal(engine(network, name))
-    assert error.what == f"there is no host {name}"
+    assert error.what == f"unknown host {name}"
     assert "Name or service not known" in error.why
 
 
 def test_a_name_that_cannot_be_looked_up_now(network: SshNetwork) -> None:
     error = refusal(engine(network, "nowhere.invalid"), EngineUnreachable)
-    assert error.what == "the name nowhere.invalid could not be looked up just now"
+    assert error.what == "temporary failure to resolve nowhere.invalid"
     assert "correct hosts in [pool.lab]" in error.do
 
 
 def test_a_host_where_no_sshd_listens(network: SshNetwork) -> None:
     error = refusal(engine(network, port=2222), EngineUnreachable)
-    assert error.what == "h1 is there, but no sshd listens"
+    assert error.what == "h1 refused the connection: no sshd is listening"
     assert "port 2222: Connection refused" in error.why
 
 
@@ -90,7 +90,7 @@ def test_a_wrong_key(network: SshNetwork, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace("IdentityFile", "#"))
     error = refusal(engine(network, config=str(config), identity=str(tmp_path / "other")))
-    assert error.what == "h1 does not let us in"
+    assert error.what == "authentication failed on h1"
     assert "Permission denied (publickey)" in error.why
     assert "identity in [pool.lab]" in error.do
 
@@ -98,7 +98,7 @@ def test_a_wrong_key(network: SshNetwork, tmp_path: Path) -> None:
 def test_a_pool_whose_hosts_all_turn_us_away_is_not_asked_again(network: SshNetwork, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace("IdentityFile", "#"))
-    for hosts, what in ((("h1",), "h1 does not let us in"), (("h1", "h2"), "no host of pool lab answers")):
+    for hosts, what in ((("h1",), "authentication failed on h1"), (("h1", "h2"), "no host of pool lab answers")):
         away = engine(network, *hosts, config=str(config))
         with pytest.raises(AllocationRefused, match=what) as caught:
             away.watch("tag")
@@ -115,7 +115,7 @@ def test_a_key_of_a_host_that_was_never_seen_is_noted_only_if_one_says_so(networ
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace(str(network.config.parent / "known_hosts"), str(known)))
     error = refusal(engine(network, config=str(config)))
-    assert error.what == "the key of h1 is not known here"
+    assert error.what == "the host key of h1 is unknown"
     assert "accept_new = true" in error.do
     assert not known.exists()
     trusting = engine(network, config=str(config), accept_new=True)
@@ -132,32 +132,32 @@ def test_a_key_of_a_host_that_changed_is_refused_even_if_new_ones_are_not(networ
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace(str(network.config.parent / "known_hosts"), str(known)))
     error = refusal(engine(network, config=str(config), accept_new=True))
-    assert error.what == "h1 shows another key than before"
+    assert error.what == "the host key of h1 has changed"
     assert "ssh-keygen -R h1" in error.do
 
 
 def test_a_config_that_is_not_there(network: SshNetwork, tmp_path: Path) -> None:
     error = refusal(engine(network, config=str(tmp_path / "none")))
-    assert error.what == "ssh cannot be used as it is configured here"
+    assert error.what == "ssh is misconfigured on this machine"
 
 
 def test_no_python(network: SshNetwork) -> None:
     error = refusal(engine(network, python="/opt/none/bin/python"))
-    assert error.what == "there is no such Python on h1"
+    assert error.what == "Python not found on h1"
     assert "/opt/none/bin/python" in error.why
     late = refusal(engine(network, python="/opt/none/bin/python", setup=("true",)))
-    assert late.what == "there is no such Python on h1"
+    assert late.what == "Python not found on h1"
     assert "/opt/none/bin/python" in late.why
 
 
 def test_a_python_that_is_too_old(network: SshNetwork, tmp_path: Path) -> None:
     old = _program(tmp_path / "old", "echo 3.9.2")
     error = refusal(engine(network, python=str(old), setup=("echo hello",)))
-    assert error.what == "the Python of h1 is too old"
+    assert error.what == "Python on h1 is too old"
     assert "3.9.2" in error.why
     assert "3.11" in error.why
     older = _program(tmp_path / "older", "echo 'shoal needs a newer Python here than 2.7.18' >&2; exit 1")
-    assert refusal(engine(network, python=str(older))).what == "the Python of h1 is too old"
+    assert refusal(engine(network, python=str(older))).what == "Python on h1 is too old"
 
 
 def test_a_python_without_shoal(network: SshNetwork) -> None:
@@ -168,7 +168,7 @@ def test_a_python_without_shoal(network: SshNetwork) -> None:
 
 def test_a_setup_that_fails(network: SshNetwork) -> None:
     error = refusal(engine(network, setup=("echo oh no >&2; exit 3",)))
-    assert error.what == "Python cannot be started on h1"
+    assert error.what == "cannot start Python on h1"
     assert "exit code 3, oh no" in error.why
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk(network: SshNetwork, tmp_path: Path) -> None:
     full = engine(network, directory=str(tmp_path / "disk"))
     assert "0 MiB of disk are free" in full.capacity()[0].why
     error = refusal(full)
-    assert error.what == "no space is left on h1"
+    assert error.what == "no space left on h1"
     assert str(tmp_path / "disk") in error.why
     assert network.on("h1", "find", str(tmp_path / "disk"), "-name", "token*") == ""
 
@@ -188,11 +188,11 @@ def test_what_runs_can_be_ended_when_the_disk_can_no_longer_be_written(network: 
     (tmp_path / "disk").mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "disk"))
     some = engine(network, directory=str(tmp_path / "disk"), setup=("exec sleep 4711",))
-    some._contacts["h1"].proved = True
+    some._connections["h1"].checked = True
     handle = some.submit(ASK)
     network.on("h1", "mount", "--bind", str(tmp_path / "disk"), str(tmp_path / "disk"))
     network.on("h1", "mount", "-o", "remount,bind,ro", str(tmp_path / "disk"))
-    with pytest.raises(EngineUnreachable, match="cannot be written"):
+    with pytest.raises(EngineUnreachable, match="cannot write to"):
         some.cancel(handle)
     assert not network.running("h1", "4711")
     assert [one.state for one in some.watch("tag")] == ["gone"]
@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path)
     (tmp_path / "disk").mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path / "disk"))
     error = refusal(engine(network, directory=str(tmp_path / "disk")))
-    assert error.what == "Shoal's directory on h1 cannot be written"
+    assert error.what == "cannot write to Shoal's directory on h1"
     assert "Read-only file system" in error.why
 
 
@@ -229,7 +229,7 @@ def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) 
 def test_no_good_host_at_all_names_what_is_wrong_with_each(network: SshNetwork) -> None:
     error = refusal(engine(network, "nowhere.invalid", "h1", python="/opt/none/bin/python"))
     assert "nowhere.invalid" in error.why
-    assert "h1: there is no such Python on h1" in error.why
+    assert "h1: Python not found on h1" in error.why
 
 
 def _program(path: Path, text: str) -> Path:

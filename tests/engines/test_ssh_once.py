@@ -116,7 +116,7 @@ def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, besi
         assert not site.network.running("h1", "4711")
 
 
-@pytest.mark.parametrize("differs", ["born", "boot"])
+@pytest.mark.parametrize("differs", ["started", "boot"])
 def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path: Path, differs: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine()
@@ -124,10 +124,10 @@ def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path:
         site.until_agents("pool-1")
         note = site.home("h1", "pool-1") / "process.json"
         known = json.loads(note.read_text())
-        note.write_text(json.dumps({**known, differs: {"born": known["born"] - 1, "boot": "another"}[differs]}))
+        note.write_text(json.dumps({**known, differs: {"started": known["started"] - 1, "boot": "another"}[differs]}))
         (seen,) = engine.watch(site.tag)
         assert seen.state == "gone"
-        assert differs != "boot" or seen.why == "the host was started anew"
+        assert differs != "boot" or seen.why == "the host was rebooted"
         engine.cancel(handle)
         assert len(site.agents_on("h1")) == 1
         site.agents_on("h1")[0].kill()
@@ -152,7 +152,7 @@ def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh,
     script.write_text(f"#!/bin/bash\n{first}\ntouch $HOME/up\n{then}\n")
     script.chmod(0o755)
     engine = site.engine(setup=(f"exec {script}",))
-    engine._contacts["h1"].proved = True
+    engine._connections["h1"].checked = True
     handle = engine.submit(site.ask("pool-1"))
     site.until((site.network.home("h1") / "up").exists, "it to run")
     return engine, handle

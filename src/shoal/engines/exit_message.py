@@ -1,38 +1,38 @@
-"""What an agent that is gone said last, in words that name the cause; pure."""
+"""Exit message of an agent that has ended: the cause, from the end of its log; pure."""
 
 from __future__ import annotations
 
 import re
 
-OLDEST = "3.11"
-LONGEST = 500
-# `-P` came with the oldest Python that agents can use, and is the first thing that an older one trips over.
-_OLD = re.compile(r"[Uu]nknown option:? -P")
-_LACKS = re.compile(r"No module named '?(\w+)")
+OLDEST_PYTHON = "3.11"
+MAX_CHARACTERS = 500
+# `-P` came with the oldest Python that agents can use, and is the first thing that an older one rejects.
+_TOO_OLD = re.compile(r"[Uu]nknown option:? -P")
+_MISSING_MODULE = re.compile(r"No module named '?(\w+)")
 
 
 def of_log(log: str, python: str = "") -> str:
-    """Its error with the cause, what keeps its Python from running it, or its last line."""
+    """Return the agent's last error with its cause, why its Python cannot run it, or its last line."""
     lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
     if not lines:
-        return "it said nothing"
-    errors = [place for place, line in enumerate(lines) if "error[" in line]
+        return "it wrote no output"
+    errors = [number for number, line in enumerate(lines) if "error[" in line]
     unfit = of_python(" ".join(lines[-5:]), python)
-    if unfit and not any(place >= len(lines) - 5 for place in errors):
+    if unfit and not any(number >= len(lines) - 5 for number in errors):
         return unfit
     if not errors:
-        return "its process is gone" if " INFO " in lines[-1] else lines[-1][:LONGEST]
+        return "its process has ended" if " INFO " in lines[-1] else lines[-1][:MAX_CHARACTERS]
     after = lines[errors[-1] + 1 :]
     why = next((line[3:].strip() for line in after if line.startswith("why ")), "")
-    return f"{lines[errors[-1]]}{f' ({why})' if why else ''}"[:LONGEST]
+    return f"{lines[errors[-1]]}{f' ({why})' if why else ''}"[:MAX_CHARACTERS]
 
 
-def of_python(said: str, python: str = "") -> str:
-    """What is wrong with an interpreter that said this; nothing if that is not it."""
-    who = python or "the Python there"
-    if _OLD.search(said):
-        return f"{who} is older than Python {OLDEST}: name another with python = in its pool"
-    if lacks := _LACKS.search(said):
-        what = "Shoal" if lacks[1] == "shoal" else f"{lacks[1]}, which Shoal or the setup of the pool needs"
-        return f"{who} has no {what}: install it there, or name another with python = in its pool"
+def of_python(output: str, python: str = "") -> str:
+    """Return what is wrong with the interpreter that printed this; empty if that is not the cause."""
+    interpreter = python or "the machine's Python"
+    if _TOO_OLD.search(output):
+        return f"{interpreter} is older than Python {OLDEST_PYTHON}: set python = in its pool to a newer one"
+    if missing := _MISSING_MODULE.search(output):
+        name = "Shoal" if missing[1] == "shoal" else f"{missing[1]}, which Shoal or the pool's setup needs"
+        return f"{interpreter} has no {name}: install it there, or set python = in its pool to one that has it"
     return ""

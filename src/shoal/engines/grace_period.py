@@ -1,4 +1,4 @@
-"""How long an agent may take to hand over: less than its engine waits before it kills; pure."""
+"""Grace period of an agent: the time its members have to hand over, shorter than its engine waits before SIGKILL."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shoal.engines.engine import AllocationRequest
 
 OPTION = "--grace"
 USUAL_S = 30.0
-# What an agent needs to end its members and to say goodbye when their time is over.
+# What an agent needs after the grace period: to kill its members and to report their exits.
 MARGIN_S = 5.0
 
 
 def of(request: AllocationRequest) -> float:
-    """How long the agent gives its members, as its own options say."""
+    """Return the grace period of the requested agent, in seconds."""
     return in_options(request.options)
 
 
 def in_options(options: Sequence[str]) -> float:
-    """The same, of the options alone."""
+    """Return the grace period that the agent's options set, in seconds."""
     for name, value in itertools.pairwise(options):
         if name == OPTION:
             return float(value)
@@ -28,11 +28,10 @@ def in_options(options: Sequence[str]) -> float:
 
 
 def within(request: AllocationRequest, granted_s: float) -> AllocationRequest:
-    """The same, with an agent that is done before an engine that waits so long kills it."""
-    most_s = max(granted_s - MARGIN_S, granted_s / 2)
-    if of(request) <= most_s:
+    """Return the request with a grace period that ends before an engine sends SIGKILL after `granted_s`."""
+    longest_s = max(granted_s - MARGIN_S, granted_s / 2)
+    if of(request) <= longest_s:
         return request
-    kept = [
-        part for at, part in enumerate(request.options) if OPTION not in (part, *request.options[max(0, at - 1) : at])
-    ]
-    return dataclasses.replace(request, options=(*kept, OPTION, f"{most_s:g}"))
+    options = request.options
+    kept = [word for at, word in enumerate(options) if OPTION not in (word, *options[max(0, at - 1) : at])]
+    return dataclasses.replace(request, options=(*kept, OPTION, f"{longest_s:g}"))

@@ -1,4 +1,4 @@
-"""Pools as shoal.toml describes them: what they cost, how much they may give, and the engine behind each."""
+"""Pool configuration: a `[pool.NAME]` table of shoal.toml becomes a `PoolInfo` and an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.errors import BadPool, UnknownEngine
 ENTRY_POINTS = "shoal.engines"
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 LOCAL = "local"
-OURS = {
+BUILT_IN = {
     LOCAL: "shoal.engines.local:Local",
     "ssh": "shoal.engines.ssh.engine:Ssh",
     "slurm": "shoal.engines.slurm.engine:Slurm",
@@ -30,72 +30,79 @@ Table = Mapping[str, Any]
 
 
 class PoolConfig(msgspec.Struct, frozen=True):
-    """What can be said of any pool."""
+    """Keys that every pool accepts, whatever its engine."""
 
     engine: str
-    limit: Annotated[int, Meta(ge=0, description="most machines that may be had at a time")] = 8
+    limit: Annotated[int, Meta(ge=0, description="most machines at a time")] = 8
     slots: Annotated[int, Meta(ge=1, description="members on each machine")] = 1
-    price: Annotated[float, Meta(ge=0, description="of a machine for an hour, in any currency")] = 0.0
-    instead: Annotated[float, Meta(ge=0, description="what a machine that is not preempted would cost")] = 0.0
-    wait_s: Annotated[float, Meta(gt=0, description="wait for a machine before the next pool is asked")] = 60.0
-    labels: Annotated[Mapping[str, str], Meta(description="what its machines carry, for --where")] = msgspec.field(
+    price: Annotated[float, Meta(ge=0, description="of a machine per hour, in any currency")] = 0.0
+    instead: Annotated[float, Meta(ge=0, description="price of a machine that is not preempted")] = 0.0
+    wait_s: Annotated[float, Meta(gt=0, description="time to wait for a machine before trying the next pool")] = 60.0
+    labels: Annotated[Mapping[str, str], Meta(description="labels of its machines, for --where")] = msgspec.field(
         default_factory=dict
     )
 
 
 def engine_type(name: str, where: str = "") -> type[Engine]:
-    """The engine of this name, ours or another package's."""
-    found = OURS.get(name) or next(
-        (p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)), ""
+    """Return the engine class of this name, built in or from another package; raise `UnknownEngine`."""
+    path = BUILT_IN.get(name) or next(
+        (point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)), ""
     )
-    if not found:
-        raise UnknownEngine(f"there is no engine {name!r}", where=where, do=f"the engines are: {', '.join(engines())}")
-    module, _, kind = found.partition(":")
-    loaded: type[Engine] = getattr(importlib.import_module(module), kind)
-    return loaded
+    if not path:
+        expected = ", ".join(engines())
+        raise UnknownEngine(f"unknown engine {name!r}", where=where, do=f"use one of: {expected}")
+    module, _, class_name = path.partition(":")
+    engine: type[Engine] = getattr(importlib.import_module(module), class_name)
+    return engine
 
 
 def engines() -> list[str]:
-    """The names of all engines."""
-    return sorted({*OURS, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
+    """Return the names of all engines."""
+    return sorted({*BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
 
 
 def parse(name: str, table: Table, where: str = "") -> tuple[PoolInfo, Engine]:
-    """A pool and its engine from a ``[pool.NAME]``."""
+    """Return the pool and the engine that a `[pool.NAME]` table describes; raise `BadPool` or `UnknownEngine`."""
     if not re.fullmatch(NAME, name):
         raise BadPool(
-            f"a pool cannot be called {name!r}",
+            f"invalid pool name {name!r}",
             where=where,
-            why="its machines are named after it, also in paths and for shells",
-            do="use up to 48 letters, digits and _ . -, and begin with a letter or a digit",
+            why="machines are named after their pool, also in paths and shell commands",
+            do="use up to 48 letters, digits and _ . -, beginning with a letter or a digit",
         )
     if "engine" not in table:
-        raise BadPool(f"pool {name} names no engine", where=where, do=f'add engine = "{LOCAL}", or another')
+        raise BadPool(f"pool {name} has no engine", where=where, do=f'add engine = "{LOCAL}", or another')
     general = {field.encode_name for field in msgspec.structs.fields(PoolConfig)}
-    said = _convert(name, {key: value for key, value in table.items() if key in general}, PoolConfig, where)
-    kind = engine_type(said.engine, where)
-    known = [field.encode_name for field in msgspec.structs.fields(kind.options_type)]
-    # Labels may be the engine's too: what it chooses machines by is what they carry.
-    own = {key: value for key, value in table.items() if key not in general or key in known}
-    for key in own:
-        if key not in known:
-            near = difflib.get_close_matches(key, [*general, *known], n=1)
-            do = f"did you mean {near[0]}?" if near else f"{said.engine} takes {', '.join(sorted((*general, *known)))}"
-            raise BadPool(f"pool {name} cannot be told {key!r}", where=where, do=do)
-    options = _convert(name, own, kind.options_type, where)
+    config = _convert(name, {key: value for key, value in table.items() if key in general}, PoolConfig, where)
+    kind = engine_type(config.engine, where)
+    options = _engine_options(name, table, config.engine, kind, general, where)
+    engine = kind(name, options)
+    limit = config.limit if engine.max_allocations is None else min(config.limit, engine.max_allocations)
+    price = (config.price, config.instead, config.wait_s)
+    pool = PoolInfo(name, config.engine, limit, config.slots, *price, dict(config.labels), kind.sized, *engine.size)
+    return pool, engine
+
+
+def _engine_options(name: str, table: Table, engine: str, kind: type[Engine], general: set[str], where: str) -> Any:
+    """Return the engine's own options; raise `BadPool` for a key that neither the engine nor every pool has."""
+    accepted = [field.encode_name for field in msgspec.structs.fields(kind.options_type)]
+    # `labels` may be both: machines carry the labels that the engine selects them by.
+    given = {key: value for key, value in table.items() if key not in general or key in accepted}
+    for key in given:
+        if key not in accepted:
+            near = difflib.get_close_matches(key, [*general, *accepted], n=1)
+            do = f"did you mean {near[0]}?" if near else f"{engine} takes {', '.join(sorted((*general, *accepted)))}"
+            raise BadPool(f"unknown key {key!r} in [pool.{name}]", where=where, do=do)
+    options = _convert(name, given, kind.options_type, where)
     if options.image and not kind.takes_images:
-        able = [one for one in OURS if engine_type(one).takes_images]
+        able = [name for name in BUILT_IN if engine_type(name).takes_images]
         raise BadPool(
             f"pool {name} cannot run the image {options.image!r}",
             where=where,
-            why=f"{said.engine} starts agents on machines as they are; images are for {' and '.join(able)}",
+            why=f"{engine} starts agents outside of containers; images are for {' and '.join(able)}",
             do="give it an environment instead: a requirements file, or a packed archive",
         )
-    engine = kind(name, options)
-    limit = said.limit if engine.max_allocations is None else min(said.limit, engine.max_allocations)
-    price = (said.price, said.instead, said.wait_s)
-    pool = PoolInfo(name, said.engine, limit, said.slots, *price, dict(said.labels), kind.sized, *engine.size)
-    return pool, engine
+    return options
 
 
 def _convert(name: str, values: Table, kind: Any, where: str) -> Any:
@@ -103,5 +110,5 @@ def _convert(name: str, values: Table, kind: Any, where: str) -> Any:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
         why, _, path = str(error).partition(" - at ")
-        key = path.strip("`$.") or "something"
-        raise BadPool(f"{key} of pool {name} cannot be what it is", where=where, why=why) from error
+        key = path.strip("`$.") or "a key"
+        raise BadPool(f"invalid value for {key} in [pool.{name}]", where=where, why=why) from error

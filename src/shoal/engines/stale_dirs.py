@@ -1,7 +1,8 @@
-"""What hires leave on a disk: their logs and projects, removed when it is certain that nobody needs them.
+"""Directories of ended allocations, removed once no engine needs them.
 
-Many engines may keep hires below one directory. Whoever lives has its token there, and each engine removes the tokens
-of its own that have ended; so what has no token, and was not touched for long, can be removed by any of them.
+Several engines may keep allocations below one directory. An agent that may be alive has its token there, and each
+engine removes the tokens of its own agents that have ended. So any engine may remove a directory that has no token and
+was not written to for `KEEP_S`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from shoal.engines.agent_script import KEEP_S
 TOKEN = "token"
 
 
-def homes(hires: Path) -> Iterator[tuple[str, str, Path]]:
-    """Every directory of a hire, with its tag and name."""
-    for tag in sorted(hires.iterdir()) if hires.is_dir() else ():
+def homes(root: Path) -> Iterator[tuple[str, str, Path]]:
+    """Yield tag, name and path of every allocation's directory."""
+    for tag in sorted(root.iterdir()) if root.is_dir() else ():
         for home in sorted(tag.iterdir()) if tag.is_dir() else ():
             if home.is_dir() and not home.is_symlink():
                 yield tag.name, home.name, home
 
 
 def is_old(home: Path, now: float) -> bool:
-    """Whether nothing was written there for long; what was removed since does not count."""
+    """Return whether no file in it was written for `KEEP_S`; removed files do not count."""
     times = []
     for path in home.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -33,14 +34,14 @@ def is_old(home: Path, now: float) -> bool:
     return now - max(times or [home.stat().st_mtime]) > KEEP_S
 
 
-def remove(hires: Path, tag: str, known: Collection[str], now: float) -> list[str]:
-    """Remove what those left that ended long ago, but for hires of a tag that somebody counts on; their names."""
+def remove(root: Path, tag: str, active: Collection[str], now: float) -> list[str]:
+    """Remove old directories without a token, but for the `active` allocations of this tag; return their names."""
     removed = []
-    for of, hire, home in homes(hires):
-        if (of == tag and hire in known) or (home / TOKEN).exists() or not is_old(home, now):
+    for owner, allocation, home in homes(root):
+        if (owner == tag and allocation in active) or (home / TOKEN).exists() or not is_old(home, now):
             continue
         shutil.rmtree(home, ignore_errors=True)
-        removed.append(f"{of}/{hire}")
+        removed.append(f"{owner}/{allocation}")
         with contextlib.suppress(OSError):
             home.parent.rmdir()
     return removed

@@ -237,7 +237,7 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_else(machine: Machi
     old.chmod(0o755)
     code, said = machine.ended("lab-1", machine.requirements("greeting"), python=str(old))
     assert code != 0
-    assert said.strip() == "error[S442] the Python of this machine is too old: needed is 3.7, it is 3.6.8"
+    assert said.strip() == "error[S442] Python on this machine is too old: need 3.7 or newer, found 3.6.8"
     assert not machine.environments.exists()
 
 

@@ -110,4 +110,4 @@ def test_an_engine_that_never_answers_is_given_up(
 
 
 def test_ray_ends_as_many_at_a_time_as_it_is_asked_to() -> None:
-    assert driver.AT_ONCE > AT_ONCE
+    assert driver.THREADS > AT_ONCE

@@ -1,4 +1,7 @@
-"""A conversation with the process that talks to Ray: many questions at once, an answer to each, or its end."""
+"""Client of the Ray driver process: sends requests, many at a time, and matches the replies by number.
+
+Every request ends: by its reply, or by `DriverError` when the driver has ended.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from concurrent.futures import Future
 from typing import Any
 
 END_S = 8.0
-WORDS = 5
-_CHATTER = re.compile(r"\[[^]]* [IW] \d+ \d+\]")
+ERROR_LINES = 5
+_RAY_LOG_LINE = re.compile(r"\[[^]]* [IW] \d+ \d+\]")
 
 
 class DriverError(Exception):
-    """The driver's answer: `kind` is what the engine decides by, `why` is for the user."""
+    """Failure reported by the driver; the engine decides by `kind`, and `why` is for the user."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -28,7 +31,11 @@ class DriverError(Exception):
 
 
 class RayDriverClient:
-    """A driver that was just started; `ready` is done when it has reached the cluster."""
+    """Driver process, started by the constructor.
+
+    `ready` completes when it has reached the cluster; `late_since` is when a reply was first missed, in monotonic
+    seconds, until the next one arrives; `ended` says that the process is gone.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._lock = threading.Lock()
@@ -36,10 +43,10 @@ class RayDriverClient:
         self._started: Future[Any] = Future()
         self.ready: Future[Any] = Future()
         self._waiting: dict[int, Future[Any]] = {0: self._started, 1: self.ready}
-        self._words: deque[str] = deque(maxlen=WORDS)
+        self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
         self.ended = False
         self.late_since: float | None = None
-        # Ray lets all workers import from the directory in which a driver was started.
+        # Not the current directory: Ray lets all workers import from where the driver was started.
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -52,28 +59,28 @@ class RayDriverClient:
         )
         self._errors = threading.Thread(target=self._read_errors, name="ray-errors", daemon=True)
         self._errors.start()
-        threading.Thread(target=self._read_answers, name="ray-answers", daemon=True).start()
+        threading.Thread(target=self._read_replies, name="ray-replies", daemon=True).start()
 
-    def ask(self, request: Mapping[str, Any]) -> Future[Any]:
-        """Send a question; what it becomes is its answer, or DriverError."""
-        asked: Future[Any] = Future()
+    def call(self, request: Mapping[str, Any]) -> Future[Any]:
+        """Send a request; return a future of its reply, or of `DriverError`."""
+        reply: Future[Any] = Future()
         with self._lock:
             if self.ended:
-                asked.set_exception(DriverError("lost", self._last_words()))
-                return asked
+                reply.set_exception(DriverError("lost", self._exit_message()))
+                return reply
             number, self._next = self._next, self._next + 1
-            self._waiting[number] = asked
+            self._waiting[number] = reply
             assert self._process.stdin is not None
             try:
                 self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
                 self._process.stdin.flush()
             except OSError:
                 self._waiting.pop(number)
-                asked.set_exception(DriverError("lost", self._last_words()))
-        return asked
+                reply.set_exception(DriverError("lost", self._exit_message()))
+        return reply
 
     def late_for_s(self) -> float:
-        """How long it has been silent since an answer was first missed; to be asked when one is."""
+        """Record that a reply was missed; return for how many seconds the driver has been silent since the first."""
         now = time.monotonic()
         with self._lock:
             if self.late_since is None:
@@ -81,7 +88,7 @@ class RayDriverClient:
             return now - self.late_since
 
     def end(self) -> None:
-        """Let it leave the cluster, in bounded time."""
+        """Let the driver leave the cluster; kill it if it takes longer than `END_S`."""
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -94,35 +101,35 @@ class RayDriverClient:
         self._process.kill()
         self._process.wait()
 
-    def _read_answers(self) -> None:
+    def _read_replies(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             message = json.loads(line)
             with self._lock:
                 self.late_since = None
-                asked = self._waiting.pop(message["id"], None)
-            if asked is None:
+                reply = self._waiting.pop(message["id"], None)
+            if reply is None:
                 continue
             if "failed" in message:
-                asked.set_exception(DriverError(message["failed"], message["why"]))
+                reply.set_exception(DriverError(message["failed"], message["why"]))
             else:
-                asked.set_result(message["ok"])
+                reply.set_result(message["ok"])
         self._process.wait()
         self._errors.join(1.0)
         with self._lock:
             self.ended = True
-            left, self._waiting = list(self._waiting.values()), {}
+            unanswered, self._waiting = list(self._waiting.values()), {}
         kind = "lost" if self._started.done() else "never started"
-        for asked in left:
-            asked.set_exception(DriverError(kind, self._last_words()))
+        for reply in unanswered:
+            reply.set_exception(DriverError(kind, self._exit_message()))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.strip() and not _CHATTER.match(line):
-                self._words.append(line.strip())
+            if line.strip() and not _RAY_LOG_LINE.match(line):
+                self._error_lines.append(line.strip())
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         code = self._process.poll()
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-        return " / ".join(self._words)[-600:] or f"the process that talks to Ray ended with {how}"
+        return " / ".join(self._error_lines)[-600:] or f"the Ray driver process ended with {how}"

@@ -1,9 +1,29 @@
-"""Ray: an agent is the child of a detached, named actor, so that the loss of its node is the actor's death.
+"""Engine for Ray: an agent is the child of a detached, named actor.
 
-A hire that waits for room is an actor that Ray cannot place yet. To Ray's autoscaler that is demand: where there is one
-it brings nodes for as long as hires wait, and takes them away when they idle, so growing needs nothing else.
+Why an actor. A detached actor outlives the driver that created it, and its name makes it unique: `get_if_exists` turns
+a second submission into a lookup. The actor's name, `shoal-TAG-ALLOCATION`, is the handle. The actor starts the agent
+as a child process, tells Ray when that ends, and when the actor dies, the agent dies with it: it holds the other end of
+a pipe, the agent's lifeline. So the loss of a node is the death of an actor, which Ray reports.
 
-Ray itself is talked to by a process of its own (`ray_driver`), which may hang or die, and is then started anew.
+Waiting and autoscaling. An allocation that waits for a node is an actor that Ray cannot place yet. To Ray's autoscaler
+that is demand: it adds nodes for as long as allocations wait, and removes them when they are idle. Growing a cluster
+needs nothing else.
+
+The driver in its own process. Ray's client may wait for a lost head node for as long as it likes, and it ends its
+process when it gives up. Neither may happen to the coordinator. So Ray is imported only by `driver.py`, which runs in a
+process of its own under an interpreter that has the cluster's versions of Ray and Python (`client`), and which need not
+have Shoal. `driver_client` talks to it in lines of JSON, many requests at a time:
+
+- The driver first says that it was started, then that it has reached the cluster; both are awaited.
+- A request that is not answered in time raises `EngineUnreachable`, and from then on requests wait only `LATE_S`,
+  since the cluster is probably away. When it comes back, the driver answers by itself.
+- A driver that is silent for `GIVE_UP_S`, reports a lost cluster or dies is killed, and the next request starts a new
+  one. Allocations are not affected: they belong to the cluster, not to the driver.
+
+The address is probed by a plain TCP connection before a driver is started, because Ray itself retries for long.
+
+The token is not part of the request that `render` shows. It is sent with the submission, written to the agent's
+directory from standard input, and removed by the actor when the agent has ended.
 """
 
 from __future__ import annotations
@@ -28,12 +48,12 @@ from shoal.engines.ray.driver_client import DriverError, RayDriverClient
 from shoal.errors import AllocationRefused, EngineUnreachable
 
 CONNECT_S = 20.0
-CONNECT_INSIDE_S = 45.0
+CONNECT_THROUGH_CLIENT_S = 45.0
 LATE_S = 2.0
 GIVE_UP_S = 60.0
 PROBE_S = 2.0
-ANSWER_S = 6.0
-ANSWER_INSIDE_S = 20.0
+REPLY_S = 6.0
+REPLY_THROUGH_CLIENT_S = 20.0
 SUBMIT_S = 15.0
 CANCEL_S = 20.0
 LIFELINE = "3"
@@ -48,16 +68,16 @@ _BEFORE = (
 
 
 class RayOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A pool of Ray.
+    """Options of a Ray pool.
 
-    `address` is `auto` on a node of the cluster, `HOST:6379` there too, and `ray://HOST:10001` from anywhere else.
-    `client` is an interpreter here that has the cluster's Ray and Python, if that is not Shoal's own.
+    `address` is `auto` or `HOST:6379` on a node of the cluster, and `ray://HOST:10001` from anywhere else. `client` is
+    an interpreter on this machine with the cluster's versions of Ray and Python, if Shoal's own has others.
 
-    A hire takes `cpus` (one, or what its members need), `gpus`, `memory_bytes` and custom `resources` of a node, as
-    `{"spot" = 1}`, and goes only to nodes with these `labels`, as `{"ray.io/market-type" = "spot"}`; values may be
-    `!x`, `in(a,b)` and `!in(a,b)`. `placement` is `pack` or `spread`; `group` names a placement group that exists,
-    whose bundles the hires then fill. `grace_s` is how long a cancelled agent may take to hand over. `python` is looked
-    for where Ray's own is, first.
+    An allocation takes `cpus` (one, or what its members need), `gpus`, `memory_bytes` and custom `resources` of a node,
+    as `{"spot" = 1}`, and runs only on nodes with these `labels`, as `{"ray.io/market-type" = "spot"}`; values may be
+    `!x`, `in(a,b)` and `!in(a,b)`. `placement` is `pack` or `spread`; `group` is the name of an existing placement
+    group, whose bundles the allocations fill. `grace_s` is how long a cancelled agent may take to hand over. `python`
+    is searched first where Ray's own interpreter is.
     """
 
     address: str = "auto"
@@ -82,60 +102,60 @@ class Ray(Engine):
 
     def __init__(self, pool: str, options: EngineOptions) -> None:
         super().__init__(pool, options)
-        self._link: RayDriverClient | None = None
+        self._driver: RayDriverClient | None = None
         self._lock = threading.Lock()
-        # Only for what is said of hires that wait.
-        self._takes: dict[str, dict[str, float]] = {}
+        # Used only to explain what an allocation waits for.
+        self._requested: dict[str, dict[str, float]] = {}
 
     @property
     def size(self) -> tuple[int, int]:
         return int(self.options.cpus or 0), self.options.memory_bytes
 
     def render(self, request: AllocationRequest) -> RenderedRequest:
-        return RenderedRequest(self._argv, json.dumps(self._request(request), indent=2) + "\n")
+        return RenderedRequest(self._argv, json.dumps(self._submit_call(request), indent=2) + "\n")
 
     def submit(self, request: AllocationRequest) -> str:
-        given = request.credentials
-        call = {**self._request(request), "credentials": f"{given.token}\n{given.certificate_pem or ''}"}
-        asked = {"CPU": call["options"]["num_cpus"], "memory": float(call["options"].get("memory", 0))}
-        self._takes[request.allocation] = {name: amount for name, amount in asked.items() if amount}
-        return cast(str, self._ask(call, SUBMIT_S + self._answer_s))
+        access = request.credentials
+        call = {**self._submit_call(request), "credentials": f"{access.token}\n{access.certificate_pem or ''}"}
+        resources = {"CPU": call["options"]["num_cpus"], "memory": float(call["options"].get("memory", 0))}
+        self._requested[request.allocation] = {name: amount for name, amount in resources.items() if amount}
+        return cast(str, self._call(call, SUBMIT_S + self._reply_s))
 
     def watch(self, tag: str) -> list[AllocationStatus]:
         prefix = actor_name(tag, "")
-        answer = self._ask({"do": "watch", "prefix": prefix}, self._answer_s)
-        seen: dict[str, AllocationStatus] = {}
-        for one in answer["hires"]:
-            hire = one["name"].removeprefix(prefix)
-            known = seen.get(hire)
-            if not hire.startswith("-") and (known is None or known.state == "gone"):
-                seen[hire] = self._seen(hire, one, answer["nodes"])
-        return list(seen.values())
+        reply = self._call({"do": "watch", "prefix": prefix}, self._reply_s)
+        statuses: dict[str, AllocationStatus] = {}
+        for actor in reply["actors"]:
+            allocation = actor["name"].removeprefix(prefix)
+            earlier = statuses.get(allocation)
+            if not allocation.startswith("-") and (earlier is None or earlier.state == "gone"):
+                statuses[allocation] = self._status(allocation, actor, reply["nodes"])
+        return list(statuses.values())
 
     def cancel(self, handle: str) -> None:
         grace_s = self.options.grace_s + grace_period.MARGIN_S
-        self._ask({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._answer_s)
+        self._call({"do": "cancel", "name": handle, "grace_s": grace_s}, grace_s + CANCEL_S + self._reply_s)
 
     def cancel_timeout_s(self, grace_s: float) -> float:
-        del grace_s  # `within` has shortened it, if it was longer
-        return self.options.grace_s + grace_period.MARGIN_S + CANCEL_S + self._answer_s + self._connect_s
+        del grace_s  # the pool's own `grace_s` applies: `grace_period.within` has shortened the agent's to fit
+        return self.options.grace_s + grace_period.MARGIN_S + CANCEL_S + self._reply_s + self._connect_s
 
     def capacity(self) -> list[Capacity]:
-        return ray_nodes.offers(self.options, self._ask({"do": "offers"}, self._answer_s))
+        return ray_nodes.capacity(self.options, self._call({"do": "nodes"}, self._reply_s))
 
     def close(self) -> None:
         with self._lock:
-            link, self._link = self._link, None
-        if link is not None:
-            link.end()
+            driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.end()
 
-    # --- what is asked
+    # --- calls to the driver
 
     @property
     def _argv(self) -> tuple[str, ...]:
         return (self.options.client or sys.executable, "-P", str(DRIVER), "--address", self.options.address)
 
-    def _request(self, request: AllocationRequest) -> dict[str, Any]:
+    def _submit_call(self, request: AllocationRequest) -> dict[str, Any]:
         tied = dataclasses.replace(request, options=(*request.options, "--lifeline", LIFELINE))
         tied = grace_period.within(tied, self.options.grace_s + grace_period.MARGIN_S)
         return {
@@ -146,19 +166,21 @@ class Ray(Engine):
             "script": agent_script.script(tied, self.options, python=self.options.python or "python3", before=_BEFORE),
         }
 
-    def _seen(self, hire: str, one: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> AllocationStatus:
-        if one["state"] == "DEAD":
-            self._takes.pop(hire, None)
-            unfit = exit_message.of_python(one["why"], self.options.python)
-            return AllocationStatus(hire, one["name"], "gone", unfit or brief(one["why"]))
-        if one["state"] == "ALIVE":
-            why = "Ray drains its node" if one["until"] else ""
-            return AllocationStatus(hire, one["name"], "running", why, one["until"])
-        return AllocationStatus(
-            hire, one["name"], "waiting", ray_nodes.why_waiting(self.options, nodes, self._takes.get(hire))
-        )
+    def _status(
+        self, allocation: str, actor: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]
+    ) -> AllocationStatus:
+        name = actor["name"]
+        if actor["state"] == "DEAD":
+            self._requested.pop(allocation, None)
+            unfit = exit_message.of_python(actor["why"], self.options.python)
+            return AllocationStatus(allocation, name, "gone", unfit or brief(actor["why"]))
+        if actor["state"] == "ALIVE":
+            why = "Ray drains its node" if actor["ends_at"] else ""
+            return AllocationStatus(allocation, name, "running", why, actor["ends_at"])
+        why = ray_nodes.why_waiting(self.options, nodes, self._requested.get(allocation))
+        return AllocationStatus(allocation, name, "waiting", why)
 
-    # --- how it is asked
+    # --- the driver
 
     @property
     def _through_client(self) -> bool:
@@ -166,64 +188,66 @@ class Ray(Engine):
 
     @property
     def _connect_s(self) -> float:
-        """For each of its clients, Ray starts a process on the head."""
-        return CONNECT_INSIDE_S if self._through_client else CONNECT_S
+        """Longest time to connect; Ray starts a process on the head node for each of its clients."""
+        return CONNECT_THROUGH_CLIENT_S if self._through_client else CONNECT_S
 
     @property
-    def _answer_s(self) -> float:
-        """Through Ray's client, a worker may have to start before anything can be seen."""
-        return ANSWER_INSIDE_S if self._through_client else ANSWER_S
+    def _reply_s(self) -> float:
+        """Longest time for a reply; through Ray's client, a worker may have to start first."""
+        return REPLY_THROUGH_CLIENT_S if self._through_client else REPLY_S
 
-    def _ask(self, request: Mapping[str, Any], within_s: float) -> Any:
-        link = self._connected()
+    def _call(self, request: Mapping[str, Any], within_s: float) -> Any:
+        """Return the driver's reply; raise `EngineUnreachable` or `AllocationRefused`."""
+        driver = self._connected()
         try:
-            return self._await(link, link.ask(request), within_s)
-        except DriverError as failed:
-            if failed.kind == "refused":
-                raise AllocationRefused("Ray refuses this", where=self._where, why=failed.why) from failed
-            self._drop(link)
-            raise self._unreachable(failed.why) from failed
+            return self._await(driver, driver.call(request), within_s)
+        except DriverError as failure:
+            if failure.kind == "refused":
+                raise AllocationRefused("Ray rejected the request", where=self._where, why=failure.why) from failure
+            self._drop(driver)
+            raise self._unreachable(failure.why) from failure
 
     def _connected(self) -> RayDriverClient:
-        """One conversation for all threads; whoever comes while it is opened waits with the others."""
+        """Return the driver that all threads share, started if necessary and connected to the cluster."""
         with self._lock:
-            if self._link is None or self._link.ended:
+            if self._driver is None or self._driver.ended:
                 self._probe()
-                self._link = self._start()
-            link = self._link
+                self._driver = self._start()
+            driver = self._driver
         try:
-            self._await(link, link.ready, self._connect_s)
-        except DriverError as failed:
-            self._drop(link)
-            raise self._failure(failed) from failed
-        return link
+            self._await(driver, driver.ready, self._connect_s)
+        except DriverError as failure:
+            self._drop(driver)
+            raise self._failure(failure) from failure
+        return driver
 
-    def _await(self, link: RayDriverClient, answer: Future[Any], within_s: float) -> Any:
-        """Wait for an answer: not for long if others are late, since then the cluster is away, or the driver hangs.
+    def _await(self, driver: RayDriverClient, reply: Future[Any], within_s: float) -> Any:
+        """Return the reply; raise `EngineUnreachable` if it is late.
 
-        When the cluster comes back, a driver that waited for it answers at once, so it is given some time.
+        Once a reply was late, others are awaited only briefly: the cluster is away, or the driver hangs. The driver is
+        kept for a while, since it answers at once when the cluster comes back.
         """
-        patience_s = within_s if link.late_since is None else min(within_s, LATE_S)
+        timeout_s = within_s if driver.late_since is None else min(within_s, LATE_S)
         try:
-            return answer.result(patience_s)
+            return reply.result(timeout_s)
         except TimeoutError as error:
-            if link.late_for_s() > GIVE_UP_S:
-                self._drop(link)
-            raise self._unreachable(f"it did not answer within {patience_s:g} s") from error
+            if driver.late_for_s() > GIVE_UP_S:
+                self._drop(driver)
+            raise self._unreachable(f"no reply within {timeout_s:g} s") from error
 
     def _probe(self) -> None:
-        """Ray tries for long to reach what is not there; a socket tells it at once."""
+        """Raise at once if no process listens at the address: Ray itself would try for long."""
         if self.options.address == "auto":
             return
-        place = split_address(self.options.address)
-        if place is None:
+        host_and_port = split_address(self.options.address)
+        if host_and_port is None:
             raise AllocationRefused(
-                f"{self.options.address!r} is no address of a Ray cluster",
+                f"invalid address of a Ray cluster: {self.options.address!r}",
                 where=f"[pool.{self.pool}] address",
-                do="give auto, HOST:6379 (on a node of it) or ray://HOST:10001 (from elsewhere)",
+                do="use auto, HOST:6379 (on a node of the cluster) or ray://HOST:10001 (from elsewhere)",
             )
         try:
-            socket.create_connection(place, PROBE_S).close()
+            socket.create_connection(host_and_port, PROBE_S).close()
         except OSError as error:
             raise self._unreachable(str(error)) from error
 
@@ -232,69 +256,72 @@ class Ray(Engine):
             return RayDriverClient(self._argv)
         except OSError as error:
             raise AllocationRefused(
-                "the interpreter for Ray cannot be started", where=self._where, why=str(error), do="correct client ="
+                "cannot start the interpreter for Ray", where=self._where, why=str(error), do="correct client ="
             ) from error
 
-    def _drop(self, link: RayDriverClient) -> None:
+    def _drop(self, driver: RayDriverClient) -> None:
         with self._lock:
-            if self._link is link:
-                self._link = None
-        link.kill()
+            if self._driver is driver:
+                self._driver = None
+        driver.kill()
 
-    def _failure(self, failed: DriverError) -> EngineUnreachable | AllocationRefused:
-        """Why there is no conversation: what mends itself is asked again, what does not is said with its remedy."""
-        where, why = self._where, failed.why
-        if failed.kind == "never started":
-            return AllocationRefused(
-                "the interpreter for Ray cannot be used", where=where, why=why, do="correct client ="
-            )
-        if failed.kind == "no ray":
-            do = "pip install 'shoal-train[ray]', or let client = name an interpreter that has Ray"
-            return AllocationRefused("Ray is not installed here", where=where, why=why, do=do)
-        if failed.kind == "version":
-            do = "let client = name an interpreter with the cluster's versions of Python and Ray"
-            return AllocationRefused("the cluster has another version of Ray or Python", where=where, why=why, do=do)
-        if failed.kind == "not a node":
-            do = "give address = ray://HOST:10001, which can be reached from outside"
-            return AllocationRefused("this machine is not a node of that cluster", where=where, why=why, do=do)
-        return self._unreachable(why)
+    def _failure(self, failure: DriverError) -> EngineUnreachable | AllocationRefused:
+        """Return why the driver did not reach the cluster: final where only the user can fix it."""
+        where, why = self._where, failure.why
+        if failure.kind == "never started":
+            what, do = "cannot use the interpreter for Ray", "correct client ="
+        elif failure.kind == "no ray":
+            what = "Ray is not installed on this machine"
+            do = "pip install 'shoal-train[ray]', or set client = to an interpreter that has Ray"
+        elif failure.kind == "version":
+            what = "the cluster has another version of Ray or Python"
+            do = "set client = to an interpreter with the cluster's versions of Python and Ray"
+        elif failure.kind == "not a node":
+            what = "this machine is not a node of that cluster"
+            do = "set address = ray://HOST:10001, which can be reached from outside"
+        else:
+            return self._unreachable(why)
+        return AllocationRefused(what, where=where, why=why, do=do)
 
     @property
     def _where(self) -> str:
         return f"[pool.{self.pool}] address {self.options.address}"
 
     def _unreachable(self, why: str) -> EngineUnreachable:
-        do = "start Ray here, or give its address" if self.options.address == "auto" else "check that its head is up"
-        return EngineUnreachable("the Ray cluster cannot be reached", where=self._where, why=why, do=do)
+        do = "start Ray here, or set address" if self.options.address == "auto" else "check that its head node is up"
+        return EngineUnreachable("cannot reach the Ray cluster", where=self._where, why=why, do=do)
 
 
 # --- pure
 
 
-def actor_name(tag: str, hire: str) -> str:
-    """No name of one tag begins like those of another: hires never begin with a dash."""
-    return f"shoal-{tag.replace('-', '--')}-{hire}"
+def actor_name(tag: str, allocation: str) -> str:
+    """Return the name of an allocation's actor.
+
+    Dashes in the tag are doubled, and allocations never begin with a dash: so no name has another tag's prefix.
+    """
+    return f"shoal-{tag.replace('-', '--')}-{allocation}"
 
 
 def actor_options(options: RayOptions, cpus: int = 0, memory_bytes: int = 0) -> dict[str, Any]:
-    """What Ray is told of the actor; what members need counts where the pool says nothing."""
-    some = options.cpus if options.cpus is not None else float(cpus or ray_nodes.CPUS)
-    asked: dict[str, Any] = {"num_cpus": some, "num_gpus": options.gpus}
+    """Return the actor's options for Ray; `cpus` and `memory_bytes` apply where the pool configures none."""
+    num_cpus = options.cpus if options.cpus is not None else float(cpus or ray_nodes.CPUS)
+    actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": options.gpus}
     if memory := options.memory_bytes or memory_bytes:
-        asked["memory"] = memory
+        actor["memory"] = memory
     if options.resources:
-        asked["resources"] = dict(options.resources)
+        actor["resources"] = dict(options.resources)
     if options.labels:
-        asked["label_selector"] = dict(options.labels)
+        actor["label_selector"] = dict(options.labels)
     if options.image:
-        asked["runtime_env"] = {"image_uri": options.image}
+        actor["runtime_env"] = {"image_uri": options.image}
     if options.placement == "spread" and not options.group:
-        asked["scheduling_strategy"] = "SPREAD"
-    return asked
+        actor["scheduling_strategy"] = "SPREAD"
+    return actor
 
 
 def split_address(address: str) -> tuple[str, int] | None:
-    """Host and port; None if it is no address."""
+    """Return host and port; None if the address is malformed."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if "://" in host or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         return None
@@ -302,11 +329,11 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 
 def brief(cause: str) -> str:
-    """What Ray says of a death, without what surrounds it: the agent's last words if it had any."""
+    """Return the cause of an actor's death in short: the agent's own message if there is one."""
     text = " ".join(cause.split())
-    _, found, words = text.partition("the agent ended with ")
-    if found:
-        return found + words
+    _, marker, message = text.partition("the agent ended with ")
+    if marker:
+        return marker + message
     if "its node has died" in text:
         return "its node is lost: " + (text.partition("unexpectedly: ")[2] or text)[:300]
     return text.partition(" Some common causes")[0][:300]

@@ -1,8 +1,32 @@
-"""Slurm: every hire is a batch job of one task, whose script becomes the agent; found again by its name.
+"""Engine for Slurm: every allocation is a batch job of one task, whose script becomes the agent.
 
-The name of the job is the handle. So a hire is the same one however often Slurm queues it again, whatever number its
-job has, and also if Slurm took a submission without saying so: a second job of the same name waits for the first
-(``--dependency=singleton``), and both are cancelled together.
+Identity. The job's name, `shoal-TAG-ALLOCATION`, is the handle. Its number is not: we never learn the number of a job
+whose submission was accepted but not confirmed. By name, an allocation stays the same however many jobs it has had, and
+`squeue --name` finds it again after the coordinator was restarted.
+
+Once. `submit` looks for a job of this name first. That leaves a gap: Slurm may have accepted an earlier submission
+without saying so, and squeue may not show it yet. So every job is submitted with `--dependency=singleton`: a second
+job of the same name and user waits until the first has ended. `watch` counts both as one allocation, and `scancel
+--name` cancels both.
+
+One job per allocation, no job arrays. The tasks of an array share name, limits and fate in `scancel`, which is the
+opposite of what is needed here: allocations are requested, released and preempted one by one. `SBATCH_ARRAY_INX` in the
+user's environment would make an array of our job, so it is removed.
+
+Requeue. With `--requeue`, Slurm queues the job again when its node fails or is preempted. The allocation then goes from
+running back to waiting, and its next agent has the same name; the coordinator treats it as a machine that left and
+came back. While a job that will be requeued is still being ended, squeue shows it as COMPLETING with an end far in the
+future: that counts as waiting, not as gone. Slurm delays requeued jobs by two minutes; `watch` asks it to start them
+after ten seconds instead, which is enough for its messages to the old node to arrive.
+
+Notice. `--signal=B:USR1@SECONDS` makes Slurm signal the batch script, which is the agent by then, before the time
+limit and at preemption; `agent.notices.slurm` turns that into a notice. Until the agent is up, the script ignores it.
+
+Ending. `scancel` sends SIGTERM, and SIGKILL after the site's `KillWait`. The agent's grace period is shortened to fit
+into that (`grace_period.within`).
+
+Files. Slurm copies the script but not the token, so `directory` has to be on a disk that the nodes share. A job that
+does not find its token ends with a message that says so.
 """
 
 from __future__ import annotations
@@ -31,50 +55,52 @@ from shoal.wire import credentials
 
 NOTICE_S = 60
 COMMAND_S = 60.0
-# Slurm's own default of what passes between SIGTERM and SIGKILL.
+# Slurm's own default for the time between SIGTERM and SIGKILL.
 KILL_WAIT_S = 30.0
 LOG_CHARACTERS = 20_000
 LOG = "job.log"
-# What would make sbatch wait, make many jobs of one, or request another cluster than squeue asks.
-UNWANTED = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
-# What tells our jobs apart, and how they are talked to; nobody else may set it.
-SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
-LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap")
+# These would make sbatch wait, make an array of the job, or use another cluster than squeue does.
+UNWANTED_VARIABLES = ("SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS")
+# Options that identify our jobs or decide how sbatch answers; users may not set them.
+RESERVED_SHORT = ("-J", "-a", "-d", "-o", "-M", "-W", "-N", "-n")
+RESERVED_LONG = ("job-name", "array", "dependency", "output", "clusters", "wait", "nodes", "ntasks", "parsable", "wrap")
 
 
 class SlurmOptions(EngineOptions, frozen=True, kw_only=True):
-    """What a pool of Slurm's can be told. All are handed to sbatch under the same name if no other is said.
+    """Options of a Slurm pool; each is passed to sbatch under the same name, unless its description says otherwise.
 
-    `directory` must be seen by the nodes too; as always, it is ~/.shoal if nothing else is said.
+    `directory` must be on a disk that the nodes share; the default is ~/.shoal, as for every engine.
     """
 
     partition: Annotated[str, Meta(description="one partition, or several with commas")] = ""
-    account: Annotated[str, Meta(description="whom the time is charged to")] = ""
+    account: Annotated[str, Meta(description="account that the time is charged to")] = ""
     qos: Annotated[str, Meta(description="quality of service")] = ""
     constraint: Annotated[str, Meta(description="features that a node must have")] = ""
-    gres: Annotated[str, Meta(description="generic resources of each hire, as gpu:a100:1")] = ""
-    gpus: Annotated[int | str, Meta(description="GPUs of each hire, a number or type:number")] = 0
-    cpus_per_task: Annotated[int, Meta(ge=0, description="CPUs of each hire; 0 is as the site has it")] = 0
-    memory: Annotated[str, Meta(description="memory of each hire (sbatch --mem), as 16G")] = ""
+    gres: Annotated[str, Meta(description="generic resources of each allocation, as gpu:a100:1")] = ""
+    gpus: Annotated[int | str, Meta(description="GPUs of each allocation, a number or type:number")] = 0
+    cpus_per_task: Annotated[int, Meta(ge=0, description="CPUs of each allocation; 0 for the site's default")] = 0
+    memory: Annotated[str, Meta(description="memory of each allocation (sbatch --mem), as 16G")] = ""
     time_limit: Annotated[int | str, Meta(description="minutes, or as 1-12:00:00 (sbatch --time)")] = ""
     nodelist: Annotated[str, Meta(description="the only nodes to use")] = ""
     exclude: Annotated[str, Meta(description="nodes not to use")] = ""
-    requeue: Annotated[bool, Meta(description="let Slurm queue a hire again when its node is lost or preempted")] = True
+    requeue: Annotated[
+        bool, Meta(description="let Slurm queue an allocation again when its node fails or is preempted")
+    ] = True
     notice_s: Annotated[int, Meta(ge=1, le=65535, description="seconds before the time limit to give notice")] = (
         NOTICE_S
     )
-    look_s: Annotated[float, Meta(ge=0, description="seconds for which an answer of squeue is good enough")] = 5.0
-    extra: Annotated[tuple[str, ...], Meta(description="more options of sbatch, each as --name=value")] = ()
+    look_s: Annotated[float, Meta(ge=0, description="seconds for which a reply of squeue is reused")] = 5.0
+    extra: Annotated[tuple[str, ...], Meta(description="further options of sbatch, each as --name=value")] = ()
 
     def __post_init__(self) -> None:
         for option in self.extra:
             name = option.partition("=")[0]
-            if not option.startswith("-") or name[:2] in SHORT or name.removeprefix("--") in LONG:
-                raise ValueError(f"extra cannot have {option!r}: it is no option of sbatch, or Shoal's own to set")
+            if not option.startswith("-") or name[:2] in RESERVED_SHORT or name.removeprefix("--") in RESERVED_LONG:
+                raise ValueError(f"invalid {option!r} in extra: not an option of sbatch, or one that Shoal sets itself")
 
 
 class Slurm(Engine):
-    """Agents as jobs of the Slurm whose commands are on this machine."""
+    """Agents as jobs of the Slurm cluster that the commands on this machine talk to."""
 
     shared_by_default = True
     sized = True
@@ -84,10 +110,10 @@ class Slurm(Engine):
 
     def __init__(self, pool: str, options: EngineOptions) -> None:
         super().__init__(pool, options)
-        given = options.directory or os.environ.get("SHOAL_HOME") or "~/.shoal"
-        self._above = Path(given).expanduser().absolute()
-        self._looked: tuple[float, str, list[AllocationStatus]] | None = None
-        self._kill_wait_s, self._learnt = KILL_WAIT_S, False
+        directory = options.directory or os.environ.get("SHOAL_HOME") or "~/.shoal"
+        self._directory = Path(directory).expanduser().absolute()
+        self._last_list: tuple[float, str, list[AllocationStatus]] | None = None
+        self._kill_wait_s, self._kill_wait_known = KILL_WAIT_S, False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -95,110 +121,112 @@ class Slurm(Engine):
 
     def render(self, request: AllocationRequest) -> RenderedRequest:
         notice = ("--notice-source", f"slurm:{self.options.notice_s}")
-        told = grace_period.within(replace(request, options=(*notice, *request.options)), self._kill_wait_s)
-        options = msgspec.structs.replace(self.options, directory=str(self._above))
-        # A login shell knows `module`, which is what set-up lines are mostly about.
+        timed = grace_period.within(replace(request, options=(*notice, *request.options)), self._kill_wait_s)
+        options = msgspec.structs.replace(self.options, directory=str(self._directory))
+        # Most setup lines use `module`, which only a login shell defines.
         shell = "#!/bin/bash -l" if options.setup else "#!/bin/sh"
         python = options.python or ("python3" if options.image else sys.executable)
-        script = agent_script.script(told, options, python=python, before=_BEFORE)
+        script = agent_script.script(timed, options, python=python, before=_BEFORE)
         return RenderedRequest(
             arguments(request, self.options, self._home(request.tag, request.allocation)), f"{shell}\n{script}"
         )
 
     def submit(self, request: AllocationRequest) -> str:
         name = slurm_jobs.job_name(request.tag, request.allocation)
-        known = slurm_jobs.seen(self._jobs(f"--name={name}"), request.tag, time.time())
-        if any(one.state != "gone" for one in known):
+        existing = slurm_jobs.statuses(self._jobs(f"--name={name}"), request.tag, time.time())
+        if any(status.state != "gone" for status in existing):
             return name
-        where = self._home(request.tag, request.allocation)
-        self._learn()
+        home = self._home(request.tag, request.allocation)
+        self._ask_kill_wait()
         rendered = self.render(request)
-        self._looked = None
+        self._last_list = None
         try:
-            _prepare(where, request)
+            _prepare(home, request)
             self._run(rendered.argv, rendered.text, rendered.env)
         except AllocationRefused:
-            _tidy(where)
+            _remove_files(home)
             raise
         return name
 
     def watch(self, tag: str) -> list[AllocationStatus]:
         now = time.monotonic()
-        if self._looked is None or self._looked[1] != tag or now - self._looked[0] >= self.options.look_s:
+        if self._last_list is None or self._last_list[1] != tag or now - self._last_list[0] >= self.options.look_s:
             jobs = self._jobs()
-            self._hurry(jobs, tag)
-            found = slurm_jobs.seen(jobs, tag, time.time())
-            self._looked = (now, tag, [self._with_last_words(one, tag) for one in found])
-        return list(self._looked[2])
+            self._shorten_delays(jobs, tag)
+            statuses = slurm_jobs.statuses(jobs, tag, time.time())
+            self._last_list = (now, tag, [self._with_exit_message(status, tag) for status in statuses])
+        return list(self._last_list[2])
 
     def cancel(self, handle: str) -> None:
-        self._looked = None
+        self._last_list = None
         self._run(("scancel", f"--user={os.getuid()}", f"--name={handle}"))
-        for tag, hire in _splits(handle):
-            (self._home(tag, hire) / "token").unlink(missing_ok=True)
+        for tag, allocation in _splits(handle):
+            (self._home(tag, allocation) / "token").unlink(missing_ok=True)
 
-    def clean_up(self, tag: str, known: Collection[str]) -> None:
-        there = {job.name for job in self._jobs()}
-        hires = self._above / agent_script.ALLOCATIONS
-        for of, hire, where in stale_dirs.homes(hires):
-            counted = (of == tag and hire in known) or f"shoal-{of}-{hire}" in there
-            if not counted and (where / LOG).exists() and stale_dirs.is_old(where, time.time()):
-                (where / "token").unlink(missing_ok=True)
-        stale_dirs.remove(hires, tag, known, time.time())
+    def clean_up(self, tag: str, active: Collection[str]) -> None:
+        queued = {job.name for job in self._jobs()}
+        root = self._directory / agent_script.ALLOCATIONS
+        for owner, allocation, home in stale_dirs.homes(root):
+            needed = (owner == tag and allocation in active) or f"shoal-{owner}-{allocation}" in queued
+            if not needed and (home / LOG).exists() and stale_dirs.is_old(home, time.time()):
+                (home / "token").unlink(missing_ok=True)
+        stale_dirs.remove(root, tag, active, time.time())
 
     def capacity(self) -> list[Capacity]:
         only = (f"--partition={self.options.partition}",) if self.options.partition else ()
-        said = self._run(("sinfo", "--noheader", "--Node", f"--Format={slurm_nodes.FORMAT}", *only))
-        nodes = slurm_nodes.parse(said)
+        output = self._run(("sinfo", "--noheader", "--Node", f"--Format={slurm_nodes.FORMAT}", *only))
+        nodes = slurm_nodes.parse(output)
         if not nodes:
-            return [Capacity(self.options.partition or "Slurm", 0, why="Slurm shows no node there")]
-        return slurm_nodes.offers(
+            return [Capacity(self.options.partition or "Slurm", 0, why="Slurm lists no node there")]
+        return slurm_nodes.capacity(
             nodes,
             cpus=self.options.cpus_per_task,
             memory_mib=slurm_nodes.mib(self.options.memory),
-            gpus=slurm_nodes.wanted_gpus(self.options.gpus, self.options.gres),
+            gpus=slurm_nodes.requested_gpus(self.options.gpus, self.options.gres),
         )
 
-    def _home(self, tag: str, hire: str) -> Path:
-        return self._above / agent_script.ALLOCATIONS / tag / hire
+    def _home(self, tag: str, allocation: str) -> Path:
+        return self._directory / agent_script.ALLOCATIONS / tag / allocation
 
-    def _jobs(self, *which: str) -> list[slurm_jobs.SlurmJobRow]:
-        """Ours in all states; those that ended stay for as long as the site's MinJobAge, five minutes mostly."""
-        argv = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", *which)
-        said = self._run((*argv, f"--Format={slurm_jobs.FORMAT}"), env={"SLURM_TIME_FORMAT": "%s"})
-        return slurm_jobs.parse(said)
+    def _jobs(self, *filters: str) -> list[slurm_jobs.SlurmJobRow]:
+        """Return the user's jobs in all states; ended ones stay for the site's MinJobAge, usually five minutes."""
+        argv = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", *filters)
+        output = self._run((*argv, f"--Format={slurm_jobs.FORMAT}"), env={"SLURM_TIME_FORMAT": "%s"})
+        return slurm_jobs.parse(output)
 
-    def _learn(self) -> None:
-        """Ask once how long jobs of this site may take to end; until it is known, what is usual holds."""
-        if not self._learnt:
+    def _ask_kill_wait(self) -> None:
+        """Ask Slurm once for the site's KillWait; until it is known, Slurm's default applies."""
+        if not self._kill_wait_known:
             with contextlib.suppress(LaunchError):
-                said = slurm_jobs.kill_wait_s(self._run(("scontrol", "show", "config")))
-                self._kill_wait_s, self._learnt = KILL_WAIT_S if said is None else said, True
+                kill_wait_s = slurm_jobs.kill_wait_s(self._run(("scontrol", "show", "config")))
+                self._kill_wait_s, self._kill_wait_known = KILL_WAIT_S if kill_wait_s is None else kill_wait_s, True
 
-    def _hurry(self, jobs: Sequence[slurm_jobs.SlurmJobRow], tag: str) -> None:
-        """Ask Slurm not to let two minutes pass before it starts what it has queued again."""
+    def _shorten_delays(self, jobs: Sequence[slurm_jobs.SlurmJobRow], tag: str) -> None:
+        """Ask Slurm to start requeued jobs sooner than after its two minutes."""
         now, prefix = time.time(), slurm_jobs.job_name(tag, "")
         for job in jobs:
             if job.name.startswith(prefix) and slurm_jobs.is_delayed(job, now):
-                # If it cannot be asked, or the site does not allow it, the job starts those two minutes later.
+                # Best effort: a site may forbid it, and then the job starts two minutes later.
                 with contextlib.suppress(LaunchError):
-                    self._run(("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.ENOUGH_S}"))
+                    self._run(
+                        ("scontrol", "update", f"JobId={job.number}", f"StartTime=now+{slurm_jobs.REQUEUE_DELAY_S}")
+                    )
 
-    def _with_last_words(self, one: AllocationStatus, tag: str) -> AllocationStatus:
-        python = self.options.python or sys.executable
-        words = (
-            boot_words(self._home(tag, one.allocation), python) if one.state == "gone" and "FAILED" in one.why else ""
-        )
-        return replace(one, why=f"{one.why}: {words}") if words else one
+    def _with_exit_message(self, status: AllocationStatus, tag: str) -> AllocationStatus:
+        """Return the status, with the agent's own message added if its job failed."""
+        if status.state != "gone" or "FAILED" not in status.why:
+            return status
+        message = log_message(self._home(tag, status.allocation), self.options.python or sys.executable)
+        return replace(status, why=f"{status.why}: {message}")
 
     def _run(self, argv: Sequence[str], text: str = "", env: Mapping[str, str] | None = None) -> str:
-        """What a command of Slurm's prints, or why it did not do it."""
+        """Run a command of Slurm and return its output; raise the `LaunchError` that its failure means."""
         if shutil.which(argv[0]) is None:
             raise not_installed(argv[0])
         conf = os.environ.get("SLURM_CONF")
         if conf and not os.path.exists(conf):
-            # Slurm's commands would wait a minute for it.
-            raise not_configured(f"SLURM_CONF names {conf}, which is not there")
+            # Slurm's commands would wait a minute for the file.
+            raise not_configured(f"SLURM_CONF names {conf}, which does not exist")
         try:
             done = subprocess.run(
                 argv,
@@ -209,24 +237,25 @@ class Slurm(Engine):
                 timeout=COMMAND_S,
             )
         except subprocess.TimeoutExpired as error:
-            raise EngineUnreachable("Slurm does not answer", where=argv[0], why=f"not in {COMMAND_S:g} s") from error
-        if done.returncode != 0 and not _is_over(argv, done.stderr):
-            given = msgspec.structs.asdict(self.options)
-            raise failure(argv, done.stderr, given, self.pool)
+            raise EngineUnreachable(
+                "Slurm does not answer", where=argv[0], why=f"no reply within {COMMAND_S:g} s"
+            ) from error
+        if done.returncode != 0 and not _has_ended(argv, done.stderr):
+            raise failure(argv, done.stderr, msgspec.structs.asdict(self.options), self.pool)
         return done.stdout
 
 
-_NOT_SHARED = "shoal: $home/token is not on $(hostname): set directory to a shared one"
+_NOT_SHARED = "shoal: $home/token does not exist on $(hostname): set directory to one on a shared disk"
 _BEFORE = (
-    # Slurm's warning, until the agent listens to it; it would end the script.
+    # Slurm's notice would end the script; the agent handles it once it is up.
     "trap '' USR1",
     f'[ -r "$home/token" ] || {{ echo "{_NOT_SHARED}" >&2; exit 78; }}',
 )
 
 
 def arguments(request: AllocationRequest, options: SlurmOptions, home: Path) -> tuple[str, ...]:
-    """What sbatch is told; pure."""
-    given = {
+    """Return the sbatch command; pure."""
+    values = {
         "partition": options.partition,
         "account": options.account,
         "qos": options.qos,
@@ -253,44 +282,42 @@ def arguments(request: AllocationRequest, options: SlurmOptions, home: Path) -> 
         "--export=ALL",
         f"--signal=B:USR1@{options.notice_s}",
         "--requeue" if options.requeue else "--no-requeue",
-        *(f"--{name}={value}" for name, value in given.items() if value),
+        *(f"--{name}={value}" for name, value in values.items() if value),
         *_container(options, home),
         *options.extra,
     )
 
 
 def _container(options: SlurmOptions, home: Path) -> tuple[str, ...]:
-    """The job in a container, by NVIDIA's plug-in pyxis; what the agent finds its token in has to be seen there."""
+    """Return the options of NVIDIA's plug-in pyxis that run the job in a container, with the token's directory."""
     if not options.image:
         return ()
-    above = home.parents[2]
-    return (f"--container-image={options.image}", f"--container-mounts={above}:{above}")
+    directory = home.parents[2]
+    return (f"--container-image={options.image}", f"--container-mounts={directory}:{directory}")
 
 
-def _prepare(where: Path, request: AllocationRequest) -> None:
-    """Put what the job will need where it will look for it."""
+def _prepare(home: Path, request: AllocationRequest) -> None:
+    """Write the token to the directory that the job will read it from."""
     try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Slurm adds to it; by it a hire is known as one of ours.
-        (where / LOG).touch(mode=0o600)
-        credentials.write(where / "token", request.credentials)
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Slurm appends to it; its presence also marks the allocation as one of this engine.
+        (home / LOG).touch(mode=0o600)
+        credentials.write(home / "token", request.credentials)
     except (OSError, BadCredentials) as error:
         why = error.why if isinstance(error, BadCredentials) else error.strerror or str(error)
-        do = "set directory to one that this machine and the nodes share, with room in it"
-        raise AllocationRefused(
-            "the token cannot be put where the nodes find it", where=str(where), why=why, do=do
-        ) from error
+        do = "set directory to one that this machine and the nodes share, with free space"
+        raise AllocationRefused("cannot write the token for the nodes", where=str(home), why=why, do=do) from error
 
 
-def _tidy(where: Path) -> None:
+def _remove_files(home: Path) -> None:
     with contextlib.suppress(OSError):
         for name in ("token", LOG):
-            (where / name).unlink(missing_ok=True)
-        where.rmdir()
+            (home / name).unlink(missing_ok=True)
+        home.rmdir()
 
 
-def boot_words(home: Path, python: str = "") -> str:
-    """The last words that a hire left in the shared directory, of its agent or of Slurm."""
+def log_message(home: Path, python: str = "") -> str:
+    """Return the exit message in the allocation's logs, of its agent or of the batch script."""
     for name in ("agent.log", LOG):
         try:
             text = (home / name).read_text(errors="replace")[-LOG_CHARACTERS:]
@@ -298,26 +325,26 @@ def boot_words(home: Path, python: str = "") -> str:
             continue
         if text.strip():
             return exit_message.of_log(text, python)
-    return f"it left no word in {home}; do the nodes share that directory?"
+    return f"no log in {home}; do the nodes share that directory?"
 
 
 def _splits(handle: str) -> list[tuple[str, str]]:
-    """Every tag and hire that a job of this name may have been for."""
+    """Return every pair of tag and allocation that a job name may stand for: both may contain dashes."""
     parts = handle.split("-")[1:]
     return [("-".join(parts[:at]), "-".join(parts[at:])) for at in range(1, len(parts))]
 
 
-def _is_over(argv: Sequence[str], said: str) -> bool:
-    """Whether what was to be cancelled has ended meanwhile."""
-    return argv[0] == "scancel" and ("already completing or completed" in said or "Invalid job id" in said)
+def _has_ended(argv: Sequence[str], errors: str) -> bool:
+    """Return whether a failed scancel only means that the job had ended already."""
+    return argv[0] == "scancel" and ("already completing or completed" in errors or "Invalid job id" in errors)
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what another job, or the user's own way to look at the queue, would do to Slurm's commands."""
+    """Return our environment without variables that would change what Slurm's commands do or print."""
     kept = ("SLURM_CONF", "SHOAL_HOME")
-    left_out = ("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_", "SHOAL_")
+    dropped = ("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_", "SHOAL_")
     return {
         name: value
         for name, value in os.environ.items()
-        if name in kept or (not name.startswith(left_out) and name not in UNWANTED)
+        if name in kept or (not name.startswith(dropped) and name not in UNWANTED_VARIABLES)
     }

@@ -1,4 +1,4 @@
-"""Why Slurm did not do what it was asked to, from what its commands print; pure."""
+"""Errors of Slurm's commands, from what they print: what failed, which option to look at, what to do; pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 
-# Slurm is there later, or takes more jobs later.
-AWAY = (
+# Transient: Slurm will answer later.
+UNREACHABLE = (
     "Unable to contact slurm controller",
     "Socket timed out",
     "Zero Bytes were transmitted",
@@ -27,18 +27,18 @@ AWAY = (
 )
 FULL = re.compile(r"(Assoc|QOS)\w*MaxSubmitJob\w*|QOSMaxSubmit\w*")
 
-# (what Slurm prints, what that means, which option is to be looked at, what to do)
+# (pattern in the output, what it means, the option to look at, what to do)
 REFUSALS = (
-    ("partition name|invalid partition", "Slurm has no such partition", "partition", "sinfo lists the partitions"),
+    ("partition name|invalid partition", "unknown partition", "partition", "sinfo lists the partitions"),
     (
         "account/partition combination|Invalid account",
-        "the account cannot be used here",
+        "invalid account for this partition",
         "account",
         "set account to one of: sacctmgr show associations user=$USER",
     ),
     (
         "Invalid qos",
-        "Slurm does not know the qos, or does not allow it here",
+        "unknown qos, or not allowed here",
         "qos",
         "set qos to one of: sacctmgr show qos",
     ),
@@ -48,68 +48,66 @@ REFUSALS = (
         "time_limit",
         "sinfo -o '%P %l' shows how long each partition allows",
     ),
-    ("feature", "no node has what constraint asks for", "constraint", "sinfo -o '%N %f' shows what nodes have"),
-    ("generic resource|--gres|--gpus", "Slurm has no such generic resource", "gres", "sinfo -o '%N %G' lists them"),
-    ("node name", "there is no node of this name", "nodelist", "sinfo -N lists the nodes"),
-    ("reservation", "the reservation is not valid", "extra", "scontrol show reservation lists them"),
+    ("feature", "no node satisfies constraint", "constraint", "sinfo -o '%N %f' shows the features of nodes"),
+    ("generic resource|--gres|--gpus", "unknown generic resource", "gres", "sinfo -o '%N %G' lists them"),
+    ("node name", "unknown node", "nodelist", "sinfo -N lists the nodes"),
+    ("reservation", "invalid reservation", "extra", "scontrol show reservation lists them"),
     (
         "Memory specification|--mem specification",
-        "no node has as much memory, or the amount is malformed",
+        "no node has that much memory, or the amount is malformed",
         "memory",
-        "sinfo -o '%P %m' shows how many megabytes nodes have",
+        "sinfo -o '%P %m' shows the memory of nodes in megabytes",
     ),
     (
         "More processors requested|node configuration is not available|Node count|cpu count",
-        "no node of the partition has as much as is asked for",
+        "no node of the partition has that many resources",
         "cpus_per_task",
-        "ask for less, or of another partition: sinfo -o '%P %c %m %G'",
+        "request less, or use another partition: sinfo -o '%P %c %m %G'",
     ),
     (
         "accounting/QOS policy",
-        "a limit of the account or qos does not allow it",
+        "a limit of the account or qos is exceeded",
         "account",
-        "ask for less, or have the limit raised: sacctmgr show associations user=$USER",
+        "request less, or have the limit raised: sacctmgr show associations user=$USER",
     ),
     (
         "permission denied|not permitted|Invalid user|Unspecified user",
-        "this user may not submit there",
+        "this user may not submit jobs here",
         "partition",
         "ask the site's administrators, or set another partition or account",
     ),
     (
         "unrecognized option|invalid option|requires an argument",
-        "sbatch does not know an option",
+        "unknown option of sbatch",
         "extra",
-        "correct it",
+        "correct extra",
     ),
 )
 
 
-def failure(argv: Sequence[str], said: str, given: Mapping[str, object], pool: str) -> LaunchError:
-    """What a command that failed is to be told as. `given` are the pool's options."""
-    words = in_short(said) or f"{argv[0]} failed without a word"
-    if any(phrase in said for phrase in AWAY):
-        return EngineUnreachable("Slurm does not answer", where=argv[0], why=words)
-    if FULL.search(said):
-        do = "let some end, or have the limit raised: sacctmgr show associations user=$USER"
-        return EngineUnreachable("Slurm takes no more jobs of this user now", where=argv[0], why=words, do=do)
-    if "Could not establish a configuration source" in said:
-        return not_configured(words)
+def failure(argv: Sequence[str], output: str, options: Mapping[str, object], pool: str) -> LaunchError:
+    """Return the error of a failed command from its standard error; `options` are the pool's."""
+    why = in_short(output) or f"{argv[0]} failed without a message"
+    if any(phrase in output for phrase in UNREACHABLE):
+        return EngineUnreachable("Slurm does not answer", where=argv[0], why=why)
+    if FULL.search(output):
+        do = "wait for some to end, or have the limit raised: sacctmgr show associations user=$USER"
+        return EngineUnreachable("this user has too many jobs in Slurm", where=argv[0], why=why, do=do)
+    if "Could not establish a configuration source" in output:
+        return not_configured(why)
     if argv[0] != "sbatch":
-        return EngineUnreachable(f"{argv[0]} failed", where=" ".join(argv[:3]), why=words)
+        return EngineUnreachable(f"{argv[0]} failed", where=" ".join(argv[:3]), why=why)
     for pattern, meaning, option, remedy in REFUSALS:
-        if re.search(pattern, said, re.IGNORECASE):
-            is_given = bool(option) and bool(given.get(option))
-            where = f"[pool.{pool}] {option} = {given[option]!r}" if is_given else f"[pool.{pool}]"
-            return AllocationRefused(meaning, where=where, why=words, do=remedy)
-    return AllocationRefused(
-        "Slurm refuses the job", where=f"[pool.{pool}]", why=words, do="correct the pool's options"
-    )
+        if re.search(pattern, output, re.IGNORECASE):
+            is_given = bool(option) and bool(options.get(option))
+            where = f"[pool.{pool}] {option} = {options[option]!r}" if is_given else f"[pool.{pool}]"
+            return AllocationRefused(meaning, where=where, why=why, do=remedy)
+    return AllocationRefused("Slurm rejected the job", where=f"[pool.{pool}]", why=why, do="correct the pool's options")
 
 
 def not_configured(why: str) -> AllocationRefused:
     return AllocationRefused(
-        "Slurm's commands find no cluster from this machine",
+        "Slurm's commands find no cluster on this machine",
         why=why,
         do="start the coordinator on a login node of the cluster, or set SLURM_CONF",
     )
@@ -117,14 +115,14 @@ def not_configured(why: str) -> AllocationRefused:
 
 def not_installed(command: str) -> AllocationRefused:
     return AllocationRefused(
-        f"{command} is not on this machine",
+        f"{command} is not installed on this machine",
         why="the slurm engine runs Slurm's own commands",
         do="start the coordinator on a login node of the cluster, or install slurm-client and set SLURM_CONF",
     )
 
 
-def in_short(said: str) -> str:
-    """What Slurm printed, without the noise around it."""
-    lines = [re.sub(r"^(\w+: )?((error|fatal): )?", "", line.strip()) for line in said.splitlines()]
+def in_short(output: str) -> str:
+    """Return what Slurm printed, without prefixes, hints and repetitions."""
+    lines = [re.sub(r"^(\w+: )?((error|fatal): )?", "", line.strip()) for line in output.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("Try ", "If munged is up"))]
     return "; ".join(dict.fromkeys(kept))[:500]

@@ -1,4 +1,4 @@
-"""Slurm's nodes as offers: what sinfo prints, and how many hires would find a place now; pure."""
+"""Slurm's nodes as capacity: parses sinfo, and counts how many allocations would fit now; pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FORMAT = ",".join(f"{field}:|" for field in FIELDS)
 MIB = 1 << 20
 TAKES_JOBS = ("idle", "mixed")
 GPUS = re.compile(r"gpu(?::[^:,()]+)*?:(\d+)")
-# What sinfo adds to a state: does not answer, powered down, powers up, is being rebooted, reserved …
-MARKS = "*~#!%$@^-+"
-ASLEEP = "~"
+# Suffixes of a state in sinfo: not responding, powered down, powering up, rebooting, reserved …
+STATE_SUFFIXES = "*~#!%$@^-+"
+POWERED_DOWN = "~"
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmNode:
-    """A node in one partition, with what is free of it."""
+    """Node in one partition, with its free resources."""
 
     name: str
     partition: str
@@ -36,7 +36,7 @@ class SlurmNode:
 
 
 def parse(text: str) -> list[SlurmNode]:
-    """What sinfo printed in our format, node by node."""
+    """Return the nodes that sinfo printed in `FORMAT`."""
     return [_node(line.split("|")) for line in text.splitlines() if line.count("|") >= len(FIELDS)]
 
 
@@ -44,8 +44,8 @@ def _node(fields: list[str]) -> SlurmNode:
     name, partition, available, state, cpus, memory, used_memory, gres, used_gres = fields[: len(FIELDS)]
     _, idle, _, total = (int(part) if part.isdecimal() else 0 for part in f"{cpus}/0/0/0".split("/")[:4])
     memory_mib = _number(memory)
-    plain = state.rstrip(MARKS)
-    answers = not set(state[len(plain) :]) - set(ASLEEP)
+    plain = state.rstrip(STATE_SUFFIXES)
+    answers = not set(state[len(plain) :]) - set(POWERED_DOWN)
     return SlurmNode(
         name=name,
         partition=partition.rstrip("*"),
@@ -69,33 +69,33 @@ def _gpus(gres: str) -> int:
     return sum(int(count) for count in GPUS.findall(gres))
 
 
-def offers(nodes: list[SlurmNode], *, cpus: int = 1, memory_mib: int = 0, gpus: int = 0) -> list[Capacity]:
-    """One for each partition and kind of node: how many hires of this size have a place now."""
+def capacity(nodes: list[SlurmNode], *, cpus: int = 1, memory_mib: int = 0, gpus: int = 0) -> list[Capacity]:
+    """Return, per partition and kind of node, how many allocations of this size fit now."""
     kinds: dict[tuple[str, int, int, int, str], list[SlurmNode]] = {}
     for node in nodes:
         kinds.setdefault((node.partition, node.cpus, node.memory_mib, node.gpus, node.gres), []).append(node)
     return [
         Capacity(
             kind=f"{partition} ({gres})" if gres else partition,
-            count=sum(_places(node, cpus, memory_mib, gpus) for node in alike),
+            count=sum(_fitting(node, cpus, memory_mib, gpus) for node in group),
             cpus=has_cpus,
             gpus=has_gpus,
             memory_bytes=has_mib * MIB,
-            why=_states(alike),
+            why=_states(group),
         )
-        for (partition, has_cpus, has_mib, has_gpus, gres), alike in sorted(kinds.items())
+        for (partition, has_cpus, has_mib, has_gpus, gres), group in sorted(kinds.items())
     ]
 
 
-def _places(node: SlurmNode, cpus: int, memory_mib: int, gpus: int) -> int:
+def _fitting(node: SlurmNode, cpus: int, memory_mib: int, gpus: int) -> int:
     if not node.takes_jobs:
         return 0
-    places = node.cpus_idle // max(1, cpus)
+    count = node.cpus_idle // max(1, cpus)
     if memory_mib:
-        places = min(places, node.memory_idle_mib // memory_mib)
+        count = min(count, node.memory_idle_mib // memory_mib)
     if gpus:
-        places = min(places, node.gpus_idle // gpus)
-    return places
+        count = min(count, node.gpus_idle // gpus)
+    return count
 
 
 def _states(nodes: list[SlurmNode]) -> str:
@@ -104,16 +104,16 @@ def _states(nodes: list[SlurmNode]) -> str:
 
 
 def mib(text: str) -> int:
-    """What --mem asks for, as Slurm reads it: megabytes unless a unit says otherwise."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip().upper().removesuffix("B"))
-    if not found:
+    """Return the amount of sbatch's --mem in MiB; 0 if it is empty or malformed."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)", text.strip().upper().removesuffix("B"))
+    if not match:
         return 0
-    number, unit = int(found[1]), found[2] or "M"
+    number, unit = int(match[1]), match[2] or "M"
     return max(1, number * 1024 ** "KMGT".index(unit) // 1024) if number else 0
 
 
-def wanted_gpus(gpus: int | str, gres: str) -> int:
-    """How many GPUs a hire asks for, in either way to say it."""
+def requested_gpus(gpus: int | str, gres: str) -> int:
+    """Return how many GPUs an allocation requests, by `gpus` or by `gres`."""
     if gpus:
         last = str(gpus).rpartition(":")[2]
         return int(last) if last.isdecimal() else 1

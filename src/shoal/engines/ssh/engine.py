@@ -1,4 +1,30 @@
-"""Hosts that ssh reaches: an agent is a process of its own session there, found again by a directory that names it."""
+"""Engine for ssh: an agent is a process in a session of its own on a host, found again by a directory that names it.
+
+Every call to a host is one run of the system's ssh, with the user's own configuration and keys, over a connection that
+calls to the host share (`host_connection`). The host runs a small helper that is sent along (`remote_helper`), so
+nothing has to be installed there for the engine itself.
+
+Which host. A pool lists hosts with the number of allocations that each takes. An allocation tries them in an order
+that follows from its name, so that every attempt to submit it begins with the same host; a host that is full, unfit
+or known to be unreachable is skipped, and the reasons are collected for the error.
+
+Once, on one host. The hosts themselves are the record of what runs where: `submit` first lists them all. Within a host
+the helper's lock makes a start idempotent. Between hosts the danger is a connection that breaks during a start: the
+agent may or may not run there. Such a start is *unconfirmed*, and the allocation goes to no other host until
+
+- the host answers again and says whether it has it, or
+- the host is silent for `lost_after_s` and counts as lost,
+
+but in no case before `START_WITHIN_S` has passed: the helper refuses a start that arrives later than that, so nothing
+that is still on its way can start a second agent.
+
+Unreachable hosts. A host that does not answer is called again in the background, with growing pauses, so that it does
+not delay the others. Until `lost_after_s` has passed, `watch` reports what was last seen there, because a network
+failure must not look like the end of its agents; then they count as gone. `watch` raises only if no host answers.
+
+Clocks. A start carries a deadline in the host's own time. So every reply includes the host's clock, its offset is
+estimated from the middle of the call, and an offset above two seconds is reported to the user.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +41,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -28,46 +54,48 @@ from shoal.engines.ssh.errors import HostError
 from shoal.engines.ssh.host_connection import ENV, HostConnection, Json
 from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError, PoolFull
 
+if TYPE_CHECKING:
+    from shoal.engines.ssh.remote_helper import RemoteAllocation
+
 FRESH_S = 2.0
 START_WITHIN_S = 20.0
 START_S = 15.0
 CHECK_S = 75.0
-END_MORE_S = 20.0
+CANCEL_MARGIN_S = 20.0
 LOW_DISK_BYTES = 1 << 30
-LEFT_S = 3600.0
-TIDY_S = 60.0
-NOBODY = "-"
+STALE_CONTROL_S = 3600.0
+CLEAN_UP_S = 60.0
+# No allocation has this tag: all that run on a host are those of others.
+NO_TAG = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class _UnconfirmedStart:
-    """A host that may have started a hire; it will not start it after `until`, by the clock of `time.monotonic`."""
+    """Host that may have started an allocation; after `until`, in monotonic seconds, it will not start it any more."""
 
     host: str
     until: float
 
 
 class Ssh(Engine):
-    """Agents on hosts, over the system's ssh and the user's own configuration.
-
-    What runs where is asked of the hosts. Of a host that does not answer, the engine says what it had seen there last;
-    and a hire that a host may or may not have started when its connection broke goes to no other host meanwhile.
-    """
+    """Agents on hosts that ssh reaches."""
 
     options_type: ClassVar[type[EngineOptions]] = SshOptions
 
     def __init__(self, pool: str, options: SshOptions, control: str = "") -> None:
         config = os.path.expanduser(options.config)
         super().__init__(pool, msgspec.structs.replace(options, config=config))
-        self._places = command.places(pool, options)
-        # Nobody can guess it and put something of theirs there; short, because the names of sockets have to be.
+        self._hosts = command.hosts(pool, options)
+        # Random, so that no other user can put something there; short, because paths of sockets have to be.
         self._control = control or f"/tmp/shoal-ssh-{secrets.token_hex(6)}"
-        later = _BackgroundTasks(options.parallel)
-        self._contacts = {one.host: HostConnection(pool, one, self._ssh, self._control, later) for one in self._places}
-        self._doubts: dict[tuple[str, str], _UnconfirmedStart] = {}
-        self._turns: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-        called = {*self._contacts, *filter(None, [options.jump])}
-        self._leave = weakref.finalize(self, _let_go, self._ssh, called, self._control)
+        background = _BackgroundTasks(options.parallel)
+        self._connections = {
+            host.host: HostConnection(pool, host, self._ssh, self._control, background) for host in self._hosts
+        }
+        self._unconfirmed: dict[tuple[str, str], _UnconfirmedStart] = {}
+        self._submit_locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+        called = {*self._connections, *filter(None, [options.jump])}
+        self._disconnect = weakref.finalize(self, _disconnect, self._ssh, called, self._control)
 
     @property
     def _ssh(self) -> SshOptions:
@@ -76,122 +104,121 @@ class Ssh(Engine):
 
     @property
     def max_allocations(self) -> int:
-        return sum(place.room for place in self._places)
+        return sum(host.room for host in self._hosts)
 
     def render(self, request: AllocationRequest) -> RenderedRequest:
-        return self._rendered(request, command.order(self._places, request.allocation)[0].host)
+        return self._rendered(request, command.order(self._hosts, request.allocation)[0].host)
 
     def _rendered(self, request: AllocationRequest, host: str) -> RenderedRequest:
         return RenderedRequest(command.argv(self._ssh, host, self._control), command.script(request, self._ssh), ENV)
 
     def close(self) -> None:
-        self._leave()
+        self._disconnect()
 
     # --- submit
 
     def submit(self, request: AllocationRequest) -> str:
-        with self._turns[request.tag, request.allocation]:
-            self._resolve(request)
-            self._look(request.tag, within_s=FRESH_S)
-            if not any(_room(contact, request.tag) for contact in self._contacts.values()):
-                self._look(request.tag)
-            there = self._where(request.tag, request.allocation)
-            return command.handle(there or self._start_somewhere(request), request.tag, request.allocation)
+        with self._submit_locks[request.tag, request.allocation]:
+            self._confirm_start(request)
+            self._list_all(request.tag, within_s=FRESH_S)
+            if not any(_room(connection, request.tag) for connection in self._connections.values()):
+                self._list_all(request.tag)
+            host = self._host_of(request.tag, request.allocation) or self._start_on_some_host(request)
+            return command.handle(host, request.tag, request.allocation)
 
-    def _where(self, tag: str, hire: str) -> str | None:
-        """The host that has it, as far as is known."""
-        for contact in self._contacts.values():
-            if any(one["hire"] == hire and one["alive"] for one in (contact.last(tag) or {"hires": ()})["hires"]):
-                return contact.host
+    def _host_of(self, tag: str, allocation: str) -> str | None:
+        """Return the host that runs an allocation, as far as is known."""
+        for connection in self._connections.values():
+            if any(remote["allocation"] == allocation and remote["alive"] for remote in connection.allocations(tag)):
+                return connection.host
         return None
 
-    def _start_somewhere(self, request: AllocationRequest) -> str:
-        against: list[tuple[str, LaunchError | str]] = []
-        for place in command.order(self._places, request.allocation):
-            contact = self._contacts[place.host]
-            if contact.trouble is not None:
-                against.append((place.host, contact.trouble.error))
+    def _start_on_some_host(self, request: AllocationRequest) -> str:
+        """Start an allocation on the first host that takes it; return the host."""
+        rejections: list[tuple[str, LaunchError | str]] = []
+        for host in command.order(self._hosts, request.allocation):
+            connection = self._connections[host.host]
+            if connection.error is not None:
+                rejections.append((host.host, connection.error.error))
                 continue
             try:
-                full = self._start(request, contact)
-            except HostError as trouble:
-                if trouble.unsure:
-                    self._doubts[request.tag, request.allocation] = _UnconfirmedStart(
-                        place.host, time.monotonic() + START_WITHIN_S
-                    )
-                    raise trouble.error from None
-                against.append((place.host, trouble.error))
+                full = self._start(request, connection)
+            except HostError as failure:
+                if failure.unsure:
+                    until = time.monotonic() + START_WITHIN_S
+                    self._unconfirmed[request.tag, request.allocation] = _UnconfirmedStart(host.host, until)
+                    raise failure.error from None
+                rejections.append((host.host, failure.error))
                 continue
             if not full:
-                return place.host
-            against.append((place.host, full))
-        raise self._nowhere(request, against)
+                return host.host
+            rejections.append((host.host, full))
+        raise self._no_host(request, rejections)
 
-    def _start(self, request: AllocationRequest, contact: HostConnection) -> str:
-        """Start it there; why there is no room, if there is none."""
-        if not _room(contact, request.tag):
-            return _full(contact.place.room, contact)
-        self._prove(contact)
+    def _start(self, request: AllocationRequest, connection: HostConnection) -> str:
+        """Start an allocation on a host; return why it is full, or "" if it has started."""
+        if not _room(connection, request.tag):
+            return _full(connection.place.room, connection)
+        self._check(connection)
         call = {
             "do": "start",
             "tag": request.tag,
-            "hire": request.allocation,
-            "room": contact.place.room,
-            "script": self._rendered(request, contact.host).text,
+            "allocation": request.allocation,
+            "room": connection.place.room,
+            "script": self._rendered(request, connection.host).text,
             "credentials": f"{request.credentials.token}\n{request.credentials.certificate_pem or ''}",
             "grace_s": grace_period.of(request),
-            # What is delivered late, by a connection that came back, must not start what was given up.
-            "start_by": time.time() + contact.ahead_s + START_WITHIN_S,
+            # A call that a restored connection delivers late must not start what was given up meanwhile.
+            "start_by": time.time() + connection.ahead_s + START_WITHIN_S,
         }
-        answer = contact.call(call, START_S)
-        if answer["state"] == "full":
-            return _full(answer["running"], contact)
-        if answer["state"] == "late":
-            raise HostError(
-                EngineUnreachable(f"{contact.host} was too slow to start {request.allocation}", where=contact.host)
-            )
-        contact.note(request.tag, request.allocation)
+        reply = connection.call(call, START_S)
+        if reply["state"] == "full":
+            return _full(reply["running"], connection)
+        if reply["state"] == "late":
+            what = f"{connection.host} was too slow to start {request.allocation}"
+            raise HostError(EngineUnreachable(what, where=connection.host))
+        connection.add_allocation(request.tag, request.allocation)
         return ""
 
-    def _prove(self, contact: HostConnection) -> None:
-        """See that an agent could run there, once."""
-        if not contact.proved:
+    def _check(self, connection: HostConnection) -> None:
+        """Check once that an agent could run on a host; raise `HostError`."""
+        if not connection.checked:
             try:
-                contact.call({"do": "check", "check": command.check(self._ssh)}, CHECK_S)
-            except HostError as trouble:
-                raise HostError(trouble.error) from trouble
-            contact.proved = True
+                connection.call({"do": "check", "check": command.check(self._ssh)}, CHECK_S)
+            except HostError as failure:
+                raise HostError(failure.error) from failure
+            connection.checked = True
 
-    def _resolve(self, request: AllocationRequest) -> None:
-        """Find out whether a host started it when its connection broke, before it is started anywhere else."""
-        doubt = self._doubts.get((request.tag, request.allocation))
-        if doubt is None:
+    def _confirm_start(self, request: AllocationRequest) -> None:
+        """Find out whether a host started an allocation when its connection broke; raise as long as that is unknown."""
+        unconfirmed = self._unconfirmed.get((request.tag, request.allocation))
+        if unconfirmed is None:
             return
-        contact = self._contacts[doubt.host]
-        answered = contact.look(request.tag) is not None
-        if self._where(request.tag, request.allocation) is None and time.monotonic() < doubt.until:
-            raise self._in_doubt(request, contact, "it has some seconds left to start it")
-        if not answered and contact.last(request.tag) is not None:
-            raise self._in_doubt(request, contact, contact.why())
-        del self._doubts[request.tag, request.allocation]
+        connection = self._connections[unconfirmed.host]
+        answered = connection.list(request.tag) is not None
+        if self._host_of(request.tag, request.allocation) is None and time.monotonic() < unconfirmed.until:
+            raise self._start_unconfirmed(request, connection, "the host may still start it for some seconds")
+        if not answered and connection.last_reply(request.tag) is not None:
+            raise self._start_unconfirmed(request, connection, connection.why())
+        del self._unconfirmed[request.tag, request.allocation]
 
-    def _in_doubt(self, request: AllocationRequest, contact: HostConnection, why: str) -> EngineUnreachable:
-        what = f"{contact.host} may have started {request.allocation} when the connection broke"
-        return EngineUnreachable(
-            what, where=f"pool {self.pool}, ssh {contact.host}", why=why, do="wait until it is known"
-        )
+    def _start_unconfirmed(self, request: AllocationRequest, connection: HostConnection, why: str) -> EngineUnreachable:
+        what = f"{connection.host} may have started {request.allocation} when the connection broke"
+        where = f"pool {self.pool}, ssh {connection.host}"
+        return EngineUnreachable(what, where=where, why=why, do="wait: it is resolved when the host answers")
 
-    def _nowhere(self, request: AllocationRequest, against: list[tuple[str, LaunchError | str]]) -> LaunchError:
-        """The error of a hire that no host took; pools whose hosts are all silent can be asked again."""
-        errors = [error for _, error in against if isinstance(error, LaunchError)]
-        if len(against) == len(errors) == 1:
+    def _no_host(self, request: AllocationRequest, rejections: list[tuple[str, LaunchError | str]]) -> LaunchError:
+        """Return the error of an allocation that no host took; it can be retried if all hosts were unreachable."""
+        errors = [error for _, error in rejections if isinstance(error, LaunchError)]
+        if len(rejections) == len(errors) == 1:
             return errors[0]
         whys = [
-            f"{host}: {error if isinstance(error, str) else f'{error.what} ({error.why})'}" for host, error in against
+            f"{host}: {error if isinstance(error, str) else f'{error.what} ({error.why})'}"
+            for host, error in rejections
         ]
         silent = [error for error in errors if isinstance(error, EngineUnreachable)]
-        kind: type[LaunchError] = EngineUnreachable if len(silent) == len(against) else AllocationRefused
-        if len(errors) < len(against):
+        kind: type[LaunchError] = EngineUnreachable if len(silent) == len(rejections) else AllocationRefused
+        if len(errors) < len(rejections):
             kind = PoolFull
         remedies = dict.fromkeys(error.do for error in errors if error.do)
         return kind(
@@ -201,152 +228,157 @@ class Ssh(Engine):
             do="; ".join(remedies) or f"add hosts to [pool.{self.pool}], or raise per_host",
         )
 
-    # --- watch, cancel, offers
+    # --- watch, cancel, clean_up, capacity
 
     def watch(self, tag: str) -> list[AllocationStatus]:
-        answers = self._look(tag)
-        if not any(answers.values()):
+        replies = self._list_all(tag)
+        if not any(replies.values()):
             raise self._unreachable()
-        found: dict[object, AllocationStatus] = {}
-        for host, answer in answers.items():
-            contact = self._contacts[host]
-            for one in (answer or contact.last(tag) or {"hires": ()})["hires"]:
-                seen = self._seen(contact, tag, one, silent=answer is None)
-                # Two names of one host show the same process twice.
-                found.setdefault((one["hire"], tuple(one["born"] or ()) or host), seen)
-        running = {seen.allocation for seen in found.values() if seen.state == "running"}
-        return [seen for seen in found.values() if seen.state == "running" or seen.allocation not in running]
+        statuses: dict[object, AllocationStatus] = {}
+        for host, reply in replies.items():
+            connection = self._connections[host]
+            for remote in reply["allocations"] if reply is not None else connection.allocations(tag):
+                status = self._status(connection, tag, remote, silent=reply is None)
+                # Two names of one host list the same process twice.
+                statuses.setdefault((remote["allocation"], tuple(remote["process"] or ()) or host), status)
+        running = {status.allocation for status in statuses.values() if status.state == "running"}
+        return [status for status in statuses.values() if status.state == "running" or status.allocation not in running]
 
     def _unreachable(self) -> LaunchError:
-        """The error of a pool of which no host answers; one whose hosts all turn us away need not be asked again."""
-        contacts = self._contacts.values()
-        errors = [one.trouble.error for one in contacts if one.trouble is not None]
+        """Return the error of a pool none of whose hosts answers; final if each of them rejects us."""
+        connections = self._connections.values()
+        errors = [connection.error.error for connection in connections if connection.error is not None]
         refusals = [error for error in errors if isinstance(error, AllocationRefused)]
-        if len(refusals) == len(contacts) == 1:
+        if len(refusals) == len(connections) == 1:
             return refusals[0]
-        kind: type[LaunchError] = AllocationRefused if len(refusals) == len(contacts) else EngineUnreachable
+        kind: type[LaunchError] = AllocationRefused if len(refusals) == len(connections) else EngineUnreachable
         return kind(
             f"no host of pool {self.pool} answers",
             where=f"pool {self.pool}",
-            why="; ".join(contact.why() for contact in contacts),
+            why="; ".join(connection.why() for connection in connections),
             do="; ".join(dict.fromkeys(error.do for error in errors)),
         )
 
-    def _seen(self, contact: HostConnection, tag: str, one: Json, *, silent: bool) -> AllocationStatus:
-        handle = command.handle(contact.host, tag, one["hire"])
-        if not one["alive"]:
-            words = exit_message.of_log(one["said"], command.agent_python(self._ssh))
-            contact.proved = False
-            return AllocationStatus(one["hire"], handle, "gone", f"{words}; {contact.skew}" if contact.skew else words)
-        return AllocationStatus(one["hire"], handle, "running", contact.why() if silent else contact.skew)
+    def _status(
+        self, connection: HostConnection, tag: str, remote: RemoteAllocation, *, silent: bool
+    ) -> AllocationStatus:
+        name = remote["allocation"]
+        handle = command.handle(connection.host, tag, name)
+        if not remote["alive"]:
+            message = exit_message.of_log(remote["log"], command.agent_python(self._ssh))
+            connection.checked = False
+            why = f"{message}; {connection.skew}" if connection.skew else message
+            return AllocationStatus(name, handle, "gone", why)
+        return AllocationStatus(name, handle, "running", connection.why() if silent else connection.skew)
 
     def cancel(self, handle: str) -> None:
-        host, tag, hire = command.of_handle(handle)
-        contact = self._contacts.get(host)
-        if contact is None:
+        host, tag, allocation = command.of_handle(handle)
+        connection = self._connections.get(host)
+        if connection is None:
             raise AllocationRefused(
-                f"{host} is no host of pool {self.pool} any more",
+                f"{host} is no longer a host of pool {self.pool}",
                 where=handle,
-                do=f"name it in [pool.{self.pool}] again until {hire} is ended",
+                do=f"add it to [pool.{self.pool}] again until {allocation} has stopped",
             )
-        self._prepare()
+        self._make_control_directory()
         try:
-            known = contact.trouble
-            if known is not None and contact.look(tag) is None:
-                raise known
-            answer = contact.call({"do": "cancel", "tag": tag, "hire": hire}, command.GRACE_S + END_MORE_S)
-        except HostError as trouble:
-            raise EngineUnreachable(
-                trouble.error.what, where=handle, why=trouble.error.why, do=trouble.error.do
-            ) from None
-        if answer["state"] != "ended":
-            raise EngineUnreachable(f"{hire} does not end", where=handle, why=f"left are {answer['left']}")
-        contact.forget(tag, hire)
+            last_error = connection.error
+            if last_error is not None and connection.list(tag) is None:
+                raise last_error
+            call = {"do": "cancel", "tag": tag, "allocation": allocation}
+            reply = connection.call(call, command.GRACE_S + CANCEL_MARGIN_S)
+        except HostError as failure:
+            error = failure.error
+            raise EngineUnreachable(error.what, where=handle, why=error.why, do=error.do) from None
+        if reply["state"] != "stopped":
+            pids = ", ".join(map(str, reply["pids"]))
+            raise EngineUnreachable(f"{allocation} did not stop", where=handle, why=f"still running: pids {pids}")
+        connection.remove_allocation(tag, allocation)
 
-    def clean_up(self, tag: str, known: Collection[str]) -> None:
-        self._prepare()
-        request = {"do": "tidy", "tag": tag, "known": sorted(known), "keep_s": KEEP_S}
-        for contact in [one for one in self._contacts.values() if one.trouble is None]:
-            # What cannot be removed now can be removed the next time.
+    def clean_up(self, tag: str, active: Collection[str]) -> None:
+        self._make_control_directory()
+        call = {"do": "clean_up", "tag": tag, "active": sorted(active), "keep_s": KEEP_S}
+        for connection in [connection for connection in self._connections.values() if connection.error is None]:
+            # Whatever could not be removed is removed the next time.
             with contextlib.suppress(HostError):
-                contact.call(request, TIDY_S)
+                connection.call(call, CLEAN_UP_S)
 
     def capacity(self) -> list[Capacity]:
-        answers = self._look(NOBODY, gpus=True)
-        return [self._offer(self._contacts[host], answer) for host, answer in answers.items()]
+        replies = self._list_all(NO_TAG, gpus=True)
+        return [self._capacity_of(self._connections[host], reply) for host, reply in replies.items()]
 
-    def _offer(self, contact: HostConnection, answer: Json | None) -> Capacity:
-        if answer is None:
-            return Capacity(contact.host, 0, why=contact.why())
-        running = _running(answer)
-        why = [f"{running} of {contact.place.room} hires run there"] if running else []
-        if answer["load"] > answer["cpus"]:
-            why.append(f"its load is {answer['load']:.1f} on {answer['cpus']} processors")
-        if answer["disk_free_bytes"] < LOW_DISK_BYTES:
-            why.append(f"only {answer['disk_free_bytes'] / (1 << 20):.0f} MiB of disk are free")
-        why += [contact.skew] if contact.skew else []
-        return Capacity(
-            contact.host, _room(contact, NOBODY), answer["cpus"], answer["gpus"], answer["memory_bytes"], "; ".join(why)
-        )
+    def _capacity_of(self, connection: HostConnection, reply: Json | None) -> Capacity:
+        if reply is None:
+            return Capacity(connection.host, 0, why=connection.why())
+        running = _running(reply)
+        why = [f"{running} of {connection.place.room} allocations are running"] if running else []
+        if reply["load"] > reply["cpus"]:
+            why.append(f"load {reply['load']:.1f} on {reply['cpus']} processors")
+        if reply["disk_free_bytes"] < LOW_DISK_BYTES:
+            why.append(f"only {reply['disk_free_bytes'] / (1 << 20):.0f} MiB of disk are free")
+        why += [connection.skew] if connection.skew else []
+        room = _room(connection, NO_TAG)
+        return Capacity(connection.host, room, reply["cpus"], reply["gpus"], reply["memory_bytes"], "; ".join(why))
 
     # --- all hosts
 
-    def _look(self, tag: str, *, within_s: float = 0.0, gpus: bool = False) -> dict[str, Json | None]:
-        """What is on every host; None for those that do not answer."""
-        self._prepare()
+    def _list_all(self, tag: str, *, within_s: float = 0.0, gpus: bool = False) -> dict[str, Json | None]:
+        """Return each host's list of allocations, at most `within_s` old; None for hosts that do not answer."""
+        self._make_control_directory()
         with ThreadPoolExecutor(self._ssh.parallel, thread_name_prefix="shoal-ssh") as pool:
-            look = partial(HostConnection.look, tag=tag, within_s=within_s, gpus=gpus)
-            return dict(zip(self._contacts, pool.map(look, self._contacts.values()), strict=True))
+            list_one = partial(HostConnection.list, tag=tag, within_s=within_s, gpus=gpus)
+            return dict(zip(self._connections, pool.map(list_one, self._connections.values()), strict=True))
 
-    def _prepare(self) -> None:
+    def _make_control_directory(self) -> None:
         try:
             if not os.path.isdir(self._control):
-                _sweep(self._control.rpartition("-")[0])
+                _remove_stale_control_directories(self._control.rpartition("-")[0])
                 os.makedirs(self._control, mode=0o700, exist_ok=True)
         except OSError as error:
             raise EngineUnreachable(
-                "ssh has no place for its connections", where=self._control, why=error.strerror or ""
+                "cannot create the directory for ssh's sockets", where=self._control, why=error.strerror or ""
             ) from error
 
 
 class _BackgroundTasks:
-    """Does things in the background, not too many at once; whoever ends does not wait for them."""
+    """Daemon threads, at most `parallel` at work; the process does not wait for them when it ends."""
 
     def __init__(self, parallel: int) -> None:
-        self._turn = threading.Semaphore(parallel)
+        self._slots = threading.Semaphore(parallel)
 
-    def __call__(self, do: Callable[[], object]) -> None:
-        threading.Thread(target=self._do, args=(do,), name="shoal-ssh-later", daemon=True).start()
+    def __call__(self, task: Callable[[], object]) -> None:
+        threading.Thread(target=self._run, args=(task,), name="shoal-ssh-later", daemon=True).start()
 
-    def _do(self, do: Callable[[], object]) -> None:
-        with self._turn:
-            do()
+    def _run(self, task: Callable[[], object]) -> None:
+        with self._slots:
+            task()
 
 
-def _let_go(options: SshOptions, hosts: set[str], control: str) -> None:
+def _disconnect(options: SshOptions, hosts: set[str], control: str) -> None:
+    """Close shared connections and remove the directory of their sockets."""
     if os.path.isdir(control):
-        host_connection.leave(options, hosts, control)
+        host_connection.disconnect(options, hosts, control)
         shutil.rmtree(control, ignore_errors=True)
 
 
-def _sweep(prefix: str) -> None:
-    """Remove what coordinators that were killed left; where a connection still is, its directory stays."""
+def _remove_stale_control_directories(prefix: str) -> None:
+    """Remove directories of coordinators that were killed; one with a socket in it is not empty and stays."""
     for path in glob.glob(f"{prefix}-*"):
         with contextlib.suppress(OSError):
-            found = os.stat(path, follow_symlinks=False)
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > LEFT_S:
+            directory = os.stat(path, follow_symlinks=False)
+            if directory.st_uid == os.getuid() and time.time() - directory.st_mtime > STALE_CONTROL_S:
                 os.rmdir(path)
 
 
-def _running(answer: Json) -> int:
-    return int(answer["others"]) + sum(bool(one["alive"]) for one in answer["hires"])
+def _running(reply: Json) -> int:
+    return int(reply["others"]) + sum(bool(remote["alive"]) for remote in reply["allocations"])
 
 
-def _room(contact: HostConnection, tag: str) -> int:
-    """How many more it takes, as far as is known."""
-    known = contact.last(tag)
-    return max(0, contact.place.room - (_running(known) if known is not None else 0))
+def _room(connection: HostConnection, tag: str) -> int:
+    """Return how many more allocations a host takes, as far as is known."""
+    reply = connection.last_reply(tag)
+    return max(0, connection.place.room - (_running(reply) if reply is not None else 0))
 
 
-def _full(running: int, contact: HostConnection) -> str:
-    return f"it is full, {running} of {contact.place.room} hires run there"
+def _full(running: int, connection: HostConnection) -> str:
+    return f"it is full: {running} of {connection.place.room} allocations are running"

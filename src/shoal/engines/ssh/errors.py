@@ -1,4 +1,4 @@
-"""What can go wrong with a host: one error for each cause, with what was tried and the remedy; pure."""
+"""Errors of ssh hosts: one error per cause, with what was tried and how to fix it; pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engines.ssh.command import OLDEST_AGENT, OLDEST_HELPER, SHIFTED, SshOptions, agent_python
+from shoal.engines.ssh.command import OLDEST_AGENT, OLDEST_HELPER, PYTHON_TOO_OLD, SshOptions, agent_python
 from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 
 SSH_FAILED = 255
@@ -17,7 +17,7 @@ SKEW_S = 2.0
 
 @dataclass(eq=False)
 class HostError(Exception):
-    """A host that could not do what it was asked; `unsure` if it may have done it all the same."""
+    """Call to a host that failed; `unsure` if the host may have carried it out all the same."""
 
     error: LaunchError
     unsure: bool = False
@@ -28,9 +28,9 @@ class HostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _SshErrorPattern:
-    """What ssh says, and what that means. Before a session is open, nothing can have been done on the host."""
+    """Output of ssh and what it means. Before a session is open, nothing can have been done on the host."""
 
-    said: str
+    pattern: str
     kind: type[LaunchError]
     what: str
     do: str
@@ -43,44 +43,44 @@ _CAUSES = (
         r"|Connection to .* closed",
         EngineUnreachable,
         "the connection to {host} broke",
-        "check that it is switched on and that this machine may reach it",
+        "check that it is up and that this machine can reach it",
         unsure=True,
     ),
     _SshErrorPattern(
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key for .* has changed",
         AllocationRefused,
-        "{host} shows another key than before",
-        "find out why; if it was set up anew: ssh-keygen -R {name}, then call it once by hand: ssh {host}",
+        "the host key of {host} has changed",
+        "find out why; if it was reinstalled: ssh-keygen -R {name}, then connect once by hand: ssh {host}",
     ),
     _SshErrorPattern(
         r"Host key verification failed|No \S+ host key is known",
         AllocationRefused,
-        "the key of {host} is not known here",
-        "call it once by hand and compare its key: ssh {host}; or set accept_new = true in [pool.{pool}]",
+        "the host key of {host} is unknown",
+        "connect once by hand and compare the key: ssh {host}; or set accept_new = true in [pool.{pool}]",
     ),
     _SshErrorPattern(
         r"Permission denied|Too many authentication failures|No supported authentication methods",
         AllocationRefused,
-        "{host} does not let us in",
-        "ssh {host} must work without a question: add your key to ~/.ssh/authorized_keys there, load it into the "
+        "authentication failed on {host}",
+        "ssh {host} must work without a prompt: add your key to ~/.ssh/authorized_keys there, load it into the "
         "agent (ssh-add), or name it as identity in [pool.{pool}]",
     ),
     _SshErrorPattern(
         r"Temporary failure in name resolution",
         EngineUnreachable,
-        "the name {host} could not be looked up just now",
+        "temporary failure to resolve {host}",
         "check the name server of this machine, or correct hosts in [pool.{pool}]",
     ),
     _SshErrorPattern(
         r"Could not resolve hostname",
         AllocationRefused,
-        "there is no host {host}",
+        "unknown host {host}",
         "correct hosts in [pool.{pool}], or give {name} a HostName in ~/.ssh/config",
     ),
     _SshErrorPattern(
         r"Connection refused",
         EngineUnreachable,
-        "{host} is there, but no sshd listens",
+        "{host} refused the connection: no sshd is listening",
         "start sshd there, or correct port in [pool.{pool}]",
     ),
     _SshErrorPattern(
@@ -88,12 +88,12 @@ _CAUSES = (
         r"|timed out during banner exchange|Connection timed out during",
         EngineUnreachable,
         "{host} does not answer",
-        "check that it is switched on and that this machine may reach it",
+        "check that it is up and that this machine can reach it",
     ),
     _SshErrorPattern(
         r"kex_exchange_identification|banner exchange|Connection closed by|Connection reset by",
         EngineUnreachable,
-        "{host} hung up before we were in",
+        "{host} closed the connection during login",
         "look at sshd's log there; if it limits new connections (MaxStartups), lower parallel in [pool.{pool}]",
         unsure=True,
     ),
@@ -101,73 +101,73 @@ _CAUSES = (
         r"Bad configuration option|terminating, \d+ bad configuration|Can't open user config file|keyword .* extra"
         r"|Bad owner or permissions on|unix_listener: path .* too long|not accessible: No such file",
         AllocationRefused,
-        "ssh cannot be used as it is configured here",
+        "ssh is misconfigured on this machine",
         "correct config or identity in [pool.{pool}], or ~/.ssh/config",
     ),
 )
 
 
-def of_ssh(pool: str, host: str, code: int, said: str) -> HostError:
-    """What an ssh that brought no answer means."""
-    line = _telling(said)
+def of_ssh(pool: str, host: str, code: int, output: str) -> HostError:
+    """Return the error of an ssh command that brought no reply; `output` is its standard error."""
+    line = _relevant_line(output)
     names = {"pool": pool, "host": host, "name": re.sub(r"^(ssh://)?([^@]*@)?", "", host)}
     if code == SSH_FAILED:
         for cause in _CAUSES:
-            if re.search(cause.said, said):
+            if re.search(cause.pattern, output):
                 return HostError(
                     cause.kind(cause.what.format(**names), where=_where(names), why=line, do=cause.do.format(**names)),
                     cause.unsure,
                 )
-        what = f"the connection to {host} ended before an answer"
-        return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
-    if SHIFTED in said:
+        what = f"the connection to {host} ended without a reply"
+        return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try by hand: ssh {host}"), True)
+    if PYTHON_TOO_OLD in output:
         oldest = ".".join(map(str, OLDEST_HELPER))
-        return _unfit(names, f"the Python of {host} is too old", line, f"Shoal's helper there needs {oldest} or newer")
+        return _unfit(names, f"Python on {host} is too old", line, f"Shoal's remote helper needs {oldest} or newer")
     if code in (NOT_FOUND, NOT_RUNNABLE):
-        return _unfit(names, f"there is no such Python on {host}", line, "nothing was started")
-    what = f"what Shoal asked {host} to do failed there with exit code {code}"
-    return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try it by hand: ssh {host}"), True)
+        return _unfit(names, f"Python not found on {host}", line, "nothing was started")
+    what = f"Shoal's remote helper failed on {host} with exit code {code}"
+    return HostError(EngineUnreachable(what, where=_where(names), why=line, do=f"try by hand: ssh {host}"), True)
 
 
 def silent(pool: str, host: str, within_s: float) -> HostError:
-    """A host to which there is a connection, or might have been, but no answer."""
-    what, do = f"{host} does not answer", "check that it is switched on and that this machine may reach it"
-    why = f"nothing came for {within_s:g} s"
+    """Return the error of a host that did not reply in time; a connection may or may not have existed."""
+    what, do = f"{host} does not answer", "check that it is up and that this machine can reach it"
+    why = f"no reply within {within_s:g} s"
     return HostError(EngineUnreachable(what, where=_where({"pool": pool, "host": host}), why=why, do=do), True)
 
 
 def no_ssh(pool: str, why: str) -> HostError:
-    """This machine cannot run ssh at all."""
-    do = "install OpenSSH's client on the machine of the coordinator"
-    return HostError(AllocationRefused("ssh cannot be started here", where=f"pool {pool}", why=why, do=do))
+    """Return the error of a machine without a working ssh command."""
+    do = "install the OpenSSH client on the coordinator's machine"
+    return HostError(AllocationRefused("cannot run ssh on this machine", where=f"pool {pool}", why=why, do=do))
 
 
-def of_answer(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> HostError | None:
-    """What a host could not do, if it says so."""
-    if answer["state"] == "unfit":
-        return _of_python(pool, host, options, answer)
-    if answer["state"] != "failed":
+def of_reply(pool: str, host: str, options: SshOptions, reply: Mapping[str, Any]) -> HostError | None:
+    """Return the error that a helper's reply reports; None if it succeeded."""
+    if reply["state"] == "unfit":
+        return _of_python(pool, host, options, reply)
+    if reply["state"] != "failed":
         return None
     names = {"pool": pool, "host": host}
-    path, why = answer["path"] or "its directory", f"{answer['why']}: {answer['path']}"
+    path, why = reply["path"] or "its directory", f"{reply['why']}: {reply['path']}"
     what, do = {
-        "ENOSPC": (f"no space is left on {host}", f"make room where {path} is, or give [pool.{pool}] a directory"),
-        "EDQUOT": (f"the quota on {host} is used up", f"make room where {path} is, or give [pool.{pool}] a directory"),
+        "ENOSPC": (f"no space left on {host}", f"free space around {path}, or set directory in [pool.{pool}]"),
+        "EDQUOT": (f"disk quota exceeded on {host}", f"free space around {path}, or set directory in [pool.{pool}]"),
         "ENOLCK": (
             f"files cannot be locked on {host}",
-            f"give [pool.{pool}] a directory that is on a disk of the host itself",
+            f"set directory in [pool.{pool}] to one on a local disk of the host",
         ),
-        "ENOSYS": (f"{host} does not run Linux", f"take it out of [pool.{pool}]"),
+        "ENOSYS": (f"{host} does not run Linux", f"remove it from [pool.{pool}]"),
     }.get(
-        answer["errno"],
-        (f"Shoal's directory on {host} cannot be written", f"give [pool.{pool}] a directory that can be"),
+        reply["errno"],
+        (f"cannot write to Shoal's directory on {host}", f"set directory in [pool.{pool}] to a writable one"),
     )
     return HostError(AllocationRefused(what, where=_where(names), why=why, do=do))
 
 
-def skew(now_there: float, asked_at: float, answered_at: float) -> str:
-    """What is to be said of a host's clock, nothing if it is right as far as one can tell."""
-    ahead_s, behind_s = now_there - answered_at, asked_at - now_there
+def skew(remote_now: float, sent_at: float, received_at: float) -> str:
+    """Return a sentence about a host's clock; "" if it is right as far as one call can tell."""
+    ahead_s, behind_s = remote_now - received_at, sent_at - remote_now
     if ahead_s > SKEW_S:
         return f"its clock is {ahead_s:.0f} s ahead of this machine's: set it, or times and certificates go wrong"
     if behind_s > SKEW_S:
@@ -175,30 +175,30 @@ def skew(now_there: float, asked_at: float, answered_at: float) -> str:
     return ""
 
 
-def _of_python(pool: str, host: str, options: SshOptions, answer: Mapping[str, Any]) -> HostError:
+def _of_python(pool: str, host: str, options: SshOptions, reply: Mapping[str, Any]) -> HostError:
+    """Return the error of a host whose Python cannot run an agent, from the output of `command.check`."""
     names = {"pool": pool, "host": host}
-    *before, last = answer["said"].split("\n")[-3:-1] or [""]
+    *before, last = reply["output"].split("\n")[-3:-1] or [""]
     version = before[-1] if before and last == "no shoal" else last
     python = agent_python(options)
     if last == "no shoal":
         return _unfit(names, f"Shoal is not installed on {host}", f"tried {python}", f"Python {version}")
-    if answer["exit"] == 0 and re.fullmatch(r"[\d.]+\S*", version):
+    if reply["exit"] == 0 and re.fullmatch(r"[\d.]+\S*", version):
         oldest = ".".join(map(str, OLDEST_AGENT))
-        return _unfit(
-            names, f"the Python of {host} is too old", f"tried {python}: Python {version}", f"needed is {oldest}"
-        )
-    if answer["exit"] in (NOT_FOUND, NOT_RUNNABLE):
-        return _unfit(names, f"there is no such Python on {host}", _telling(answer["erred"]), f"tried {python}")
-    if answer["exit"] is None:
-        return _unfit(names, f"the setup of {host} does not come to an end", answer["erred"], f"tried {python}")
-    why = f"exit code {answer['exit']}, {_telling(answer['erred'] or answer['said'])}"
-    return _unfit(names, f"Python cannot be started on {host}", why, f"tried {python}")
+        tried = f"tried {python}: Python {version}"
+        return _unfit(names, f"Python on {host} is too old", tried, f"need {oldest} or newer")
+    if reply["exit"] in (NOT_FOUND, NOT_RUNNABLE):
+        return _unfit(names, f"Python not found on {host}", _relevant_line(reply["errors"]), f"tried {python}")
+    if reply["exit"] is None:
+        return _unfit(names, f"the setup of {host} did not finish in time", reply["errors"], f"tried {python}")
+    why = f"exit code {reply['exit']}, {_relevant_line(reply['errors'] or reply['output'])}"
+    return _unfit(names, f"cannot start Python on {host}", why, f"tried {python}")
 
 
 def _unfit(names: Mapping[str, str], what: str, why: str, more: str) -> HostError:
     do = (
-        f'name one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"; '
-        'or let it be installed there: environment = "requirements.txt"'
+        f'set one that has Shoal in [pool.{names["pool"]}]: python = "~/venv/bin/python"; '
+        'or have it installed there: environment = "requirements.txt"'
     )
     return HostError(AllocationRefused(what, where=_where(names), why=f"{why} ({more})", do=do))
 
@@ -207,8 +207,8 @@ def _where(names: Mapping[str, str]) -> str:
     return f"pool {names['pool']}, ssh {names['host']}"
 
 
-def _telling(said: str) -> str:
-    """The line of what ssh printed that says most: not the frame around a warning, and not the last goodbye."""
-    lines = [line.strip("@ \t") for line in said.splitlines() if line.strip("@ \t")]
-    telling = [line for line in lines if any(re.search(cause.said, line) for cause in _CAUSES)]
-    return (telling or lines or ["it said nothing"])[0 if telling else -1][:300]
+def _relevant_line(output: str) -> str:
+    """Return the line of ssh's output that tells the cause: not the frame around a warning, nor a farewell."""
+    lines = [line.strip("@ \t") for line in output.splitlines() if line.strip("@ \t")]
+    causes = [line for line in lines if any(re.search(cause.pattern, line) for cause in _CAUSES)]
+    return (causes or lines or ["it printed nothing"])[0 if causes else -1][:300]

@@ -1,406 +1,330 @@
-"""What the ssh engine runs on a host: sent over with every call, it needs Linux, Python 3.7 and nothing else.
+"""Remote helper: the program that the ssh engine runs on a host for every call.
 
-A request comes on stdin as JSON, with the token where there is one; the answer is the one line that begins with MARK,
-whatever else a login shell prints. A hire is a directory that names its process: the number, and when that was born,
-which together belong to no other process; and the node and its boot, since a home may be shared by many nodes.
+Nothing has to be installed on a host but Python 3.7 or newer on Linux: the helper's modules travel as source on
+standard input (`helper_source`), followed by one request as JSON. The reply is the one line of output that begins with
+`REPLY_MARK`; whatever else a login shell prints is ignored. Every reply carries the host's clock, `now`, in seconds.
+
+Requests (`do`) and the states that they are answered with:
+
+=========  =====================================================  ==================================================
+`list`     which allocations of a tag are here, and what the      `listed`
+           machine has
+`check`    could an agent run here                                `fit`, or `unfit` with the check's output
+`start`    start an agent                                         `started`, `full`, or `late`
+`cancel`   stop an agent                                          `stopped`, or `alive` with the pids that are left
+`clean_up` remove directories of agents that ended long ago       `cleaned`
+any        the operating system refused something                 `failed` with errno and path
+=========  =====================================================  ==================================================
+
+A host keeps no daemon, so all it knows is on disk and in /proc. What identifies a process is its pid and start time, on
+one node and between two boots (`process_tree`); each allocation's directory records them (`allocation_dir`). The agent
+writes that record itself, in the forked child, before it becomes the agent: so there is never an agent without a
+record, whichever process dies when.
+
+Calls may overlap, and a call may outlive its connection: SIGHUP is ignored, and whatever was begun is finished.
+
+- *start* holds the node's lock, so that an allocation is started once however often it is requested, and `room` is not
+  exceeded by two coordinators at a time. A request that was held up on the way, past `start_by`, starts nothing: the
+  engine has started the allocation elsewhere by then.
+- *cancel* sends SIGTERM once: agents take a second one as "stop now", which would cut the grace period short. The file
+  `stopping` records when the first was sent, and later calls wait for the same deadline. Then everything is killed that
+  descends from the agent, is in its session, or carries its mark in the environment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
+from shoal.engines import process_tree
+from shoal.engines.ssh import allocation_dir
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import IO, Any
+    from collections.abc import Callable
+    from typing import IO, Any, TypedDict
 
-    Json = dict[str, Any]
+    from shoal.engines.process_tree import ProcessId
+    from shoal.engines.ssh.allocation_dir import ProcessRecord
 
-MARK = "shoal-answer "
+    Reply = dict[str, Any]
+
+    class _HelperRequest(TypedDict):
+        """Part of every request: the pool's directory, "" for the default."""
+
+        directory: str
+
+    class ListRequest(_HelperRequest):
+        tag: str
+        gpus: bool
+
+    class CheckRunRequest(_HelperRequest):
+        check: str
+
+    class StartRequest(_HelperRequest):
+        """Start an agent by running `script`, if fewer than `room` run here and the clock is not past `start_by`."""
+
+        tag: str
+        allocation: str
+        room: int
+        script: str
+        credentials: str
+        grace_s: float
+        start_by: float
+
+    class CancelRequest(_HelperRequest):
+        tag: str
+        allocation: str
+
+    class CleanUpRequest(_HelperRequest):
+        """Remove directories untouched for `keep_s`, but for those of the `active` allocations of this tag."""
+
+        tag: str
+        active: list[str]
+        keep_s: float
+
+    class RemoteAllocation(TypedDict):
+        """Allocation in the reply to `list`; `log` is the end of its log once it has ended."""
+
+        allocation: str
+        alive: bool
+        process: list[int] | None
+        log: str
+
+
+REPLY_MARK = "shoal-reply "
 CHECK_S = 60.0
-LOOK_S = 0.02
-TREE_S = 0.25
+TREE_EVERY_S = 0.25
 MARGIN_S = 3.0
 TAIL_BYTES = 2000
-TOLD_S = 3600.0
-ALLOCATION_MARK = "SHOAL_ALLOCATION"
-ADOPT_ORPHANS = 36
+REPORT_ENDED_S = 3600.0
+_EXEC_FAILED = 71
 
 
 def main() -> None:
-    # The connection may end before we do: what was begun is brought to its end.
+    """Read a request from standard input, carry it out, and print the reply."""
+    # The connection may end before we do: what was begun is finished.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     request = json.loads(sys.stdin.read())
-    asked: dict[str, Callable[[Json], Json]] = {
-        "look": look,
+    handlers: dict[str, Callable[[Any], Reply]] = {
+        "list": list_allocations,
         "check": check,
         "start": start,
         "cancel": cancel,
-        "tidy": tidy,
+        "clean_up": clean_up,
     }
     try:
         if not os.path.exists("/proc/self/stat"):
             raise OSError(errno.ENOSYS, "there is no /proc", "/proc")
-        answer = asked[request["do"]](request)
+        reply = handlers[request["do"]](request)
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "")
-        answer = {"state": "failed", "errno": name, "path": str(error.filename or ""), "why": error.strerror or ""}
-    answer["now"] = time.time()
-    sys.stdout.write(MARK + json.dumps(answer) + "\n")
+        reply = {"state": "failed", "errno": name, "path": str(error.filename or ""), "why": error.strerror or ""}
+    reply["now"] = time.time()
+    sys.stdout.write(REPLY_MARK + json.dumps(reply) + "\n")
 
 
-# --- what can be asked
+# --- requests
 
 
-def look(request: Json) -> Json:
-    """All hires of a tag but those that ended long ago, how many others run here, and what this machine has."""
-    mine, others = [], 0
-    for tag, hire, home in _homes(_hires(request)):
-        known = _record(home)
-        if known is None or known["node"] != _node():
+def list_allocations(request: ListRequest) -> Reply:
+    """Return the allocations of a tag, how many of other tags run here, and what this machine has.
+
+    Allocations that ended more than an hour ago are left out.
+    """
+    root = allocation_dir.root(request["directory"])
+    own: list[RemoteAllocation] = []
+    others = 0
+    for tag, allocation, home in allocation_dir.homes(root):
+        process = allocation_dir.record(home)
+        if process is None or process["node"] != process_tree.node_name():
             continue
-        alive = _alive(known)
-        if tag == request["tag"] and (alive or _age_s(home) < TOLD_S):
-            said = "" if alive else _said(home, known)
-            mine.append({"hire": hire, "alive": alive, "born": [known["pid"], known["born"]], "said": said})
+        alive = allocation_dir.is_alive(process)
+        if tag == request["tag"] and (alive or allocation_dir.report_age_s(home) < REPORT_ENDED_S):
+            log = "" if alive else _end_of_log(home, process)
+            identity = [process["pid"], process["started"]]
+            own.append({"allocation": allocation, "alive": alive, "process": identity, "log": log})
         elif tag != request["tag"]:
             others += alive
         if not alive:
-            _drop_token(home)
-    answer = {"state": "seen", "hires": mine, "others": others, "node": _node(), **_machine(_hires(request))}
+            allocation_dir.remove_unused_token(home)
+    reply = {"state": "listed", "allocations": own, "others": others, **_machine(root)}
     if request.get("gpus"):
-        answer["gpus"] = _gpus()
-    return answer
+        reply["gpus"] = _gpus()
+    return reply
 
 
-def check(request: Json) -> Json:
-    """Whether an agent could run here."""
-    return _unfit(request["check"]) or {"state": "fit"}
+def check(request: CheckRunRequest) -> Reply:
+    """Run a shell script that prints "fit" if an agent could run here; kill whatever it leaves behind."""
+    process_tree.adopt_orphans()
+    # Files, not pipes: what a pool's setup leaves in the background would keep a pipe open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            code: int | None = subprocess.call(
+                ["sh", "-c", request["check"]], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, timeout=CHECK_S
+            )
+        except subprocess.TimeoutExpired:
+            code = None
+        own = process_tree.identify(os.getpid())
+        process_tree.kill(process_tree.tree({own}) - {own})
+        texts = [_tail(output), _tail(errors)]
+    if code == 0 and texts[0].strip().endswith("fit"):
+        return {"state": "fit"}
+    return {"state": "unfit", "exit": code, "output": texts[0], "errors": texts[1]}
 
 
-def start(request: Json) -> Json:
-    """Start an agent unless it is there, there is no room, or the one who asked has given up since."""
-    hires, home = _hires(request), _home(request)
-    _make(hires)
-    with _locked(hires):
-        known = _record(home)
-        if known is not None and _alive(known):
+def start(request: StartRequest) -> Reply:
+    """Start an agent unless it runs already, the host is full, or the engine has given up on this call."""
+    root = allocation_dir.root(request["directory"])
+    home = os.path.join(root, request["tag"], request["allocation"])
+    allocation_dir.make(root)
+    with allocation_dir.locked(root):
+        if allocation_dir.is_running(home):
             return {"state": "started"}
-        running = sum(_runs(one) for _, _, one in _homes(hires))
+        running = sum(allocation_dir.is_running(other) for _, _, other in allocation_dir.homes(root))
         if running >= request["room"]:
             return {"state": "full", "running": running}
         if time.time() > request["start_by"]:
             return {"state": "late"}
-        _make(os.path.dirname(home), home)
-        _drop(home, "ending")
+        allocation_dir.make(os.path.dirname(home), home)
+        allocation_dir.remove(home, allocation_dir.STOPPING)
         try:
-            _write(os.path.join(home, "token"), request["credentials"])
+            allocation_dir.write(os.path.join(home, allocation_dir.TOKEN), request["credentials"])
             _spawn(home, request["script"], request["grace_s"])
         except OSError:
-            _drop(home, "token")
+            allocation_dir.remove(home, allocation_dir.TOKEN)
             raise
     return {"state": "started"}
 
 
-def cancel(request: Json) -> Json:
-    """End an agent: it has its grace to hand over; then whatever is left of it and of all that it started is killed."""
-    home = _home(request)
+def cancel(request: CancelRequest) -> Reply:
+    """Stop an agent: SIGTERM, its grace period, then SIGKILL for all that is left of it and of what it started."""
+    root = allocation_dir.root(request["directory"])
+    home = os.path.join(root, request["tag"], request["allocation"])
     if not os.path.isdir(home):
-        return {"state": "ended"}
-    with _locked(_hires(request)):
-        known = _record(home)
-    if known is not None and known["node"] != _node():
-        return {"state": "ended"}
-    if known is not None and known["boot"] == _boot():
-        left = _end(home, known)
-        if left:
-            return {"state": "alive", "left": left}
-    for name in ("process.json", "token", "ending"):
-        _drop(home, name)
-    return {"state": "ended"}
+        return {"state": "stopped"}
+    with allocation_dir.locked(root):
+        process = allocation_dir.record(home)
+    if process is not None and process["node"] != process_tree.node_name():
+        return {"state": "stopped"}
+    if process is not None and process["boot"] == process_tree.boot_id():
+        remaining = _stop(home, process)
+        if remaining:
+            return {"state": "alive", "pids": remaining}
+    allocation_dir.remove(home, allocation_dir.RECORD, allocation_dir.TOKEN, allocation_dir.STOPPING)
+    return {"state": "stopped"}
 
 
-def tidy(request: Json) -> Json:
-    """Remove what hires left that ended long ago; who lives has a token, whatever engine started it."""
+def clean_up(request: CleanUpRequest) -> Reply:
+    """Remove directories of allocations that ended long ago; a token means alive, whichever engine started it."""
     removed = 0
-    for tag, hire, home in _homes(_hires(request)):
-        known = _record(home)
-        if known is not None and known.get("node") == _node() and not _alive(known):
-            _drop_token(home)
-        counted = tag == request["tag"] and hire in request["known"]
-        if counted or os.path.exists(os.path.join(home, "token")) or _untouched_s(home) < request["keep_s"]:
+    for tag, allocation, home in allocation_dir.homes(allocation_dir.root(request["directory"])):
+        process = allocation_dir.record(home)
+        if process is not None and process["node"] == process_tree.node_name() and not allocation_dir.is_alive(process):
+            allocation_dir.remove_unused_token(home)
+        active = tag == request["tag"] and allocation in request["active"]
+        has_token = os.path.exists(os.path.join(home, allocation_dir.TOKEN))
+        if active or has_token or allocation_dir.untouched_s(home) < request["keep_s"]:
             continue
         shutil.rmtree(home, ignore_errors=True)
         removed += 1
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(home))
-    return {"state": "tidy", "removed": removed}
+    return {"state": "cleaned", "removed": removed}
 
 
-# --- a hire's directory
-
-
-def _hires(request: Json) -> str:
-    above = request["directory"] or os.environ.get("SHOAL_HOME") or "~/.shoal"
-    if above == "~" or above.startswith("~/"):
-        above = os.environ.get("HOME", "") + above[1:]
-    return os.path.join(os.path.abspath(above), "allocations")
-
-
-def _home(request: Json) -> str:
-    return os.path.join(_hires(request), request["tag"], request["hire"])
-
-
-def _homes(hires: str) -> Iterator[tuple[str, str, str]]:
-    for tag in _names(hires):
-        for hire in _names(os.path.join(hires, tag)):
-            yield tag, hire, os.path.join(hires, tag, hire)
-
-
-def _names(path: str) -> list[str]:
-    try:
-        return sorted(one.name for one in os.scandir(path) if one.is_dir())
-    except FileNotFoundError:
-        return []
-
-
-def _make(*paths: str) -> None:
-    os.makedirs(os.path.dirname(paths[0]), exist_ok=True)
-    for path in paths:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)
-
-
-@contextlib.contextmanager
-def _locked(hires: str) -> Iterator[None]:
-    """Only one at a time starts something on this node."""
-    path = os.path.join(hires, "lock-" + _node())
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        # A disk that can no longer be written must not keep anybody from ending what runs.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise OSError(errno.ENOLCK, error.strerror, path) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: str, text: str) -> None:
-    """Write it so that only the owner can read it, and nobody ever sees half of it."""
-    part = path + ".part"
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-        os.replace(part, path)
-    except OSError as error:
-        os.unlink(part)
-        raise OSError(error.errno, error.strerror, path) from error
-
-
-def _drop(home: str, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(home, name))
-
-
-def _drop_token(home: str) -> None:
-    """The token of one that is gone is of no use, unless it is just being started anew."""
-    if os.path.exists(os.path.join(home, "token")):
-        with contextlib.suppress(OSError), _locked(os.path.dirname(os.path.dirname(home))):
-            if not _runs(home):
-                _drop(home, "token")
-
-
-def _age_s(home: str) -> float:
-    """How long ago something was last written about it."""
-    paths = [os.path.join(home, name) for name in ("process.json", "agent.log")]
-    return time.time() - max(os.stat(path).st_mtime for path in paths if os.path.exists(path))
-
-
-def _untouched_s(home: str) -> float:
-    """How long ago anything was last written there; what was removed since does not count."""
-    times = []
-    for one in os.scandir(home):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(one.stat(follow_symlinks=False).st_mtime)
-    return time.time() - max(times or [os.stat(home).st_mtime])
-
-
-def _said(home: str, known: Json) -> str:
-    if known["boot"] != _boot():
-        return "the host was started anew"
-    try:
-        with open(os.path.join(home, "agent.log"), "rb") as file:
-            return _tail(file)
-    except OSError:
-        return ""
-
-
-# --- processes
+# --- start
 
 
 def _spawn(home: str, script: str, grace_s: float) -> None:
-    """Start the script in a session of its own. It notes itself before it begins, so that it is never unknown."""
-    trouble, told = os.pipe()
+    """Start the script in a session of its own; raise the child's OSError if it could not become the script."""
+    reader, writer = os.pipe()
     if os.fork() == 0:
         try:
-            _become(home, script, grace_s)
+            _become_agent(home, script, grace_s)
         except OSError as error:
-            os.write(told, json.dumps([error.errno, error.strerror, str(error.filename or home)]).encode())
+            os.write(writer, json.dumps([error.errno, error.strerror, str(error.filename or home)]).encode())
         finally:
-            os._exit(71)
-    os.close(told)
-    with open(trouble, "rb") as file:
-        said = file.read()
-    if said:
-        number, why, path = json.loads(said.decode())
+            os._exit(_EXEC_FAILED)
+    os.close(writer)
+    # The pipe is closed by a successful exec.
+    with open(reader, "rb") as file:
+        failure = file.read()
+    if failure:
+        number, why, path = json.loads(failure.decode())
         raise OSError(number, why, path)
 
 
-def _become(home: str, script: str, grace_s: float) -> None:
+def _become_agent(home: str, script: str, grace_s: float) -> None:
+    """Record this process, then replace it by the script."""
     os.setsid()
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
-    log = os.open(os.path.join(home, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(os.path.join(home, allocation_dir.LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    me = (os.getpid(), (_stat(os.getpid()) or ("", 0))[1])
-    note = {
-        "pid": me[0],
-        "born": me[1],
-        "boot": _boot(),
-        "node": _node(),
+    own = process_tree.identify(os.getpid())
+    record: ProcessRecord = {
+        "pid": own[0],
+        "started": own[1],
+        "boot": process_tree.boot_id(),
+        "node": process_tree.node_name(),
         "grace_s": grace_s,
     }
-    _write(os.path.join(home, "process.json"), json.dumps(note))
-    # Of the connection nothing is left to those who live longer than it does.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
-    kept[ALLOCATION_MARK] = _by(me)
-    os.execvpe("sh", ["sh", "-c", script], kept)
+    allocation_dir.write(os.path.join(home, allocation_dir.RECORD), json.dumps(record))
+    # The agent outlives the connection, so it must not inherit variables that describe it.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
+    env[process_tree.ALLOCATION_MARK] = _mark(own)
+    os.execvpe("sh", ["sh", "-c", script], env)
 
 
-def _record(home: str) -> Json | None:
-    try:
-        with open(os.path.join(home, "process.json")) as file:
-            found: Json = json.load(file)
-    except (FileNotFoundError, ValueError):
-        return None
-    # Others may keep theirs in the same place, and write down less.
-    return found if "node" in found else None
+def _mark(agent: ProcessId) -> str:
+    """Return the value of `ALLOCATION_MARK` for everything that this agent starts."""
+    return "{}-{}".format(*agent)
 
 
-def _runs(home: str) -> bool:
-    known = _record(home)
-    return known is not None and _alive(known)
+# --- cancel
 
 
-def _alive(known: Json) -> bool:
-    return bool(known["node"] == _node() and known["boot"] == _boot() and _same(known["pid"], known["born"]))
-
-
-def _same(pid: int, born: int) -> bool:
-    found = _stat(pid)
-    return found is not None and found[1] == born and found[0] not in "ZX"
-
-
-def _stat(pid: int) -> tuple[str, int, int, int] | None:
-    """State, time of birth, parent and session of a process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            words = file.read().rpartition(")")[2].split()
-        return words[0], int(words[19]), int(words[1]), int(words[3])
-    except (OSError, IndexError):
-        return None
-
-
-def _living() -> dict[int, tuple[str, int, int, int]]:
-    found = ((pid, _stat(pid)) for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()])
-    return {pid: one for pid, one in found if one is not None and one[0] not in "ZX"}
-
-
-def _tree(known: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """These processes and all below them, as far as they live; each by its number and time of birth."""
-    below: dict[int, list[tuple[int, int]]] = {}
-    for pid, (_, born, parent, _) in _living().items():
-        below.setdefault(parent, []).append((pid, born))
-    todo, seen = [one for one in known if _same(*one)], set()
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo += below.get(one[0], [])
-    return seen
-
-
-def _end(home: str, known: Json) -> list[int]:
-    """SIGTERM once, whoever asks how often: a second one would cut the grace short; what is left in spite of all."""
-    root = (known["pid"], known["born"])
-    if not _same(*root):
-        return _kill(_left_by(root))
-    tree = _tree({root})
-    mark = os.path.join(home, "ending")
-    if _is_first(mark):
-        _signal({root}, signal.SIGTERM)
-    deadline = _made_at(mark) + known["grace_s"] + MARGIN_S
+def _stop(home: str, record: ProcessRecord) -> list[int]:
+    """Stop an agent and everything it started; return the pids that are still alive."""
+    agent = (record["pid"], record["started"])
+    if not process_tree.is_alive(agent):
+        return process_tree.kill(_started_by(agent))
+    members = process_tree.tree({agent})
+    stopping = os.path.join(home, allocation_dir.STOPPING)
+    if _is_first_stop(stopping):
+        process_tree.send({agent}, signal.SIGTERM)
+    deadline = _stopping_since(stopping) + record["grace_s"] + MARGIN_S
     look_at = 0.0
-    while _same(*root) and time.time() < deadline:
+    while process_tree.is_alive(agent) and time.time() < deadline:
+        # Remember the children while the agent lives: once it has ended, they have another parent.
         if time.monotonic() >= look_at:
-            tree |= _tree({root})
-            look_at = time.monotonic() + TREE_S
-        time.sleep(LOOK_S)
-    return _kill(tree | {root} | _left_by(root))
+            members |= process_tree.tree({agent})
+            look_at = time.monotonic() + TREE_EVERY_S
+        time.sleep(process_tree.POLL_S)
+    return process_tree.kill(members | {agent} | _started_by(agent))
 
 
-def _left_by(root: tuple[int, int]) -> set[tuple[int, int]]:
-    """Who is in the session of an agent, or went into another and has its environment still."""
-    found = _stat(root[0])
-    # As long as one is in the session, its number is nobody else's; so if it is another's by now, so is the session.
-    leader = root[0] if found is None or found[1] == root[1] else None
-    hired = f"{ALLOCATION_MARK}={_by(root)}".encode()
-    return {
-        (pid, born)
-        for pid, (_, born, _, session) in _living().items()
-        if session == leader or hired in _environment(pid)
-    }
+def _started_by(agent: ProcessId) -> set[ProcessId]:
+    """Return processes of an agent that may have ended: those in its session, and those with its mark."""
+    return process_tree.in_session(agent) | process_tree.marked(_mark(agent))
 
 
-def _by(root: tuple[int, int]) -> str:
-    return "{}-{}".format(*root)
-
-
-def _environment(pid: int) -> list[bytes]:
-    """What a process began with, if we may know."""
+def _is_first_stop(stopping: str) -> bool:
+    """Create the file and return whether it is new; also True where no file can be created."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
-
-
-def _is_first(mark: str) -> bool:
-    """Whether nobody has made this mark before; where no mark can be made, everybody is the first."""
-    try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(stopping, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
         return False
     except OSError:
@@ -408,51 +332,20 @@ def _is_first(mark: str) -> bool:
     return True
 
 
-def _made_at(mark: str) -> float:
+def _stopping_since(stopping: str) -> float:
     try:
-        return min(time.time(), os.stat(mark).st_mtime)
+        return min(time.time(), os.stat(stopping).st_mtime)
     except OSError:
         return time.time()
-
-
-def _kill(known: set[tuple[int, int]]) -> list[int]:
-    """All of them are stopped before any is killed, so that none starts another meanwhile."""
-    deadline = time.monotonic() + MARGIN_S
-    while True:
-        stopped: set[tuple[int, int]] = set()
-        while _tree(known) - stopped:
-            known = _tree(known)
-            _signal(known - stopped, signal.SIGSTOP)
-            stopped |= known
-        if not stopped or time.monotonic() > deadline:
-            return sorted(pid for pid, _ in stopped)
-        _signal(stopped, signal.SIGKILL)
-        time.sleep(LOOK_S)
-
-
-def _signal(processes: set[tuple[int, int]], number: int) -> None:
-    for pid, born in processes:
-        if _same(pid, born):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
 
 
 # --- this machine
 
 
-def _node() -> str:
-    return socket.gethostname() or "?"
-
-
-def _boot() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def _machine(hires: str) -> Json:
-    while not os.path.isdir(hires):
-        hires = os.path.dirname(hires)
-    disk = os.statvfs(hires)
+def _machine(path: str) -> Reply:
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    disk = os.statvfs(path)
     return {
         "cpus": os.cpu_count() or 1,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -469,30 +362,16 @@ def _gpus() -> int:
     return sum(line.startswith(b"GPU ") for line in done.stdout.splitlines())
 
 
-def _unfit(check: str) -> Json | None:
-    """What keeps this machine from running an agent, if anything does; whatever the check started is ended with it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
-    # Files, not pipes: what a pool's setup leaves in the background would keep a pipe open.
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as erred:
-        try:
-            code: int | None = subprocess.call(
-                ["sh", "-c", check], stdin=subprocess.DEVNULL, stdout=said, stderr=erred, timeout=CHECK_S
-            )
-        except subprocess.TimeoutExpired:
-            code = None
-        me = (os.getpid(), (_stat(os.getpid()) or ("", 0))[1])
-        _kill(_tree({me}) - {me})
-        texts = [_tail(said), _tail(erred)]
-    if code == 0 and texts[0].strip().endswith("fit"):
-        return None
-    return {"state": "unfit", "exit": code, "said": texts[0], "erred": texts[1]}
+def _end_of_log(home: str, record: ProcessRecord) -> str:
+    if record["boot"] != process_tree.boot_id():
+        return "the host was rebooted"
+    try:
+        with open(os.path.join(home, allocation_dir.LOG), "rb") as file:
+            return _tail(file)
+    except OSError:
+        return ""
 
 
 def _tail(file: IO[bytes]) -> str:
     file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
     return file.read().decode("utf-8", "replace")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What members need reaches the engines that can ask for it, unless the pool says itself how large machines are."""
+"""Sizes: what members need is requested of the engine, unless the pool configures the size of machines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shoal.engines.engine import AllocationRequest, RenderedRequest
 from shoal.errors import BadPool
 from shoal.wire.credentials import Credentials
 
-ASK = AllocationRequest(
+REQUEST = AllocationRequest(
     "spot-1", "c0ffee", "http://h:1", Credentials("secret"), 2, (), cpus=8, memory_bytes=(5 << 30) + 1
 )
 
 
 def rendered(**table: object) -> RenderedRequest:
-    return pool_config.parse("spot", table)[1].render(ASK)
+    return pool_config.parse("spot", table)[1].render(REQUEST)
 
 
-def test_slurm_is_asked_for_what_members_need() -> None:
+def test_slurm_requests_what_members_need() -> None:
     argv = rendered(engine="slurm").argv
     assert "--cpus-per-task=8" in argv
     assert "--mem=5121M" in argv
 
 
-def test_what_a_pool_of_slurm_says_itself_is_right() -> None:
+def test_slurm_pool_with_own_sizes_requests_these() -> None:
     argv = rendered(engine="slurm", cpus_per_task=16, memory="32G").argv
     assert "--cpus-per-task=16" in argv
     assert "--mem=32G" in argv
@@ -34,14 +34,14 @@ def test_what_a_pool_of_slurm_says_itself_is_right() -> None:
     assert (pool.sized, pool.cpus, pool.memory_bytes) == (True, 16, 32 << 30)
 
 
-def test_ray_is_asked_for_what_members_need_unless_the_pool_says_it() -> None:
+def test_ray_requests_what_members_need_unless_the_pool_configures_it() -> None:
     options = json.loads(rendered(engine="ray").text)["options"]
     assert (options["num_cpus"], options["memory"]) == (8.0, (5 << 30) + 1)
     options = json.loads(rendered(engine="ray", cpus=2, memory_bytes=7).text)["options"]
     assert (options["num_cpus"], options["memory"]) == (2.0, 7)
 
 
-def test_labels_are_what_machines_carry_and_for_ray_also_what_nodes_are_chosen_by() -> None:
+def test_labels_mark_machines_and_select_nodes_in_ray() -> None:
     labels = {"gpu": "a100"}
     for engine in ("local", "slurm", "ray"):
         pool, _ = pool_config.parse("spot", {"engine": engine, "labels": labels})

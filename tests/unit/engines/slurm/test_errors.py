@@ -1,4 +1,4 @@
-"""What Slurm's commands print when they fail, as errors."""
+"""Errors from what Slurm's commands print when they fail."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shoal.errors import AllocationRefused, EngineUnreachable
 SBATCH = ("sbatch", "--parsable")
 
 
-def told(said: str, argv=SBATCH, **given: object):
-    return failure(argv, said, given, "lab")
+def error_of(output: str, argv=SBATCH, **options: object):
+    return failure(argv, output, options, "lab")
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
@@ -25,33 +25,33 @@ def told(said: str, argv=SBATCH, **given: object):
         "sbatch: error: Batch job submission failed: Slurm backup controller in standby mode",
     ],
 )
-def test_a_controller_that_is_away_is_asked_again(said):
-    error = told(said)
+def test_unreachable_controller_is_transient(output):
+    error = error_of(output)
     assert isinstance(error, EngineUnreachable)
     assert error.what == "Slurm does not answer"
 
 
-def test_a_full_queue_is_asked_again_because_it_empties():
-    error = told(
+def test_limit_of_submitted_jobs_is_transient():
+    error = error_of(
         "sbatch: error: AssocMaxSubmitJobLimit\n"
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
         "(job submit limit, user's size and/or time limits)"
     )
     assert isinstance(error, EngineUnreachable)
-    assert "no more jobs of this user" in error.what
+    assert "too many jobs" in error.what
     assert "AssocMaxSubmitJobLimit" in error.why
 
 
 @pytest.mark.parametrize(
-    ("said", "what", "option"),
+    ("output", "what", "option"),
     [
-        ("sbatch: error: invalid partition specified: x", "no such partition", "partition"),
+        ("sbatch: error: invalid partition specified: x", "unknown partition", "partition"),
         (
             "Batch job submission failed: Invalid account or account/partition combination specified",
             "account",
             "account",
         ),
-        ("Batch job submission failed: Invalid qos specification", "the qos", "qos"),
+        ("Batch job submission failed: Invalid qos specification", "unknown qos", "qos"),
         (
             "sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: Batch job submission failed: "
             "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
@@ -65,28 +65,28 @@ def test_a_full_queue_is_asked_again_because_it_empties():
         ),
     ],
 )
-def test_what_never_works_is_refused_with_the_option_and_a_remedy(said, what, option):
-    error = told(said, **{option: "mine"})
+def test_permanent_error_names_the_option_and_a_remedy(output, what, option):
+    error = error_of(output, **{option: "mine"})
     assert isinstance(error, AllocationRefused)
     assert what in error.what
     assert error.where == f"[pool.lab] {option} = 'mine'"
     assert error.do
 
 
-def test_an_unknown_refusal_is_told_in_slurms_words():
-    error = told("sbatch: error: The site's plug-in says: name your project\n")
+def test_unknown_error_quotes_slurm():
+    error = error_of("sbatch: error: The site's plug-in says: name your project\n")
     assert isinstance(error, AllocationRefused)
     assert error.why == "The site's plug-in says: name your project"
 
 
-def test_a_command_that_only_looks_is_asked_again_whatever_it_says():
-    assert isinstance(told("squeue: error: something odd", ("squeue",)), EngineUnreachable)
+def test_failure_of_a_query_is_transient():
+    assert isinstance(error_of("squeue: error: something odd", ("squeue",)), EngineUnreachable)
 
 
-def test_a_machine_without_cluster_is_not_asked_again():
-    said = "squeue: fatal: Could not establish a configuration source"
-    assert isinstance(told(said, ("squeue",)), AllocationRefused)
+def test_machine_without_cluster_is_permanent():
+    output = "squeue: fatal: Could not establish a configuration source"
+    assert isinstance(error_of(output, ("squeue",)), AllocationRefused)
 
 
-def test_noise_around_slurms_words_is_left_out():
+def test_prefixes_and_repetitions_are_dropped():
     assert in_short('sbatch: error: a\nsbatch: error: a\nTry "sbatch --help" for more\nfatal: b\n') == "a; b"

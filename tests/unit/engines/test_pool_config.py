@@ -1,4 +1,4 @@
-"""What can be said of a pool in shoal.toml, and what is said of what cannot."""
+"""Tables of pools in shoal.toml, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.engines import pool_config
 from shoal.errors import BadPool, UnknownEngine
 
 
-def test_a_pool_is_what_its_table_says() -> None:
+def test_pool_has_the_values_of_its_table() -> None:
     table = {"engine": "slurm", "partition": "night", "limit": 4, "slots": 2, "price": 0.5, "instead": 1.5}
     pool, engine = pool_config.parse("spot", table)
     assert (pool.limit, pool.slots, pool.price_per_h, pool.on_demand_per_h) == (4, 2, 0.5, 1.5)
@@ -19,36 +19,36 @@ def test_a_pool_is_what_its_table_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "text"),
     [
-        ({}, "names no engine"),
+        ({}, "has no engine"),
         ({"engine": "slurm", "partitoin": "night"}, "did you mean partition?"),
         ({"engine": "slurm", "zzz": 1}, "slurm takes"),
-        ({"engine": "local", "limit": -1}, "limit of pool spot"),
-        ({"engine": "local", "slots": "two"}, "slots of pool spot"),
-        ({"engine": "slurm", "requeue": "perhaps"}, "requeue of pool spot"),
+        ({"engine": "local", "limit": -1}, "invalid value for limit in [pool.spot]"),
+        ({"engine": "local", "slots": "two"}, "invalid value for slots in [pool.spot]"),
+        ({"engine": "slurm", "requeue": "perhaps"}, "invalid value for requeue in [pool.spot]"),
     ],
 )
-def test_what_cannot_be_said_of_a_pool_is_named(table: dict[str, Any], says: str) -> None:
+def test_invalid_key_is_named(table: dict[str, Any], text: str) -> None:
     with pytest.raises(BadPool) as caught:
         pool_config.parse("spot", table, where="shoal.toml")
-    assert says in str(caught.value)
+    assert text in str(caught.value)
     assert caught.value.where == "shoal.toml"
 
 
-def test_an_unknown_engine_is_an_error_that_names_the_others() -> None:
+def test_unknown_engine_is_an_error_that_lists_the_others() -> None:
     with pytest.raises(UnknownEngine, match="local, ray, slurm, ssh"):
         pool_config.parse("spot", {"engine": "slurn"})
 
 
 @pytest.mark.parametrize("name", ["my pool", "a;b", "a/b", "../a", "", "a,b", "ä", "-a", ".a", "a" * 64])
-def test_a_pool_has_a_name_that_shells_paths_and_agents_take(name: str) -> None:
-    with pytest.raises(BadPool) as refused:
+def test_name_that_is_unsafe_in_shells_or_paths_is_refused(name: str) -> None:
+    with pytest.raises(BadPool) as error:
         pool_config.parse(name, {"engine": "local"}, "shoal.toml")
-    assert refused.value.what == f"a pool cannot be called {name!r}"
-    assert refused.value.where == "shoal.toml"
+    assert error.value.what == f"invalid pool name {name!r}"
+    assert error.value.where == "shoal.toml"
 
 
 @pytest.mark.parametrize("name", ["spot", "A-1", "eu_west.2"])
-def test_usual_names_of_pools_are_taken(name: str) -> None:
+def test_usual_names_are_accepted(name: str) -> None:
     assert pool_config.parse(name, {"engine": "local"})[0].name == name

@@ -66,6 +66,7 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
     import torch.distributed as dist
 
     from shoal.core.world import Address, Seat, World
+    from shoal.worker.collectives.connect_ring import connect_ring
     from shoal.worker.transport.peers import Peers
 
     torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
     addresses: list[tuple[str, int]] = [("", 0)] * size
     dist.all_gather_object(addresses, (port.address.host, port.address.port))
     seats = tuple(Seat(f"m{i}", "1", Address(*address)) for i, address in enumerate(addresses))
-    ring = port.connect(World(1, seats, 0), 10.0, threading.Event())
+    ring = connect_ring(port, World(1, seats, 0), 10.0, threading.Event())
     rows = []
 
     def compare(name: str, rounds: int, ours: Callable[[], object], theirs: Callable[[], object]) -> None:

@@ -21,8 +21,8 @@ from shoal.core.shares.split import split  # noqa: E402
 from shoal.errors import UnsupportedWithLocalSgd  # noqa: E402
 from shoal.testing.emulated_speeds import machines  # noqa: E402
 from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
-from shoal.worker.collectives.exchange import ExchangeBroken  # noqa: E402
 from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
+from shoal.worker.transport.exchange_broken import ExchangeBroken  # noqa: E402
 
 pytestmark = pytest.mark.keras
 

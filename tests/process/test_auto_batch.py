@@ -38,7 +38,7 @@ def train(session, batch="auto:8:256", size=16, optimizer=torch.optim.SGD, sched
             scheduler.step()
         optimizer.zero_grad()
     feed, auto = run._trainer.feed, run._trainer.auto
-    sizes = list(feed._order.decisions)
+    sizes = list(feed._order.size_changes)
     return {
         "weights": model.weight.detach().clone(),
         "sizes": sizes,

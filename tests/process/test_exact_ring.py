@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange, assign_shards, completed_nodes
-from shoal.worker.collectives.exchange import ExchangeBroken, TreePartials
+from shoal.worker.collectives.exchange import TreePartials
 from shoal.worker.collectives.ring import Ring
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 pytestmark = pytest.mark.process
 

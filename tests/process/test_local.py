@@ -16,7 +16,7 @@ from shoal.testing.emulated_speeds import emulated, machines
 from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
 from shoal.torch.state.capture import checksum
-from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 pytestmark = pytest.mark.process
 

@@ -40,7 +40,7 @@ def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piec
             snapshot.done(name)
             return
         index, start, stop = step
-        assert snapshot.piece(name, index, start, stop) == truth[index][start:stop].tobytes()
+        assert snapshot.chunk(name, index, start, stop) == truth[index][start:stop].tobytes()
 
     for turn, number in enumerate([*moves, *[0, 1, 2, 3] * 201]):
         if turn == freeze_at:
@@ -54,7 +54,7 @@ def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piec
         for index, size in enumerate(sizes):
             if size:
                 try:
-                    stray = snapshot.piece("stray", index, 0, size)
+                    stray = snapshot.chunk("stray", index, 0, size)
                 except ChunkReleased:
                     continue
                 assert stray == truth[index].tobytes()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from shoal.core.world import World
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.session.pending_worlds import PendingWorlds
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 WAIT_S = 10.0
 

@@ -24,8 +24,8 @@ from shoal.errors import ShoalError
 from shoal.settings import port_range
 from shoal.wire import connect_errors
 from shoal.wire.machine_check import CheckRequest, CheckResult, ConnectAttempt, MachineFacts
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.transport.connect import NoAddressReachable
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import disown
@@ -131,7 +131,7 @@ class MachineCheck:
 
     def _call(self, port: Peers, peer: str, address: Address) -> socket.socket:
         seat = Seat(peer, LIFE, address)
-        sock = port.call(CALL, next(self._numbers), seat, REACH_S, threading.Event())
+        sock = port.connect(CALL, next(self._numbers), seat, REACH_S, threading.Event())
         sock.settimeout(QUIET_S)
         return sock
 

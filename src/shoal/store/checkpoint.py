@@ -44,7 +44,7 @@ class CheckpointSource(Protocol):
     sizes: tuple[int, ...]
     total_bytes: int
 
-    def piece(self, reader: str, index: int, start: int, stop: int) -> bytes:
+    def chunk(self, reader: str, index: int, start: int, stop: int) -> bytes:
         """Return a copy of some bytes of one buffer, or raise LookupError if they are gone."""
 
     def done(self, reader: str) -> None:
@@ -222,7 +222,7 @@ def _pieces(
     for index, size in enumerate(snapshot.sizes):
         for start in range(0, size, PIECE_BYTES):
             _check_fence(fence)
-            data = snapshot.piece(reader, index, start, min(start + PIECE_BYTES, size))
+            data = snapshot.chunk(reader, index, start, min(start + PIECE_BYTES, size))
             checksums.append(zlib.crc32(data))
             yield data
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.process.exchange.meeting import TOKEN, pair
+from tests.process.exchange.loopback import TOKEN, pair
 
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.transport.peers import Peers
@@ -32,14 +32,14 @@ def make_rings() -> Iterator[Callable[..., list[Ring]]]:
 
 
 @pytest.fixture
-def make_ports() -> Iterator[Callable[..., list[Peers]]]:
+def make_peers() -> Iterator[Callable[..., list[Peers]]]:
     made: list[Peers] = []
 
     def make(size: int, **settings: Any) -> list[Peers]:
-        ports = [Peers(TOKEN, "run", f"m{rank}", "first", "127.0.0.1", **settings) for rank in range(size)]
-        made.extend(ports)
-        return ports
+        peers = [Peers(TOKEN, "run", f"m{rank}", "first", "127.0.0.1", **settings) for rank in range(size)]
+        made.extend(peers)
+        return peers
 
     yield make
-    for port in made:
-        port.close()
+    for peer in made:
+        peer.close()

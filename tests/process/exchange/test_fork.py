@@ -8,17 +8,18 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.process.exchange.meeting import NEVER
+from tests.process.exchange.loopback import NEVER
 
 from shoal.core.world import Address, Seat, World
+from shoal.worker.collectives.connect_ring import connect_ring
 
 pytestmark = pytest.mark.process
 
 
-def test_a_forked_child_does_not_hide_the_death_of_its_parent(make_ports):
-    (port,) = make_ports(1)
+def test_forked_child_does_not_hide_the_death_of_its_parent(make_peers):
+    (peer,) = make_peers(1)
     member = subprocess.Popen(
-        [sys.executable, "-m", "tests.process.exchange.member", str(port.address.port)],
+        [sys.executable, "-m", "tests.process.exchange.forking_member", str(peer.address.port)],
         cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
@@ -27,9 +28,9 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent(make_ports):
     try:
         assert member.stdout is not None
         theirs = Address("127.0.0.1", int(member.stdout.readline()))
-        world = World(1, (Seat("m0", "first", port.address), Seat("m1", "first", theirs)), 0)
+        world = World(1, (Seat("m0", "first", peer.address), Seat("m1", "first", theirs)), 0)
         broken = threading.Event()
-        ring = port.connect(world, 20.0, NEVER, lambda *_: broken.set())
+        ring = connect_ring(peer, world, 20.0, NEVER, lambda *_: broken.set())
         child = int(member.stdout.readline())
         assert not broken.wait(0.2)
         member.send_signal(signal.SIGKILL)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from shoal.core.world import Address, Seat
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server.liveness import LivenessConnection
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL, PeerHello
 from shoal.worker.transport.peers import Peers
 
@@ -48,9 +48,9 @@ def until(ready: Callable[[], object], within_s: float = 20.0) -> None:
 
 
 @pytest.fixture
-def watchers(make_ports: Callable[..., list[Peers]]) -> tuple[LivenessConnection, Watcher, Watcher]:
-    me, *others = make_ports(3)
-    presence = LivenessConnection(lambda seat: me.call(CALL, 0, seat, 2.0, threading.Event()))
+def watchers(make_peers: Callable[..., list[Peers]]) -> tuple[LivenessConnection, Watcher, Watcher]:
+    me, *others = make_peers(3)
+    presence = LivenessConnection(lambda seat: me.connect(CALL, 0, seat, 2.0, threading.Event()))
     return presence, Watcher(others[0], "m1"), Watcher(others[1], "m2")
 
 

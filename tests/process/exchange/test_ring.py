@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.exchange.meeting import connect_all, die, world_of
+from tests.process.exchange.loopback import connect_all, die, world_of
 
-from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 pytestmark = pytest.mark.process
 
@@ -21,13 +21,13 @@ def add_bfloat16(target: Any, source: Any) -> None:
 
 
 def sum_on(rings, buffers, add=None):
-    for ticket in [ring.reduce(buffer, add) for ring, buffer in zip(rings, buffers, strict=True)]:
-        ticket.wait()
+    for work in [ring.reduce(buffer, add) for ring, buffer in zip(rings, buffers, strict=True)]:
+        work.wait()
 
 
 @pytest.mark.parametrize("size", range(1, 7))
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
-def test_a_sum_is_the_sum_of_all_ranks(make_rings, size, dtype):
+def test_reduce_sums_over_all_ranks(make_rings, size, dtype):
     rings = make_rings(size)
     for count in SIZES:
         parts = [np.random.default_rng(rank).integers(-50, 50, count).astype(dtype) for rank in range(size)]
@@ -39,7 +39,7 @@ def test_a_sum_is_the_sum_of_all_ranks(make_rings, size, dtype):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("count", [7, 5_000, 200_003])
-def test_all_ranks_have_the_same_bits(make_rings, size, count):
+def test_reduce_gives_the_same_bits_on_all_ranks(make_rings, size, count):
     parts = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(size)]
     exact = np.sum(np.array(parts, np.float64), axis=0)
     sum_on(make_rings(size), parts)
@@ -48,33 +48,33 @@ def test_all_ranks_have_the_same_bits(make_rings, size, count):
 
 
 @pytest.mark.parametrize("count", [9, 70_001])
-def test_a_type_that_numpy_cannot_add_is_summed_by_the_given_function(make_rings, count):
+def test_type_unknown_to_numpy_is_summed_by_the_given_adder(make_rings, count):
     parts = [np.full(count, 0x3F80, np.uint16) for _ in range(3)]
     sum_on(make_rings(3), parts, add_bfloat16)
     assert all((part == 0x4040).all() for part in parts)
 
 
-def test_operations_are_done_in_order_while_many_are_pending(make_rings):
+def test_pending_operations_run_in_order(make_rings):
     rings = make_rings(3)
     buffers = [[np.full(size, float(rank), np.float32) for size in (100_000, 3, 50_000, 1) * 5] for rank in range(3)]
-    tickets = [ring.reduce(buffer) for ring, mine in zip(rings, buffers, strict=True) for buffer in mine]
-    pulses = [ring.gather(np.array([ring.rank, 7.0])) for ring in rings]
-    for ticket in tickets:
-        ticket.wait()
-    assert all((buffer == 3.0).all() for mine in buffers for buffer in mine)
-    for pulse in pulses:
-        np.testing.assert_array_equal(pulse.result(), [[0, 7], [1, 7], [2, 7]])
+    works = [ring.reduce(buffer) for ring, own in zip(rings, buffers, strict=True) for buffer in own]
+    gathers = [ring.gather(np.array([ring.rank, 7.0])) for ring in rings]
+    for work in works:
+        work.wait()
+    assert all((buffer == 3.0).all() for own in buffers for buffer in own)
+    for gather in gathers:
+        np.testing.assert_array_equal(gather.result(), [[0, 7], [1, 7], [2, 7]])
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_infinities_are_summed_without_complaint(make_rings, count):
+def test_infinities_are_summed_without_a_warning(make_rings, count):
     parts = [np.full(count, value, np.float32) for value in (np.inf, -np.inf)]
     sum_on(make_rings(2), parts)
     assert np.isnan(parts[0]).all()
 
 
-def test_a_matrix_is_summed_in_place_but_a_strided_view_is_refused(make_rings):
+def test_matrix_is_summed_in_place_but_a_strided_view_is_refused(make_rings):
     rings = make_rings(2)
     parts = [np.ones((30, 40), np.float32) for _ in rings]
     sum_on(rings, parts)
@@ -83,46 +83,46 @@ def test_a_matrix_is_summed_in_place_but_a_strided_view_is_refused(make_rings):
         rings[0].reduce(parts[0][:, ::2])
 
 
-def test_abort_from_another_thread_frees_whoever_is_blocked(make_rings):
+def test_abort_from_another_thread_wakes_a_blocked_wait(make_rings):
     rings = make_rings(3)
-    ticket = rings[0].reduce(np.ones(1_000_000, np.float32))
+    work = rings[0].reduce(np.ones(1_000_000, np.float32))
     threading.Timer(0.1, rings[0].abort, ["enough"]).start()
     with pytest.raises(ExchangeBroken) as broken:
-        ticket.wait()
+        work.wait()
     assert (broken.value.cause, broken.value.suspects) == ("enough", ())
     with pytest.raises(ExchangeBroken, match="enough"):
         rings[0].gather(np.zeros(1)).wait()
     rings[0].abort("again")
 
 
-def test_whoever_aborts_is_left_by_all_and_suspected_by_none(make_rings):
+def test_aborting_member_breaks_all_ranks_and_is_not_suspected(make_rings):
     rings = make_rings(4)
-    tickets = [ring.gather(np.zeros(3)) for ring in rings[1:]]
+    works = [ring.gather(np.zeros(3)) for ring in rings[1:]]
     rings[0].abort("I go")
     broken = []
-    for ticket in tickets:
+    for work in works:
         with pytest.raises(ExchangeBroken) as error:
-            ticket.wait()
+            work.wait()
         broken.append(error.value)
     assert all("m0" not in one.suspects for one in broken)
     assert any(one.cause == "m0 left the ring" for one in broken)
 
 
 @pytest.mark.parametrize("count", [10, 2_000_000])
-def test_a_lost_rank_breaks_all_and_its_neighbours_suspect_it(make_rings, count):
+def test_lost_rank_breaks_all_and_is_suspected_by_a_neighbour(make_rings, count):
     rings = make_rings(5)
-    tickets = [ring.reduce(np.ones(count, np.float32)) for ring in rings if ring.rank != 2]
+    works = [ring.reduce(np.ones(count, np.float32)) for ring in rings if ring.rank != 2]
     time.sleep(0.05)
     die(rings[2])
     suspects = []
-    for ticket in tickets:
+    for work in works:
         with pytest.raises(ExchangeBroken) as error:
-            ticket.wait()
+            work.wait()
         suspects.append(error.value.suspects)
     assert "m2" in {name for some in suspects for name in some}
 
 
-def test_a_loss_is_told_while_nothing_is_exchanged(make_rings):
+def test_loss_is_reported_while_no_operation_is_under_way(make_rings):
     heard = [threading.Event() for _ in range(4)]
     told = {}
 
@@ -130,16 +130,16 @@ def test_a_loss_is_told_while_nothing_is_exchanged(make_rings):
         return lambda suspects, cause: (told.update({rank: (suspects, cause)}), heard[rank].set())
 
     rings = make_rings(4, listener)
-    for ticket in [ring.gather(np.zeros(1)) for ring in rings]:
-        ticket.wait()
+    for work in [ring.gather(np.zeros(1)) for ring in rings]:
+        work.wait()
     die(rings[1])
     assert all(heard[rank].wait(20) for rank in (0, 2, 3))
-    # The other neighbour's farewell may come first; then nobody is suspected, but never the wrong one.
+    # The other neighbour's farewell may come first; then no member is suspected, but never the wrong one.
     assert ("m1",) in (told[0][0], told[2][0])
     assert {told[0][0], told[2][0]} <= {("m1",), ()}
 
 
-def test_whoever_closes_is_not_suspected_and_hears_nothing(make_rings):
+def test_closing_member_is_not_suspected_and_gets_no_report(make_rings):
     told = []
     done = threading.Event()
     rings = make_rings(2, lambda rank: lambda *what: (told.append((rank, *what)), done.set()))
@@ -148,7 +148,7 @@ def test_whoever_closes_is_not_suspected_and_hears_nothing(make_rings):
     assert told == [(1, (), "m0 left the ring")]
 
 
-def test_a_last_operation_succeeds_everywhere_though_the_quick_close_at_once(make_rings):
+def test_last_operation_succeeds_when_fast_ranks_close_at_once(make_rings):
     for _ in range(20):
         rings = make_rings(4)
         failures = []
@@ -181,26 +181,26 @@ def test_a_last_operation_succeeds_everywhere_though_the_quick_close_at_once(mak
         (lambda ring: ring.reduce(np.zeros(900_000, np.float32)), lambda ring: ring.reduce(np.zeros(3, np.float32))),
     ],
 )
-def test_ranks_that_disagree_are_told_so(make_rings, ours, theirs):
+def test_ranks_that_disagree_about_the_operation_break_the_ring(make_rings, ours, theirs):
     rings = make_rings(2)
     causes = []
-    for ticket in (ours(rings[0]), theirs(rings[1])):
+    for work in (ours(rings[0]), theirs(rings[1])):
         with pytest.raises(ExchangeBroken) as error:
-            ticket.wait()
+            work.wait()
         causes.append(error.value.cause)
     assert any("disagree" in cause for cause in causes), causes
 
 
-def test_garbage_in_the_stream_breaks_the_ring_instead_of_the_training(make_rings):
+def test_garbage_in_the_stream_breaks_the_ring(make_rings):
     rings = make_rings(2)
-    rings[0]._neighbours._next.send(b"x" * 100)
+    rings[0]._links._next.send(b"x" * 100)
     with pytest.raises(ExchangeBroken, match="no operation"):
         rings[1].reduce(np.zeros(1000, np.float32)).wait()
 
 
-def test_a_peer_that_is_late_is_waited_for_beyond_the_user_timeout(make_ports):
-    ports = make_ports(2, user_timeout_ms=300)
-    rings = connect_all(ports, world_of(ports))
+def test_late_peer_is_awaited_beyond_the_tcp_user_timeout(make_peers):
+    peers = make_peers(2, user_timeout_ms=300)
+    rings = connect_all(peers, world_of(peers))
     parts = [np.ones(4_000_000, np.float32) for _ in rings]
     early = rings[0].reduce(parts[0])
     assert not early.done(1.2)

@@ -78,7 +78,7 @@ class Peer:
     def ask(self, other: Peer, call: ServerCall, body: bytes = b"", within_s: float = 10.0) -> ServerReply:
         sock = self._socks.get(other.me)
         if sock is None:
-            sock = self._socks[other.me] = self.peers.call(CALL, 1, other.seat, 2.0, threading.Event())
+            sock = self._socks[other.me] = self.peers.connect(CALL, 1, other.seat, 2.0, threading.Event())
         sock.settimeout(within_s)
         rpc.send(sock, call, [body])
         return rpc.receive_answer(sock)[0]

@@ -16,7 +16,7 @@ from shoal.store import checkpoint
 from shoal.store.blob_store import LocalStore, RemoteStore
 from shoal.store.checkpoint_schedule import CheckpointSchedule
 from shoal.store.checkpoint_writer import CheckpointWriter
-from shoal.worker.transport.snapshot import PIECE_BYTES, Snapshot
+from shoal.worker.transport.snapshot import CHUNK_BYTES, Snapshot
 
 
 def snapshot(step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> Snapshot:
@@ -42,7 +42,7 @@ def steps(store) -> list[int]:
 def is_step(loaded: checkpoint.LoadedCheckpoint, step: int, sizes: tuple[int, ...] = (1000, 0, 77)) -> bool:
     truth = snapshot(step, sizes)
     same = all(
-        got.tobytes() == b"".join(truth.piece("t", i, at, min(at + PIECE_BYTES, s)) for at in range(0, s, PIECE_BYTES))
+        got.tobytes() == b"".join(truth.chunk("t", i, at, min(at + CHUNK_BYTES, s)) for at in range(0, s, CHUNK_BYTES))
         for i, (got, s) in enumerate(zip(loaded.buffers, truth.sizes, strict=True))
     )
     return same and loaded.entry.step == step and loaded.header == truth.header
@@ -73,7 +73,7 @@ def test_what_was_written_is_read(any_store):
 
 
 def test_large_buffers_go_in_pieces(any_store):
-    sizes = (PIECE_BYTES * 2 + 5, 3)
+    sizes = (CHUNK_BYTES * 2 + 5, 3)
     entry = write(any_store, 1, sizes=sizes)
     assert len(entry.manifest.checksums) == 4
     assert is_step(checkpoint.read(any_store), 1, sizes)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shoal.worker.transport.snapshot import PIECE_BYTES, ChunkReleased, Snapshot
+from shoal.worker.transport.snapshot import CHUNK_BYTES, ChunkReleased, Snapshot
 
 
 def memory(*sizes: int) -> list[np.ndarray]:
@@ -18,7 +18,7 @@ def read_all(snapshot: Snapshot, reader: str, piece_bytes: int = 10) -> list[byt
     found = []
     for index, size in enumerate(snapshot.sizes):
         pieces = [
-            snapshot.piece(reader, index, start, min(start + piece_bytes, size))
+            snapshot.chunk(reader, index, start, min(start + piece_bytes, size))
             for start in range(0, size, piece_bytes)
         ]
         found.append(b"".join(pieces))
@@ -48,8 +48,8 @@ def test_freezing_copies_everything_if_an_expected_reader_has_not_begun():
 
 def test_freezing_copies_only_what_the_slowest_reader_lacks():
     snapshot = Snapshot(0, b"", memory(100, 50, 30), readers=2)
-    snapshot.piece("fast", 2, 0, 10)
-    snapshot.piece("slow", 1, 0, 20)
+    snapshot.chunk("fast", 2, 0, 10)
+    snapshot.chunk("slow", 1, 0, 20)
     assert snapshot.freeze() == 30 + 30
 
 
@@ -62,7 +62,7 @@ def test_freezing_twice_copies_once():
 def test_a_late_reader_gets_the_state_of_the_step_after_the_owner_went_on():
     live = memory(100, 50)
     snapshot = Snapshot(0, b"", live, readers=2)
-    snapshot.piece("a", 0, 0, 40)
+    snapshot.chunk("a", 0, 0, 40)
     snapshot.freeze()
     for buffer in live:
         buffer[:] = 9
@@ -72,29 +72,29 @@ def test_a_late_reader_gets_the_state_of_the_step_after_the_owner_went_on():
 def test_a_reader_in_the_middle_goes_on_from_where_it_was():
     live = memory(100)
     snapshot = Snapshot(0, b"", live, readers=1)
-    first = snapshot.piece("a", 0, 0, 40)
+    first = snapshot.chunk("a", 0, 0, 40)
     assert snapshot.freeze() == 60
     live[0][:] = 9
-    assert first + snapshot.piece("a", 0, 40, 100) == b"\x07" * 100
+    assert first + snapshot.chunk("a", 0, 40, 100) == b"\x07" * 100
 
 
 def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
     snapshot = Snapshot(0, b"", memory(100), readers=1)
-    snapshot.piece("a", 0, 0, 40)
+    snapshot.chunk("a", 0, 0, 40)
     snapshot.freeze()
     with pytest.raises(ChunkReleased):
-        snapshot.piece("a", 0, 0, 40)
+        snapshot.chunk("a", 0, 0, 40)
 
 
 def test_copies_are_let_go_as_soon_as_everybody_has_read_them():
     snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
     snapshot.freeze()
     for reader in "ab":
-        snapshot.piece(reader, 0, 0, 100)
-        snapshot.piece(reader, 1, 0, 10)
+        snapshot.chunk(reader, 0, 0, 100)
+        snapshot.chunk(reader, 1, 0, 10)
     with pytest.raises(ChunkReleased):
-        snapshot.piece("a", 0, 0, 100)
-    assert snapshot.piece("a", 1, 10, 50) == b"\x07" * 40
+        snapshot.chunk("a", 0, 0, 100)
+    assert snapshot.chunk("a", 1, 10, 50) == b"\x07" * 40
 
 
 def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
@@ -104,7 +104,7 @@ def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
     snapshot.freeze()
     live[0][:] = 9
     with pytest.raises(ChunkReleased):
-        snapshot.piece("late", 0, 0, 10)
+        snapshot.chunk("late", 0, 0, 10)
 
 
 def test_a_reader_that_died_holds_nothing_back():
@@ -117,12 +117,12 @@ def test_a_reader_that_died_holds_nothing_back():
 
 def test_an_abandoned_snapshot_costs_nothing():
     snapshot = Snapshot(0, b"", memory(100), readers=3)
-    snapshot.piece("a", 0, 0, 10)
+    snapshot.chunk("a", 0, 0, 10)
     snapshot.abandon()
     assert snapshot.finished
     assert snapshot.freeze() == 0
     with pytest.raises(ChunkReleased):
-        snapshot.piece("a", 0, 10, 20)
+        snapshot.chunk("a", 0, 10, 20)
 
 
 def test_a_snapshot_for_nobody_is_finished_at_once():
@@ -132,19 +132,19 @@ def test_a_snapshot_for_nobody_is_finished_at_once():
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 101), (6, 5)])
-def test_a_piece_outside_the_buffer_is_refused(start, stop):
-    with pytest.raises(ValueError, match="no piece"):
-        Snapshot(0, b"", memory(100), readers=1).piece("a", 0, start, stop)
+def test_chunk_outside_the_buffer_is_refused(start, stop):
+    with pytest.raises(ValueError, match="invalid chunk"):
+        Snapshot(0, b"", memory(100), readers=1).chunk("a", 0, start, stop)
 
 
-def test_a_piece_is_at_most_four_mebibytes():
-    with pytest.raises(ValueError, match="at most"):
-        Snapshot(0, b"", memory(PIECE_BYTES + 1), readers=1).piece("a", 0, 0, PIECE_BYTES + 1)
+def test_chunk_is_limited_to_four_mebibytes():
+    with pytest.raises(ValueError, match="the limit is"):
+        Snapshot(0, b"", memory(CHUNK_BYTES + 1), readers=1).chunk("a", 0, 0, CHUNK_BYTES + 1)
 
 
 def test_buffers_of_other_types_are_read_as_bytes():
     numbers = np.arange(4, dtype=np.float32)
-    assert Snapshot(0, b"", [numbers], readers=1).piece("a", 0, 0, 16) == numbers.tobytes()
+    assert Snapshot(0, b"", [numbers], readers=1).chunk("a", 0, 0, 16) == numbers.tobytes()
 
 
 def test_readers_in_threads_never_see_a_mixture_while_the_owner_steps():

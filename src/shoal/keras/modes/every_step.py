@@ -18,7 +18,6 @@ from shoal.keras.fit.variables import loss_in, reseed, seeds_of, statistics_of, 
 from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected
 from shoal.keras.modes.state import VariableGroup
 from shoal.worker.collectives.catch_up import ZeroBuffer
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.data.rng_state import RngState
@@ -28,6 +27,7 @@ from shoal.worker.training.loop import Loop
 from shoal.worker.training.noise_sampling import is_halfway
 from shoal.worker.training.step import Step
 from shoal.worker.training.training_state import TrainingState
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 class KerasTrainer(Loop, TrainFunction):

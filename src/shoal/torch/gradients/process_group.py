@@ -25,8 +25,10 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import Store
 
 from shoal.core.world import World
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, TreePartials
+from shoal.worker.collectives.connect_ring import connect_ring
+from shoal.worker.collectives.exchange import Adder, OnBreak, TreePartials
 from shoal.worker.collectives.ring import Ring, RingWork
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import shut
 
@@ -44,9 +46,9 @@ def connect(
 ) -> ProcessGroupExchange:
     """Join a world's process group; return when all of its members have, or raise ExchangeBroken."""
     breakage = _BreakNotifier(on_break)
-    ring = port.connect(world, timeout_s, cancelled, breakage)
+    ring = connect_ring(port, world, timeout_s, cancelled, breakage)
     try:
-        collective = ProcessGroupExchange(ring, port.seen_as, timeout_s, backend)
+        collective = ProcessGroupExchange(ring, port.local_host, timeout_s, backend)
     except (RuntimeError, ExchangeBroken) as error:
         ring.close()
         raise ExchangeBroken(f"could not build the {backend} group: {error}") from error

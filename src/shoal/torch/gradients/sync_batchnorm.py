@@ -14,7 +14,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.torch.gradients.buckets import reduce
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.exchange import Exchange
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 class BatchNormReducer(Protocol):

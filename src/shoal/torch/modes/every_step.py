@@ -20,7 +20,7 @@ from shoal.torch.gradients.running_stats import RunningStats
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
 from shoal.worker.collectives.catch_up import ZeroBuffer
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
@@ -28,6 +28,7 @@ from shoal.worker.training.loop import Loop
 from shoal.worker.training.noise_sampling import is_halfway
 from shoal.worker.training.step import Step
 from shoal.worker.training.training_state import TrainingState
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 class TorchTrainer(Loop):

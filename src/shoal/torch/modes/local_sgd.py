@@ -19,12 +19,12 @@ from shoal.errors import UnsupportedWithLocalSgd, UnusableBackward
 from shoal.torch.gradients.guards import outside
 from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.outer_optimizer import OuterOptimizer, ParameterDeltas, RoundStart
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.data.round_feed import LocalBatch, RoundFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.step import Step
 from shoal.worker.training.training_state import TrainingState
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 @dataclass(slots=True)

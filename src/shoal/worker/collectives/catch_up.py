@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.step_report import CATCHING_UP, StepReport, decode, encode
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, GatherWork, TreePartials, Work
+from shoal.worker.collectives.exchange import Adder, GatherWork, TreePartials, Work
 from shoal.worker.collectives.ring import Ring
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 ZeroBuffer: TypeAlias = tuple[NDArray[Any], Adder | None, TreePartials | None]
 """One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""

@@ -35,10 +35,10 @@ class ExactReduce:
     """One sum over shards, written to `flat` on every rank."""
 
     def __init__(
-        self, neighbours: RingLinks, header: bytes, rank: int, flat: NDArray[Any], add: Adder, part: TreePartials
+        self, links: RingLinks, header: bytes, rank: int, flat: NDArray[Any], add: Adder, part: TreePartials
     ) -> None:
-        size, item = neighbours.size, flat.itemsize
-        self._neighbours, self._flat, self._add, self._part = neighbours, flat, add, part
+        size, item = links.size, flat.itemsize
+        self._links, self._flat, self._add, self._part = links, flat, add, part
         self._raw, self._item = flat.view(np.uint8).data, item
         self._header, self._inbox = header, memoryview(bytearray(HEADER_BYTES))
         self._segment = SEGMENT_BYTES // item
@@ -59,21 +59,21 @@ class ExactReduce:
 
     def run(self) -> None:
         """Return when the sum is complete everywhere that this rank has to do with."""
-        neighbours = self._neighbours
-        self._needs_credit = neighbours.begin(self._flat.nbytes * USUAL_NODES)
+        links = self._links
+        self._needs_credit = links.begin(self._flat.nbytes * USUAL_NODES)
         self._begin_own()
         while self._outbox or self._hop <= self._last or self._needs_credit:
             if self._needs_credit:
-                self._needs_credit = neighbours.lacks_credit(self._sent_bytes)
+                self._needs_credit = links.lacks_credit(self._sent_bytes)
             moved, writing = self._push()
             if self._hop <= self._last:
                 moved += self._pull()
             if not moved:
                 reading, unsent = self._hop <= self._last, bool(self._outbox) or self._hop < self._last
                 starved = self._needs_credit and (self._sent_bytes >= EAGER_BYTES or not reading)
-                neighbours.wait(reading, writing, unsent or self._needs_credit, starved)
-            neighbours.check()
-        neighbours.end()
+                links.wait(reading, writing, unsent or self._needs_credit, starved)
+            links.check()
+        links.end()
 
     def _begin_own(self) -> None:
         """The chunk that starts here: nothing has arrived for it."""
@@ -93,7 +93,7 @@ class ExactReduce:
             view = view[: max(0, EAGER_BYTES - self._sent_bytes)]
         if not view:
             return 0, False
-        count = self._neighbours.send(view, more=len(view) <= HEADER_BYTES and len(self._outbox) > 1)
+        count = self._links.send(view, more=len(view) <= HEADER_BYTES and len(self._outbox) > 1)
         self._sent_bytes += count
         if count == len(self._outbox[0]):
             self._outbox.popleft()
@@ -113,17 +113,17 @@ class ExactReduce:
     def _pull(self) -> int:
         """Receive what is there; how much that was."""
         if self._header_got < HEADER_BYTES:
-            moved = self._neighbours.receive(self._inbox[self._header_got :])
+            moved = self._links.receive(self._inbox[self._header_got :])
             self._header_got += moved
             if self._header_got == HEADER_BYTES:
-                self._neighbours.compare(self._header, self._inbox)
+                self._links.compare(self._header, self._inbox)
             return moved
         if self._hop > self._sums:
             return self._pull_sums()
         return self._pull_notice() if self._arrived is None else self._pull_nodes()
 
     def _pull_notice(self) -> int:
-        moved = self._neighbours.receive(self._notice[self._got :])
+        moved = self._links.receive(self._notice[self._got :])
         self._got += moved
         if self._got == HELD.size:
             self._got = 0
@@ -147,7 +147,7 @@ class ExactReduce:
             longest = min(self._segment, self._spans[self._hop][1] - self._at)
             self._rows = np.empty(count * longest, self._flat.dtype)
         wanted = count * (stop - self._at)
-        moved = self._neighbours.receive(self._rows.view(np.uint8).data[self._got : wanted * self._item])
+        moved = self._links.receive(self._rows.view(np.uint8).data[self._got : wanted * self._item])
         self._got += moved
         if self._got == wanted * self._item:
             self._take_over(list(self._rows[:wanted].reshape(count, -1)), stop)
@@ -164,7 +164,7 @@ class ExactReduce:
             self._next_hop()
             return 1
         start, limit = self._at * self._item + self._got, min(stop, self._at + self._segment) * self._item
-        moved = self._neighbours.receive(self._raw[start:limit])
+        moved = self._links.receive(self._raw[start:limit])
         if moved and self._hop < self._last:
             self._outbox.append(self._raw[start : start + moved])
         whole, self._got = divmod(self._got + moved, self._item)

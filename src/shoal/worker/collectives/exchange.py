@@ -41,21 +41,6 @@ class TreePartials:
             raise ValueError("every node must be contiguous, and of the shape and type of the sum")
 
 
-class ExchangeBroken(Exception):  # noqa: N818 - it is an event of the world, not a mistake
-    """The world of an exchange fell apart; nothing more can be exchanged in it.
-
-    `suspects` are the members whose connection failed here; it is empty if this member gave up by itself.
-    """
-
-    def __init__(self, cause: str, suspects: tuple[str, ...] = ()) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.suspects = suspects
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (ExchangeBroken, (self.cause, self.suspects))
-
-
 class Work(Protocol):
     """An operation under way."""
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.worker.collectives.exact_ring import ExactReduce, settle
-from shoal.worker.collectives.exchange import Adder, ExchangeBroken, OnBreak, TreePartials, plain_add
+from shoal.worker.collectives.exchange import Adder, OnBreak, TreePartials, plain_add
 from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES, RingReduce, gather
 from shoal.worker.collectives.ring_links import GATHER, MERGE, REDUCE, RingLinks, header_of
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 SMALL_BYTES = 32 << 10
 """Up to here whole vectors go round, in half the hops of a ring of sums."""
@@ -81,14 +82,14 @@ class Ring:
         self._resting = False
         self._broken: ExchangeBroken | None = None
         self._sequence = 0
-        self._neighbours: RingLinks | None = None
+        self._links: RingLinks | None = None
         self._thread: threading.Thread | None = None
         self._scratch = np.empty(SEGMENT_BYTES if self.size > 1 else 0, np.uint8)
         if self.size > 1:
             assert following is not None
             assert preceding is not None
             names = (members[(rank + 1) % self.size], members[rank - 1])
-            self._neighbours = RingLinks(self.size, following, preceding, names)
+            self._links = RingLinks(self.size, following, preceding, names)
             self._thread = threading.Thread(target=self._serve, name="shoal-ring", daemon=True)
             self._thread.start()
 
@@ -113,19 +114,19 @@ class Ring:
 
     def stirs(self, timeout_s: float) -> bool:
         """Whether another rank begins an operation within so many seconds; for a rank that has none under way."""
-        return self._neighbours is None or self._neighbours.stirs(timeout_s)
+        return self._links is None or self._links.stirs(timeout_s)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self.gather(np.zeros(1)).wait()
 
     def abort(self, cause: str) -> None:
-        """Fail every operation, pending and future, at once, and let the neighbours see it."""
+        """Fail every operation, pending and future, at once, and let the links see it."""
         with self._lock:
             if self._broken is None:
                 self._broken = ExchangeBroken(cause)
-        if self._neighbours is not None:
-            self._neighbours.stop(cause)
+        if self._links is not None:
+            self._links.stop(cause)
 
     def close(self) -> None:
         """End the thread and close both connections; operations under way fail."""
@@ -139,7 +140,7 @@ class Ring:
         return self._broken
 
     def _submit(self, ticket: RingWork) -> RingWork:
-        if self._neighbours is None:
+        if self._links is None:
             broken = self._broken
             ticket.finish(ticket.work() if broken is None else None, broken)
             return ticket
@@ -150,11 +151,11 @@ class Ring:
             self._queue.append(ticket)
             wake, self._resting = self._resting, False
         if wake:
-            self._neighbours.wake()
+            self._links.wake()
         return ticket
 
     def _serve(self) -> None:
-        assert self._neighbours is not None
+        assert self._links is not None
         current: RingWork | None = None
         try:
             # infinities are the user's business: a gradient scaler looks for them
@@ -162,7 +163,7 @@ class Ring:
                 while True:
                     current = self._take()
                     if current is None:
-                        self._neighbours.rest()
+                        self._links.rest()
                         continue
                     current.finish(current.work())
         except ExchangeBroken as broken:
@@ -178,14 +179,14 @@ class Ring:
             return None
 
     def _fail(self, current: RingWork | None, broken: ExchangeBroken) -> None:
-        assert self._neighbours is not None
+        assert self._links is not None
         with self._lock:
             ours = self._broken is not None
             self._broken = broken = self._broken or broken
             waiting = [current] if current is not None else []
             waiting += self._queue
             self._queue.clear()
-        self._neighbours.close()
+        self._links.close()
         for ticket in waiting:
             ticket.finish(broken=broken)
         if self._on_break is not None and not ours:
@@ -194,17 +195,17 @@ class Ring:
     # --- operations, in the ring's thread
 
     def _gather(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self._neighbours is None:
+        if self._links is None:
             return row.reshape(1, -1)
         header = header_of(GATHER, self._next_sequence(), "f8", row.nbytes)
         return np.array(self._rows(header, row))
 
     def _sum(self, flat: NDArray[Any], add: Adder | None) -> None:
-        if self._neighbours is None:
+        if self._links is None:
             return
         header = header_of(REDUCE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
         if flat.nbytes > SMALL_BYTES:
-            RingReduce(self._neighbours, header, self.rank, flat, add, self._scratch).run()
+            RingReduce(self._links, header, self.rank, flat, add, self._scratch).run()
             return
         first, *others = self._rows(header, flat)
         if add is None:
@@ -219,15 +220,15 @@ class Ring:
         flat[...] = total
 
     def _merge(self, flat: NDArray[Any], add: Adder, part: TreePartials) -> None:
-        if self._neighbours is None:
+        if self._links is None:
             settle(flat, part, add)
             return
         header = header_of(MERGE, self._next_sequence(), flat.dtype.str[1:], flat.nbytes)
-        ExactReduce(self._neighbours, header, self.rank, flat, add, part).run()
+        ExactReduce(self._links, header, self.rank, flat, add, part).run()
 
     def _rows(self, header: bytes, own: NDArray[Any]) -> list[NDArray[Any]]:
-        assert self._neighbours is not None
-        arrived = np.frombuffer(gather(self._neighbours, header, own.view(np.uint8).data), own.dtype)
+        assert self._links is not None
+        arrived = np.frombuffer(gather(self._links, header, own.view(np.uint8).data), own.dtype)
         rows = [own] * self.size
         for hop in range(1, self.size):
             rows[self.rank - hop] = arrived[(hop - 1) * own.size : hop * own.size]

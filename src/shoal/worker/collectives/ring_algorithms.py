@@ -18,19 +18,19 @@ from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, RingL
 SEGMENT_BYTES = 256 << 10
 
 
-def gather(neighbours: RingLinks, header: bytes, own: memoryview) -> memoryview:
+def gather(links: RingLinks, header: bytes, own: memoryview) -> memoryview:
     """Send `own` all the way round; the rows of the other ranks, the previous rank's first."""
-    width, hops = len(own), neighbours.size - 1
+    width, hops = len(own), links.size - 1
     outbox = memoryview(header + own)
     inbox = memoryview(bytearray(HEADER_BYTES + hops * width))
     first, last_in = HEADER_BYTES + width, HEADER_BYTES + hops * width
     last_out = first + (hops - 1) * width
-    needs_credit = neighbours.begin(width)
+    needs_credit = links.begin(width)
     sent = got = 0
     while sent < last_out or got < last_in or needs_credit:
         limit = min(last_out, first + max(0, got - HEADER_BYTES))
         if needs_credit:
-            needs_credit = neighbours.lacks_credit(sent)
+            needs_credit = links.lacks_credit(sent)
         if needs_credit:
             limit = min(limit, EAGER_BYTES)
         moved = 0
@@ -38,19 +38,19 @@ def gather(neighbours: RingLinks, header: bytes, own: memoryview) -> memoryview:
             mine = sent < first
             offset = 0 if mine else HEADER_BYTES - first
             source, end = (outbox, min(first, limit)) if mine else (inbox, limit)
-            moved = neighbours.send(source[sent + offset : end + offset])
+            moved = links.send(source[sent + offset : end + offset])
             sent += moved
         if got < last_in:
-            arrived = neighbours.receive(inbox[got:])
+            arrived = links.receive(inbox[got:])
             if got < HEADER_BYTES <= got + arrived:
-                neighbours.compare(header, inbox[:HEADER_BYTES])
+                links.compare(header, inbox[:HEADER_BYTES])
             got += arrived
             moved += arrived
         if not moved and (sent < last_out or got < last_in or needs_credit):
             starved = needs_credit and (sent >= EAGER_BYTES or got == last_in)
-            neighbours.wait(got < last_in, sent < limit, sent < last_out or needs_credit, starved)
-        neighbours.check()
-    neighbours.end()
+            links.wait(got < last_in, sent < limit, sent < last_out or needs_credit, starved)
+        links.check()
+    links.end()
     return inbox[HEADER_BYTES:]
 
 
@@ -62,15 +62,15 @@ class RingReduce:
 
     def __init__(
         self,
-        neighbours: RingLinks,
+        links: RingLinks,
         header: bytes,
         rank: int,
         flat: NDArray[Any],
         add: Adder | None,
         scratch: NDArray[np.uint8],
     ) -> None:
-        size, item = neighbours.size, flat.itemsize
-        self._neighbours, self._header = neighbours, memoryview(header)
+        size, item = links.size, flat.itemsize
+        self._links, self._header = links, memoryview(header)
         self._flat, self._raw, self._item = flat, flat.view(np.uint8).data, item
         self._add: Adder = add if add is not None else plain_add
         bounds = [flat.size * i // size * item for i in range(size + 1)]
@@ -88,20 +88,20 @@ class RingReduce:
 
     def run(self) -> None:
         """Return when the sum is complete."""
-        neighbours = self._neighbours
-        self._needs_credit = neighbours.begin(self._flat.nbytes - self._flat.nbytes // neighbours.size)
+        links = self._links
+        self._needs_credit = links.begin(self._flat.nbytes - self._flat.nbytes // links.size)
         while self._out_at < self._last or self._in_at <= self._last or self._needs_credit:
             if self._needs_credit:
-                self._needs_credit = neighbours.lacks_credit(self._sent_bytes)
+                self._needs_credit = links.lacks_credit(self._sent_bytes)
             moved, writing = self._push() if self._out_at < self._last else (0, False)
             if self._in_at <= self._last:
                 moved += self._pull()
             if not moved:
                 reading, unsent = self._in_at <= self._last, self._out_at < self._last
                 starved = self._needs_credit and (self._sent_bytes >= EAGER_BYTES or not reading)
-                neighbours.wait(reading, writing, unsent or self._needs_credit, starved)
-            neighbours.check()
-        neighbours.end()
+                links.wait(reading, writing, unsent or self._needs_credit, starved)
+            links.check()
+        links.end()
 
     def _push(self) -> tuple[int, bool]:
         """Send what may leave; how much that was, and whether there was anything to send."""
@@ -111,12 +111,12 @@ class RingReduce:
         if self._needs_credit:
             limit = min(limit, self._out_pos + EAGER_BYTES - self._sent_bytes)
         if self._header_sent < HEADER_BYTES:
-            moved = self._neighbours.send(self._header[self._header_sent :], more=limit > self._out_pos)
+            moved = self._links.send(self._header[self._header_sent :], more=limit > self._out_pos)
             self._header_sent += moved
             if self._header_sent < HEADER_BYTES:
                 return moved, True
         if writing := self._out_pos < limit:
-            count = self._neighbours.send(self._raw[self._out_pos : limit])
+            count = self._links.send(self._raw[self._out_pos : limit])
             self._out_pos += count
             self._sent_bytes += count
             moved += count
@@ -129,10 +129,10 @@ class RingReduce:
     def _pull(self) -> int:
         """Receive what is there, adding or keeping it; how much that was."""
         if self._header_got < HEADER_BYTES:
-            moved = self._neighbours.receive(self._inbox[self._header_got :])
+            moved = self._links.receive(self._inbox[self._header_got :])
             self._header_got += moved
             if self._header_got == HEADER_BYTES:
-                self._neighbours.compare(bytes(self._header), self._inbox)
+                self._links.compare(bytes(self._header), self._inbox)
             return moved
         stop, moved = self._spans[self._in_at][1], 0
         if self._in_pos < stop:
@@ -145,13 +145,13 @@ class RingReduce:
         return moved
 
     def _pull_sums(self, stop: int) -> int:
-        moved = self._neighbours.receive(self._raw[self._in_pos : min(stop, self._in_pos + SEGMENT_BYTES)])
+        moved = self._links.receive(self._raw[self._in_pos : min(stop, self._in_pos + SEGMENT_BYTES)])
         self._in_pos += moved
         return moved
 
     def _pull_addends(self, stop: int) -> int:
         room = min(len(self._scratch_raw), stop - self._in_pos)
-        moved = self._neighbours.receive(self._scratch_raw[self._filled : room])
+        moved = self._links.receive(self._scratch_raw[self._filled : room])
         self._filled += moved
         whole = self._filled // self._item
         if moved and whole:

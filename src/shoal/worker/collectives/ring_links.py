@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 
-from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.sockets import disown
 
 HEADER = struct.Struct("<HBx4sIQ")

@@ -14,7 +14,6 @@ from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted
 from shoal.core.placement import LEDGER, Placement
 from shoal.core.world import Seat
 from shoal.wire import member_messages as messages
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
 from shoal.worker.parameter_server.liveness import LivenessConnection
 from shoal.worker.parameter_server.rpc import (
@@ -27,6 +26,7 @@ from shoal.worker.parameter_server.rpc import (
     TicketRequest,
 )
 from shoal.worker.parameter_server.served_session import ServedSession
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL
 from shoal.worker.transport.sockets import disown, shut
 
@@ -217,7 +217,7 @@ class ServerClient:
         cancelled = threading.Event()
         with self._guard:
             self._dialled = (server, seat.incarnation, cancelled)
-        sock = self._session.peers.call(
+        sock = self._session.peers.connect(
             CALL, placement.number, seat, self._session.settings.connect_timeout_s, cancelled
         )
         with self._guard:
@@ -240,4 +240,4 @@ class ServerClient:
         self._presence.show(placement.seat_of(placement.assignments[LEDGER].primary) if placement is not None else None)
 
     def _be_seen_by(self, seat: Seat) -> socket.socket:
-        return self._session.peers.call(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())
+        return self._session.peers.connect(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from shoal.core.world import Seat
-from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.sockets import alive, disown
 
 LOOK_S = 0.5

@@ -136,7 +136,7 @@ class ReplicatedParts:
 
     def _connect(self, seat: Seat, cancelled: threading.Event) -> socket.socket:
         number = self._placement.number if self._placement is not None else 0
-        return self._session.peers.call(COPY, number, seat, self._session.settings.connect_timeout_s, cancelled)
+        return self._session.peers.connect(COPY, number, seat, self._session.settings.connect_timeout_s, cancelled)
 
     def _copied(self, part: ReplicatedPart, seat: Seat, since: int) -> None:
         self._session.say(messages.PartCopiedMsg(part.number, seat.member, since))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.world import Seat
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
 from shoal.worker.parameter_server.parts import ReplicatedPart
 from shoal.worker.parameter_server.rpc import InstallReplica, ReplicateUpdate
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.sockets import disown, shut
 
 Connect = Callable[[Seat, threading.Event], socket.socket]

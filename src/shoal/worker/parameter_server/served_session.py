@@ -18,11 +18,11 @@ from shoal.settings import port_range
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
 from shoal.wire.protocol import Message
-from shoal.worker.collectives.exchange import ExchangeBroken
 from shoal.worker.parameter_server import rpc
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.session import MemberExit
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import COPY
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes
@@ -191,7 +191,7 @@ class ServedSession(CoordinatorClient):
     def fetch(self, call: rpc.ServerCall, seat: Seat) -> tuple[bytes, list[Bytes]] | None:
         """A copy of something from another server, None if it cannot be had now."""
         try:
-            sock = self.peers.call(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
+            sock = self.peers.connect(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
         except ExchangeBroken:
             return None
         try:

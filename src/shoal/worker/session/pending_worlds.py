@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from shoal.core.world import World
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken, OnBreak
+from shoal.worker.collectives.exchange import Exchange, OnBreak
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 Connect = Callable[[World, float, threading.Event, OnBreak], Exchange]
 """Builds the exchange of a world within so many seconds, unless it is cancelled."""

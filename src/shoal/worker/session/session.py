@@ -16,10 +16,11 @@ from shoal.core import step_report as pulses
 from shoal.core.world import World
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.catch_up import CatchUpExchange
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.session.pending_worlds import Connect, PendingWorld, drop
 from shoal.worker.session.worlds import MemberWorlds, StateProvider
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.snapshot import Snapshot
 
 FAREWELL_S = 5.0
@@ -248,7 +249,7 @@ class Session(MemberWorlds):
 
     def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
         self.set_phase("receiving state")
-        received = self.peers.fetch(world, world.sources[rank], FOREVER_S, cancelled)
+        received = self.peers.fetch_state(world, world.sources[rank], FOREVER_S, cancelled)
         assert self._keeper is not None
         self._keeper.load(received.header, received.buffers)
         return received.step
@@ -292,7 +293,7 @@ class Session(MemberWorlds):
         if readers and self._keeper is not None:
             header, buffers = self._keeper.capture()
             snapshot = Snapshot(_known(self.step), header, buffers, len(readers))
-            self.peers.offer(world.number, snapshot, readers)
+            self.peers.offer_state(world.number, snapshot, readers)
             snapshot.freeze_soon()
             self._offered = snapshot
 

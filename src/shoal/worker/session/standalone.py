@@ -8,10 +8,11 @@ from typing import Any
 from shoal.core.step_report import StepReport
 from shoal.core.world import Address, Seat, World
 from shoal.settings import RunSettings
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.worlds import StateProvider
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
 

@@ -8,6 +8,7 @@ decided under the same lock: a member that has answered with step k does not app
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Protocol
 
 from shoal.core import step_report as pulses
@@ -16,10 +17,12 @@ from shoal.settings import port_range
 from shoal.wire import credentials
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.catch_up import CatchUpExchange, ZeroBuffer
-from shoal.worker.collectives.exchange import Exchange, ExchangeBroken
+from shoal.worker.collectives.connect_ring import connect_ring
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.pending_worlds import PendingWorld, PendingWorlds, drop
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes, Snapshot
 
@@ -81,7 +84,11 @@ class MemberWorlds(CoordinatorClient):
         )
         self.address = self.peers.address
         self._entrances = PendingWorlds(
-            self.peers.connect, self.settings.connect_timeout_s, self._opened, self._tell_unconnected, self._world_broke
+            partial(connect_ring, self.peers),
+            self.settings.connect_timeout_s,
+            self._opened,
+            self._tell_unconnected,
+            self._world_broke,
         )
         self._link.open()
 
@@ -100,7 +107,7 @@ class MemberWorlds(CoordinatorClient):
             if self.exchange is not None:
                 self.exchange.abort(cause)
             self._forget_prepared()
-            self.peers.withdraw(self.world.number)
+            self.peers.end_worlds(self.world.number)
             if self._offered is not None:
                 self._offered.abandon()
                 self._offered = None

@@ -1,4 +1,4 @@
-"""Which address of each machine led to it last."""
+"""Cache of the address at which each machine was reached last."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from shoal.core.world import Address
 
 
 class AddressCache:
-    """What was learned by dialling, for all members of a machine; any thread may ask and tell."""
+    """The working host of every address that was connected to; safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._taken: dict[tuple[str, ...], str] = {}
+        self._working: dict[tuple[str, ...], str] = {}
 
-    def taken(self, address: Address) -> str | None:
-        """The host that led there last, None if none has yet."""
-        return self._taken.get(address.hosts)
+    def working_host(self, address: Address) -> str | None:
+        """Return the host that worked last, or None if none has yet."""
+        return self._working.get(address.hosts)
 
-    def in_order(self, address: Address) -> tuple[str, ...]:
-        """All hosts of an address in the order to try them: the one that led there last, then as it announced them."""
-        taken = self.taken(address)
-        return tuple(dict.fromkeys((*((taken,) if taken is not None else ()), *address.hosts)))
+    def hosts_to_try(self, address: Address) -> tuple[str, ...]:
+        """Return all hosts of an address: the one that worked last, then the others as announced."""
+        working = self.working_host(address)
+        return tuple(dict.fromkeys((*((working,) if working is not None else ()), *address.hosts)))
 
     def forget(self, address: Address) -> None:
-        self._taken.pop(address.hosts, None)
+        self._working.pop(address.hosts, None)
 
-    def took(self, address: Address, host: str) -> None:
-        self._taken[address.hosts] = host
+    def remember(self, address: Address, host: str) -> None:
+        self._working[address.hosts] = host

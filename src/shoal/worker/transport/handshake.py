@@ -1,14 +1,14 @@
-"""How two members prove to each other that they know the run's token, without sending it.
+"""Mutual authentication of two members by the run's token, without sending it.
 
 ::
 
-    dialler → listener   length, Hello (who, to whom, what for, a nonce)
-    listener → dialler   nonce, proof
-    dialler → listener   proof
+    connector → listener   length, hello (who, to whom, what for, a nonce)
+    listener → connector   nonce, proof
+    connector → listener   proof
 
-Each proof is an HMAC over the whole conversation so far and the prover's side, with a key made from the token and the
-run. Nonces of both sides make a recorded conversation worthless; naming the listener keeps a hello from being passed
-on to another member.
+Each proof is an HMAC over the hello, the listener's nonce and the side that proves, with a key derived from the token
+and the run. The nonces of both sides make a recorded handshake worthless. Naming the side keeps a proof from being
+reflected, and naming the listener keeps a hello from being relayed to another member.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
 
+LISTENER = b"listener"
+CONNECTOR = b"connector"
+
 RING = "ring"
 STATE = "state"
 CALL = "call"
@@ -33,11 +36,11 @@ COPY = "copy"
 
 
 class HandshakeFailed(Exception):  # noqa: N818 - the peer's fault, not ours
-    """The peer is not who it should be, or does not speak our language."""
+    """The peer is not the expected member, or does not speak this protocol."""
 
 
 class PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a dialler wants, from whom."""
+    """First message of a connection: its purpose, its sender and its addressee."""
 
     kind: str
     run: str
@@ -50,30 +53,32 @@ class PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 def make_key(token: bytes, run: str) -> bytes:
-    """The key of one run's data plane."""
+    """Return the key for the connections of one run."""
     return hmac.digest(token, b"shoal data plane 1\0" + run.encode(), hashlib.sha256)
 
 
 def pack(hello: PeerHello) -> bytes:
-    """A hello as it travels, with its length."""
+    """Encode a hello with its length; raise HandshakeFailed if it is too long."""
     body = msgspec.msgpack.encode(hello)
     if len(body) > HELLO_LIMIT_BYTES:
-        raise HandshakeFailed(f"a hello of {len(body)} bytes is too long: member and run names must be shorter")
+        raise HandshakeFailed(
+            f"hello of {len(body)} bytes exceeds {HELLO_LIMIT_BYTES}: shorten the names of the run and its members"
+        )
     return PREFIX.pack(MAGIC, len(body)) + body
 
 
-def body_bytes(prefix: bytes) -> int:
-    """How long the hello is that this prefix announces."""
+def hello_bytes(prefix: bytes) -> int:
+    """Return the length of the hello that follows this prefix; raise HandshakeFailed if the prefix is invalid."""
     magic, length = PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise HandshakeFailed("not a member of this protocol")
+        raise HandshakeFailed("not a Shoal member, or another version of the protocol")
     if not 0 < length <= HELLO_LIMIT_BYTES:
-        raise HandshakeFailed(f"announces a hello of {length} bytes")
+        raise HandshakeFailed(f"announced a hello of {length} bytes")
     return int(length)
 
 
 def unpack(body: bytes) -> PeerHello:
-    """The hello in these bytes; its claims are not proven yet."""
+    """Decode a hello; what it claims is not proven yet."""
     try:
         hello = msgspec.msgpack.decode(body, type=PeerHello)
     except msgspec.MsgspecError as error:
@@ -84,10 +89,10 @@ def unpack(body: bytes) -> PeerHello:
 
 
 def prove(key: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """The proof of one side (b"listener" or b"dialler") over the packed hello and the listener's nonce."""
+    """Return the proof of one side, LISTENER or CONNECTOR, over the packed hello and the listener's nonce."""
     return hmac.digest(key, b"\0".join((side, hashlib.sha256(hello).digest(), nonce)), hashlib.sha256)
 
 
-def same(proof: bytes, expected: bytes) -> bool:
+def is_same_proof(proof: bytes, expected: bytes) -> bool:
     """Compare two proofs in constant time."""
     return hmac.compare_digest(proof, expected)

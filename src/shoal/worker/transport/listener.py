@@ -1,7 +1,9 @@
-"""The listener of a member: lets in those who prove that they know the run's token, and keeps them until asked for.
+"""The listening socket of a member: authenticates connections and keeps them until they are claimed.
 
-One thread serves the listener, the strangers that have not proven themselves yet, and the guests that wait. Strangers
-are few, have little time and may say little; when too many stand there, the one that has stood longest has to go.
+One thread serves the listening socket, connections in mid-handshake, and authenticated connections that were not
+claimed yet. Unauthenticated connections are few, short-lived and may send little; when there are too many, the oldest
+is closed. All methods of `PeerListener` may be called from any thread; `arrived` is the condition, and the lock, that
+guards the idle peers and the refused worlds.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from shoal.worker.transport import handshake
 from shoal.worker.transport.handshake import HandshakeFailed, PeerHello
 from shoal.worker.transport.sockets import alive, disown, own, tune
 
-STRANGERS_LIMIT = 64
-GUESTS_LIMIT = 512
-STRANGER_S = 3.0
-GUEST_S = 30.0
+MAX_PENDING = 64
+MAX_IDLE = 512
+HANDSHAKE_TIMEOUT_S = 3.0
+IDLE_TIMEOUT_S = 30.0
 
-log = logging.getLogger("shoal.port")
+log = logging.getLogger("shoal.peers")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a member is, and the key that proves it."""
+    """Name of a member, and the key that proves it."""
 
     key: bytes = field(repr=False)
     run: str
@@ -42,24 +44,31 @@ class Identity:
 
 @dataclass(slots=True)
 class _PendingHandshake:
+    """A connection that is not authenticated yet; `wanted` is the length of the part that is being received."""
+
     sock: socket.socket
     until: float
     wanted: int = handshake.PREFIX.size
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     prefix: bytes = b""
     hello: PeerHello | None = None
-    expected: bytes = b""
+    expected_proof: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class _IdlePeer:
+    """An authenticated connection that was not claimed yet."""
+
     sock: socket.socket
     hello: PeerHello
     until: float
 
 
 class PeerListener:
-    """Accepts connections, and hands out those that have proven themselves."""
+    """Accepts and authenticates connections, and hands them out by (kind, world, member).
+
+    `on_arrival(hello)` is called from the listener's thread for every authenticated connection.
+    """
 
     def __init__(
         self,
@@ -71,10 +80,10 @@ class PeerListener:
     ) -> None:
         self._listener, self._identity = own(listener), identity
         self._user_timeout_ms, self._on_arrival, self._clock = user_timeout_ms, on_arrival, clock
-        self._strangers: dict[int, _PendingHandshake] = {}
-        self._guests: dict[tuple[str, int, str], _IdlePeer] = {}
-        self._shunned: set[int] = set()
-        self._past = -1
+        self._pending: dict[int, _PendingHandshake] = {}
+        self._idle: dict[tuple[str, int, str], _IdlePeer] = {}
+        self._refused_worlds: set[int] = set()
+        self._ended_up_to = -1
         self._closed = False
         self.arrived = threading.Condition()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -82,41 +91,43 @@ class PeerListener:
         self._poll.register(self._wakeup, select.POLLIN)
         listener.setblocking(False)
         self._poll.register(listener, select.POLLIN)
-        self._thread = threading.Thread(target=self._serve, name="shoal-port", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shoal-listener", daemon=True)
         self._thread.start()
 
     # --- from any thread
 
     def take(self, kind: str, world: int, member: str, incarnation: str | None = None) -> socket.socket | None:
-        """The connection of this member for this purpose, if it is here; the caller then owns it."""
+        """Return the idle connection of this member for this purpose, or None; the caller then owns it."""
         with self.arrived:
-            guest = self._guests.pop((kind, world, member), None)
-            if guest is None:
+            peer = self._idle.pop((kind, world, member), None)
+            if peer is None:
                 return None
-            self._release(guest)
-        if (incarnation is not None and guest.hello.incarnation != incarnation) or not alive(guest.sock):
-            disown(guest.sock)
+            self._stop_polling(peer)
+        if (incarnation is not None and peer.hello.incarnation != incarnation) or not alive(peer.sock):
+            disown(peer.sock)
             return None
-        return guest.sock
+        return peer.sock
 
-    def shun(self, world: int, shunned: bool = True) -> None:
-        """Turn away whoever comes to the ring of this world, because this member has given it up."""
+    def accept_world(self, world: int) -> None:
+        """Accept ring connections of this world again."""
         with self.arrived:
-            if shunned:
-                self._shunned.add(world)
-                self._dismiss(lambda guest: guest.hello.kind == handshake.RING and guest.hello.world == world)
-            else:
-                self._shunned.discard(world)
+            self._refused_worlds.discard(world)
 
-    def forget(self, up_to_world: int) -> None:
-        """Turn away whoever waits for, or asks for, a world up to this number."""
+    def refuse_world(self, world: int) -> None:
+        """Close and refuse ring connections of this world, because this member gave it up."""
         with self.arrived:
-            self._past = max(self._past, up_to_world)
-            self._shunned = {world for world in self._shunned if world > up_to_world}
-            self._dismiss(lambda guest: guest.hello.world <= up_to_world)
+            self._refused_worlds.add(world)
+            self._close_idle(lambda peer: peer.hello.kind == handshake.RING and peer.hello.world == world)
+
+    def end_worlds(self, up_to: int) -> None:
+        """Close and refuse all connections of worlds up to this number."""
+        with self.arrived:
+            self._ended_up_to = max(self._ended_up_to, up_to)
+            self._refused_worlds = {world for world in self._refused_worlds if world > up_to}
+            self._close_idle(lambda peer: peer.hello.world <= up_to)
 
     def close(self) -> None:
-        """Stop listening and let go of everybody."""
+        """Stop listening and close every connection that was not claimed."""
         with self.arrived:
             if self._closed:
                 return
@@ -126,146 +137,151 @@ class PeerListener:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    # --- the door's own thread
+    # --- in the listener's own thread
 
     def _serve(self) -> None:
         while not self._closed:
-            for fd, _ in self._poll.poll(self._patience_ms()):
+            for fd, _ in self._poll.poll(self._poll_timeout_ms()):
                 if fd == self._listener.fileno():
                     self._accept()
-                elif fd in self._strangers:
-                    self._hear(self._strangers[fd])
+                elif fd in self._pending:
+                    self._receive(self._pending[fd])
                 elif fd == self._wakeup:
                     os.eventfd_read(fd)
                 else:
-                    self._see_off(fd)
+                    self._close_idle_fd(fd)
             self._expire()
-        for stranger in list(self._strangers.values()):
-            self._drop(stranger, "the port closes")
+        for pending in list(self._pending.values()):
+            self._drop(pending, "the listener closes")
         with self.arrived:
-            self._dismiss(lambda _: True)
+            self._close_idle(lambda _: True)
             disown(self._listener)
             os.close(self._wakeup)
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         with self.arrived:
-            ends = [guest.until for guest in self._guests.values()]
-        ends += [stranger.until for stranger in self._strangers.values()]
-        end = min(ends, default=float("inf"))
-        return None if end == float("inf") else max(0.0, end - self._clock()) * 1000 + 1
+            deadlines = [peer.until for peer in self._idle.values()]
+        deadlines += [pending.until for pending in self._pending.values()]
+        first = min(deadlines, default=float("inf"))
+        return None if first == float("inf") else max(0.0, first - self._clock()) * 1000 + 1
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            # out of file descriptors, or the peer has gone again: neither may end the door
+            # Out of file descriptors, or the peer is gone again: neither may end the listener.
             log.debug("cannot accept: %s", error)
-            if self._strangers:
-                self._drop(next(iter(self._strangers.values())), "too many connections")
+            if self._pending:
+                self._drop(next(iter(self._pending.values())), "too many connections")
             return
         own(sock)
         sock.setblocking(False)
-        if len(self._strangers) >= STRANGERS_LIMIT:
-            self._drop(next(iter(self._strangers.values())), "too many strangers")
-        self._strangers[sock.fileno()] = _PendingHandshake(sock, self._clock() + STRANGER_S)
+        if len(self._pending) >= MAX_PENDING:
+            self._drop(next(iter(self._pending.values())), "too many unauthenticated connections")
+        self._pending[sock.fileno()] = _PendingHandshake(sock, self._clock() + HANDSHAKE_TIMEOUT_S)
         self._poll.register(sock, select.POLLIN)
 
-    def _hear(self, stranger: _PendingHandshake) -> None:
+    def _receive(self, pending: _PendingHandshake) -> None:
         try:
-            heard = stranger.sock.recv(stranger.wanted - len(stranger.heard))
-            if not heard:
-                raise HandshakeFailed("hung up")
-            stranger.heard += heard
-            if len(stranger.heard) == stranger.wanted:
-                self._answer(stranger, bytes(stranger.heard))
+            data = pending.sock.recv(pending.wanted - len(pending.received))
+            if not data:
+                raise HandshakeFailed("closed during the handshake")
+            pending.received += data
+            if len(pending.received) == pending.wanted:
+                self._advance(pending, bytes(pending.received))
         except BlockingIOError:
             return
         except (HandshakeFailed, OSError) as error:
-            self._drop(stranger, str(error))
+            self._drop(pending, str(error))
 
-    def _answer(self, stranger: _PendingHandshake, heard: bytes) -> None:
-        stranger.heard.clear()
-        if not stranger.prefix:
-            stranger.prefix, stranger.wanted = heard, handshake.body_bytes(heard)
-        elif stranger.hello is None:
-            stranger.hello = hello = handshake.unpack(heard)
-            self._examine(hello)
-            key, packed, nonce = self._identity.key, stranger.prefix + heard, secrets.token_bytes(handshake.NONCE_BYTES)
-            stranger.sock.send(nonce + handshake.prove(key, b"listener", packed, nonce))
-            stranger.expected, stranger.wanted = handshake.prove(key, b"dialler", packed, nonce), handshake.PROOF_BYTES
-        elif handshake.same(heard, stranger.expected):
-            self._admit(stranger, stranger.hello)
+    def _advance(self, pending: _PendingHandshake, data: bytes) -> None:
+        """Handle the next complete part of a handshake: prefix, hello or proof."""
+        pending.received.clear()
+        if not pending.prefix:
+            pending.prefix, pending.wanted = data, handshake.hello_bytes(data)
+        elif pending.hello is None:
+            pending.hello = hello = handshake.unpack(data)
+            self._check_hello(hello)
+            key, packed, nonce = self._identity.key, pending.prefix + data, secrets.token_bytes(handshake.NONCE_BYTES)
+            pending.sock.send(nonce + handshake.prove(key, handshake.LISTENER, packed, nonce))
+            pending.expected_proof = handshake.prove(key, handshake.CONNECTOR, packed, nonce)
+            pending.wanted = handshake.PROOF_BYTES
+        elif handshake.is_same_proof(data, pending.expected_proof):
+            self._admit(pending, pending.hello)
         else:
-            raise HandshakeFailed("does not know the token")
+            raise HandshakeFailed("wrong token")
 
-    def _examine(self, hello: PeerHello) -> None:
-        me = self._identity
-        if hello.run != me.run:
-            raise HandshakeFailed("belongs to another run")
-        if (hello.to_member, hello.to_incarnation) != (me.member, me.incarnation):
-            raise HandshakeFailed(f"looks for {hello.to_member}, not for this process")
-        if hello.world <= self._past or (hello.kind == handshake.RING and hello.world in self._shunned):
-            raise HandshakeFailed(f"comes for world {hello.world}, which is over here")
+    def _check_hello(self, hello: PeerHello) -> None:
+        """Raise HandshakeFailed if a hello is not for this process, or for a world that has ended."""
+        own_identity = self._identity
+        if hello.run != own_identity.run:
+            raise HandshakeFailed(f"connection is for run {hello.run}, not {own_identity.run}")
+        if (hello.to_member, hello.to_incarnation) != (own_identity.member, own_identity.incarnation):
+            raise HandshakeFailed(f"connection is for {hello.to_member}, not for this process")
+        if hello.world <= self._ended_up_to or (hello.kind == handshake.RING and hello.world in self._refused_worlds):
+            raise HandshakeFailed(f"connection is for world {hello.world}, which has ended")
 
-    def _admit(self, stranger: _PendingHandshake, hello: PeerHello) -> None:
-        sock = stranger.sock
-        del self._strangers[sock.fileno()]
+    def _admit(self, pending: _PendingHandshake, hello: PeerHello) -> None:
+        sock = pending.sock
+        del self._pending[sock.fileno()]
         tune(sock, self._user_timeout_ms)
-        until = self._clock() + GUEST_S if hello.kind == handshake.RING else float("inf")
+        until = self._clock() + IDLE_TIMEOUT_S if hello.kind == handshake.RING else float("inf")
         key = (hello.kind, hello.world, hello.member)
         with self.arrived:
             self._poll.modify(sock, select.POLLRDHUP)
-            self._examine_again(sock, hello)
-            if key in self._guests:
-                self._dismiss(lambda guest: guest is self._guests[key])
-            if len(self._guests) >= GUESTS_LIMIT:
-                oldest = next(iter(self._guests.values()))
-                self._dismiss(lambda guest: guest is oldest)
-            self._guests[key] = _IdlePeer(sock, hello, until)
+            self._check_again(sock, hello)
+            if key in self._idle:
+                self._close_idle(lambda peer: peer is self._idle[key])
+            if len(self._idle) >= MAX_IDLE:
+                oldest = next(iter(self._idle.values()))
+                self._close_idle(lambda peer: peer is oldest)
+            self._idle[key] = _IdlePeer(sock, hello, until)
             self.arrived.notify_all()
         self._on_arrival(hello)
 
-    def _examine_again(self, sock: socket.socket, hello: PeerHello) -> None:
+    def _check_again(self, sock: socket.socket, hello: PeerHello) -> None:
+        """Check the hello under the lock: its world may have ended during the handshake."""
         try:
-            self._examine(hello)
+            self._check_hello(hello)
         except HandshakeFailed:
             self._poll.unregister(sock)
             disown(sock)
             raise
 
-    def _drop(self, stranger: _PendingHandshake, why: str) -> None:
+    def _drop(self, pending: _PendingHandshake, why: str) -> None:
         log.debug("dropped a connection: %s", why)
-        if self._strangers.pop(stranger.sock.fileno(), None) is not None:
-            self._poll.unregister(stranger.sock)
-            disown(stranger.sock)
+        if self._pending.pop(pending.sock.fileno(), None) is not None:
+            self._poll.unregister(pending.sock)
+            disown(pending.sock)
 
-    def _see_off(self, fd: int) -> None:
+    def _close_idle_fd(self, fd: int) -> None:
         with self.arrived:
-            self._dismiss(lambda guest: guest.sock.fileno() == fd)
+            self._close_idle(lambda peer: peer.sock.fileno() == fd)
 
     def _expire(self) -> None:
         now = self._clock()
-        for stranger in [one for one in self._strangers.values() if one.until <= now]:
-            self._drop(stranger, "took too long")
+        for pending in [pending for pending in self._pending.values() if pending.until <= now]:
+            self._drop(pending, "handshake timed out")
         with self.arrived:
-            self._dismiss(lambda guest: guest.until <= now)
+            self._close_idle(lambda peer: peer.until <= now)
 
-    def _dismiss(self, chosen: Callable[[_IdlePeer], bool]) -> None:
-        for key, guest in [(key, guest) for key, guest in self._guests.items() if chosen(guest)]:
-            del self._guests[key]
-            self._release(guest)
-            disown(guest.sock)
+    def _close_idle(self, chosen: Callable[[_IdlePeer], bool]) -> None:
+        for key, peer in [(key, peer) for key, peer in self._idle.items() if chosen(peer)]:
+            del self._idle[key]
+            self._stop_polling(peer)
+            disown(peer.sock)
 
-    def _release(self, guest: _IdlePeer) -> None:
-        # the door's thread may be polling it, which would keep a closed connection open
-        self._poll.unregister(guest.sock)
+    def _stop_polling(self, peer: _IdlePeer) -> None:
+        # The listener's thread may be polling the socket, which would keep a closed connection open: wake it.
+        self._poll.unregister(peer.sock)
         os.eventfd_write(self._wakeup, 1)
 
 
 def listen(host: str, ports: range | None, everywhere: bool = False) -> socket.socket:
-    """A listening socket on the first free port of a range, or on any.
+    """Return a listening socket on the first free port of a range, or on any port; raise PortsTaken if none is free.
 
-    It is on all interfaces and of both families if that is asked for, and on all of one if the host is not ours.
+    With `everywhere` it listens on all interfaces, IPv4 and IPv6; otherwise on `host`, or on all interfaces of its
+    family if `host` is not an address of this machine.
     """
     busy: OSError | None = None
     for port in ports if ports is not None else (0,):
@@ -283,7 +299,7 @@ def listen(host: str, ports: range | None, everywhere: bool = False) -> socket.s
 
 
 def _bind_everywhere(port: int) -> socket.socket:
-    """Both families on one socket; IPv4 alone where there is no other."""
+    """Bind one socket to both families; to IPv4 alone on a machine without IPv6."""
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     except OSError:

@@ -1,4 +1,4 @@
-"""The port of a member: one listener, through which rings are connected and the state is handed over."""
+"""A member's connections to its peers: one listening port, outgoing connections, and the transfer of state."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shoal.core.world import Address, Seat, World
-from shoal.worker.collectives.exchange import ExchangeBroken, OnBreak
-from shoal.worker.collectives.ring import Ring
 from shoal.worker.transport import state_transfer
 from shoal.worker.transport.address_cache import AddressCache
-from shoal.worker.transport.connect import GLANCE_S, ConnectDeadline, dial
-from shoal.worker.transport.handshake import RING, STATE, PeerHello, make_key
+from shoal.worker.transport.connect import ConnectDeadline, connect_to_member
+from shoal.worker.transport.handshake import STATE, PeerHello, make_key
 from shoal.worker.transport.listener import Identity, PeerListener, listen
-from shoal.worker.transport.sockets import alive, disown, shut
+from shoal.worker.transport.sockets import disown, shut
 from shoal.worker.transport.state_transfer import ReceivedState, SnapshotLike
 
-STALL_S = 30.0
+HANG_TIMEOUT_S = 30.0
 
-log = logging.getLogger("shoal.port")
+log = logging.getLogger("shoal.peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +29,9 @@ class _StateOffer:
 
 
 class Peers:
-    """Where the peers of a member reach it, and from where it reaches them.
+    """The listening port of a member, its outgoing connections, and the states it offers to joiners.
 
-    `seen_as` is its own address on the way to its neighbour in the latest ring.
+    `address` is where peers reach it. `local_host` is its own address on the way to its neighbour in the latest ring.
     """
 
     def __init__(
@@ -53,147 +49,101 @@ class Peers:
         self._user_timeout_ms = user_timeout_ms
         self._lock = threading.Lock()
         self._offers: dict[int, _StateOffer] = {}
-        self._deliveries: dict[socket.socket, tuple[int, threading.Thread]] = {}
+        self._transfers: dict[socket.socket, tuple[int, threading.Thread]] = {}
         self._closed = False
-        self._served: dict[str, Callable[[PeerHello, socket.socket], object]] = {}
+        self._handlers: dict[str, Callable[[PeerHello, socket.socket], object]] = {}
         listener = listen(host, ports, everywhere=bool(others))
+        self.member = member
         self.address = Address(host, listener.getsockname()[1], tuple(others))
-        self.seen_as = host
-        self._ways = AddressCache()
-        self._door = PeerListener(listener, self._identity, user_timeout_ms, self._on_arrival)
+        self.local_host = host
+        self._cache = AddressCache()
+        self.listener = PeerListener(listener, self._identity, user_timeout_ms, self._on_arrival)
 
     def connect(
-        self, world: World, timeout_s: float, cancelled: threading.Event, on_break: OnBreak | None = None
-    ) -> Ring:
-        """Join the ring of a world; return when all of its members have."""
-        rank = world.rank_of(self._identity.member)
-        if rank is None:
-            raise ValueError(f"{self._identity.member} has no seat in world {world.number}")
-        members = [seat.member for seat in world.seats]
-        if world.size == 1:
-            return Ring(0, members)
-        patience = ConnectDeadline(timeout_s, cancelled)
-        self._door.shun(world.number, shunned=False)
-        try:
-            ring = Ring(rank, members, *self._meet(world, rank, patience), on_break)
-            self._assemble(ring, patience)
-        except ExchangeBroken:
-            # those who wait for us must see at once that we have given up
-            self._door.shun(world.number)
-            raise
-        return ring
+        self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event
+    ) -> socket.socket:
+        """Open a connection of this kind to the member in a seat; the caller then owns it.
 
-    def offer(self, world: int, snapshot: SnapshotLike, readers: Collection[str]) -> None:
-        """Hand this snapshot to these members in the background, to each when it asks."""
+        `number` is the number of the world or placement that it belongs to. Raise ExchangeBroken if the member cannot
+        be reached in time.
+        """
+        deadline = ConnectDeadline(timeout_s, cancelled)
+        sock = connect_to_member(self._identity, kind, number, seat, deadline, self._user_timeout_ms, self._cache)
+        sock.setblocking(True)
+        return sock
+
+    def serve(self, kind: str, handler: Callable[[PeerHello, socket.socket], object]) -> None:
+        """Pass every new connection of this kind to `handler`, in a thread of its own; the handler then owns it."""
+        self._handlers[kind] = handler
+
+    def offer_state(self, world: int, snapshot: SnapshotLike, readers: Collection[str]) -> None:
+        """Send this snapshot to these members in the background, to each one when it asks."""
         with self._lock:
             self._offers[world] = _StateOffer(snapshot, frozenset(readers))
         for reader in readers:
-            self._deliver(world, reader)
+            self._start_transfer(world, reader)
 
-    def withdraw(self, up_to_world: int) -> None:
-        """Drop the offers and requests of worlds up to this number."""
-        with self._lock:
-            self._offers = {world: offer for world, offer in self._offers.items() if world > up_to_world}
-            over = [sock for sock, (world, _) in self._deliveries.items() if world <= up_to_world]
-            for sock in over:
-                shut(sock)
-        self._door.forget(up_to_world)
-
-    def fetch(self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event) -> ReceivedState:
-        """Receive the state from a source, as soon as that offers it; `timeout_s` bounds each wait without progress."""
+    def fetch_state(
+        self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event
+    ) -> ReceivedState:
+        """Receive the state from a source as soon as it offers it; `timeout_s` bounds each wait without progress."""
         seat = world.seats[source_rank]
-        patience = ConnectDeadline(timeout_s, cancelled)
-        sock = self._dial(STATE, world.number, seat, patience)
+        sock = self.connect(STATE, world.number, seat, timeout_s, cancelled)
         try:
             return state_transfer.receive(sock, seat.member, timeout_s, cancelled)
         finally:
             disown(sock)
 
-    def serve(self, kind: str, serve: Callable[[PeerHello, socket.socket], object]) -> None:
-        """From now on hand every connection of this kind to `serve`, in a thread of its own; it then owns it."""
-        self._served[kind] = serve
-
-    def call(self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event) -> socket.socket:
-        """Open a connection of this kind to a member; the caller then owns it."""
-        patience = ConnectDeadline(timeout_s, cancelled)
-        sock = self._dial(kind, number, seat, patience)
-        sock.setblocking(True)
-        return sock
+    def end_worlds(self, up_to: int) -> None:
+        """Withdraw the offers of worlds up to this number, and close their connections."""
+        with self._lock:
+            self._offers = {world: offer for world, offer in self._offers.items() if world > up_to}
+            for sock, (world, _) in self._transfers.items():
+                if world <= up_to:
+                    shut(sock)
+        self.listener.end_worlds(up_to)
 
     def close(self) -> None:
-        """Stop listening; end every hand-over. Rings live on: each is closed by its owner."""
+        """Stop listening and end every transfer; a ring is closed by its owner."""
         with self._lock:
             self._closed = True
             self._offers.clear()
-            deliveries = list(self._deliveries.items())
-            for sock, _ in deliveries:
+            transfers = list(self._transfers.items())
+            for sock, _ in transfers:
                 shut(sock)
-        self._door.close()
-        for _, (_, thread) in deliveries:
+        self.listener.close()
+        for _, (_, thread) in transfers:
             thread.join()
-
-    def _dial(self, kind: str, number: int, seat: Seat, patience: ConnectDeadline) -> socket.socket:
-        return dial(self._identity, kind, number, seat, patience, self._user_timeout_ms, self._ways)
-
-    # --- the ring
-
-    def _meet(self, world: World, rank: int, patience: ConnectDeadline) -> tuple[socket.socket, socket.socket]:
-        next_, previous = world.seats[(rank + 1) % world.size], world.seats[rank - 1]
-        following = self._dial(RING, world.number, next_, patience)
-        self.seen_as = str(following.getsockname()[0])
-        try:
-            with self._door.arrived:
-                while not (sock := self._door.take(RING, world.number, previous.member, previous.incarnation)):
-                    patience.check((previous.member,), f"{previous.member} did not come to world {world.number}")
-                    if not alive(following):
-                        raise ExchangeBroken(f"{next_.member} gave world {world.number} up", (next_.member,))
-                    self._door.arrived.wait(GLANCE_S)
-        except ExchangeBroken:
-            disown(following)
-            raise
-        return following, sock
-
-    def _assemble(self, ring: Ring, patience: ConnectDeadline) -> None:
-        ticket = ring.gather(np.zeros(1))
-        try:
-            while not ticket.done(GLANCE_S):
-                patience.check((), "not all members came to the ring")
-            ticket.wait()
-        except ExchangeBroken:
-            ring.close()
-            raise
-
-    # --- the state
 
     def _on_arrival(self, hello: PeerHello) -> None:
         if hello.kind == STATE:
-            self._deliver(hello.world, hello.member)
-        elif (serve := self._served.get(hello.kind)) is not None:
-            sock = self._door.take(hello.kind, hello.world, hello.member)
+            self._start_transfer(hello.world, hello.member)
+        elif (handler := self._handlers.get(hello.kind)) is not None:
+            sock = self.listener.take(hello.kind, hello.world, hello.member)
             if sock is not None:
                 sock.setblocking(True)
-                threading.Thread(target=serve, args=(hello, sock), name=f"shoal-{hello.kind}", daemon=True).start()
+                threading.Thread(target=handler, args=(hello, sock), name=f"shoal-{hello.kind}", daemon=True).start()
 
-    def _deliver(self, world: int, reader: str) -> None:
+    def _start_transfer(self, world: int, reader: str) -> None:
+        """Start sending an offered state, if it is offered to this reader and the reader is connected."""
         with self._lock:
             offer = self._offers.get(world)
             if offer is None or reader not in offer.readers or self._closed:
                 return
-            sock = self._door.take(STATE, world, reader)
+            sock = self.listener.take(STATE, world, reader)
             if sock is None:
                 return
-            thread = threading.Thread(
-                target=self._hand_over, args=(sock, offer.snapshot, reader), name="shoal-handover", daemon=True
-            )
-            self._deliveries[sock] = (world, thread)
+            work = (sock, offer.snapshot, reader)
+            thread = threading.Thread(target=self._send_state, args=work, name="shoal-state", daemon=True)
+            self._transfers[sock] = (world, thread)
             thread.start()
 
-    def _hand_over(self, sock: socket.socket, snapshot: SnapshotLike, reader: str) -> None:
+    def _send_state(self, sock: socket.socket, snapshot: SnapshotLike, reader: str) -> None:
         try:
-            state_transfer.send(sock, snapshot, reader, STALL_S)
+            state_transfer.send(sock, snapshot, reader, HANG_TIMEOUT_S)
         except (OSError, LookupError) as error:
-            log.info("could not hand the state of step %d to %s: %s", snapshot.step, reader, error)
+            log.info("could not send the state of step %d to %s: %s", snapshot.step, reader, error)
         finally:
             with self._lock:
-                del self._deliveries[sock]
+                del self._transfers[sock]
                 disown(sock)

@@ -11,22 +11,22 @@ _hooked = False
 
 
 def own(sock: socket.socket) -> socket.socket:
-    """Remember a socket, so that a forked child closes it.
+    """Register a socket so that a forked child closes it; return the socket.
 
-    A child that kept it, such as a DataLoader's worker, would hide this member's death from its peers.
+    A child that kept it open, such as a DataLoader worker, would hide this member's death from its peers.
     """
     global _hooked
     if not _hooked:
-        os.register_at_fork(after_in_child=_forget_all)
+        os.register_at_fork(after_in_child=_close_all_in_child)
         _hooked = True
     _open.add(sock)
     return sock
 
 
 def disown(sock: socket.socket) -> None:
-    """Close a socket that `own` remembered.
+    """Shut down, close and unregister a socket that `own` registered.
 
-    Shut it first: as long as some thread polls a socket, closing it alone does not tell the peer.
+    The shutdown comes first: while some thread polls a socket, closing it alone does not reach the peer.
     """
     _open.discard(sock)
     shut(sock)
@@ -34,15 +34,15 @@ def disown(sock: socket.socket) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """End a connection in both directions, if it has not ended yet."""
+    """Shut a connection down in both directions, if it is still open."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return
 
 
-def _forget_all() -> None:
-    # close, never shutdown: the connection is still the parent's
+def _close_all_in_child() -> None:
+    # close, never shutdown: the connection still belongs to the parent
     for sock in list(_open):
         try:
             sock.close()
@@ -52,9 +52,9 @@ def _forget_all() -> None:
 
 
 def tune(sock: socket.socket, user_timeout_ms: int) -> None:
-    """Make a connection fast, and make it fail when the peer's machine has silently gone.
+    """Set low latency, and make the connection fail when the peer's machine disappears silently.
 
-    Buffers are left to the system: asking for a size ends its own tuning, and gets less where rmem_max is small.
+    Buffer sizes are left to the kernel: setting one turns off its auto-tuning, and gives less where rmem_max is small.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -70,7 +70,7 @@ def tune(sock: socket.socket, user_timeout_ms: int) -> None:
 
 
 def alive(sock: socket.socket) -> bool:
-    """Whether the peer of a connection has neither closed nor reset it."""
+    """Return whether the peer has neither closed nor reset a connection."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return not poll.poll(0)

@@ -1,10 +1,13 @@
-"""Streams a snapshot from a member that has the state to one that needs it, in checksummed pieces.
+"""Transfer of a snapshot from a member that has the state to one that needs it, in checksummed chunks.
 
 ::
 
-    source → reader   length and checksum of the contents, the contents (step, header, sizes)
-    source → reader   for each piece of each buffer, in order: its checksum, its bytes
-    reader → source   one byte: all is well
+    source → reader   magic, length and CRC-32 of the transfer header, the header (step, state header, buffer sizes)
+    source → reader   for each chunk of each buffer, in order: its CRC-32, its bytes
+    reader → source   one byte: everything arrived
+
+The reader checks every chunk before it is used and raises `ExchangeBroken` on damage, silence or a closed connection.
+Only the last two make the source a suspect: damaged data says nothing about whether it is alive.
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.worker.collectives.exchange import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
-PIECE_BYTES = 2 << 20
-CONTENTS_LIMIT_BYTES = 64 << 20
+CHUNK_BYTES = 2 << 20
+HEADER_LIMIT_BYTES = 64 << 20
 _PREFIX = struct.Struct("!4sII")
 _MAGIC = b"shst"
 _CHECKSUM = struct.Struct("!I")
-_THANKS = b"\x06"
-_GLANCE_S = 0.02
+_RECEIVED = b"\x06"
+_POLL_S = 0.02
 
 
 class SnapshotLike(Protocol):
-    """What can be handed over: a snapshot."""
+    """The parts of a snapshot that a transfer uses."""
 
     @property
     def step(self) -> int: ...
@@ -47,7 +50,7 @@ class SnapshotLike(Protocol):
     @property
     def sizes(self) -> Sequence[int]: ...
 
-    def piece(self, reader: str, index: int, start: int, stop: int) -> bytes: ...
+    def chunk(self, reader: str, index: int, start: int, stop: int) -> bytes: ...
 
     def done(self, reader: str) -> None: ...
 
@@ -62,7 +65,7 @@ class ReceivedState:
 
 
 class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a source is about to send."""
+    """Announcement of what a source is about to send."""
 
     step: int
     header: bytes
@@ -70,15 +73,15 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
 
 
 def send(sock: socket.socket, snapshot: SnapshotLike, reader: str, hang_timeout_s: float) -> None:
-    """Hand a snapshot to one reader; whatever happens, the snapshot knows afterwards that the reader is done."""
+    """Send a snapshot to one reader; mark the reader as done in the snapshot, however this ends."""
     try:
         sock.settimeout(hang_timeout_s)
         sizes = tuple(snapshot.sizes)
-        contents = msgspec.msgpack.encode(TransferHeader(snapshot.step, bytes(snapshot.header), sizes))
-        sock.sendall(_PREFIX.pack(_MAGIC, len(contents), zlib.crc32(contents)))
-        sock.sendall(contents)
-        for index, start, stop in _pieces(sizes):
-            data = snapshot.piece(reader, index, start, stop)
+        header = msgspec.msgpack.encode(TransferHeader(snapshot.step, bytes(snapshot.header), sizes))
+        sock.sendall(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))
+        sock.sendall(header)
+        for index, start, stop in _chunks(sizes):
+            data = snapshot.chunk(reader, index, start, stop)
             sock.sendall(_CHECKSUM.pack(zlib.crc32(data)), socket.MSG_MORE)
             sock.sendall(data)
         sock.recv(1)
@@ -87,47 +90,47 @@ def send(sock: socket.socket, snapshot: SnapshotLike, reader: str, hang_timeout_
 
 
 def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> ReceivedState:
-    """Wait for a source to begin, then take its snapshot; `timeout_s` bounds every wait for the next byte."""
-    inlet = _StateReader(sock, source, timeout_s, cancelled)
-    magic, length, checksum = _PREFIX.unpack(inlet.exactly(_PREFIX.size))
-    if magic != _MAGIC or length > CONTENTS_LIMIT_BYTES:
-        raise inlet.broken("sent something that is no state")
-    packed = inlet.exactly(length)
+    """Wait for a source to begin, then receive its snapshot; `timeout_s` bounds every wait for the next byte."""
+    reader = _StateReader(sock, source, timeout_s, cancelled)
+    magic, length, checksum = _PREFIX.unpack(reader.read(_PREFIX.size))
+    if magic != _MAGIC or length > HEADER_LIMIT_BYTES:
+        raise reader.broken("sent something that is not a state")
+    packed = reader.read(length)
     if zlib.crc32(packed) != checksum:
-        raise inlet.broken("sent contents that were damaged on the way")
-    contents = _decode(packed, inlet)
-    buffers = [np.empty(size, np.uint8) for size in contents.sizes]
-    for index, start, stop in _pieces(contents.sizes):
-        (checksum,) = _CHECKSUM.unpack(inlet.exactly(_CHECKSUM.size))
-        piece = buffers[index][start:stop].data
-        inlet.fill(piece)
-        if zlib.crc32(piece) != checksum:
-            raise inlet.broken(f"sent a piece that was damaged on the way (buffer {index}, byte {start})")
-    inlet.thank()
-    return ReceivedState(contents.step, contents.header, buffers)
+        raise reader.broken("sent a corrupt header: checksum mismatch")
+    header = _decode(packed, reader)
+    buffers = [np.empty(size, np.uint8) for size in header.sizes]
+    for index, start, stop in _chunks(header.sizes):
+        (checksum,) = _CHECKSUM.unpack(reader.read(_CHECKSUM.size))
+        chunk = buffers[index][start:stop].data
+        reader.read_into(chunk)
+        if zlib.crc32(chunk) != checksum:
+            raise reader.broken(f"sent a corrupt chunk: checksum mismatch in buffer {index} at byte {start}")
+    reader.acknowledge()
+    return ReceivedState(header.step, header.header, buffers)
 
 
-def _decode(packed: memoryview, inlet: _StateReader) -> TransferHeader:
+def _decode(packed: memoryview, reader: _StateReader) -> TransferHeader:
     try:
-        contents = msgspec.msgpack.decode(packed, type=TransferHeader)
+        header = msgspec.msgpack.decode(packed, type=TransferHeader)
     except msgspec.MsgspecError as error:
-        raise inlet.broken(f"sent malformed contents ({error})") from error
-    if any(size < 0 for size in contents.sizes) or contents.step < 0:
-        raise inlet.broken("announced a state of negative size")
-    total_bytes, memory_bytes = sum(contents.sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        raise reader.broken(f"sent a malformed header ({error})") from error
+    if any(size < 0 for size in header.sizes) or header.step < 0:
+        raise reader.broken("announced a state of negative size")
+    total_bytes, memory_bytes = sum(header.sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if total_bytes > memory_bytes:
-        raise inlet.broken(f"announced {total_bytes} bytes of state, more than the {memory_bytes} bytes of memory here")
-    return contents
+        raise reader.broken(f"announced {total_bytes} bytes of state; this machine has {memory_bytes} bytes of memory")
+    return header
 
 
-def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     for index, size in enumerate(sizes):
-        for start in range(0, size, PIECE_BYTES):
-            yield index, start, min(start + PIECE_BYTES, size)
+        for start in range(0, size, CHUNK_BYTES):
+            yield index, start, min(start + CHUNK_BYTES, size)
 
 
 class _StateReader:
-    """Reads from a source, bounded in time without progress, until cancelled."""
+    """Reads from a source until cancelled, or until nothing has arrived for `timeout_s`."""
 
     def __init__(self, sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> None:
         sock.setblocking(False)
@@ -136,39 +139,40 @@ class _StateReader:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def exactly(self, count: int) -> memoryview:
+    def read(self, count: int) -> memoryview:
         data = memoryview(bytearray(count))
-        self.fill(data)
+        self.read_into(data)
         return data
 
-    def fill(self, target: memoryview) -> None:
-        got = 0
+    def read_into(self, target: memoryview) -> None:
+        """Fill the whole of `target`, or raise ExchangeBroken."""
+        filled = 0
         deadline = time.monotonic() + self._timeout_s
-        while got < len(target):
+        while filled < len(target):
             try:
-                count = self._sock.recv_into(target[got:])
+                count = self._sock.recv_into(target[filled:])
             except BlockingIOError:
                 self._wait(deadline)
                 continue
             except OSError as error:
-                raise self.broken(f"was lost while it handed over the state: {error}", suspect=True) from error
+                raise self.broken(f"was lost during the state transfer: {error}", suspect=True) from error
             if count == 0:
                 raise self.broken("closed the connection before the state was complete", suspect=True)
             if self._cancelled.is_set():
                 raise ExchangeBroken("this member no longer needs the state")
-            got += count
+            filled += count
             deadline = time.monotonic() + self._timeout_s
 
     def _wait(self, deadline: float) -> None:
-        while not self._poll.poll(_GLANCE_S * 1000):
+        while not self._poll.poll(_POLL_S * 1000):
             if self._cancelled.is_set():
                 raise ExchangeBroken("this member no longer needs the state")
             if time.monotonic() > deadline:
                 raise self.broken(f"sent nothing of the state for {self._timeout_s:g} s", suspect=True)
 
-    def thank(self) -> None:
+    def acknowledge(self) -> None:
         try:
-            self._sock.send(_THANKS)
+            self._sock.send(_RECEIVED)
         except OSError:
             return
 

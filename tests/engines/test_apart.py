@@ -43,6 +43,6 @@ def test_a_run_outlives_all_its_machines_and_goes_on_where_they_were_on_another_
         run.finish(patience_s=120)
         assert {one["step"] for one in run.of("done")} == {STEPS}
         assert set(torch.load(tmp_path / "project" / "final.pt")) == {"weight", "bias"}
-        assert "brought back final.pt" in run.output
+        assert "downloaded final.pt" in run.output
         assert "| saves" in run.output
         run.check_leftovers()

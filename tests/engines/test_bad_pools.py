@@ -208,7 +208,7 @@ def test_a_clock_that_is_an_hour_late_is_told_and_harms_nobody(site: Site, tmp_p
 def test_a_script_that_is_not_there(site: Site) -> None:
     site.on_slurm("batch")
     error = parts(site.run("batch", script="trian.py", code=USAGE))
-    assert "there is no script trian.py" in error["what"]
+    assert "no such script: trian.py" in error["what"]
     assert error["do"] == "did you mean train.py?"
     assert not (site.home / "coordinators").exists()
 

@@ -58,7 +58,7 @@ def test_the_doctor_names_the_pair_the_port_and_the_remedy_and_gives_all_machine
     hosts = {one["agent"]: one["facts"]["machine"] for one in found["machines"]}
     assert sorted(hosts.values()) == list(HOSTS)
     assert all(one["facts"]["round_trips_s"] and abs(one["skew_s"]) < 60 for one in found["machines"])
-    pairs = {(hosts[one["here"]], hosts[one["there"]]): one for one in found["pairs"]}
+    pairs = {(hosts[one["source"]], hosts[one["target"]]): one for one in found["pairs"]}
     assert len(pairs) == 2
     for (here, there), pair in pairs.items():
         causes = {one["cause"] for one in pair["attempts"]}

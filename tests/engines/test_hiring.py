@@ -62,7 +62,7 @@ class Hired(RunUnderTest):
         self.until(lambda: len(self.agents()) == many, f"{many} agents")
 
     def pools(self) -> dict[str, Any]:
-        return {one["pool"]["pool"]: one["pool"] for one in self.shoal("pools")["hiring"]}
+        return {one["pool"]["pool"]: one["pool"] for one in self.shoal("pools")["in_use"]}
 
     def check_leftovers(self, within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s
@@ -207,7 +207,7 @@ def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_
         assert len(where) == 2, "each machine has a copy of its own"
         assert not any(path.is_relative_to(folder) for path in where)
         assert all((path / "words.py").exists() and not (path / "secret.bin").exists() for path in where)
-        assert run.output.count("sends ") == 1
+        assert run.output.count("sending ") == 1
         assert "words.py" in run.output
         run.check_leftovers()
 

@@ -93,7 +93,7 @@ def test_the_doctor_examines_machines_of_a_cluster(clusters: Everywhere, tmp_pat
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
     found = json.loads(done.stdout)
     assert len(found["machines"]) == 2
-    assert {(one["here"], one["there"]) for one in found["pairs"]} == {
+    assert {(one["source"], one["target"]) for one in found["pairs"]} == {
         (f"{pool}-1", f"{pool}-2"),
         (f"{pool}-2", f"{pool}-1"),
     }

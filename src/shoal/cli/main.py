@@ -1,4 +1,4 @@
-"""`shoal`: finds the verb, loads only its file, and turns errors into messages and exit codes."""
+"""The command `shoal`: loads the module of one verb, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 import click
 
 from shoal import __version__, exit_codes
-from shoal.cli.options import OutputOptions, show_error, with_frame
+from shoal.cli.options import OutputOptions, show_error, with_output_options
 from shoal.errors import UsageError
 
 VERBS = {
-    "run": "Train a script, and keep it training whoever dies.",
-    "submit": "Hand a run to a standing coordinator, and leave it there.",
-    "resume": "Go on with a run that was stopped or lost all its members.",
+    "run": "Run a training script; keep it running when members fail.",
+    "submit": "Submit a run to a standing coordinator and return.",
+    "resume": "Continue a run from its newest checkpoint.",
     "ps": "List runs.",
     "status": "Show a run and its members.",
-    "fetch": "Bring what a run has saved.",
-    "logs": "Print what the members of a run print.",
-    "why": "Tell what happened to a run or a member, and why.",
+    "fetch": "Download the files that a run has saved.",
+    "logs": "Print the output of a run's members.",
+    "why": "Show what happened to a run or a member, and why.",
     "stop": "Stop a run after a checkpoint.",
-    "scale": "Change how many members a run may have.",
-    "join": "Lend this machine to a coordinator's runs.",
-    "coordinator": "Run a standing coordinator.",
-    "token": "Make or revoke the token of a user of a standing coordinator.",
+    "scale": "Change the number of members or the budget of a run.",
+    "join": "Offer this machine to a coordinator's runs.",
+    "coordinator": "Start a standing coordinator.",
+    "token": "Create or revoke a user's token for a standing coordinator.",
     "nodes": "List the machines of the coordinators.",
     "pools": "List pools of machines.",
-    "cost": "Show what the machines of runs have cost.",
-    "doctor": "Look for what could go wrong, on this machine or on those of pools.",
-    "config": "Print every setting with its value and source.",
+    "cost": "Show the cost of the machines of runs.",
+    "doctor": "Check this machine, or the machines of pools, for problems.",
+    "config": "Print the settings: those in force here, or those of a run.",
     "explain": "Explain an error code.",
     "completion": "Print shell completion for bash, zsh or fish.",
 }
 
 
 class Verbs(click.Group):
-    """A group that knows its verbs' summaries, and imports a verb only when it is used."""
+    """A click group that knows the verbs' summaries and imports a verb only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -60,26 +60,26 @@ class Verbs(click.Group):
             import difflib
 
             near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "shoal --help lists them"
-            raise click.UsageError(f"there is no verb {args[0]!r}; {hint}", ctx)
+            hint = f"did you mean {near[0]}?" if near else "shoal --help lists the verbs"
+            raise click.UsageError(f"unknown verb {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="shoal")
-@with_frame
-def shoal(frame: OutputOptions) -> None:
-    """Train one model on many cheap, unequal, short-lived machines as if they were one dependable machine."""
-    del frame
+@with_output_options
+def shoal(output: OutputOptions) -> None:
+    """Train one PyTorch or Keras model on many machines that are cheap, differ in speed, and may disappear."""
+    del output
 
 
 def main() -> None:
-    """Run the command line and exit with the design's codes."""
+    """Run the command line and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line."""
+    """Run one command line; return its exit code."""
     try:
         code = shoal.main(arguments, prog_name="shoal", standalone_mode=False)
     except click.exceptions.Abort:
@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
         show_error(_from_click(error), "--json" in arguments)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output went away (`shoal logs | head`); the interpreter must not flush into it again.
+        # The reader is gone (`shoal logs | head`), so the interpreter must not flush into the pipe at exit.
         sys.stdout = None
         return exit_codes.BROKEN_PIPE
     return code if isinstance(code, int) else exit_codes.OK

@@ -1,4 +1,4 @@
-"""What every verb shares: `--json`, `-q`, `-v`, where the coordinators are, and how an error is shown."""
+"""Options that verbs share (`--json`, `-q`, `-v`, `--url`, `--token-file`), and how results and errors are shown."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How this command speaks."""
+    """The output format of a command."""
 
     json: bool = False
     quiet: bool = False
     verbose: int = 0
 
-    def say(self, text: str) -> None:
-        """A line for people; silent with -q and --json."""
+    def note(self, text: str) -> None:
+        """Print a line about progress; nothing with -q or --json."""
         if not (self.quiet or self.json):
             click.echo(text)
 
-    def answer(self, value: object, text: Callable[[], str]) -> None:
-        """The answer of a verb: the value itself with --json, else its text."""
+    def result(self, value: object, text: Callable[[], str]) -> None:
+        """Print the result of a verb: `value` with --json, otherwise `text()`."""
         click.echo(as_json(value) if self.json else text())
 
 
@@ -42,7 +42,7 @@ def as_json(value: object) -> str:
 
 
 def show_error(error: ShoalError, json: bool = False) -> None:
-    """Say what went wrong, on standard error."""
+    """Print an error to standard error, as text or as JSON."""
     if json:
         fields = ("code", "what", "where", "why", "do")
         click.echo(as_json({name: getattr(error, name) for name in fields}), err=True)
@@ -50,43 +50,46 @@ def show_error(error: ShoalError, json: bool = False) -> None:
         click.echo(str(error), err=True)
 
 
-def with_frame(function: F) -> F:
-    """Add --json, -q and -v to a verb or the group; the verb's own win over those given before it."""
+def with_output_options(function: F) -> F:
+    """Add --json, -q and -v to a verb or the group; the verb's own win over those given before it.
 
-    @click.option("--json", "as_json_", is_flag=True, help="Answer in JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="Say only what was asked for.")
-    @click.option("-v", "--verbose", count=True, help="Say more; errors with their Python traceback.")
+    A ShoalError is shown and becomes the exit code.
+    """
+
+    @click.option("--json", "as_json_", is_flag=True, help="Print JSON.")
+    @click.option("-q", "--quiet", is_flag=True, help="Print only the result.")
+    @click.option("-v", "--verbose", count=True, help="Print Python tracebacks of errors.")
     @click.pass_context
     @functools.wraps(function)
-    def framed(ctx: click.Context, /, as_json_: bool, quiet: bool, verbose: int, **rest: Any) -> Any:
+    def wrapped(ctx: click.Context, /, as_json_: bool, quiet: bool, verbose: int, **rest: Any) -> Any:
         outer = ctx.find_object(OutputOptions) or OutputOptions()
-        frame = replace(
+        output = replace(
             outer, json=outer.json or as_json_, quiet=outer.quiet or quiet, verbose=max(outer.verbose, verbose)
         )
-        ctx.obj = frame
+        ctx.obj = output
         try:
-            return function(frame, **rest)
+            return function(output, **rest)
         except ShoalError as error:
-            show_error(error, frame.json)
-            if frame.verbose:
+            show_error(error, output.json)
+            if output.verbose:
                 traceback.print_exception(error)
             ctx.exit(error.exit_code)
 
-    return framed  # type: ignore[return-value]
+    return wrapped  # type: ignore[return-value]
 
 
-def with_place(function: F) -> F:
+def with_target_options(function: F) -> F:
     """Add --url and --token-file to a verb that talks to coordinators."""
 
-    @click.option("--url", envvar="SHOAL_URL", default="", help="A coordinator's URL, instead of this machine's own.")
-    @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", default="", help="The file with that coordinator's token.")
+    @click.option("--url", envvar="SHOAL_URL", default="", help="URL of a standing coordinator.")
+    @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", default="", help="File with that coordinator's token.")
     @functools.wraps(function)
-    def placed(*args: Any, url: str, token_file: str, **rest: Any) -> Any:
-        return function(*args, place=CoordinatorTarget(home(), url, token_file), **rest)
+    def wrapped(*args: Any, url: str, token_file: str, **rest: Any) -> Any:
+        return function(*args, target=CoordinatorTarget(home(), url, token_file), **rest)
 
-    return placed  # type: ignore[return-value]
+    return wrapped  # type: ignore[return-value]
 
 
 def interactive() -> bool:
-    """Whether a live panel makes sense here."""
+    """Return whether standard output is a terminal that can show a live panel."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

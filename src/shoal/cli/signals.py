@@ -1,4 +1,8 @@
-"""Signals as a count that a loop looks at, and that wakes it from its sleep."""
+"""Signals as a counter that a polling loop reads, and that wakes the loop from its sleep.
+
+A signal handler may run between any two bytecodes, so it must not stop a run itself: it counts, and writes one byte to
+a pipe. The loop sleeps in `select` on that pipe, so it reacts at once, at a place of its own choosing.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,23 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalCounter:
-    """Counts Ctrl-C, SIGTERM and SIGHUP while it is open; to be used in the main thread."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP while it is open; for use in the main thread."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last: signal.Signals | None = None
-        self._before: dict[int, object] = {}
+        self._previous: dict[int, object] = {}
         self._reader, self._writer = -1, -1
 
     def __enter__(self) -> SignalCounter:
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in CAUGHT:
-            self._before[number] = signal.signal(number, self._caught)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *raised: object) -> None:
         del raised
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         os.close(self._reader)
         os.close(self._writer)
@@ -38,12 +42,12 @@ class SignalCounter:
         return "Ctrl-C" if self.last in (None, signal.SIGINT) else str(self.last.name if self.last else "")
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, but not past a signal."""
+        """Sleep until the time is over or a signal arrives."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         if ready:
             os.read(self._reader, 4096)
 
-    def _caught(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.count += 1
         self.last = signal.Signals(number)

@@ -126,6 +126,7 @@ def run_view(run: RunState, runs: CoordinatorState, live: LiveRun, directory: st
         **_money(run, runs, now),
         **_queued(run, runs, now),
         cwd=run.spec.cwd,
+        settings=dict(run.spec.settings),
     )
 
 

@@ -1,4 +1,4 @@
-"""Hires machines of pools for a moment, lets them examine each other, and gives all of them back."""
+"""The pool check: allocates machines for a moment, lets them check each other, and releases all of them."""
 
 from __future__ import annotations
 
@@ -17,246 +17,268 @@ from shoal.doctor import diagnosis
 from shoal.doctor.diagnosis import ConnectionReport, MachineReport, MissingMachine, PoolReport
 from shoal.engines import pool_config
 from shoal.engines.engine import AllocationRequest, Engine
-from shoal.errors import PoolCheckFailed, ShoalError
-from shoal.launch import address
-from shoal.launch import launch_plan as render
+from shoal.errors import PoolCheckFailed, ServiceFailed, ShoalError
+from shoal.launch import launch_plan
 from shoal.launch.api_client import ApiClient, open_client
 from shoal.launch.child_service import ChildService
-from shoal.launch.run_lookup import SUPERVISOR
+from shoal.launch.pool_selection import LOCAL_POOL
+from shoal.launch.run_lookup import SUPERVISOR_FILE
 from shoal.launch.settings_layers import ResolvedSettings
-from shoal.launch.supervisor import GRACE_S, wait_for
+from shoal.launch.supervisor import COORDINATOR_LOG, GRACE_S, wait_until_ready
 from shoal.wire import credentials
 from shoal.wire.api import AgentView
 from shoal.wire.machine_check import CheckRequest
 from shoal.wire.pool_files import urls_of
 
-LOOK_S = 0.5
-ASK_EVERY_S = 2.0
-ANSWER_S = 60.0
-AT_ONCE = 16
+POLL_S = 0.5
+WATCH_EVERY_S = 2.0
+REPLY_TIMEOUT_S = 60.0
+THREADS = 16
+# All bandwidth measurements together take at most STREAMS_S, each of them at most STREAM_S.
 STREAMS_S = 60.0
 STREAM_S = 1.0
-# Nobody else looks after these agents: without the doctor they end soon, and have nothing worth handing over.
-AGENT = ("--preload", "msgspec", "--grace", "2", "--idle", "20", "--orphan", "20")
+# If the doctor dies, nothing else ends these agents; they have no members, so they may end soon by themselves.
+AGENT_OPTIONS = ("--preload", "msgspec", "--grace", "2", "--idle", "20", "--orphan", "20")
 
 
 @dataclass(slots=True)
 class _CheckedAllocation:
+    """One requested machine; `ended` says why it is gone, None while it may still join."""
+
     agent: str
     pool: str
     engine: Engine
     handle: str = ""
     started: bool = False
-    gone: str | None = None
+    ended: str | None = None
     waits_for: str = ""
     do: str = ""
 
 
 @dataclass(slots=True)
 class PoolCheck:
-    """`count` machines of each pool, for which `wait_s` is enough; `say` is told how it goes on."""
+    """A check of `count` machines of each pool, which may take `wait_s` to join; `note` receives the progress.
 
-    choices: ResolvedSettings
+    `unreleased` names what may still run after the check.
+    """
+
+    settings: ResolvedSettings
     names: Sequence[str]
     count: int
     directory: Path
     wait_s: float
-    say: Callable[[str], object]
-    left: list[str] = field(default_factory=list)
-    _hires: list[_CheckedAllocation] = field(default_factory=list)
+    note: Callable[[str], object]
+    unreleased: list[str] = field(default_factory=list)
+    _allocations: list[_CheckedAllocation] = field(default_factory=list)
 
-    def examine(self) -> PoolReport:
-        """All that can be found out. Everything is given back when this returns, however it does."""
-        found = {name: self._pool(name) for name in self.names}
-        render.make(self.directory)
+    def run(self) -> PoolReport:
+        """Return the report; all machines are released when this returns or raises."""
+        pools = {name: self._pool(name) for name in self.names}
+        launch_plan.create_directory(self.directory)
+        keep_directory = False
         try:
-            with contextlib.ExitStack() as undo:
-                client = undo.enter_context(self._coordinator([pool.engine for pool, _ in found.values()]))
-                undo.callback(self._surely_give_back, [engine for _, engine in found.values()])
-                self._hire({name: (engine, min(self.count, pool.limit)) for name, (pool, engine) in found.items()})
-                here = self._await(client)
-                machines = self._look(here)
-                pairs = self._reach(machines)
-                missing = tuple(self._missing(here))
-                urls, ports = urls_of(self.directory), self.choices.text("ports")
+            with contextlib.ExitStack() as stack:
+                client = stack.enter_context(self._coordinator([pool.engine for pool, _ in pools.values()]))
+                stack.callback(self._release_and_close, [engine for _, engine in pools.values()])
+                self._allocate({name: (engine, min(self.count, pool.limit)) for name, (pool, engine) in pools.items()})
+                joined = self._wait_for_agents(client)
+                machines = self._describe_machines(joined)
+                pairs = self._connect_pairs(machines)
+                missing = tuple(self._missing(joined))
+                urls, ports = urls_of(self.directory), self.settings.text("ports")
+        except ServiceFailed:
+            # The error names a log in it.
+            keep_directory = True
+            raise
         finally:
-            render.unmake(self.directory)
+            if not keep_directory:
+                launch_plan.remove_directory(self.directory)
         report = PoolReport(machines, pairs, missing, urls, ports)
         if not machines and not missing:
-            raise PoolCheckFailed("no machine was asked for", do="name a pool of shoal.toml")
+            raise PoolCheckFailed("no machine was requested", do="name a pool of shoal.toml")
         return msgspec.structs.replace(report, verdicts=diagnosis.verdicts(report))
 
     def _pool(self, name: str) -> tuple[PoolInfo, Engine]:
-        return pool_config.parse(name, self.choices.pools.get(name, render.LOCAL_POOL), str(self.choices.file or ""))
+        return pool_config.parse(name, self.settings.pools.get(name, LOCAL_POOL), str(self.settings.file or ""))
 
     @contextlib.contextmanager
     def _coordinator(self, engines: Sequence[str]) -> Iterator[ApiClient]:
-        """One of our own, which ends when we do, even without a word."""
-        (self.directory / SUPERVISOR).write_text(f"{os.getpid()}\n")
-        launch = render.render(self.directory, self.choices, None)
-        argv = list(launch.coordinator)
-        argv[argv.index("--host") + 1] = self.choices.text("host") or address.of_coordinator(engines)
-        service = ChildService("coordinator", argv, self.directory / "coordinator.log")
+        """Run a coordinator of our own, whose lifeline ends it even if we are killed."""
+        (self.directory / SUPERVISOR_FILE).write_text(f"{os.getpid()}\n")
+        argv = list(launch_plan.plan_launch(self.directory, self.settings, None).coordinator)
+        argv[argv.index("--host") + 1] = self.settings.text("host") or launch_plan.listen_host(engines)
+        service = ChildService("coordinator", argv, self.directory / COORDINATOR_LOG)
         service.start()
         try:
-            yield wait_for(service, self.directory)
+            yield wait_until_ready(service, self.directory)
         finally:
-            service.end(GRACE_S)
+            service.stop(GRACE_S)
 
-    # --- machines come and go
+    # --- allocating and releasing machines
 
-    def _hire(self, engines: Mapping[str, tuple[Engine, int]]) -> None:
-        self._hires = [
+    def _allocate(self, engines: Mapping[str, tuple[Engine, int]]) -> None:
+        self._allocations = [
             _CheckedAllocation(f"{name}-{number}", name, engine)
             for name, (engine, count) in engines.items()
             for number in range(1, count + 1)
         ]
-        self.say(f"asks for {', '.join(one.agent for one in self._hires)}")
-        with ThreadPoolExecutor(AT_ONCE) as threads:
+        self.note(f"requesting {', '.join(allocation.agent for allocation in self._allocations)}")
+        with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self._submit_all, engines))
 
     def _submit_all(self, pool: str) -> None:
-        """One after another, as hiring does: what a pool says never contradicts what it was asked."""
+        """Request the machines of one pool, one after another, as a provisioner does."""
         access = credentials.read(self.directory / "token")
-        url, own = ",".join(urls_of(self.directory)), render.agent_options(self.choices)
-        for hire in [one for one in self._hires if one.pool == pool]:
-            apart = () if hire.engine.shared else ("--apart",)
-            ask = AllocationRequest(hire.agent, self.directory.name, url, access, 0, (*own, *apart, *AGENT))
+        url, options = ",".join(urls_of(self.directory)), launch_plan.agent_options(self.settings)
+        for allocation in [allocation for allocation in self._allocations if allocation.pool == pool]:
+            apart = () if allocation.engine.shared else ("--apart",)
+            agent = (*options, *apart, *AGENT_OPTIONS)
+            request = AllocationRequest(allocation.agent, self.directory.name, url, access, 0, agent)
             try:
-                hire.handle = hire.engine.submit(ask)
+                allocation.handle = allocation.engine.submit(request)
             except ShoalError as error:
-                hire.gone, hire.do = _in_short(error), error.do
+                allocation.ended, allocation.do = _summary(error), error.do
             except OSError as error:
-                hire.gone = str(error)
+                allocation.ended = str(error)
 
-    def _await(self, client: ApiClient) -> dict[str, AgentView]:
-        """Those that are here when all are, or the rest is gone, or time is over."""
-        deadline, ask_at = time.monotonic() + self.wait_s, 0.0
+    def _wait_for_agents(self, client: ApiClient) -> dict[str, AgentView]:
+        """Return the connected agents once all have joined, the others have ended, or the time is up."""
+        deadline, watch_at = time.monotonic() + self.wait_s, 0.0
         while True:
-            here = {one.agent: one for one in client.agents() if one.connected}
-            waiting = [one for one in self._hires if one.agent not in here and one.gone is None]
+            joined = {agent.agent: agent for agent in client.agents() if agent.connected}
+            waiting = [
+                allocation
+                for allocation in self._allocations
+                if allocation.agent not in joined and allocation.ended is None
+            ]
             if not waiting or time.monotonic() > deadline:
-                return here
-            if time.monotonic() >= ask_at:
-                for engine in dict.fromkeys(one.engine for one in waiting):
-                    self._ask_about(engine, waiting)
-                ask_at = time.monotonic() + ASK_EVERY_S
-            time.sleep(LOOK_S)
+                return joined
+            if time.monotonic() >= watch_at:
+                for engine in dict.fromkeys(allocation.engine for allocation in waiting):
+                    self._watch(engine, [allocation for allocation in waiting if allocation.engine is engine])
+                watch_at = time.monotonic() + WATCH_EVERY_S
+            time.sleep(POLL_S)
 
-    def _ask_about(self, engine: Engine, waiting: Sequence[_CheckedAllocation]) -> None:
+    def _watch(self, engine: Engine, waiting: Sequence[_CheckedAllocation]) -> None:
+        """Record what the engine reports about the machines that have not joined yet."""
         try:
-            seen = {one.allocation: one for one in engine.watch(self.directory.name)}
+            statuses = {status.allocation: status for status in engine.watch(self.directory.name)}
         except ShoalError as error:
-            for hire in waiting:
-                hire.do = _in_short(error) if hire.engine is engine else hire.do
+            for allocation in waiting:
+                allocation.do = _summary(error)
             return
-        for hire in waiting:
-            one = seen.get(hire.agent)
-            if hire.engine is engine and one is not None:
-                hire.started = hire.started or one.state != "waiting"
-                hire.gone = one.why or "it ended" if one.state == "gone" else None
-                hire.waits_for = one.why if one.state == "waiting" else ""
+        for allocation in waiting:
+            status = statuses.get(allocation.agent)
+            if status is not None:
+                allocation.started = allocation.started or status.state != "waiting"
+                allocation.ended = status.why or "it ended" if status.state == "gone" else None
+                allocation.waits_for = status.why if status.state == "waiting" else ""
 
-    def _missing(self, here: Mapping[str, AgentView]) -> Iterator[MissingMachine]:
-        for one in self._hires:
-            if one.agent not in here:
-                waited = f"it waits for {one.waits_for}" if one.waits_for else "nothing was heard of it"
-                why = one.gone if one.gone is not None else f"{waited}, after {self.wait_s:g} s"
-                yield MissingMachine(one.agent, one.pool, why, one.do, one.started)
+    def _missing(self, joined: Mapping[str, AgentView]) -> Iterator[MissingMachine]:
+        for allocation in self._allocations:
+            if allocation.agent not in joined:
+                waits = f"still waiting for {allocation.waits_for}" if allocation.waits_for else "no sign of it"
+                why = allocation.ended if allocation.ended is not None else f"{waits} after {self.wait_s:g} s"
+                yield MissingMachine(allocation.agent, allocation.pool, why, allocation.do, allocation.started)
 
-    def _surely_give_back(self, engines: Sequence[Engine]) -> None:
-        """Also if somebody is impatient while it is done."""
+    def _release_and_close(self, engines: Sequence[Engine]) -> None:
+        """Release all machines, also if the user presses Ctrl-C meanwhile, and close the engines."""
         try:
-            self._give_back(engines)
+            self._release(engines)
         except KeyboardInterrupt:
-            self._give_back(engines)
+            self._release(engines)
             raise
         finally:
             for engine in engines:
                 engine.close()
 
-    def _give_back(self, engines: Sequence[Engine]) -> None:
-        """Cancel what was asked for, then whatever has our tag; `left` is what would not go."""
-        self.say("gives all machines back")
-        known = [(one.engine, one.handle) for one in self._hires if one.handle]
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            trouble = dict(zip((handle for _, handle in known), threads.map(_cancel, known), strict=True))
-            seen = [found for engine in engines for found in self._still(engine)]
-            trouble |= dict(zip((handle for _, handle in seen), threads.map(_cancel, seen), strict=True))
-        self.left += [f"{handle}: {why}" for handle, why in trouble.items() if why]
+    def _release(self, engines: Sequence[Engine]) -> None:
+        """Cancel the requested machines, then any other with our tag; record in `unreleased` what still runs."""
+        self.note("releasing all machines")
+        requested = [(allocation.engine, allocation.handle) for allocation in self._allocations if allocation.handle]
+        with ThreadPoolExecutor(THREADS) as threads:
+            failures = dict(zip((handle for _, handle in requested), threads.map(_cancel, requested), strict=True))
+            running = [pair for engine in engines for pair in self._still_running(engine)]
+            failures |= dict(zip((handle for _, handle in running), threads.map(_cancel, running), strict=True))
+        self.unreleased += [f"{handle}: {why}" for handle, why in failures.items() if why]
 
-    def _still(self, engine: Engine) -> list[tuple[Engine, str]]:
+    def _still_running(self, engine: Engine) -> list[tuple[Engine, str]]:
         try:
-            return [(engine, one.handle) for one in engine.watch(self.directory.name) if one.state != "gone"]
+            return [(engine, status.handle) for status in engine.watch(self.directory.name) if status.state != "gone"]
         except ShoalError as error:
-            self.left.append(f"pool {engine.pool}: {_in_short(error)}")
+            self.unreleased.append(f"pool {engine.pool}: {_summary(error)}")
             return []
 
-    # --- what they find
+    # --- checking machines
 
-    def _question(self, **more: object) -> CheckRequest:
-        known = {"ports": self.choices.text("ports"), "interface": self.choices.text("interface")}
-        return msgspec.convert({**known, **more}, CheckRequest)
+    def _request(self, **fields: object) -> CheckRequest:
+        common = {"ports": self.settings.text("ports"), "interface": self.settings.text("interface")}
+        return msgspec.convert({**common, **fields}, CheckRequest)
 
-    def _look(self, here: Mapping[str, AgentView]) -> tuple[MachineReport, ...]:
-        self.say(f"examines {', '.join(here) or 'nobody: none came'}")
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            hired = {one.agent: one.pool for one in self._hires}
-            found = list(threads.map(lambda one: self._machine(one, hired.get(one.agent, "")), here.values()))
-        return tuple(one for one in found if one is not None)
+    def _describe_machines(self, joined: Mapping[str, AgentView]) -> tuple[MachineReport, ...]:
+        self.note(f"checking {', '.join(joined) or 'nothing: no machine joined'}")
+        pools = {allocation.agent: allocation.pool for allocation in self._allocations}
+        with ThreadPoolExecutor(THREADS) as threads:
+            reports = threads.map(lambda view: self._describe(view, pools.get(view.agent, "")), joined.values())
+            return tuple(report for report in reports if report is not None)
 
-    def _machine(self, view: AgentView, pool: str) -> MachineReport | None:
+    def _describe(self, view: AgentView, pool: str) -> MachineReport | None:
         with self._client() as client:
-            asked = time.time()
+            sent = time.time()
             try:
-                found = client.examine(view.agent, self._question())
+                reply = client.examine(view.agent, self._request())
             except ShoalError as error:
-                self.say(str(error))
+                self.note(str(error))
                 return None
-            heard = time.time()
-        if found.facts is None:
+            received = time.time()
+        if reply.facts is None:
             return None
-        skew_s = ((found.received - asked) + (found.sent - heard)) / 2
-        within_s = ((heard - asked) - (found.sent - found.received)) / 2
-        return MachineReport(view.agent, pool, view.via, found.facts, skew_s, within_s)
+        # As in NTP: the mean of both directions cancels the latency if it is the same both ways.
+        skew_s = ((reply.received - sent) + (reply.sent - received)) / 2
+        within_s = ((received - sent) - (reply.sent - reply.received)) / 2
+        return MachineReport(view.agent, pool, view.via, reply.facts, skew_s, within_s)
 
-    def _reach(self, machines: Sequence[MachineReport]) -> tuple[ConnectionReport, ...]:
-        """One pair after another: two streams at a time would share what there is."""
-        pairs = [(one, other) for one in machines for other in machines if one is not other and other.facts.listens]
+    def _connect_pairs(self, machines: Sequence[MachineReport]) -> tuple[ConnectionReport, ...]:
+        """Check each ordered pair, one at a time: concurrent streams would share the bandwidth."""
+        pairs = [
+            (source, target)
+            for source in machines
+            for target in machines
+            if source is not target and target.facts.listens
+        ]
         lasting_s = min(STREAM_S, STREAMS_S / max(1, len(pairs)))
-        found = []
+        reports = []
         with self._client() as client:
-            for one, other in pairs:
-                self.say(f"{one.agent} → {other.agent}")
-                question = msgspec.structs.replace(
-                    self._question(peer=other.agent, lasting_s=lasting_s), addresses=other.facts.listens
-                )
+            for source, target in pairs:
+                self.note(f"{source.agent} → {target.agent}")
+                request = self._request(peer=target.agent, lasting_s=lasting_s)
+                request = msgspec.structs.replace(request, addresses=target.facts.listens)
                 try:
-                    attempts = client.examine(one.agent, question).attempts
-                    found.append(ConnectionReport(one.agent, other.agent, attempts))
+                    attempts = client.examine(source.agent, request).attempts
+                    reports.append(ConnectionReport(source.agent, target.agent, attempts))
                 except ShoalError as error:
-                    found.append(ConnectionReport(one.agent, other.agent, trouble=_in_short(error)))
-        return tuple(found)
+                    reports.append(ConnectionReport(source.agent, target.agent, error=_summary(error)))
+        return tuple(reports)
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[ApiClient]:
         url = (self.directory / "url").read_text("ascii").strip()
-        client = open_client(url, str(self.directory / "token"), ANSWER_S)
+        client = open_client(url, str(self.directory / "token"), REPLY_TIMEOUT_S)
         try:
             yield client
         finally:
             client.close()
 
 
-def _cancel(what: tuple[Engine, str]) -> str:
-    """Why it may still be there, empty if it is not."""
-    engine, handle = what
+def _cancel(allocation: tuple[Engine, str]) -> str:
+    """Cancel an allocation (engine, handle); return why it may still run, empty if it does not."""
+    engine, handle = allocation
     try:
         engine.cancel(handle)
     except ShoalError as error:
-        return _in_short(error)
+        return _summary(error)
     return ""
 
 
-def _in_short(error: ShoalError) -> str:
+def _summary(error: ShoalError) -> str:
     return f"{error.what}: {error.why}" if error.why else error.what

@@ -1,4 +1,4 @@
-"""A member of a run of `shoal.run`: finds the function in the run's pack, calls it and trains what it returns."""
+"""Member main of a `shoal.run` run: loads the function from the pack, calls it, and trains what it returns."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from shoal.worker.session import environment
 
 
 def main(pack: str) -> None:
-    """Train as the member that the environment says."""
-    told = environment.read(os.environ)
-    if told is None:
-        raise IncompleteEnvironment("shoal.experiment is a member of a run", do="start it with shoal.run")
-    # For those who read it; it names no others, because who is there changes, and they meet through Shoal.
-    os.environ.setdefault("TF_CONFIG", standalone_tf_config(told.role, told.member))
-    where = Path(manifest.THERE if told.apart else pack)
-    contents = manifest.read(where, credentials.read(told.token_file).token)
+    """Train as the member that the environment describes."""
+    member = environment.read(os.environ)
+    if member is None:
+        raise IncompleteEnvironment("shoal.experiment was started outside a run", do="start it with shoal.run")
+    # For code that reads it. It lists no other members: they change, and they connect through Shoal.
+    os.environ.setdefault("TF_CONFIG", standalone_tf_config(member.role, member.member))
+    where = Path(manifest.THERE if member.apart else pack)
+    contents = manifest.read(where, credentials.read(member.token_file).token)
     files.check(contents.files, Path.cwd())
-    if told.apart:
+    if member.apart:
         files.check(contents.modules, where / manifest.MODULES)
-    experiment = _called(contents, where, apart=bool(told.apart))
+    experiment = _call_experiment_fn(contents, where, apart=bool(member.apart))
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
-    import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not told.values.evaluator)
+    import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not member.values.evaluator)
 
 
-def _called(contents: manifest.PackManifest, pack: Path, *, apart: bool) -> object:
+def _call_experiment_fn(contents: manifest.PackManifest, pack: Path, *, apart: bool) -> object:
     experiment_fn = function.get(pack, contents, apart=apart)
     try:
         return experiment_fn()
     except ShoalError:
         raise
-    # Whatever the user's code raises is named after it, and the traceback stays below.
+    # The user's code may raise anything; its traceback stays attached as the cause.
     except Exception as error:
         kind = type(error).__name__
         raise ExperimentFailed(f"{contents.function.name} raised {kind}: {error}") from error

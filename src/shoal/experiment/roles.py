@@ -1,4 +1,4 @@
-"""What a run needs of each role, and what that means in settings."""
+"""Roles of a run: how many processes each has, and what each process needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What is needed of the processes of one role.
+    """The requirements of one role.
 
-    `count` is how many: a number, or MIN:MAX for trainers. `cpus` is how many threads each computes with. `memory`,
-    such as "2GiB", is how much each may use before it is ended; empty for no limit. `on` names pools for this role
-    alone, such as "lab", and `where` labels that their machines must carry, such as "gpu=a100".
+    `count` is the number of processes, or MIN:MAX for trainers. `cpus` is the number of threads that each computes
+    with, 0 for the default. `memory`, such as "2GiB", is the limit at which a process is killed; empty for no limit.
+    `on` names pools for this role alone, such as "lab", and `where` labels that their machines must carry, such as
+    "gpu=a100".
     """
 
     count: int | str = 1
@@ -36,32 +37,32 @@ class Role:
 
     @property
     def memory_bytes(self) -> int:
-        """The limit in bytes, 0 for none."""
+        """The memory limit in bytes, 0 for none."""
         return self.memory if isinstance(self.memory, int) else _bytes_of(self.memory)
 
 
 def check(roles: Mapping[str, Role]) -> None:
-    """An error for what cannot be had, whatever it is started with."""
+    """Raise BadRole for an unknown role or an impossible requirement."""
     for name, role in roles.items():
         if name not in ROLES:
-            raise BadRole(f"there is no role {name!r}", do=f"the roles are {', '.join(ROLES)}")
+            raise BadRole(f"unknown role {name!r}", do=f"the roles are {', '.join(ROLES)}")
         if not isinstance(role, Role):
-            raise BadRole(f"the role {name} is a {type(role).__name__}", do="pass a shoal.Role(count=…)")
+            raise BadRole(f"role {name} is a {type(role).__name__}", do="pass a shoal.Role(count=…)")
         if not isinstance(role.cpus, int) or role.cpus < 0 or role.memory_bytes < 0:
-            raise BadRole(f"the role {name} has less than nothing", do="leave cpus and memory out for no limit")
+            raise BadRole(f"role {name}: cpus and memory must not be negative", do="leave them out for no limit")
         if name == EVALUATOR and str(role.count) not in ("0", "1"):
-            raise BadRole(f"a run cannot have {role.count} evaluators", do="ask for one, or none")
+            raise BadRole(f"a run cannot have {role.count} evaluators", do="set count to 0 or 1")
         if name != TRAINER and not str(role.count).isdecimal():
-            raise BadRole(f"the count of role {name} is {role.count!r}", why="only the number of trainers may change")
+            raise BadRole(f"role {name}: count {role.count!r} is not a number", why="only trainers may have MIN:MAX")
 
 
 def specs(roles: Mapping[str, Role]) -> dict[str, RoleSpec]:
-    """What the coordinator is told of each role; how many trainers there are, and where, is said elsewhere."""
-    found = {}
+    """Return what the coordinator needs to know of each role; the trainers' pools and bounds are fields of the run."""
+    result = {}
     for name, role in roles.items():
-        apart = (role.pools, parse_where(role.where, f"Role({name!r}).where")) if name != TRAINER else ()
-        found[name] = RoleSpec(_count(role), role.cpus, role.memory_bytes, *apart)
-    return found
+        placement = (role.pools, parse_where(role.where, f"Role({name!r}).where")) if name != TRAINER else ()
+        result[name] = RoleSpec(_count(role), role.cpus, role.memory_bytes, *placement)
+    return result
 
 
 def _count(role: Role) -> int:
@@ -69,10 +70,10 @@ def _count(role: Role) -> int:
 
 
 def _bytes_of(text: str) -> int:
-    """The bytes of a size such as 512MiB or 2G; a letter alone means 1024."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    """Return the bytes of a size such as 512MiB or 2G; all units are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if not text:
         return 0
-    if found is None:
-        raise BadRole(f"{text!r} is no amount of memory", do='write "512MiB" or "2GiB"')
-    return int(float(found[1]) * (1 << _UNITS[found[2]]))
+    if match is None:
+        raise BadRole(f"invalid memory size {text!r}", do='write "512MiB" or "2GiB"')
+    return int(float(match[1]) * (1 << _UNITS[match[2]]))

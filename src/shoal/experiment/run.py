@@ -1,4 +1,4 @@
-"""`shoal.run`: renders a run from a function, and starts it."""
+"""`shoal.run`: plans a run of a function, packs the function, and starts the run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import msgspec
 
 from shoal import settings as shoal_settings
 from shoal.core import sync_mode
-from shoal.errors import BadFiles, BadRole, BadSettings, InsideMember
+from shoal.errors import BadFiles, BadRole, BadSettings, InsideMember, ServiceFailed
 from shoal.experiment.roles import EVALUATOR, SERVER, TRAINER, Role, check, specs
 from shoal.experiment.run_handle import RunHandle
 from shoal.experiment.supervisor_thread import SupervisorThread
-from shoal.launch import background as launch_background
-from shoal.launch import launch_plan as render
-from shoal.launch import project_upload, settings_layers
+from shoal.launch import launch_plan, pool_selection, project_upload, run_request, settings_layers
+from shoal.launch.background import start_in_background
 from shoal.launch.coordinator_target import LOCAL, home
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.settings_layers import Option, ResolvedSettings
@@ -34,7 +33,7 @@ from shoal.wire import credentials
 from shoal.wire.api import RoleSpec, RunSpec
 from shoal.worker.experiment import Experiment
 
-MEMBER = "shoal.experiment"
+MEMBER_MODULE = "shoal.experiment"
 PACK, WORK = "pack", "work"
 
 
@@ -48,34 +47,37 @@ def run(
     detach: bool = False,
     **settings: Value,
 ) -> RunHandle:
-    """Train what a function returns, and keep it training; returns as soon as the run is accepted.
+    """Train the experiment that a function returns; return as soon as the run is accepted.
 
     `experiment_fn` is called in every member. `on` names pools of shoal.toml, such as "spot,lab"; "local" is this
     machine. `files` are paths, or names with paths, of files and directories that members find in their working
-    directory. `settings` are those of `shoal config`, with _ for the dot: `checkpoint_every_s=60`. The run ends with
-    this process, unless `detach=True`.
+    directory. `env` are environment variables for the members. `settings` are those of `shoal config`, with _ for the
+    dot: `checkpoint_every_s=60`. The run ends with this process, unless `detach=True`.
     """
     if "SHOAL_MEMBER" in os.environ:
         raise InsideMember("shoal.run was called inside a run", do='put the call under if __name__ == "__main__":')
     roles = {TRAINER: Role(), **(roles or {})}
     check(roles)
-    choices = settings_layers.choose(Path.cwd(), os.environ, options=_options(roles, settings, on))
-    _check_together(roles, choices)
-    for setting in render.ROLES_ON.values():
-        render.checked_pools(choices, setting)
-    contents = _named(files)
-    directory = render.new_directory(home())
-    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, choices, dict(env or {}))
-    launch = render.render(directory, choices, spec)
-    render.make(directory)
+    resolved = settings_layers.resolve(Path.cwd(), os.environ, options=_options(roles, settings, on))
+    _check_servers(roles, resolved)
+    for setting in pool_selection.ROLE_SETTINGS.values():
+        pool_selection.configured_pools(resolved, setting)
+    contents = _named_files(files)
+    directory = launch_plan.new_coordinator_directory(home())
+    spec = _spec(directory, getattr(experiment_fn, "__name__", "experiment"), roles, resolved, dict(env or {}))
+    plan = launch_plan.plan_launch(directory, resolved, spec)
+    launch_plan.create_directory(directory)
     try:
-        if render.is_apart(choices, spec):
-            launch = _packed_for_others(launch, choices, experiment_fn, contents)
+        if pool_selection.lacks_shared_disk(resolved, spec):
+            plan = _pack_for_upload(plan, resolved, experiment_fn, contents)
         else:
             pack(directory, experiment_fn, contents)
-        return _detached(launch) if detach else _kept(launch)
+        return _start_detached(plan) if detach else _start_attached(plan)
+    except ServiceFailed:
+        # The error names a log in the directory.
+        raise
     except BaseException:
-        render.unmake(directory)
+        launch_plan.remove_directory(directory)
         raise
 
 
@@ -83,102 +85,108 @@ def pack(
     directory: Path,
     experiment_fn: Callable[[], Experiment],
     contents: Mapping[str, Path],
-    own: Mapping[str, Path] = {},
-    near: tuple[str, ...] = (),
+    own_modules: Mapping[str, Path] = {},
+    search_in_project: tuple[str, ...] = (),
 ) -> PackManifest:
-    """Write what members need into the directory of a coordinator that is still to be started, with its token.
+    """Write the function and its files, signed with a new token, into the directory of the future coordinator.
 
-    `own` are modules for machines that cannot import them, and `near` where others are looked for in the project there.
+    `own_modules` are for machines that cannot import them; `search_in_project` are the directories of the uploaded
+    project in which other modules are found.
     """
     token = secrets.token_urlsafe(32)
     credentials.write(directory / "token", credentials.Credentials(token))
-    where = directory / PACK
-    where.mkdir(mode=0o700)
-    function = packed_function.put(where, experiment_fn)
-    kept = packed_files.put(where, contents)
+    pack_directory = directory / PACK
+    pack_directory.mkdir(mode=0o700)
+    function = packed_function.put(pack_directory, experiment_fn)
+    kept = packed_files.put(pack_directory, contents)
     search = tuple(packed_function.search_path())
-    made = PackManifest(function, kept, search, packed_files.put(where, own), near)
-    manifest.write(where, made, token)
-    packed_files.lay_out(where, kept, directory / WORK)
-    return made
+    packed = PackManifest(function, kept, search, packed_files.put(pack_directory, own_modules), search_in_project)
+    manifest.write(pack_directory, packed, token)
+    packed_files.lay_out(pack_directory, kept, directory / WORK)
+    return packed
 
 
-def _packed_for_others(
-    launch: LaunchPlan, choices: ResolvedSettings, experiment_fn: Callable[[], Experiment], contents: Mapping[str, Path]
+def _pack_for_upload(
+    plan: LaunchPlan,
+    settings: ResolvedSettings,
+    experiment_fn: Callable[[], Experiment],
+    contents: Mapping[str, Path],
 ) -> LaunchPlan:
-    """A launch whose function goes to machines that do not see this disk: with its files, its modules, the project."""
-    directory, root = Path(launch.directory), Path.cwd() if launch.ship else None
-    sent = {path.absolute() for path in project_upload.found(root).values()} if root is not None else set()
-    own = modules.imported(sys.modules, sent)
-    near = modules.relative(packed_function.search_path(), root) if root is not None else ()
-    made = pack(directory, experiment_fn, contents, own, near)
-    packed = packed_files.shipped(directory / PACK, made)
-    told = project_upload.weigh(root, float(choices.text("ship_limit_mb")), packed)
-    sys.stderr.write(f"shoal: sends {told}\n")
-    named = {name: str(path) for name, path in packed.items()}
-    return msgspec.structs.replace(launch, ship=str(root or ""), packed=named)
+    """Pack the function with its files and modules for machines that do not see this disk; return the plan with it."""
+    directory, root = Path(plan.directory), Path.cwd() if plan.ship else None
+    uploaded = {path.absolute() for path in project_upload.project_files(root).values()} if root is not None else set()
+    own_modules = modules.imported(sys.modules, uploaded)
+    search = modules.relative(packed_function.search_path(), root) if root is not None else ()
+    packed = packed_files.shipped(directory / PACK, pack(directory, experiment_fn, contents, own_modules, search))
+    text = project_upload.describe_upload(root, float(settings.text("ship_limit_mb")), packed)
+    sys.stderr.write(f"shoal: sending {text}\n")
+    return msgspec.structs.replace(
+        plan, ship=str(root or ""), packed={name: str(path) for name, path in packed.items()}
+    )
 
 
-def _named(files: Files) -> dict[str, Path]:
+def _named_files(files: Files) -> dict[str, Path]:
     contents = packed_files.named(files)
-    taken = [name for name in contents if name.partition("/")[0] == manifest.THERE]
-    if taken:
-        raise BadFiles(f"a file cannot be called {taken[0]!r}", why="that is where the function itself is")
+    reserved = [name for name in contents if name.partition("/")[0] == manifest.THERE]
+    if reserved:
+        raise BadFiles(f"reserved file name {reserved[0]!r}", why="the function itself is kept under that name")
     return contents
 
 
 def _spec(
-    directory: Path, name: str, roles: Mapping[str, Role], choices: ResolvedSettings, env: dict[str, str]
+    directory: Path, name: str, roles: Mapping[str, Role], settings: ResolvedSettings, env: dict[str, str]
 ) -> RunSpec:
-    shoal_settings.parse_settings(choices.for_run())
-    members = render.parse_members(choices.text("members"), choices.source("members"))
-    asked = {role: _placed(one, choices) for role, one in specs(roles).items()}
+    shoal_settings.parse_settings(settings.for_run())
+    members = run_request.parse_members(settings.text("members"), settings.source("members"))
+    role_specs = {role: _with_labelled_pools(spec, settings) for role, spec in specs(roles).items()}
     return RunSpec(
-        name=choices.text("name") or name.strip("<>"),
-        argv=(MEMBER, str(directory / PACK)),
+        name=settings.text("name") or name.strip("<>"),
+        argv=(MEMBER_MODULE, str(directory / PACK)),
         cwd=str(directory / WORK),
         members=members,
         env=env,
         module=True,
-        settings=choices.for_run(),
-        roles=asked,
-        on=render.chosen_pools(choices, asked),
-        priority=int(choices.text("priority")),
-        where=render.wanted_labels(choices),
-        budget=render.budget_of(choices),
+        settings=settings.for_run(),
+        roles=role_specs,
+        on=pool_selection.select_pools(settings, role_specs),
+        priority=int(settings.text("priority")),
+        where=pool_selection.required_labels(settings),
+        budget=run_request.budget_limit(settings),
     )
 
 
-def _placed(role: RoleSpec, choices: ResolvedSettings) -> RoleSpec:
-    """A role with the pools that its labels mean."""
+def _with_labelled_pools(role: RoleSpec, settings: ResolvedSettings) -> RoleSpec:
+    """Return a role with the pools that match its labels."""
     if not role.where:
         return role
-    return replace(role, on=render.labelled(choices, role.on, role.where))
+    return replace(role, on=pool_selection.pools_with_labels(settings, role.on, role.where))
 
 
-def _kept(launch: LaunchPlan) -> RunHandle:
-    supervisor = Supervisor(launch)
+def _start_attached(plan: LaunchPlan) -> RunHandle:
+    supervisor = Supervisor(plan)
     client, view = supervisor.open()
-    keeper = SupervisorThread(supervisor, client, view.run)
-    keeper.start()
-    return RunHandle(Path(launch.directory), view, keeper)
+    thread = SupervisorThread(supervisor, client, view.run)
+    thread.start()
+    return RunHandle(Path(plan.directory), view, thread)
 
 
-def _detached(launch: LaunchPlan) -> RunHandle:
-    return RunHandle(Path(launch.directory), launch_background.begin(launch), None)
+def _start_detached(plan: LaunchPlan) -> RunHandle:
+    return RunHandle(Path(plan.directory), start_in_background(plan), None)
 
 
 def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) -> dict[str, Option]:
-    """Settings from arguments, under the names that `shoal config` has for them."""
+    """Return the arguments of `shoal.run` as a layer of settings, under the names that `shoal config` prints."""
     trainer = roles[TRAINER]
     if trainer.on and on not in (LOCAL, trainer.on):
-        raise BadRole(f"trainers cannot be on {trainer.on} while the run is on {on}", do="say it once")
-    names = {key.variable.removeprefix("SHOAL_").lower(): key.name for key in shoal_settings.declared()}
+        raise BadRole(
+            f"the trainers' pools are given twice: on={on!r} and Role(on={trainer.on!r})", do="give them once"
+        )
+    names = {info.variable.removeprefix("SHOAL_").lower(): info.name for info in shoal_settings.declared()}
     options: dict[str, Option] = {}
-    for given, value in settings.items():
-        if given not in names:
-            raise shoal_settings.unknown(given, list(names), "shoal.run")
-        options[names[given]] = (f"shoal.run({given}=…)", value)
+    for argument, value in settings.items():
+        if argument not in names:
+            raise shoal_settings.unknown(argument, list(names), "shoal.run")
+        options[names[argument]] = (f"shoal.run({argument}=…)", value)
     if "members" in options:
         raise BadSettings(
             "members= is not an argument of shoal.run", do='pass roles={"trainer": shoal.Role(count="1:8")}'
@@ -186,9 +194,9 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) 
     options["members"] = ('Role("trainer").count', str(roles[TRAINER].count))
     if trainer.where:
         options["where"] = ('Role("trainer").where', trainer.where)
-    # Labels choose among all pools unless some are named.
+    # Labels select among all pools unless some are named.
     options["on"] = ("on=", trainer.on or ("" if on == LOCAL and "where" in options else on))
-    for role, setting in render.ROLES_ON.items():
+    for role, setting in pool_selection.ROLE_SETTINGS.items():
         if role in roles and roles[role].on:
             options[setting] = (f'Role("{role}").on', roles[role].on)
     if SERVER in roles:
@@ -198,11 +206,10 @@ def _options(roles: Mapping[str, Role], settings: Mapping[str, Value], on: str) 
     return options
 
 
-def _check_together(roles: Mapping[str, Role], choices: ResolvedSettings) -> None:
-    served = sync_mode.parse(choices.text("sync")).served
-    if SERVER in roles and not served:
+def _check_servers(roles: Mapping[str, Role], settings: ResolvedSettings) -> None:
+    if SERVER in roles and not sync_mode.parse(settings.text("sync")).served:
         raise BadRole(
-            f"a run with sync={choices.text('sync')!r} has no servers",
-            why="trainers keep the parameters themselves unless they train asynchronously",
+            f"a run with sync={settings.text('sync')!r} has no servers",
+            why="parameter servers are used only by the sync modes stale:K and async",
             do='pass sync="stale:3" or sync="async", or leave the role out',
         )

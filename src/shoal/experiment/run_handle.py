@@ -1,4 +1,4 @@
-"""A run that was started from Python, as who started it sees it."""
+"""Handle of a run that was started from Python: status, metrics, logs, stop and scale."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from typing import TypeVar
 from shoal.errors import CoordinatorUnreachable, RunFailed
 from shoal.experiment.supervisor_thread import SupervisorThread
 from shoal.launch import run_lookup
-from shoal.launch.download import LocalRunFolder, bring
-from shoal.launch.launch_plan import parse_members
-from shoal.launch.run_lookup import OVER, RunRecords
+from shoal.launch.download import LocalRunFolder, download
+from shoal.launch.run_lookup import ENDED, RunRecords
+from shoal.launch.run_request import parse_members
 from shoal.wire.api import LogPage, RunView, ScaleRequest, StopRequest, StoryLine
 
 T = TypeVar("T")
 PAGE = 1000
-EVERY_S = 0.2
-BACK_WITHIN_S = 10.0
+POLL_S = 0.2
+# A coordinator that died is back within this time if its supervisor lives.
+RESTART_WITHIN_S = 10.0
 
 
 class Story(tuple[StoryLine, ...]):
-    """What happened to a run, and why; printed, a line each."""
+    """What happened to a run, and why; prints as one line for each event."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return "\n".join(_told(line) for line in self) or "nothing has happened yet"
+        return "\n".join(_sentence(line) for line in self) or "nothing has happened yet"
 
     __str__ = __repr__
 
 
 class RunHandle:
-    """What `shoal.run` returns. It can be asked while the run goes on, and after it."""
+    """A run that `shoal.run` has started; usable while it is active and after it has ended."""
 
-    def __init__(self, directory: Path, view: RunView, keeper: SupervisorThread | None) -> None:
-        self._directory, self._keeper = directory, keeper
+    def __init__(self, directory: Path, view: RunView, supervisor: SupervisorThread | None) -> None:
+        self._directory, self._supervisor = directory, supervisor
         self.id = view.run
         self.name = view.name
 
@@ -48,62 +49,62 @@ class RunHandle:
 
     @property
     def directory(self) -> Path:
-        """Where members work: their files, and what they write."""
+        """The members' working directory, with the files given to `shoal.run` and those that members write."""
         return self._directory / "work"
 
     def view(self) -> RunView:
-        """All that is known of the run now."""
-        return self._ask(lambda records: records.run(self.id))
+        """Return everything known about the run now."""
+        return self._query(lambda records: records.run(self.id))
 
     def status(self) -> str:
-        """starting, training, waiting, stopping, done, failed, stopped or resumable."""
+        """Return starting, training, waiting, stopping, done, failed, stopped or resumable."""
         return self.view().status
 
     def metrics(self) -> dict[str, float]:
-        """The latest figures: what trainers and evaluators found, and where the run is.
+        """Return the latest metrics of trainers and evaluator, with `step` and `epoch`.
 
-        A figure of the evaluator that the trainers have too is called ``val_…``.
+        An evaluator's metric that the trainers report too is called ``val_…``.
         """
         view = self.view()
-        figures = {"step": float(view.step), "epoch": float(view.epoch)}
+        metrics = {"step": float(view.step), "epoch": float(view.epoch)}
         if view.loss is not None:
-            figures["loss"] = view.loss
-        figures |= view.metrics
-        found = view.evaluation.metrics if view.evaluation is not None else {}
-        return figures | {f"val_{name}" if name in figures else name: value for name, value in found.items()}
+            metrics["loss"] = view.loss
+        metrics |= view.metrics
+        evaluated = view.evaluation.metrics if view.evaluation is not None else {}
+        return metrics | {f"val_{name}" if name in metrics else name: value for name, value in evaluated.items()}
 
     def story(self) -> Story:
-        """What happened to the run, and why."""
+        """Return what happened to the run, and why."""
         lines: list[StoryLine] = []
-        while page := self._ask(lambda records: records.story(self.id, "", lines[-1].seq if lines else 0, PAGE)):
+        while page := self._query(lambda records: records.story(self.id, "", lines[-1].seq if lines else 0, PAGE)):
             lines.extend(page)
         return Story(lines)
 
     def logs(self, member: str = "") -> str:
-        """What members printed so far, each line with its member; or what one of them did."""
-        said: list[str] = []
+        """Return what all members printed, each line with its member, or what one member printed."""
+        output: list[str] = []
         after = 0
         while True:
-            page = self._ask(partial(self._page_of_logs, member, after))
+            page = self._query(partial(self._log_page, member, after))
             if not page.lines:
-                return "\n".join(said)
-            said += [text if member else f"{who} | {text}" for who, text in page.lines]
+                return "\n".join(output)
+            output += [text if member else f"{name} | {text}" for name, text in page.lines]
             after = page.next
 
-    def _page_of_logs(self, member: str, after: int, records: RunRecords) -> LogPage:
+    def _log_page(self, member: str, after: int, records: RunRecords) -> LogPage:
         return records.logs(self.id, member, after, PAGE)
 
     def wait(self, timeout_s: float | None = None) -> RunView:
-        """Return when the run is over; raises RunFailed if it failed, TimeoutError if it goes on after that time."""
+        """Block until the run has ended; raise RunFailed if it failed, TimeoutError if that takes too long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._over():
+        while not self._has_ended():
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"run {self.id} goes on after {timeout_s:g} s")
-            time.sleep(EVERY_S)
-        if self._keeper is not None:
-            self._keeper.join()
-            if self._keeper.failure is not None:
-                raise self._keeper.failure
+                raise TimeoutError(f"run {self.id} is still active after {timeout_s:g} s")
+            time.sleep(POLL_S)
+        if self._supervisor is not None:
+            self._supervisor.join()
+            if self._supervisor.failure is not None:
+                raise self._supervisor.failure
         self.fetch()
         view = self.view()
         if view.status == "failed":
@@ -117,57 +118,58 @@ class RunHandle:
         return view
 
     def fetch(self, to: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
-        """Bring what members on machines that do not share this disk have saved so far; the names of what is new.
+        """Download the files that remote members have saved so far; return the names of the new ones.
 
-        It goes to the run's `directory`, where it would be if they shared it; `wait` does so by itself.
+        They go to the run's `directory`, where local members save them, or to `to`. `wait` does this by itself.
         """
-        return bring(LocalRunFolder(self._directory, self.id), Path(to) if to is not None else self.directory).names
+        return download(LocalRunFolder(self._directory, self.id), Path(to) if to is not None else self.directory).names
 
     def stop(self, reason: str = "asked by the user", *, checkpoint: bool = True, timeout_s: float = 60.0) -> RunView:
-        """Stop the run, after a checkpoint unless told otherwise; `shoal resume` goes on with it."""
-        ask = StopRequest(reason) if checkpoint else StopRequest(reason, checkpoint=False, grace_s=1.0)
-        if not self._over():
-            run_lookup.live(run_lookup.in_directory(self._directory)).stop(self.id, ask)
+        """Stop the run, by default after a checkpoint; `shoal resume` continues from the newest checkpoint."""
+        request = StopRequest(reason) if checkpoint else StopRequest(reason, checkpoint=False, grace_s=1.0)
+        if not self._has_ended():
+            run_lookup.require_live(run_lookup.coordinator_in(self._directory)).stop(self.id, request)
         return self.wait(timeout_s)
 
     def scale(self, count: int | str) -> RunView:
-        """Train with so many members from now on: a number, or MIN:MAX."""
+        """Change the number of members: a number, or MIN:MAX."""
         low, high = parse_members(str(count), "run.scale")
-        return run_lookup.live(run_lookup.in_directory(self._directory)).scale(self.id, ScaleRequest(low, high))
+        client = run_lookup.require_live(run_lookup.coordinator_in(self._directory))
+        return client.scale(self.id, ScaleRequest(low, high))
 
-    def _is_kept(self) -> bool:
-        return self._keeper is not None and self._keeper.is_alive()
+    def _is_supervised(self) -> bool:
+        return self._supervisor is not None and self._supervisor.is_alive()
 
-    def _over(self) -> bool:
-        """Whether it is over for good; a coordinator that is being started again looks as if it were."""
-        if self._keeper is not None:
-            return not self._is_kept()
+    def _has_ended(self) -> bool:
+        """Return whether the run has ended; while its coordinator restarts, it looks resumable for a moment."""
+        if self._supervisor is not None:
+            return not self._is_supervised()
         since = time.monotonic()
-        while (status := self.status()) in OVER:
-            if status != "resumable" or time.monotonic() - since > BACK_WITHIN_S:
+        while (status := self.status()) in ENDED:
+            if status != "resumable" or time.monotonic() - since > RESTART_WITHIN_S:
                 return True
-            time.sleep(EVERY_S)
+            time.sleep(POLL_S)
         return False
 
-    def _ask(self, question: Callable[[RunRecords], T]) -> T:
-        """Ask the coordinator, or what it left; it may be about to end, or to be started again."""
-        deadline = time.monotonic() + BACK_WITHIN_S
+    def _query(self, question: Callable[[RunRecords], T]) -> T:
+        """Query the live coordinator or its records; retry while it may be restarting or shutting down."""
+        deadline = time.monotonic() + RESTART_WITHIN_S
         while True:
-            coordinator = run_lookup.in_directory(self._directory)
+            coordinator = run_lookup.coordinator_in(self._directory)
             try:
-                if coordinator.client is None and self._is_kept() and time.monotonic() < deadline:
-                    raise CoordinatorUnreachable("the coordinator is being started again, or has just ended")
+                if coordinator.client is None and self._is_supervised() and time.monotonic() < deadline:
+                    raise CoordinatorUnreachable("the coordinator is restarting or has just ended")
                 return question(coordinator.records)
             except CoordinatorUnreachable:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(EVERY_S)
+                time.sleep(POLL_S)
             finally:
                 if coordinator.client is not None:
                     coordinator.client.close()
 
 
-def _told(line: StoryLine) -> str:
+def _sentence(line: StoryLine) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(line.at))
     step = f" step {line.step}" if line.step is not None else ""
     why = f" ({line.reason})" if line.reason and line.reason not in line.text else ""

@@ -1,4 +1,4 @@
-"""Keeps the coordinator and the agent of a run alive while the process that started it lives."""
+"""The supervisor of an attached run: a thread of the process that called `shoal.run`."""
 
 from __future__ import annotations
 
@@ -10,54 +10,55 @@ import time
 
 from shoal.errors import CoordinatorUnreachable, ShoalError
 from shoal.launch.api_client import ApiClient
-from shoal.launch.run_lookup import OVER
+from shoal.launch.run_lookup import ENDED
 from shoal.launch.supervisor import Supervisor
 from shoal.wire.api import StopRequest
 
-EVERY_S = 0.5
-END_WITHIN_S = 40.0
+POLL_S = 0.5
+STOP_TIMEOUT_S = 40.0
 
 
 class SupervisorThread(threading.Thread):
-    """Tends the services of one run until it is over; what the process leaves undone is stopped, with a checkpoint."""
+    """Restarts the services of one run until it has ended; when the process exits, stops the run with a checkpoint."""
 
     def __init__(self, supervisor: Supervisor, client: ApiClient, run: str) -> None:
         super().__init__(name=f"shoal-{run}", daemon=True)
         self._supervisor, self._client, self._run = supervisor, client, run
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         self.failure: ShoalError | None = None
 
     def start(self) -> None:
         super().start()
-        atexit.register(self.end)
+        atexit.register(self.stop)
 
     def run(self) -> None:
         try:
-            while not self._is_over() and not self._given_up.wait(EVERY_S):
-                self._supervisor.tend()
+            while not self._has_ended() and not self._abandoned.wait(POLL_S):
+                self._supervisor.restart_dead_services()
         except ShoalError as error:
             self.failure = error
         finally:
-            self._supervisor.close(None if self._given_up.is_set() or self.failure else self._client, _say)
-            atexit.unregister(self.end)
+            self._supervisor.close(None if self._abandoned.is_set() or self.failure else self._client, _note)
+            atexit.unregister(self.stop)
 
-    def end(self) -> None:
-        """Stop the run if it goes on, and end its services."""
-        deadline = time.monotonic() + END_WITHIN_S
+    def stop(self) -> None:
+        """Stop the run if it is active, and then its services, within STOP_TIMEOUT_S and their grace periods."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         with contextlib.suppress(ShoalError):
             if self.is_alive():
-                asking = ApiClient(self._client.url, self._client.token)
-                asking.stop(self._run, StopRequest("the Python process that started it ends"))
+                # A client of its own: the thread may be using the other connection right now.
+                client = ApiClient(self._client.url, self._client.token)
+                client.stop(self._run, StopRequest("the Python process that started the run exited"))
         self.join(max(0.0, deadline - time.monotonic()))
-        self._given_up.set()
+        self._abandoned.set()
         self.join()
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         try:
-            return self._client.run(self._run).status in OVER
+            return self._client.run(self._run).status in ENDED
         except CoordinatorUnreachable:
             return False
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     sys.stderr.write(f"shoal: {text}\n")

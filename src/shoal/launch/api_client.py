@@ -1,4 +1,4 @@
-"""A client of the coordinator's HTTP API, on the standard library alone."""
+"""Client of the coordinator's HTTP API, on the standard library alone."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from shoal.wire.machine_check import CheckRequest, CheckResult
 from shoal.wire.protocol import PROTOCOL
 
 T = TypeVar("T")
-SEVERAL_S = 3.0
-# A request has a limit at the coordinator; a project may have more files than fit into one.
-ASKED_AT_ONCE = 5_000
+PROBE_TIMEOUT_S = 3.0
+# The coordinator limits the size of a request, and a project may have more files than fit into one.
+DIGESTS_PER_REQUEST = 5_000
 
 
 class ApiClient:
-    """Asks one coordinator; the connection is kept, and opened again when it was lost."""
+    """Requests to one coordinator, over a connection that is kept and reopened when it was lost.
+
+    Methods raise CoordinatorUnreachable if there is no answer, and otherwise the error that the coordinator names.
+    """
 
     def __init__(self, url: str, token: str, context: ssl.SSLContext | None = None, timeout_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
@@ -47,90 +50,91 @@ class ApiClient:
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
-    def why_silent(self, timeout_s: float) -> Exception | None:
-        """What keeps the coordinator from answering here within so many seconds; None if it does."""
+    def probe(self, timeout_s: float) -> Exception | None:
+        """Return why the coordinator does not answer a health check within so many seconds; None if it does."""
         usual_s, self._timeout_s = self._timeout_s, timeout_s
         try:
-            status, _ = self._once("GET", "/v1/health", None, {})
+            status, _ = self._send_once("GET", "/v1/health", None, {})
         except (OSError, http.client.HTTPException) as error:
             return error
         finally:
             self._timeout_s = usual_s
             self.close()
-        return None if status == http.client.OK else http.client.HTTPException(f"it answered {status}")
+        return None if status == http.client.OK else http.client.HTTPException(f"HTTP status {status}")
 
     def health(self) -> Health:
-        return self._ask("GET", "/v1/health", Health)
+        return self._request("GET", "/v1/health", Health)
 
     def check(self) -> Health:
-        """The coordinator's health, if it speaks our protocol."""
+        """Return the coordinator's health; raise VersionMismatch unless it speaks our protocol."""
         health = self.health()
         if health.protocol != PROTOCOL:
             raise errors.VersionMismatch(
                 f"the coordinator speaks protocol {health.protocol} (Shoal {health.shoal})",
                 where=self.url,
-                why=f"this is Shoal {__version__} with protocol {PROTOCOL}",
+                why=f"this is Shoal {__version__}, which speaks protocol {PROTOCOL}",
                 do="install the same version of Shoal on both machines",
             )
         return health
 
     def runs(self) -> tuple[RunView, ...]:
-        return self._ask("GET", "/v1/runs", tuple[RunView, ...])
+        return self._request("GET", "/v1/runs", tuple[RunView, ...])
 
     def submit(self, spec: RunSpec) -> RunView:
-        return self._ask("POST", "/v1/runs", RunView, spec)
+        return self._request("POST", "/v1/runs", RunView, spec)
 
     def run(self, run: str) -> RunView:
-        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}", RunView)
+        return self._request("GET", f"/v1/runs/{quote(run, safe='')}", RunView)
 
     def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
         query = {"member": member, "after": after, "limit": limit}
-        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}/story", tuple[StoryLine, ...], query=query)
+        return self._request("GET", f"/v1/runs/{quote(run, safe='')}/story", tuple[StoryLine, ...], query=query)
 
     def logs(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
         query = {"member": member, "after": after, "limit": limit}
-        return self._ask("GET", f"/v1/runs/{quote(run, safe='')}/logs", LogPage, query=query)
+        return self._request("GET", f"/v1/runs/{quote(run, safe='')}/logs", LogPage, query=query)
 
-    def stop(self, run: str, ask: StopRequest) -> RunView:
-        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/stop", RunView, ask)
+    def stop(self, run: str, request: StopRequest) -> RunView:
+        return self._request("POST", f"/v1/runs/{quote(run, safe='')}/stop", RunView, request)
 
-    def scale(self, run: str, ask: ScaleRequest) -> RunView:
-        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/scale", RunView, ask)
+    def scale(self, run: str, request: ScaleRequest) -> RunView:
+        return self._request("POST", f"/v1/runs/{quote(run, safe='')}/scale", RunView, request)
 
-    def resume(self, run: str, ask: ScaleRequest | None = None) -> RunView:
-        return self._ask("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView, ask)
+    def resume(self, run: str, request: ScaleRequest | None = None) -> RunView:
+        return self._request("POST", f"/v1/runs/{quote(run, safe='')}/resume", RunView, request)
 
     def agents(self) -> tuple[AgentView, ...]:
-        return self._ask("GET", "/v1/agents", tuple[AgentView, ...])
+        return self._request("GET", "/v1/agents", tuple[AgentView, ...])
 
-    def examine(self, agent: str, question: CheckRequest) -> CheckResult:
-        return self._ask("POST", f"/v1/agents/{quote(agent, safe='')}/examine", CheckResult, question)
+    def examine(self, agent: str, request: CheckRequest) -> CheckResult:
+        return self._request("POST", f"/v1/agents/{quote(agent, safe='')}/examine", CheckResult, request)
 
     def pools(self) -> tuple[PoolView, ...]:
-        return self._ask("GET", "/v1/pools", tuple[PoolView, ...])
+        return self._request("GET", "/v1/pools", tuple[PoolView, ...])
 
     def send(self, contents: Mapping[str, Path | bytes]) -> int:
-        """Let the coordinator have what has these hashes, as far as it does not; how many it lacked."""
+        """Upload the blobs that the coordinator lacks, by their SHA-256; return how many that were."""
         digests, missing = tuple(contents), list[str]()
-        for at in range(0, len(digests), ASKED_AT_ONCE):
-            missing += self._ask("POST", "/v1/blobs", tuple[str, ...], digests[at : at + ASKED_AT_ONCE])
+        for start in range(0, len(digests), DIGESTS_PER_REQUEST):
+            batch = digests[start : start + DIGESTS_PER_REQUEST]
+            missing += self._request("POST", "/v1/blobs", tuple[str, ...], batch)
         for digest in missing:
-            found = contents[digest]
-            with io.BytesIO(found) if isinstance(found, bytes) else found.open("rb") as data:
-                status, answer = self._exchange("PUT", f"/v1/blobs/{digest}", data)
+            content = contents[digest]
+            with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as body:
+                status, data = self._send("PUT", f"/v1/blobs/{digest}", body)
             if status >= 400:
-                raise _problem(status, answer, self.url)
+                raise _error_of(status, data, self.url)
         return len(missing)
 
     def shutdown(self) -> None:
-        self._ask("POST", "/v1/shutdown", Any)
+        self._request("POST", "/v1/shutdown", Any)
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
@@ -138,39 +142,38 @@ class ApiClient:
         body: object = None,
         query: Mapping[str, object] | None = None,
     ) -> T:
-        asked = {name: value for name, value in (query or {}).items() if value not in ("", None)}
-        target = path + (f"?{urlencode(asked)}" if asked else "")
-        status, data = self._exchange(method, target, None if body is None else msgspec.json.encode(body))
+        given = {name: value for name, value in (query or {}).items() if value not in ("", None)}
+        target = path + (f"?{urlencode(given)}" if given else "")
+        status, data = self._send(method, target, None if body is None else msgspec.json.encode(body))
         if status >= 400:
-            raise _problem(status, data, self.url)
+            raise _error_of(status, data, self.url)
         try:
-            answer: T = msgspec.json.decode(data or b"null", type=kind)
+            reply: T = msgspec.json.decode(data or b"null", type=kind)
         except msgspec.DecodeError as error:
-            raise errors.BadMessage("an answer that does not fit the API", where=self.url, why=str(error)) from error
-        return answer
+            raise errors.BadMessage(
+                "the coordinator sent an invalid response", where=f"{self.url}{path}", why=str(error)
+            ) from error
+        return reply
 
-    def _exchange(self, method: str, target: str, body: bytes | BinaryIO | None) -> tuple[int, bytes]:
+    def _send(self, method: str, target: str, body: bytes | BinaryIO | None) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self.token}", "Accept": "application/json"}
         if isinstance(body, bytes):
             headers["Content-Type"] = "application/json"
         reused = self._connection is not None
         try:
-            return self._once(method, target, body, headers)
-        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            return self._send_once(method, target, body, headers)
+        except (OSError, http.client.HTTPException) as error:
             self.close()
-            # A kept connection may have been closed by the other side; only a question may be asked twice.
-            if reused and method == "GET":
-                return self._again(target, headers)
-            raise self._unreachable(error) from error
-
-    def _again(self, target: str, headers: dict[str, str]) -> tuple[int, bytes]:
+            # The coordinator may have closed an idle connection. Only a GET is safe to repeat.
+            if not (reused and method == "GET"):
+                raise self._unreachable(error) from error
         try:
-            return self._once("GET", target, None, headers)
+            return self._send_once("GET", target, None, headers)
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise self._unreachable(error) from error
 
-    def _once(
+    def _send_once(
         self, method: str, target: str, body: bytes | BinaryIO | None, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         if self._connection is None or method != "GET":
@@ -192,61 +195,55 @@ class ApiClient:
             "the coordinator does not answer",
             where=self.url,
             why=str(error) or type(error).__name__,
-            do="see that it runs and that the URL is right: shoal ps",
+            do="check that it runs and that the URL is right: shoal ps",
         )
 
 
 def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> ApiClient:
-    """A client of the coordinator at `url`, with the token, and the certificate if there is one, from its file.
+    """Return a client for `url` with the token, and the certificate if there is one, from `token_file`.
 
-    Of several URLs, with commas, the first is taken that answers with that certificate.
+    Of several URLs, separated by commas, the first that answers is taken.
     """
     urls = addresses.split_list(url)
-    for one in urls or (url,):
-        if not _is_url(one):
-            raise errors.UsageError(f"{one!r} is no URL of a coordinator", do="it looks like http://127.0.0.1:29300")
+    for candidate in urls or (url,):
+        if not _is_url(candidate):
+            raise errors.UsageError(f"invalid coordinator URL {candidate!r}", do="write it like http://127.0.0.1:29300")
     from shoal.wire import credentials
 
-    found = credentials.read(token_file)
-    context = credentials.ssl_context(found)
-    clients = [ApiClient(one, found.token, context, timeout_s) for one in urls]
-    return clients[0] if len(clients) == 1 else _first(clients)
+    access = credentials.read(token_file)
+    context = credentials.ssl_context(access)
+    clients = [ApiClient(candidate, access.token, context, timeout_s) for candidate in urls]
+    return clients[0] if len(clients) == 1 else _first_reachable(clients)
 
 
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, or half an IPv6 address
+    except ValueError:  # an invalid port, or half an IPv6 address
         return False
 
 
-def _first(clients: Sequence[ApiClient]) -> ApiClient:
-    """The first of these, as they are listed, that answers; all are asked at once, and none for long."""
+def _first_reachable(clients: Sequence[ApiClient]) -> ApiClient:
+    """Probe all clients at the same time; return the first in their order that answers."""
     with ThreadPoolExecutor(len(clients)) as threads:
-        asked = [threads.submit(client.why_silent, SEVERAL_S) for client in clients]
-        failures = {client.url: one.result() for client, one in zip(clients, asked, strict=True)}
+        probes = [threads.submit(client.probe, PROBE_TIMEOUT_S) for client in clients]
+        failures = {client.url: probe.result() for client, probe in zip(clients, probes, strict=True)}
     for client in clients:
         if failures[client.url] is None:
             return client
     raise errors.NoCoordinatorAddress(
         "the coordinator answers at none of its URLs",
         why=connect_errors.listed({url: error for url, error in failures.items() if error is not None}),
-        do="see that it runs, and that its port is open for this machine",
+        do="check that it runs and that this machine can reach its port",
     )
 
 
-def _problem(status: int, data: bytes, url: str) -> errors.ShoalError:
+def _error_of(status: int, data: bytes, url: str) -> errors.ShoalError:
+    """Return the error that a response describes."""
     try:
         problem = msgspec.json.decode(data, type=ErrorView)
     except msgspec.DecodeError:
         text = data[:200].decode(errors="replace")
-        return errors.MembershipError(f"the coordinator answered {status}", where=url, why=text)
-    return as_error(problem, url)
-
-
-def as_error(problem: ErrorView, where: str = "") -> errors.ShoalError:
-    """The error that a problem describes, of its own class if this version knows the code."""
-    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShoalError)]
-    kind = next((one for one in kinds if one.code == problem.code), errors.ShoalError)
-    return kind(problem.what, where=problem.where or where, why=problem.why, do=problem.do)
+        return errors.MembershipError(f"the coordinator answered HTTP status {status}", where=url, why=text)
+    return errors.from_code(problem.code, problem.what, where=problem.where or url, why=problem.why, do=problem.do)

@@ -1,4 +1,4 @@
-"""Starts a launch in the background, under a supervisor of its own that outlives us."""
+"""Start of a detached run, under a supervisor process that outlives this one."""
 
 from __future__ import annotations
 
@@ -10,58 +10,55 @@ import time
 
 import msgspec
 
-from shoal.errors import ServiceFailed
-from shoal.launch.api_client import as_error
+from shoal.errors import ServiceFailed, from_code
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.wire.api import ErrorView, RunView
 
-ANSWER_S = 90.0
-SUPERVISOR = "shoal.cli.background"
+REPLY_TIMEOUT_S = 90.0
+SUPERVISOR_MODULE = "shoal.cli.background"
 
 
 class SupervisorReply(msgspec.Struct, frozen=True):
-    """What the supervisor tells who started it."""
+    """The first and only line that a detached supervisor writes: the accepted run, or why there is none."""
 
     run: RunView | None = None
     problem: ErrorView | None = None
 
 
-def begin(launch: LaunchPlan) -> RunView:
-    """Start the supervisor, and wait until it has its run accepted."""
+def start_in_background(plan: LaunchPlan) -> RunView:
+    """Start the supervisor and block until its run is accepted; raise the error that it reports otherwise."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", SUPERVISOR],
+        [sys.executable, "-P", "-m", SUPERVISOR_MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        said = _hear(process, msgspec.json.encode(launch))
+        output = _exchange(process, msgspec.json.encode(plan))
     except BaseException:
         process.terminate()
         raise
-    answer = (
-        msgspec.json.decode(said, type=SupervisorReply)
-        if said
-        else SupervisorReply(problem=ErrorView("S410", "the supervisor died"))
-    )
-    if answer.problem is not None:
-        raise as_error(answer.problem)
-    assert answer.run is not None
-    return answer.run
+    if not output:
+        raise ServiceFailed("the detached supervisor exited before the run was accepted")
+    reply = msgspec.json.decode(output, type=SupervisorReply)
+    if reply.problem is not None:
+        raise from_code(**msgspec.structs.asdict(reply.problem))
+    assert reply.run is not None
+    return reply.run
 
 
-def _hear(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """What the supervisor answers before it closes its end; it goes on living."""
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """Write the request and return all output up to the end of the stream; the process itself lives on."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(question)
+    process.stdin.write(request)
     process.stdin.close()
-    said, deadline = b"", time.monotonic() + ANSWER_S
+    output, deadline = b"", time.monotonic() + REPLY_TIMEOUT_S
     while time.monotonic() < deadline:
         ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
-        part = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-        if ready and not part:
-            return said
-        said += part
-    raise ServiceFailed(f"the run was not accepted within {ANSWER_S:g} s")
+        chunk = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        if ready and not chunk:
+            return output
+        output += chunk
+    raise ServiceFailed(f"the run was not accepted within {REPLY_TIMEOUT_S:g} s")

@@ -1,4 +1,4 @@
-"""The coordinator and the agent that `shoal run` starts: kept alive while it lives, and never longer."""
+"""A coordinator or an agent as a child process that never outlives its supervisor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RESTARTS_WITHIN_S = 30.0
 
 
 def restart_delay_s(deaths: Sequence[float], now: float) -> float | None:
-    """How long to wait before a service is started again; None if it died too often lately."""
-    lately = [at for at in deaths if now - at < RESTARTS_WITHIN_S]
-    if len(lately) > RESTARTS:
+    """Return the seconds to wait before the next restart, or None if the service died too often lately."""
+    recent = [at for at in deaths if now - at < RESTARTS_WITHIN_S]
+    if len(recent) > RESTARTS:
         return None
-    return 0.0 if len(lately) <= 1 else 0.1 * 2.0 ** (len(lately) - 2)
+    return 0.0 if len(recent) <= 1 else 0.1 * 2.0 ** (len(recent) - 2)
 
 
 class ChildService:
-    """One child process with a lifeline: a pipe whose other end only we hold, so that it ends when we do."""
+    """One child process with a lifeline: a pipe whose write end only we hold, so that the child stops when we do."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class ChildService:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start it in a session of its own, where the terminal's Ctrl-C does not reach it."""
+        """Start the process in a session of its own, where the terminal's Ctrl-C does not reach it."""
         reader, writer = os.pipe()
         try:
             with self.log.open("ab") as log:
@@ -62,34 +62,37 @@ class ChildService:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def died(self) -> str:
-        """How it ended, in words; empty while it runs."""
+    def exit_description(self) -> str:
+        """Return how the process ended, such as "exit code 3"; empty while it runs."""
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return ""
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def revive(self) -> str:
-        """Start it again if it died, within its budget; says how it had died, or nothing."""
-        how = self.died()
-        if not how:
+    def restart_if_dead(self) -> str:
+        """Restart the process if it died and return how it had ended; empty if it runs.
+
+        Raises ServiceFailed if it died too often.
+        """
+        ended = self.exit_description()
+        if not ended:
             return ""
         now = self._clock()
         self._deaths.append(now)
         delay_s = restart_delay_s(self._deaths, now)
         if delay_s is None:
-            raise self.failure(f"the {self.name} died {RESTARTS + 1} times within {RESTARTS_WITHIN_S:g} s ({how})")
-        self.cut()
+            raise self.failure(f"the {self.name} died {RESTARTS + 1} times within {RESTARTS_WITHIN_S:g} s ({ended})")
+        self.close_lifeline()
         time.sleep(delay_s)
         self.start()
-        return how
+        return ended
 
     def failure(self, what: str) -> ServiceFailed:
-        """An error that ends with the service's last words."""
-        return ServiceFailed(what, where=str(self.log), why=tail(self.log) or "it said nothing")
+        """Return an error that ends with the last lines of the service's log."""
+        return ServiceFailed(what, where=str(self.log), why=last_lines(self.log) or "its log is empty")
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within so many seconds."""
+        """Return whether the process has ended within so many seconds."""
         if self._process is None:
             return True
         try:
@@ -98,22 +101,22 @@ class ChildService:
             return False
         return True
 
-    def end(self, grace_s: float) -> None:
-        """Cut the lifeline, then kill whatever is left after the grace."""
-        self.cut()
+    def stop(self, grace_s: float) -> None:
+        """Close the lifeline, then kill the process if it still runs after the grace period."""
+        self.close_lifeline()
         if self._process is not None and not self.wait(grace_s):
             self._process.kill()
             self._process.wait()
 
-    def cut(self) -> None:
-        """Cut the lifeline: it ends by itself, when it has done what it has to do before."""
+    def close_lifeline(self) -> None:
+        """Tell the process to stop by itself once its remaining work is done."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
 
 
-def tail(path: Path, lines: int = 12) -> str:
-    """The last lines of a log."""
+def last_lines(path: Path, lines: int = 12) -> str:
+    """Return the last lines of a log, indented for an error message; empty if there is no log."""
     try:
         text = path.read_bytes()[-8192:].decode(errors="replace")
     except FileNotFoundError:

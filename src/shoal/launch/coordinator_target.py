@@ -1,8 +1,9 @@
-"""Where coordinators are looked for."""
+"""The coordinators that a command addresses: one by its URL, or all below SHOAL_HOME."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,19 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorTarget:
-    """Which coordinators are looked at: one by its URL, or all of SHOAL_HOME."""
+    """The coordinator at `url`, or, if that is empty, every coordinator with a directory below `home`."""
 
     home: Path
     url: str = ""
     token_file: str = ""
 
+    @property
+    def options(self) -> str:
+        """The options that address the same coordinator in another command, with a leading space; empty if none."""
+        options = (("--url", self.url), ("--token-file", self.token_file)) if self.url else ()
+        return "".join(f" {option} {shlex.quote(value)}" for option, value in options if value)
+
 
 def home() -> Path:
-    """Shoal's own directory; members, which may work elsewhere, are told of places below it."""
+    """Return Shoal's own directory as an absolute path, because members may work in another directory."""
     return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").absolute()

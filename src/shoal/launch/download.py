@@ -1,4 +1,4 @@
-"""Brings what a run has at its coordinator to a directory here: only what is missing, each file whole or not at all."""
+"""Download of a run's files from its coordinator: only what is missing, each file completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shoal.store.blob_store import CoordinatorAccess
 from shoal.store.coordinator_store import CoordinatorStore
 from shoal.wire.api import FileView
 
-PATIENCE_S = 20.0
-_PIECE_BYTES = 1 << 20
-# Seconds as numbers lose a little of what file systems keep.
+RETRY_S = 20.0
+_CHUNK_BYTES = 1 << 20
+# A modification time loses some digits on its way as a floating-point number.
 _SAME_TIME_S = 0.001
 
 
 class RunFolder(Protocol):
-    """Where a folder of a run is read."""
+    """A readable folder of a run."""
 
     def files(self) -> Sequence[FileView]: ...
     def open(self, name: str) -> BinaryIO: ...
 
 
 class DownloadResult(msgspec.Struct, frozen=True):
-    """What was brought, by name, and how many files were there already."""
+    """The names of the downloaded files, their total size, and the number of files that were up to date."""
 
     names: tuple[str, ...]
     size_bytes: int
@@ -39,7 +39,7 @@ class DownloadResult(msgspec.Struct, frozen=True):
 
 
 class LocalRunFolder:
-    """A folder in the directory of a coordinator on this machine, whether or not it still lives."""
+    """A folder in the directory of a coordinator on this machine, live or ended."""
 
     def __init__(self, directory: Path, run: str, folder: str = OUTPUTS) -> None:
         self._root = directory / "runs" / run / folder
@@ -52,10 +52,10 @@ class LocalRunFolder:
 
 
 class RemoteRunFolder:
-    """A folder of a run, as its coordinator gives it to whoever has a token."""
+    """A folder of a run, read through its coordinator's HTTP API."""
 
     def __init__(self, url: str, token_file: str, run: str, folder: str = OUTPUTS) -> None:
-        self._store = CoordinatorStore(CoordinatorAccess(url, token_file), run, folder, patience_s=PATIENCE_S)
+        self._store = CoordinatorStore(CoordinatorAccess(url, token_file), run, folder, patience_s=RETRY_S)
 
     def files(self) -> Sequence[FileView]:
         return self._store.page().files
@@ -64,21 +64,21 @@ class RemoteRunFolder:
         return self._store.open(name)
 
 
-def source_of(coordinator: CoordinatorRef, run: str, folder: str = OUTPUTS) -> RunFolder:
-    """Where a folder of a run can be read: at its coordinator, or in what that left."""
+def run_folder(coordinator: CoordinatorRef, run: str, folder: str = OUTPUTS) -> RunFolder:
+    """Return a folder of a run: from the coordinator if it is live, else from its directory."""
     if coordinator.client is None:
         assert coordinator.directory is not None
         return LocalRunFolder(coordinator.directory, run, folder)
     return RemoteRunFolder(coordinator.url, coordinator.token_file, run, folder)
 
 
-def bring(source: RunFolder, to: Path) -> DownloadResult:
-    """Copy what is missing or differs in size or time; FetchFailed if that cannot be read or written."""
+def download(source: RunFolder, to: Path) -> DownloadResult:
+    """Copy the files that are missing or differ in size or time; raise FetchFailed if one cannot be copied."""
     names, size_bytes, present = [], 0, 0
     try:
         for file in source.files():
-            target = _below(to, file.name)
-            if _is_there(target, file):
+            target = _target_path(to, file.name)
+            if _is_current(target, file):
                 present += 1
                 continue
             _copy(source, file, target)
@@ -88,25 +88,25 @@ def bring(source: RunFolder, to: Path) -> DownloadResult:
         if isinstance(error.__cause__, PermissionDenied | WrongToken):
             raise error.__cause__ from None
         raise FetchFailed(
-            f"what the run has saved could not all be brought to {to}",
+            f"the run's files could not be downloaded to {to}",
             why=str(error),
-            do="ask again: what is there already is not brought twice",
+            do="try again: files that arrived are not downloaded twice",
         ) from error
     return DownloadResult(tuple(names), size_bytes, present)
 
 
-def _below(to: Path, name: str) -> Path:
-    """Where a file of that name goes; whatever a coordinator says, it is below the directory."""
+def _target_path(to: Path, name: str) -> Path:
+    """Return where a file goes; raise FetchFailed for a name that would lead out of the directory."""
     try:
         _, parts = checked(f"{OUTPUTS}/{name}")
     except BadRequest as error:
         raise FetchFailed(
-            f"the coordinator has a file called {name!r}", why="it would not be below the directory"
-        ) from (error)
+            f"the coordinator lists a file {name!r}", why="that path leads out of the target directory"
+        ) from error
     return to.joinpath(*parts)
 
 
-def _is_there(target: Path, file: FileView) -> bool:
+def _is_current(target: Path, file: FileView) -> bool:
     try:
         status = target.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -118,10 +118,10 @@ def _copy(source: RunFolder, file: FileView, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with source.open(file.name) as there, part.open("wb") as here:
-            while piece := there.read(_PIECE_BYTES):
-                here.write(piece)
-        # The time that it had when we began: if it has changed since, it is brought again the next time.
+        with source.open(file.name) as reader, part.open("wb") as writer:
+            while chunk := reader.read(_CHUNK_BYTES):
+                writer.write(chunk)
+        # The listed time, not the present one: if the file changed while we copied, the next download sees it.
         os.utime(part, (file.modified, file.modified))
         os.replace(part, target)
     finally:

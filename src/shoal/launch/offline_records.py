@@ -1,4 +1,4 @@
-"""What a coordinator that has ended left on disk, read without starting it."""
+"""Runs of a coordinator that has ended, read from its directory without starting it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import msgspec
 from shoal.coordinator.rebuild_views import rebuild
 from shoal.coordinator.storage import logs
 from shoal.errors import StorageError, UnknownRun
+from shoal.launch.run_lookup import ENDED
 from shoal.store import journal, sqlite_views
 from shoal.wire.api import LogPage, RunView, StoryLine
 
-OVER = ("done", "failed", "stopped", "resumable")
-
 
 class OfflineRecords:
-    """The runs of one directory, as `find.Records`."""
+    """The runs of one coordinator directory, as `run_lookup.RunRecords`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -29,17 +28,17 @@ class OfflineRecords:
             return tuple(_as_ended(view) for view in sqlite_views.runs(self._directory))
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise StorageError(
-                "what a coordinator left cannot be read",
+                "the records of an ended coordinator cannot be read",
                 where=str(self._directory / sqlite_views.FILE),
                 why=str(error),
-                do="delete that file; resuming a run writes it anew from the journal",
+                do="delete that file; resuming a run rebuilds it from the journal",
             ) from error
 
     def run(self, run: str) -> RunView:
         for view in self.runs():
             if view.run == run:
                 return view
-        raise UnknownRun(f"there is no run {run}", where=str(self._directory))
+        raise UnknownRun(f"unknown run {run}", where=str(self._directory))
 
     def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
         return tuple(sqlite_views.story(self._directory, run, member, after, limit))
@@ -49,8 +48,8 @@ class OfflineRecords:
 
 
 def _as_ended(view: RunView) -> RunView:
-    """A run whose coordinator is gone does not go on, whatever was written last."""
-    if view.status in OVER:
+    """Return the view as resumable if the coordinator ended before the run did."""
+    if view.status in ENDED:
         return view
-    reason = f"its coordinator is gone; it was {view.status} then"
+    reason = f"its coordinator ended while the run was {view.status}"
     return msgspec.structs.replace(view, status="resumable", reason=reason, members=(), world_size=0, samples_per_s=0.0)

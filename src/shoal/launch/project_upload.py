@@ -1,4 +1,4 @@
-"""Sends the user's project to the coordinator, from where agents fetch it."""
+"""Upload of the user's project to the coordinator, from where agents on other machines fetch it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from shoal.store import journal
 MB = 1 << 20
 
 
-def send(client: ApiClient, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
-    """The hash under which agents find the project; what is there already is not sent again."""
-    whole, contents = project.take(gathered(root, packed, token_file))
-    name, data = project.encode(whole)
-    everything: Mapping[str, Path | bytes] = {**contents, name: data}
-    client.send(everything)
-    return name
+def upload_project(client: ApiClient, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
+    """Upload the files that the coordinator lacks; return the hash under which agents find the project."""
+    manifest, contents = project.take(files_to_send(root, packed, token_file))
+    digest, data = project.encode(manifest)
+    blobs: Mapping[str, Path | bytes] = {**contents, digest: data}
+    client.send(blobs)
+    return digest
 
 
-def gathered(root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> dict[str, Path]:
-    """All files that are sent along: those of a directory, and what was packed besides, which wins."""
-    return {**(found(root, token_file) if root is not None else {}), **packed}
+def files_to_send(root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> dict[str, Path]:
+    """Return the files of the project directory and the packed ones, which win, by their name at the destination."""
+    return {**(project_files(root, token_file) if root is not None else {}), **packed}
 
 
-def found(root: Path, token_file: str = "") -> dict[str, Path]:
-    """The files of a project; what Shoal keeps of its own, tokens among it, is none, wherever it is."""
+def project_files(root: Path, token_file: str = "") -> dict[str, Path]:
+    """Return the files of a project without anything that Shoal keeps for itself, such as tokens."""
     files = {name: path.resolve() for name, path in project.find(root).items()}
-    kept = {home().resolve(), *_coordinators(files.values()), *([Path(token_file).resolve()] if token_file else [])}
-    return {name: root / name for name, path in files.items() if kept.isdisjoint((path, *path.parents))}
+    private = {home().resolve(), *_coordinators(files.values())}
+    if token_file:
+        private.add(Path(token_file).resolve())
+    return {name: root / name for name, path in files.items() if private.isdisjoint((path, *path.parents))}
 
 
 def _coordinators(files: Collection[Path]) -> set[Path]:
-    """The directories of coordinators that these files are in."""
-    above = {place for path in files for place in path.parents}
-    return {place for place in above if (place / journal.FILE).exists() and (place / "token").exists()}
+    """Return the coordinator directories that contain any of these files."""
+    parents = {parent for path in files for parent in path.parents}
+    return {parent for parent in parents if (parent / journal.FILE).exists() and (parent / "token").exists()}
 
 
-def weigh(root: Path | None, limit_mb: float, packed: Mapping[str, Path], token_file: str = "") -> str:
-    """What would be sent, in one line; refuses what is too much."""
-    files = gathered(root, packed, token_file)
+def describe_upload(root: Path | None, limit_mb: float, packed: Mapping[str, Path], token_file: str = "") -> str:
+    """Return one line that says what would be uploaded; raise if it exceeds the limit."""
+    files = files_to_send(root, packed, token_file)
     project.check_size(files, int(limit_mb * MB))
     return project.describe(files)

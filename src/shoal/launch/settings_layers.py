@@ -1,4 +1,4 @@
-"""Where the value of each setting came from: default, file, environment, `--set`, or an option."""
+"""Settings in layers: default, file, environment, `--set` and options; each value knows where it came from."""
 
 from __future__ import annotations
 
@@ -16,68 +16,69 @@ from shoal.settings import SettingInfo, Value
 Option = tuple[str, Value]
 FILES = ("shoal.toml", "pyproject.toml")
 POOL = "pool"
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
     """The value of a setting and where it came from."""
 
-    key: SettingInfo
+    info: SettingInfo
     value: Value
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """All settings with their sources, the file that was read, if any, and the pools that it describes."""
+    """All settings by name, the file that was read, if any, and the pools that it describes."""
 
-    found: Mapping[str, SettingValue]
+    values: Mapping[str, SettingValue]
     file: Path | None
     pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        return str(self.found[name].value)
+        return str(self.values[name].value)
 
     def source(self, name: str) -> str:
-        return self.found[name].source
+        return self.values[name].source
 
     def for_run(self) -> dict[str, Value]:
-        """The settings that travel with a run."""
-        return {name: one.value for name, one in self.found.items() if one.key.travels}
+        """Return the settings that travel with a run."""
+        return {name: setting.value for name, setting in self.values.items() if setting.info.travels}
 
 
-def choose(
+def resolve(
     cwd: Path,
     environ: Mapping[str, str],
     assignments: Iterable[str] = (),
     options: Mapping[str, Option] = {},
 ) -> ResolvedSettings:
-    """Put the layers together. `options` maps a setting to the option's name and value."""
-    found = {key.name: SettingValue(key, key.default, "default") for key in shoal_settings.declared()}
+    """Merge the layers; later ones win. `options` maps a setting to the option's name and its value."""
+    values = {info.name: SettingValue(info, info.default, DEFAULT) for info in shoal_settings.declared()}
 
     def put(name: str, value: object, source: str) -> None:
         checked = shoal_settings.parse_value(name, value, where=source)
-        found[name] = SettingValue(found[name].key, checked, source)
+        values[name] = SettingValue(values[name].info, checked, source)
 
     file = find_file(cwd)
     if file is not None:
         for name, value, source in read_file(file):
             put(name, value, source)
-    for key in shoal_settings.declared():
-        if key.variable in environ:
-            put(key.name, environ[key.variable], f"environment {key.variable}")
+    for info in shoal_settings.declared():
+        if info.variable in environ:
+            put(info.name, environ[info.variable], f"environment {info.variable}")
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise UsageError(f"--set {assignment} has no value", do="write it as --set key=value")
-        put(_without_run(name.strip()), value.strip(), f"--set {assignment}")
+            raise UsageError(f"--set {assignment} has no value", do="write --set KEY=VALUE")
+        put(name.strip().removeprefix("run."), value.strip(), f"--set {assignment}")
     for name, (option, value) in options.items():
         put(name, value, option)
-    return ResolvedSettings(found, file, read_pools(file) if file is not None else {})
+    return ResolvedSettings(values, file, read_pools(file) if file is not None else {})
 
 
 def find_file(cwd: Path) -> Path | None:
-    """The nearest shoal.toml, or pyproject.toml with a [tool.shoal], from `cwd` upwards."""
+    """Return the nearest shoal.toml, or pyproject.toml with a [tool.shoal], in `cwd` or above it."""
     for directory in (cwd, *cwd.parents):
         for name in FILES:
             path = directory / name
@@ -87,7 +88,7 @@ def find_file(cwd: Path) -> Path | None:
 
 
 def read_file(path: Path) -> list[tuple[str, object, str]]:
-    """Each setting in the file as (name, value, "file:line")."""
+    """Return each setting in the file as (name, value, "file:line")."""
     text, content = _text(path), _load(path)
     prefix = ""
     if path.name == "pyproject.toml":
@@ -98,7 +99,7 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
             continue
         if table not in ("run", *shoal_settings.TABLES) or not isinstance(entries, dict):
             raise BadConfigFile(
-                f"there is no table [{prefix}{table}]",
+                f"unknown table [{prefix}{table}]",
                 where=f"{path}:{line_of(text, prefix + table, '')}",
                 do="the tables are "
                 + ", ".join(f"[{prefix}{name}]" for name in ("run", *shoal_settings.TABLES, "pool.NAME")),
@@ -107,47 +108,43 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
             name = entry if table == "run" else f"{table}.{entry}"
             where = f"{path}:{line_of(text, prefix + table, entry)}"
             if isinstance(value, dict | list):
-                raise BadSettings(f"{name} cannot be a table or a list", where=where)
+                raise BadSettings(f"{name} must not be a table or a list", where=where)
             settings.append((name, value, where))
     return settings
 
 
 def read_pools(path: Path) -> dict[str, Mapping[str, Any]]:
-    """The tables ``[pool.NAME]`` of the file, as they are written."""
+    """Return the tables ``[pool.NAME]`` of the file, unchecked."""
     content = _load(path)
     if path.name == "pyproject.toml":
         content = content["tool"]["shoal"]
-    found = content.get(POOL, {})
-    wrong = next((name for name, table in found.items() if not isinstance(table, dict)), None)
+    pools = content.get(POOL, {})
+    wrong = next((name for name, table in pools.items() if not isinstance(table, dict)), None)
     if wrong is not None:
         raise BadConfigFile(f"pool.{wrong} is not a table", where=str(path), do=f"write [pool.{wrong}]")
-    return dict(found)
+    return dict(pools)
 
 
 def line_of(text: str, table: str, entry: str) -> int:
-    """The line where an entry of a table is set, or the table begins, or 1: tomllib does not say."""
-    begins, inside = 1, False
+    """Return the line that sets an entry of a table, else the line of the table, else 1; tomllib does not tell."""
+    table_line, inside = 1, False
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
         if header:
             inside = header[1].replace('"', "").replace(" ", "") == table
-            begins = number if inside else begins
+            table_line = number if inside else table_line
             if inside and not entry:
                 return number
         elif entry and inside and re.match(rf"\s*[\"']?{re.escape(entry)}[\"']?\s*=", line):
             return number
-    return begins
-
-
-def _without_run(name: str) -> str:
-    return name.removeprefix("run.")
+    return table_line
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadConfigFile(f"{path} cannot be read", why=str(error)) from error
+        raise BadConfigFile(f"cannot read {path}", why=str(error)) from error
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -156,4 +153,4 @@ def _load(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         where = f"{path}:{line[1]}" if line else str(path)
-        raise BadConfigFile("the file is not TOML", where=where, why=str(error)) from error
+        raise BadConfigFile("invalid TOML", where=where, why=str(error)) from error

@@ -1,4 +1,4 @@
-"""Starts what was rendered, keeps it alive, and takes it down again."""
+"""The supervisor: carries out a launch plan, keeps its processes alive, and shuts them down."""
 
 from __future__ import annotations
 
@@ -11,120 +11,127 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shoal.errors import CoordinatorUnreachable, ShoalError
-from shoal.launch import download, project_upload
+from shoal.errors import CoordinatorUnreachable, ServiceFailed, ShoalError
+from shoal.launch import project_upload
 from shoal.launch.api_client import ApiClient, open_client
 from shoal.launch.child_service import ChildService
-from shoal.launch.launch_plan import URL, LaunchPlan, make, unmake
-from shoal.launch.run_lookup import OVER, SUPERVISOR, read_text
+from shoal.launch.download import LocalRunFolder, download
+from shoal.launch.launch_plan import URL_PLACEHOLDER, LaunchPlan, create_directory, remove_directory
+from shoal.launch.run_lookup import ENDED, SUPERVISOR_FILE, read_text
 from shoal.wire import pool_files
 from shoal.wire.api import RunView, ScaleRequest
 
-# Only coordinators that somebody started for a run have one: those that stand alone speak to their terminal.
+# Exists only beside a coordinator that was started for a run; a standing coordinator logs to its terminal.
 COORDINATOR_LOG = "coordinator.log"
-READY_S = 60.0
+READY_TIMEOUT_S = 60.0
 GRACE_S = 8.0
-# What was hired has to be given back first; how long that may take, the coordinator says.
-HIRES_GRACE_S = 60.0
-LOOK_S = 0.2
-SAY_S = 10.0
+# Releasing machines may take longer; the coordinator then says how long.
+RELEASE_GRACE_S = 60.0
+POLL_S = 0.2
+NOTE_EVERY_S = 10.0
 
 
 class Supervisor:
-    """Owns the coordinator and the agent of one launch."""
+    """Owner of the coordinator process and the agent process of one launch."""
 
-    def __init__(self, launch: LaunchPlan) -> None:
-        self._launch = launch
-        self._directory = Path(launch.directory)
-        self._coordinator = ChildService("coordinator", launch.coordinator, self._directory / COORDINATOR_LOG)
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._directory = Path(plan.directory)
+        self._coordinator = ChildService("coordinator", plan.coordinator, self._directory / COORDINATOR_LOG)
         self._agent: ChildService | None = None
         self._view: RunView | None = None
 
     def open(self) -> tuple[ApiClient, RunView]:
-        """Start both, submit or resume the run; on failure nothing is left behind."""
-        if self._launch.made:
-            make(self._directory)
-        if self._launch.hires is not None:
-            pool_files.write(self._directory, self._launch.hires)
-        (self._directory / SUPERVISOR).write_text(f"{os.getpid()}\n")
+        """Start both processes and submit or resume the run.
+
+        On failure both are stopped and a new directory is removed, unless the error names a log in it.
+        """
+        if self._plan.creates_directory:
+            create_directory(self._directory)
+        if self._plan.pools is not None:
+            pool_files.write(self._directory, self._plan.pools)
+        (self._directory / SUPERVISOR_FILE).write_text(f"{os.getpid()}\n")
         try:
             client = self._start()
-            self._view = hand_over(client, self._launch)
+            self._view = submit_or_resume(client, self._plan)
             return client, self._view
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if self._plan.creates_directory and not isinstance(error, ServiceFailed):
+                remove_directory(self._directory)
             raise
 
-    def tend(self) -> list[str]:
-        """Start again what has died; one sentence for each."""
-        said = []
+    def restart_dead_services(self) -> list[str]:
+        """Restart each process that has died; return one sentence for each."""
+        notes = []
         for service in (self._coordinator, self._agent):
-            how = service.revive() if service is not None else ""
-            if service is not None and how:
-                said.append(f"the {service.name} died ({how}) and was started again")
-        return said
+            ended = service.restart_if_dead() if service is not None else ""
+            if service is not None and ended:
+                notes.append(f"the {service.name} died ({ended}) and was restarted")
+        return notes
 
-    def close(self, client: ApiClient | None = None, say: Callable[[str], None] = lambda _text: None) -> None:
-        """End both: by asking first, then surely, but not before what was hired is given back; `say` hears of it."""
-        (self._directory / SUPERVISOR).unlink(missing_ok=True)
+    def close(self, client: ApiClient | None = None, note: Callable[[str], None] = lambda _text: None) -> None:
+        """Stop both processes: with `client` by request first, then by closing their lifelines, at last by SIGKILL.
+
+        The coordinator is not killed while it still releases machines; `note` receives what that is waiting for.
+        """
+        (self._directory / SUPERVISOR_FILE).unlink(missing_ok=True)
         if client is not None and self._coordinator.running():
             with contextlib.suppress(ShoalError):
                 client.shutdown()
         if client is not None and self._agent is not None:
             self._agent.wait(GRACE_S)
         if self._agent is not None:
-            self._agent.end(GRACE_S)
+            self._agent.stop(GRACE_S)
         if client is not None:
-            self._wait_for_hires(say)
+            self._wait_for_release(note)
             client.close()
-        self._coordinator.cut()
-        self._wait_for_hires(say)
-        self._coordinator.end(0.0)
-        if self._launch.made and self._view is None:
-            unmake(self._directory)
+        self._coordinator.close_lifeline()
+        self._wait_for_release(note)
+        self._coordinator.stop(0.0)
 
-    def _wait_for_hires(self, say: Callable[[str], None]) -> None:
-        """Until the coordinator has ended, for as long as it says that giving back what it hired may take."""
-        until = time.time() + (HIRES_GRACE_S if self._launch.hires is not None else GRACE_S)
-        said_at = 0.0
-        while not self._coordinator.wait(LOOK_S) and time.time() < until:
-            leaving = pool_files.leaving_of(self._directory)
-            if leaving is not None:
-                until = max(until, leaving.until + GRACE_S)
-                if leaving.left and time.time() - said_at > SAY_S:
-                    said_at = time.time()
-                    machines = "1 machine" if leaving.left == 1 else f"{leaving.left} machines"
+    def _wait_for_release(self, note: Callable[[str], None]) -> None:
+        """Block until the coordinator has exited, or for as long as it says that releasing its machines may take."""
+        until = time.time() + (RELEASE_GRACE_S if self._plan.pools is not None else GRACE_S)
+        noted_at = 0.0
+        while not self._coordinator.wait(POLL_S) and time.time() < until:
+            release = pool_files.leaving_of(self._directory)
+            if release is not None:
+                until = max(until, release.until + GRACE_S)
+                if release.left and time.time() - noted_at > NOTE_EVERY_S:
+                    noted_at = time.time()
+                    machines = "1 machine" if release.left == 1 else f"{release.left} machines"
                     with contextlib.suppress(OSError):  # the terminal may be gone
-                        say(f"giving back {machines}, which may take {leaving.until - said_at:.0f} s")
+                        note(f"releasing {machines}; this may take {release.until - noted_at:.0f} s")
 
-    def bring_back(self) -> tuple[str, ...]:
-        """Bring what members elsewhere saved to where those here would have; the names."""
+    def download_outputs(self) -> tuple[str, ...]:
+        """Copy the files that remote members saved to where local members would have saved them; return their names."""
         if self._view is None or not Path(self._view.cwd).is_dir():
             return ()
-        return download.bring(download.LocalRunFolder(self._directory, self._view.run), Path(self._view.cwd)).names
+        return download(LocalRunFolder(self._directory, self._view.run), Path(self._view.cwd)).names
 
     def _start(self) -> ApiClient:
         url_file = self._directory / "url"
         url_file.unlink(missing_ok=True)
         self._coordinator.start()
-        client = wait_for(self._coordinator, self._directory)
-        # From now on it must come back where members and agents look for it.
+        client = wait_until_ready(self._coordinator, self._directory)
+        # A restarted coordinator must listen where members and agents look for it.
         port = str(urlsplit(client.url).port)
-        at = self._launch.coordinator.index("--port") + 1
-        self._coordinator.argv = (*self._launch.coordinator[:at], port, *self._launch.coordinator[at + 1 :])
-        if self._launch.agent:
-            agent = tuple(client.url if part == URL else part for part in self._launch.agent)
-            self._agent = ChildService("agent", agent, self._directory / "agent.log")
+        index = self._plan.coordinator.index("--port") + 1
+        self._coordinator.argv = (*self._plan.coordinator[:index], port, *self._plan.coordinator[index + 1 :])
+        if self._plan.agent:
+            argv = tuple(client.url if part == URL_PLACEHOLDER else part for part in self._plan.agent)
+            self._agent = ChildService("agent", argv, self._directory / "agent.log")
             self._agent.start()
         return client
 
 
-def wait_for(coordinator: ChildService, directory: Path) -> ApiClient:
-    """A client of the coordinator that was just started there, as soon as it answers."""
-    deadline = time.monotonic() + READY_S
+def wait_until_ready(coordinator: ChildService, directory: Path) -> ApiClient:
+    """Block until a coordinator that was just started answers; return a client for it."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if not coordinator.running():
-            raise coordinator.failure(f"the coordinator did not start ({coordinator.died()})")
+            raise coordinator.failure(f"the coordinator did not start ({coordinator.exit_description()})")
         url = read_text(directory / "url")
         if url:
             client = open_client(url, str(directory / "token"))
@@ -132,34 +139,33 @@ def wait_for(coordinator: ChildService, directory: Path) -> ApiClient:
                 client.check()
                 return client
         time.sleep(0.02)
-    raise coordinator.failure(f"the coordinator was not ready within {READY_S:g} s")
+    raise coordinator.failure(f"the coordinator was not ready within {READY_TIMEOUT_S:g} s")
 
 
-def hand_over(client: ApiClient, launch: LaunchPlan) -> RunView:
-    """Submit the run of a launch with what is sent along, or resume it."""
-    if launch.spec is None:
-        return resume(client, launch.resume, launch.members, launch.budget)
-    root, packed = Path(launch.ship) if launch.ship else None, launch.packed
-    if root or packed:
-        along = {name: Path(one) for name, one in packed.items()}
-        sent = project_upload.send(client, root, along, launch.token_file)
-    else:
-        sent = ""
-    return client.submit(replace(launch.spec, project=sent))
+def submit_or_resume(client: ApiClient, plan: LaunchPlan) -> RunView:
+    """Upload the plan's project, if any, and submit its run; or resume the run that the plan names."""
+    if plan.spec is None:
+        return _resume(client, plan.resume, plan.members, plan.budget)
+    digest = ""
+    if plan.ship or plan.packed:
+        root = Path(plan.ship) if plan.ship else None
+        packed = {name: Path(path) for name, path in plan.packed.items()}
+        digest = project_upload.upload_project(client, root, packed, plan.token_file)
+    return client.submit(replace(plan.spec, project=digest))
 
 
-def resume(client: ApiClient, run: str, members: tuple[int, int] | None, budget: float | None = None) -> RunView:
-    """Set a run going again; one that its coordinator never saw end goes on by itself."""
+def _resume(client: ApiClient, run: str, members: tuple[int, int] | None, budget: float | None) -> RunView:
+    """Resume a run; one whose coordinator died before the run ended continues without a request."""
     view = client.run(run)
     bounds = members or (view.members_min, view.members_max)
-    ask = ScaleRequest(*bounds, budget) if members is not None or budget is not None else None
-    if view.status in OVER:
-        return client.resume(run, ask)
-    return view if ask is None else client.scale(run, ask)
+    request = ScaleRequest(*bounds, budget) if members is not None or budget is not None else None
+    if view.status in ENDED:
+        return client.resume(run, request)
+    return view if request is None else client.scale(run, request)
 
 
 def port_if_free(url: str) -> int:
-    """The port of a coordinator that has ended if nobody else has it now, else 0 for any."""
+    """Return the port of an ended coordinator's URL if it is free, else 0 for any port."""
     port = urlsplit(url).port if url else None
     if port is None:
         return 0

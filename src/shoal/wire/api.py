@@ -190,6 +190,7 @@ class RunView(msgspec.Struct, frozen=True):
     queued: int = 0
     waits_for: str = ""
     cwd: str = ""
+    settings: dict[str, str | int | float | bool] = {}
 
 
 class AgentView(msgspec.Struct, frozen=True):

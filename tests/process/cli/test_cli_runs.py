@@ -46,7 +46,7 @@ def test_a_killed_coordinator_comes_back_at_its_address(stage: Any) -> None:
     stage.wait("the member runs", lambda: "| pid" in stage.out())
     url = (stage.directory() / "url").read_text()
     stage.process("shoal.coordinator").kill()
-    stage.wait("it is said", lambda: "the coordinator died (killed by SIGKILL) and was started again" in stage.out())
+    stage.wait("it is said", lambda: "the coordinator died (killed by SIGKILL) and was restarted" in stage.out())
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
     assert (stage.directory() / "url").read_text() == url

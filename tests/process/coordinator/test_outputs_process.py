@@ -84,12 +84,12 @@ def test_a_coordinator_that_is_killed_in_the_middle_of_a_file_has_all_of_it_when
     outputs.put("deep/model.pt", [b"model"])
     outputs.put("notes.txt", [b"note"])
     first = fetch(coordinator, run, tmp_path / "to")
-    assert sorted(first["brought"]) == ["deep/model.pt", "notes.txt"]
+    assert sorted(first["downloaded"]) == ["deep/model.pt", "notes.txt"]
     assert (tmp_path / "to" / "deep" / "model.pt").read_bytes() == b"model"
     time.sleep(0.01)
     outputs.put("notes.txt", [b"nota"])
     again = fetch(coordinator, run, tmp_path / "to", "--checkpoints")
-    assert (sorted(again["brought"]), again["present"]) == (["checkpoints/big", "notes.txt"], 1)
+    assert (sorted(again["downloaded"]), again["present"]) == (["checkpoints/big", "notes.txt"], 1)
     assert (tmp_path / "to" / "notes.txt").read_bytes() == b"nota"
     assert (tmp_path / "to" / "checkpoints" / "big").stat().st_size == PIECES * PIECE_BYTES
 

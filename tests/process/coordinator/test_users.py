@@ -89,7 +89,7 @@ def test_a_token_is_replaced_only_by_who_says_so(coordinator: Coordinator) -> No
     argv = [sys.executable, "-m", "shoal.cli.main", "token", "ada", "--dir", str(coordinator.directory)]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 2
-    assert "ada has a token already" in again.stderr
+    assert "ada already has a token" in again.stderr
     assert "--renew" in again.stderr
     assert submit(coordinator, ada)[0] == 200, "it is still good"
     other = token(coordinator, "ada", "--renew")

@@ -81,7 +81,7 @@ def test_a_function_its_files_and_its_modules_go_there_and_what_it_saves_comes_b
     program = "import os\nos.environ['PYTHONPATH'] = os.environ['PYTHONPATH'].partition(':')[2]\n" + PROGRAM
     (told,) = stage.finish(stage.begin(program), patience_s=200)
     assert told["status"] == "done", told["story"]
-    assert "shoal: sends " in stage.output
+    assert "shoal: sending " in stage.output
     worked_in = {line.partition(" | in ")[2] for line in told["logs"].splitlines() if " | in " in line}
     assert len(worked_in) == 2
     assert all(Path(one).is_relative_to(machines) for one in worked_in)

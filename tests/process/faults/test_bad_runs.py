@@ -125,7 +125,7 @@ def test_a_script_that_does_not_exist_is_told_and_nothing_is_made(tmp_path: Path
     (tmp_path / "train.py").write_text("")
     done = command(tmp_path, "run", "trian.py")
     assert done.returncode == 2
-    check_told(done.stderr, "S111", "there is no script trian.py", "did you mean train.py")
+    check_told(done.stderr, "S111", "no such script: trian.py", "did you mean train.py")
     assert not (tmp_path / "home").exists()
 
 

@@ -1,4 +1,4 @@
-"""Shows a run as plain lines, or as one JSON object a line."""
+"""A run as plain lines or JSON lines, and the phrases that all displays share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from shoal.wire.api import CostView, MemberView, RunView, StoryLine
 
 PROGRESS_EVERY_S = 10.0
 SHARES = "SharesDecided"
-SHARES_TOLD = 3
-PARTS = ("data", "compute", "wait", "exchange")
+# The first changes of shares are printed as they come; later ones at most once per progress line.
+SHARES_AT_ONCE = 3
+STEP_PARTS = ("data", "compute", "wait", "exchange")
 
 
 class Display(Protocol):
-    """Shows a run as it goes."""
+    """A place where a run is shown while it is active."""
 
     def logs(self, lines: Sequence[tuple[str, str]]) -> None: ...
     def story(self, lines: Sequence[StoryLine]) -> None: ...
@@ -29,12 +30,12 @@ class Display(Protocol):
 
 
 def sentence(line: StoryLine) -> str:
-    """A line of the story with its reason."""
+    """Return a line of the story with its reason, unless the text contains it already."""
     return f"{line.text} ({line.reason})" if line.reason and line.reason not in line.text else line.text
 
 
 def progress(view: RunView) -> str:
-    """Where a run is, in one line."""
+    """Return the progress of a run in one line."""
     total = f"/{table.count(view.total_steps)}" if view.total_steps else ""
     parts = [f"step {table.count(view.step)}{total}", f"epoch {view.epoch}"]
     if view.loss is not None:
@@ -46,7 +47,7 @@ def progress(view: RunView) -> str:
 
 
 def members(view: RunView) -> str:
-    """The world in words, and how many members were asked for."""
+    """Return the size of the world, and the bounds that were asked for."""
     servers = sum(member.status == "serving" for member in view.members)
     if servers:
         bounds = f"{view.members_min}:{view.members_max}"
@@ -58,22 +59,22 @@ def members(view: RunView) -> str:
 
 
 def evaluation(view: RunView) -> str:
-    """What the latest evaluation found, and the best one; empty if there was none."""
-    found = view.evaluation
-    if found is None:
+    """Return the latest evaluation and the best one; empty if there was none."""
+    latest = view.evaluation
+    if latest is None:
         return ""
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()) or "no number"
-    text = f"step {table.count(found.step)}: {figures}"
-    if found.best_value is not None and found.best_step is not None:
-        metric = found.best.partition(":")[2]
-        text += f"; best {metric} {found.best_value:.4g} at step {table.count(found.best_step)}"
-    if found.without and found.patience is not None:
-        text += f", {found.without} of {found.patience} evaluations without a better one"
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in latest.metrics.items()) or "no metrics"
+    text = f"step {table.count(latest.step)}: {metrics}"
+    if latest.best_value is not None and latest.best_step is not None:
+        metric = latest.best.partition(":")[2]
+        text += f"; best {metric} {latest.best_value:.4g} at step {table.count(latest.best_step)}"
+    if latest.without and latest.patience is not None:
+        text += f", no improvement in {latest.without} of {latest.patience} evaluations"
     return text
 
 
 def efficiency(view: RunView) -> list[str]:
-    """The global batch, what its noise says of it, and how much of the members' time is waited away."""
+    """Return the global batch size, its gradient noise scale, and the share of time that members spend waiting."""
     parts = [f"batch {table.count(view.batch)}"] if view.batch else []
     if view.noise is not None:
         parts.append(f"noise scale {_scale(view.noise)}")
@@ -83,30 +84,40 @@ def efficiency(view: RunView) -> list[str]:
     return parts
 
 
-def spent(one: MemberView) -> tuple[str, ...]:
-    """Where the time of a member's usual step goes, under the heads PARTS; empty until it is known."""
-    parts_s = (one.data_s, one.compute_s, one.wait_s, one.exchange_s)
+def step_times(member: MemberView) -> tuple[str, ...]:
+    """Return how long the parts of a member's usual step take, in the order of STEP_PARTS; empty until measured."""
+    parts_s = (member.data_s, member.compute_s, member.wait_s, member.exchange_s)
     return tuple(table.short(part_s) if any(parts_s) else "" for part_s in parts_s)
 
 
-def decisions(view: RunView) -> list[tuple[str, str]]:
-    """The latest change of each kind that members decided on, and why; of many that lack memory, the last."""
-    latest = {one.what: one for one in sorted(view.decided, key=lambda one: one.step)}
-    more = sum(one.what == "memory" for one in view.decided) - 1
-    others = f" (and {more} more members have a limit)" if more > 0 else ""
+def adjustments(view: RunView) -> list[tuple[str, str]]:
+    """Return the latest adjustment of each kind (shares, batch, memory) with its reason."""
+    latest = {adjustment.what: adjustment for adjustment in sorted(view.decided, key=lambda decided: decided.step)}
+    limited = sum(adjustment.what == "memory" for adjustment in view.decided) - 1
+    others = f" (and {limited} more members have a limit)" if limited > 0 else ""
     return [
-        (what, f"from step {table.count(one.step)} on: {one.reason}{others if what == 'memory' else ''}")
-        for what, one in sorted(latest.items())
+        (what, f"from step {table.count(adjustment.step)}: {adjustment.reason}{others if what == 'memory' else ''}")
+        for what, adjustment in sorted(latest.items())
     ]
 
 
-def saved(step: int, path: str) -> str:
-    """The newest checkpoint, and where it is if that is known."""
+def checkpoint(step: int, path: str) -> str:
+    """Return the step of a checkpoint, and its path if that is known."""
     return f"step {table.count(step)}" + (f", {path}" if path else "")
 
 
+def resume_advice(run: str, step: int, checkpoint_step: int | None, options: str = "") -> str:
+    """Return the command that resumes a run, and truthfully where that continues: at its checkpoint, or at step 0."""
+    command = f"shoal resume {run}{options}"
+    if checkpoint_step is None:
+        return f"{command} starts over at step 0: there is no checkpoint"
+    repeated = step - checkpoint_step
+    again = "" if repeated <= 0 else f" and repeats {repeated} step{'s' if repeated > 1 else ''}"
+    return f"{command} continues at step {table.count(checkpoint_step)}{again}"
+
+
 def event_files(where: str, error: str) -> str:
-    """Where TensorBoard finds a run, or why not."""
+    """Return where TensorBoard finds a run's event files, or why they are not written."""
     return f"not written: {error} ({where})" if error else where
 
 
@@ -115,7 +126,7 @@ def _scale(noise: float) -> str:
 
 
 class PlainOutput:
-    """One line for each thing that happens, and one for the progress now and then."""
+    """A line for each event, and one for the progress every few seconds."""
 
     def __init__(
         self,
@@ -130,7 +141,7 @@ class PlainOutput:
         self._every_s = every_s
         self._next_at = 0.0
         self._shown = ("", -1, "")
-        self._told, self._untold, self._tell_at = 0, 0, 0.0
+        self._shares_shown, self._shares_skipped, self._shares_due_at = 0, 0, 0.0
 
     def logs(self, lines: Sequence[tuple[str, str]]) -> None:
         for member, text in lines:
@@ -140,19 +151,18 @@ class PlainOutput:
         for line in lines:
             if line.kind != SHARES:
                 self.note(sentence(line))
-            elif self._may_tell():
-                more = f"; changes before it that were not told: {self._untold}" if self._untold else ""
-                self.note(sentence(line) + more)
-                self._untold = 0
+            elif self._may_show_shares():
+                skipped = f"; {self._shares_skipped} earlier changes not shown" if self._shares_skipped else ""
+                self.note(sentence(line) + skipped)
+                self._shares_skipped = 0
             else:
-                self._untold += 1
+                self._shares_skipped += 1
 
-    def _may_tell(self) -> bool:
-        """The first changes of shares are told as they come, later ones now and then."""
+    def _may_show_shares(self) -> bool:
         now = self._clock()
-        if self._told >= SHARES_TOLD and now < self._tell_at:
+        if self._shares_shown >= SHARES_AT_ONCE and now < self._shares_due_at:
             return False
-        self._told, self._tell_at = self._told + 1, now + self._every_s
+        self._shares_shown, self._shares_due_at = self._shares_shown + 1, now + self._every_s
         return True
 
     def view(self, view: RunView) -> None:
@@ -173,7 +183,7 @@ class PlainOutput:
 
 
 class JsonLines:
-    """One JSON object a line, each with an `event`."""
+    """One JSON object per line, each with an `event`: log, story, progress or note."""
 
     def __init__(self, say: Callable[[str], None] = click.echo) -> None:
         self._say = say
@@ -203,7 +213,7 @@ class JsonLines:
 
 
 class SafeDisplay:
-    """Passes everything on until the terminal is gone; then the run must still be stopped in order."""
+    """A display that goes silent when the terminal is gone, so that the run can still be stopped cleanly."""
 
     def __init__(self, inner: Display) -> None:
         self._inner = inner
@@ -233,21 +243,21 @@ class SafeDisplay:
             self._gone = True
 
 
-def cost(found: CostView) -> str:
-    """What a run's machines have cost."""
-    parts = [f"{found.machine_s / 3600:.2f} machine hours"]
-    if found.spent:
-        parts.append(f"{found.spent:.2f} spent")
-    if found.saved:
-        parts.append(f"{found.saved:.2f} saved")
+def cost(view: CostView) -> str:
+    """Return what a run's machines have cost."""
+    parts = [f"{view.machine_s / 3600:.2f} machine hours"]
+    if view.spent:
+        parts.append(f"{view.spent:.2f} spent")
+    if view.saved:
+        parts.append(f"{view.saved:.2f} saved")
     return ", ".join(parts)
 
 
 def budget(view: RunView) -> str:
-    """What a run may spend, and how long that lasts for what it has."""
+    """Return the budget of a run, what remains of it, and for how long at the present rate."""
     spent = view.cost.spent if view.cost is not None else 0.0
-    left = max(0.0, (view.budget or 0.0) - spent)
-    text = f"{view.budget or 0.0:.2f}, {left:.2f} left"
+    remaining = max(0.0, (view.budget or 0.0) - spent)
+    text = f"{view.budget or 0.0:.2f}, {remaining:.2f} left"
     if view.rate_per_h and view.ended is None:
-        text += f", which pays {view.rate_per_h:.2f} an hour for {table.span(left / view.rate_per_h * 3600)}"
+        text += f", enough for {table.span(remaining / view.rate_per_h * 3600)} at {view.rate_per_h:.2f} an hour"
     return text

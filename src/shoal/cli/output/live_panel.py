@@ -1,4 +1,4 @@
-"""The live panel of a run on a terminal; member output scrolls above it."""
+"""The live panel of a run on a terminal; members' output scrolls above it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.output import table
-from shoal.cli.output.lines import PARTS, decisions, efficiency, evaluation, members, sentence, spent
+from shoal.cli.output.lines import STEP_PARTS, adjustments, efficiency, evaluation, members, sentence, step_times
 from shoal.wire.api import MemberView, RunView, StoryLine
 
 MARGIN = 5
@@ -41,7 +41,7 @@ HUES = ("cyan", "green", "yellow", "blue", "magenta", "bright_cyan", "bright_gre
 
 
 class Panel:
-    """A panel that is drawn again with each view."""
+    """A panel that is redrawn with each view."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self._console = console or Console(highlight=False)
@@ -56,7 +56,7 @@ class Panel:
         self._console.print(block, soft_wrap=True)
 
     def story(self, lines: Sequence[StoryLine]) -> None:
-        # The last decision of each kind has a place of its own, and many of them would leave none for the rest.
+        # The last adjustment of each kind has a line of its own; here they would push out everything else.
         self._events.extend((line.at, sentence(line)) for line in lines if not line.kind.endswith("Decided"))
 
     def view(self, view: RunView) -> None:
@@ -72,21 +72,21 @@ class Panel:
 
     def _draw(self) -> None:
         if self._view is not None:
-            # The terminal writes ^C after the panel; it must not wrap, or the next drawing would start a line too low.
+            # The terminal echoes ^C after the panel. If that wrapped, the next redraw would start one line too low.
             width = max(MARGIN, self._console.width - MARGIN)
             picture = render(self._view, list(self._events), self._clock(), width)
             self._live.update(Constrain(picture, width), refresh=True)
 
 
 def render(view: RunView, events: Sequence[tuple[float, str]], now: float, width: int = WIDE) -> RenderableType:
-    """The panel as a picture of one moment; columns that do not fit into its width are left out."""
+    """Return the panel at one moment; columns that do not fit into its width are left out."""
     gap = "   " if width >= WIDE else "  "
     parts: list[RenderableType] = [_progress(view), Text(gap.join(_facts(view, now)))]
-    if told := efficiency(view):
-        parts.append(Text(gap.join(told)))
-    if found := evaluation(view):
-        parts.append(Text.assemble(("evaluated", "dim"), " ", found))
-    parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in decisions(view))
+    if phrases := efficiency(view):
+        parts.append(Text(gap.join(phrases)))
+    if evaluated := evaluation(view):
+        parts.append(Text.assemble(("evaluated", "dim"), " ", evaluated))
+    parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in adjustments(view))
     if view.status != "training" and view.reason:
         parts.append(Text(view.reason, style="yellow"))
     parts.append(_members(view.members, wide=width >= WIDE))
@@ -119,43 +119,43 @@ def _facts(view: RunView, now: float) -> list[str]:
 
 
 def _members(views: Sequence[MemberView], *, wide: bool) -> RenderableType:
-    """What a member is, its share, and where the time of its steps goes."""
+    """Return a table of members: status, share, and how long the parts of a step take."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     left = ("member", "status", "rank", "phase") if wide else ("member", "status")
-    right = ("share", *PARTS, "samples/s") if wide else ("share", *PARTS)
+    right = ("share", *STEP_PARTS, "samples/s") if wide else ("share", *STEP_PARTS)
     for title in left:
         grid.add_column(title, no_wrap=True)
     for title in right:
         grid.add_column(title, justify="right", no_wrap=True)
-    ordered = sorted(views, key=lambda one: (one.rank is None, one.rank or 0, one.member))
-    for one in ordered[:ROWS]:
-        status = Text(one.status, style=COLOURS.get(one.status, ""))
-        rank = "" if one.rank is None else str(one.rank)
-        share = str(one.share) if one.rank is not None else ""
-        rate = table.count(one.samples_per_s) if one.samples_per_s else ""
-        name, parts = Text(one.member, style=hue(one.member)), spent(one)
+    ordered = sorted(views, key=lambda member: (member.rank is None, member.rank or 0, member.member))
+    for member in ordered[:ROWS]:
+        status = Text(member.status, style=COLOURS.get(member.status, ""))
+        rank = "" if member.rank is None else str(member.rank)
+        share = str(member.share) if member.rank is not None else ""
+        rate = table.count(member.samples_per_s) if member.samples_per_s else ""
+        name, times = Text(member.member, style=hue(member.member)), step_times(member)
         if wide:
-            grid.add_row(name, status, rank, _phase(one), share, *parts, rate)
+            grid.add_row(name, status, rank, _phase(member), share, *times, rate)
         else:
-            grid.add_row(name, _phase(one) if _is_odd(one) else status, share, *parts)
+            grid.add_row(name, _phase(member) if _is_stuck(member) else status, share, *times)
     if len(ordered) > ROWS:
         grid.add_row(Text(f"and {len(ordered) - ROWS} more", style="dim"))
     return grid
 
 
-def _is_odd(one: MemberView) -> bool:
-    """Whether what a member is doing matters more than its status."""
-    silent = not one.connected and one.status not in ("starting", "leaving", "done")
-    return silent or (one.connected and one.phase_age_s >= LONG_S)
+def _is_stuck(member: MemberView) -> bool:
+    """Return whether a member is silent or long in one phase, which then matters more than its status."""
+    silent = not member.connected and member.status not in ("starting", "leaving", "done")
+    return silent or (member.connected and member.phase_age_s >= LONG_S)
 
 
-def _phase(one: MemberView) -> Text:
-    if not one.connected and one.status in ("starting", "leaving", "done"):
+def _phase(member: MemberView) -> Text:
+    if not member.connected and member.status in ("starting", "leaving", "done"):
         return Text("")
-    if not one.connected:
-        return Text(f"silent for {table.span(one.beat_age_s)}", style="red")
-    age = f" for {table.span(one.phase_age_s)}" if one.phase_age_s >= LONG_S else ""
-    return Text(f"{one.phase}{age}", style="yellow" if age else "")
+    if not member.connected:
+        return Text(f"silent for {table.span(member.beat_age_s)}", style="red")
+    age = f" for {table.span(member.phase_age_s)}" if member.phase_age_s >= LONG_S else ""
+    return Text(f"{member.phase}{age}", style="yellow" if age else "")
 
 
 def _event(at: float, text: str) -> Text:
@@ -168,5 +168,5 @@ def _log_line(member: str, text: str) -> Text:
 
 
 def hue(member: str) -> str:
-    """A colour that stays with a member."""
+    """Return the colour of a member, which stays the same for its name."""
     return HUES[sum(member.encode()) % len(HUES)]

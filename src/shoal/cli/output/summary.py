@@ -1,15 +1,16 @@
-"""What a run was, in a few lines: progress, what each change cost, the root cause if it failed, where things are."""
+"""Summary of a run in a few lines: progress, the cost of each change, the root cause of a failure, its files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from shoal import exit_codes
 from shoal.cli.output import table
-from shoal.cli.output.lines import SHARES, cost, evaluation, event_files, saved
+from shoal.cli.output.lines import SHARES, checkpoint, cost, evaluation, event_files, resume_advice
 from shoal.core.exit_causes import TOGETHER_S, MemberFailure, root_cause
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership.state import EVALUATOR
@@ -24,23 +25,29 @@ EXIT_CODES = {
 }
 CHANGES_SHOWN = 10
 VICTIMS_SHOWN = 3
-TOLD_WITHIN_S = 1.0
-PLANNED = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
+REPORTED_WITHIN_S = 1.0
+PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
+STARTED_OVER = re.compile(r"(\d+) steps are (?:done again|repeated)")
 
 
 class WorldChange(msgspec.Struct, frozen=True):
-    """One change of the world, and what it cost; a planned one (`formed_s` None) costs no wait."""
+    """One change of the world, and what it cost; a planned one (`formed_s` None) interrupts no step.
+
+    `steps_lost` are committed steps whose state no surviving member had; `steps_repeated` is how many of them the run
+    has done again since.
+    """
 
     world: int
     step: int | None
     text: str
     formed_s: float | None
     steps_lost: int
+    steps_repeated: int = 0
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The end of a run."""
+    """The facts that the summary of a run shows; `logs` is a path, or what to do instead of looking there."""
 
     run: str
     name: str
@@ -57,6 +64,8 @@ class Summary(msgspec.Struct, frozen=True):
     checkpoint_step: int | None
     checkpoint_path: str
     directory: str
+    logs: str
+    resume: str
     cause: str
     victims: tuple[str, ...]
     share_changes: int = 0
@@ -69,28 +78,44 @@ class Summary(msgspec.Struct, frozen=True):
     cost: str = ""
 
 
-def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) -> Summary:
-    """Put the end of a run together from what was seen of it."""
-    # What became of an evaluator concerns nobody else.
+def summarise(
+    view: RunView,
+    story: Sequence[StoryLine],
+    *,
+    reached: Mapping[int, int] = {},
+    abandoned: bool = False,
+    target_options: str = "",
+) -> Summary:
+    """Return the summary of a run from its last view and its story.
+
+    `reached` is the step that the run had reached when each world formed, as far as that was seen; `target_options`
+    address the run's coordinator in the commands that the summary advises.
+    """
+    # The end of an evaluator does not affect the training.
     story = [line for line in story if role_of(line.member) != EVALUATOR]
     cause, victims = _root_cause(view, story)
     last = story[-1].at if story else view.since
+    step = max(view.step, view.checkpoint_step or 0)
+    more = " --budget AMOUNT" if view.exit_code == exit_codes.BUDGET_REACHED else ""
+    can_resume = view.status in ("stopped", "resumable")
     return Summary(
         run=view.run,
         name=view.name,
         status=view.status,
         reason=view.reason,
         exit_code=exit_code(view, abandoned=abandoned),
-        step=max(view.step, view.checkpoint_step or 0),
+        step=step,
         total_steps=view.total_steps,
         seconds=max(0.0, (view.ended or last) - view.started),
         loss=view.loss,
         losses=view.losses,
         joins=view.joins,
-        changes=changes(story),
+        changes=changes(story, reached, step),
         checkpoint_step=view.checkpoint_step,
         checkpoint_path=view.checkpoint_path,
         directory=view.directory,
+        logs=log_place(view, target_options),
+        resume=resume_advice(view.run, step, view.checkpoint_step, target_options + more) if can_resume else "",
         cause=cause,
         victims=victims,
         share_changes=sum(line.kind == SHARES for line in story),
@@ -105,7 +130,7 @@ def of(view: RunView, story: Sequence[StoryLine], *, abandoned: bool = False) ->
 
 
 def exit_code(view: RunView, *, abandoned: bool = False) -> int:
-    """The exit code of a command that followed this run."""
+    """Return the exit code of a command that followed this run."""
     if view.exit_code is not None:
         return view.exit_code
     if abandoned:
@@ -113,46 +138,72 @@ def exit_code(view: RunView, *, abandoned: bool = False) -> int:
     return EXIT_CODES.get(view.status, exit_codes.FAILED)
 
 
-def changes(story: Sequence[StoryLine]) -> tuple[WorldChange, ...]:
-    """The worlds after the first: why each came, how long it took to form, and the steps that had to be done again."""
-    found: list[WorldChange] = []
+def log_place(view: RunView, target_options: str = "") -> str:
+    """Return the directory of the members' logs if it exists here, else where their output is instead."""
+    logs = Path(view.directory) / "logs"
+    if view.directory and logs.is_dir():
+        return str(logs)
+    if view.directory and logs.parent.is_dir():
+        return "none: no member printed anything"
+    return f"on the coordinator's machine; shoal logs {view.run}{target_options}"
+
+
+def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_step: int = 0) -> tuple[WorldChange, ...]:
+    """Return every world after the first: its cause, the time it took to form, and the steps lost and repeated.
+
+    `last_step` is the step that the run has reached in the end.
+    """
+    result: list[WorldChange] = []
     planned: dict[int, str] = {}
-    began: float | None = None
-    cause, reached, worlds = "", 0, 0
+    broken_at: float | None = None
+    cause, broken_step, worlds = "", 0, 0
     for line in story:
-        if line.kind in ("WorldBroken", "DissolveWorld", "ProcessExited") and began is None and worlds:
-            # Whoever left in order held nobody up.
-            began = None if line.kind == "ProcessExited" and line.text.endswith(PLANNED) else line.at
+        if line.kind in ("WorldBroken", "DissolveWorld", "ProcessExited") and broken_at is None and worlds:
+            # A member that left cleanly interrupted no step.
+            is_planned = line.kind == "ProcessExited" and line.text.endswith(PLANNED_EXITS)
+            broken_at = None if is_planned else line.at
         if line.kind == "DissolveWorld":
             cause = line.reason
         elif line.kind == "WorldBroken":
-            reached = max(reached, line.step or 0)
+            broken_step = max(broken_step, line.step or 0)
         elif line.kind == "ProposeWorld":
             planned[line.world or 0] = line.reason
         elif line.kind == "FormWorld":
             if worlds:
-                lost = max(0, reached - (line.step or 0))
-                text = _who_was_lost(story, line.at) or cause
-                found.append(WorldChange(line.world or 0, line.step, text, line.at - (began or line.at), lost))
-            worlds, began, cause, reached = worlds + 1, None, "", 0
+                number, step = line.world or 0, line.step or 0
+                lost = max(0, broken_step - step, reached.get(number, 0) - step)
+                text = _lost_members(story, line.at) or cause
+                result.append(WorldChange(number, line.step, text, line.at - (broken_at or line.at), lost))
+            worlds, broken_at, cause, broken_step = worlds + 1, None, "", 0
         elif entered := ENTERED.match(line.text):
             number = int(entered[1])
-            found.append(WorldChange(number, int(entered[2]), planned.get(number, ""), None, 0))
-    return tuple(found)
+            result.append(WorldChange(number, int(entered[2]), planned.get(number, ""), None, 0))
+        elif started_over := STARTED_OVER.search(line.text):
+            broken_step = max(broken_step, int(started_over[1]))
+    return tuple(_with_repeated(change, result[index + 1 :], last_step) for index, change in enumerate(result))
 
 
-def _who_was_lost(story: Sequence[StoryLine], at: float) -> str:
-    """Those whose processes ended about then; an exit is often told only after the others have gone on."""
-    gone = [
+def _with_repeated(change: WorldChange, later: Sequence[WorldChange], last_step: int) -> WorldChange:
+    """Return a change with the number of its lost steps that the run has done again, before or after later changes."""
+    start = change.step or 0
+    furthest = max([last_step, *((other.step or 0) + other.steps_lost for other in later)])
+    return msgspec.structs.replace(change, steps_repeated=min(change.steps_lost, max(0, furthest - start)))
+
+
+def _lost_members(story: Sequence[StoryLine], at: float) -> str:
+    """Return the members whose processes ended about then; an exit is often reported after the new world has formed."""
+    lost = [
         f"{line.member} lost: {line.reason}"
         for line in story
-        if line.kind == "ProcessExited" and abs(line.at - at) < TOLD_WITHIN_S and not line.text.endswith(PLANNED)
+        if line.kind == "ProcessExited"
+        and abs(line.at - at) < REPORTED_WITHIN_S
+        and not line.text.endswith(PLANNED_EXITS)
     ]
-    return "; ".join(gone)
+    return "; ".join(lost)
 
 
 def text(facts: Summary) -> str:
-    """The summary for people."""
+    """Return the summary as text."""
     total = f" of {table.count(facts.total_steps)}" if facts.total_steps else ""
     head = f"{facts.status}: {facts.name} ({facts.run}), {table.count(facts.step)}{total} steps"
     lines = []
@@ -160,15 +211,15 @@ def text(facts: Summary) -> str:
         lines.append(f"cause       {facts.cause}")
         lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
         if len(facts.victims) > VICTIMS_SHOWN:
-            lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more that followed from it")
+            lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more as a consequence")
     lines.append(
         f"{head} in {table.span(facts.seconds)}" + (f", loss {facts.loss:.4g}" if facts.loss is not None else "")
     )
     if facts.reason and (facts.status != "done" or facts.reason != ALL_DONE):
         lines.append(f"why         {facts.reason}")
     lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
-    lines += _changes(facts)
-    lines += _shares(facts)
+    lines += _change_lines(facts)
+    lines += _share_lines(facts)
     if facts.cost:
         lines.append(f"cost        {facts.cost}")
     if facts.evaluated:
@@ -176,36 +227,36 @@ def text(facts: Summary) -> str:
     if facts.export:
         lines.append(f"best model  {facts.export}")
     if facts.checkpoint_step is not None:
-        lines.append(f"checkpoint  {saved(facts.checkpoint_step, facts.checkpoint_path)}")
-    if facts.directory:
-        lines.append(f"logs        {facts.directory}/logs")
+        lines.append(f"checkpoint  {checkpoint(facts.checkpoint_step, facts.checkpoint_path)}")
+    lines.append(f"logs        {facts.logs}")
     if facts.tensorboard:
         lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
-    if facts.status in ("stopped", "resumable"):
-        more = " --budget MORE" if facts.exit_code == exit_codes.BUDGET_REACHED else ""
-        lines.append(f"to go on    shoal resume {facts.run}{more}")
+    if facts.resume:
+        lines.append(f"continue    {facts.resume}")
     return "\n".join(lines)
 
 
-def _changes(facts: Summary) -> list[str]:
+def _change_lines(facts: Summary) -> list[str]:
     shown = facts.changes[-CHANGES_SHOWN:]
-    lines = [f"{_where(change)}{change.text}{_cost(change)}" for change in shown]
+    lines = [f"{_place(change)}{change.text}{_cost(change)}" for change in shown]
     if len(facts.changes) > len(shown):
-        lines.insert(0, f"{len(facts.changes) - len(shown)} before these; shoal why {facts.run} tells all")
+        lines.insert(0, f"{len(facts.changes) - len(shown)} earlier ones; shoal why {facts.run} shows all")
     return [f"{'changes' if index == 0 else '':<12}{line}" for index, line in enumerate(lines)]
 
 
-def _shares(facts: Summary) -> list[str]:
+def _share_lines(facts: Summary) -> list[str]:
     if not facts.share_changes:
         return []
     times = "once" if facts.share_changes == 1 else f"{facts.share_changes} times"
     idle = ""
     if facts.idle_before is not None and facts.idle_now is not None:
-        idle = f"; idle {table.percent(facts.idle_now)} of the time, with equal ones {table.percent(facts.idle_before)}"
+        idle = (
+            f"; idle {table.percent(facts.idle_now)} of the time, {table.percent(facts.idle_before)} with equal shares"
+        )
     return [f"shares      changed {times}{idle}"]
 
 
-def _where(change: WorldChange) -> str:
+def _place(change: WorldChange) -> str:
     return (
         f"world {change.world}, step {table.count(change.step)}: "
         if change.step is not None
@@ -215,36 +266,35 @@ def _where(change: WorldChange) -> str:
 
 def _cost(change: WorldChange) -> str:
     if change.formed_s is None:
-        return " (planned: nobody waited for it)"
-    lost = f"{change.steps_lost} steps lost" if change.steps_lost != 1 else "1 step lost"
-    return f" (new world after {table.span(change.formed_s)}, {lost})"
+        return " (planned: no step was interrupted)"
+    lost = f"{change.steps_lost} step{'' if change.steps_lost == 1 else 's'} lost"
+    return f" (new world after {table.span(change.formed_s)}; {lost}, {change.steps_repeated} repeated)"
 
 
 def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[str, ...]]:
-    """The failure that explains the others, and those; only for a run that failed."""
+    """Return the failure that explains the others, and those; empty unless the run failed."""
     if view.status != "failed":
         return "", ()
-    found = root_cause(_failures(story))
-    if found is None:
+    cause = root_cause(_failures(story))
+    if cause is None:
         return view.reason, ()
-    first = f"{found.first.member}: {found.first.detail}"
-    victims = dict.fromkeys(f"{one.member}: {one.detail}" for one in found.victims)
+    first = f"{cause.first.member}: {cause.first.detail}"
+    victims = dict.fromkeys(f"{victim.member}: {victim.detail}" for victim in cause.victims)
     return first, tuple(victim for victim in victims if victim != first)
 
 
 def _failures(story: Sequence[StoryLine]) -> list[MemberFailure]:
-    """What members raised, and how processes ended that had not raised before."""
-    raised: dict[str, float] = {}
-    found = []
+    """Return the exceptions of members, and the exits of processes that had not raised one before."""
+    raised_at: dict[str, float] = {}
+    failures = []
     for line in story:
         if line.kind == "ExceptionReported":
-            raised[line.member] = line.at
+            raised_at[line.member] = line.at
             detail = line.text.removeprefix(f"{line.member} raised ")
-            found.append(
-                MemberFailure(line.member, line.at, "user", f"{detail} ({line.reason})" if line.reason else detail)
-            )
-        elif line.kind == "ProcessExited" and line.at - raised.get(line.member, -TOGETHER_S) >= TOGETHER_S:
+            detail = f"{detail} ({line.reason})" if line.reason else detail
+            failures.append(MemberFailure(line.member, line.at, "user", detail))
+        elif line.kind == "ProcessExited" and line.at - raised_at.get(line.member, -TOGETHER_S) >= TOGETHER_S:
             cause = "infrastructure" if "signal" in line.text else "user"
-            if not line.text.endswith(PLANNED):
-                found.append(MemberFailure(line.member, line.at, cause, line.reason))
-    return found
+            if not line.text.endswith(PLANNED_EXITS):
+                failures.append(MemberFailure(line.member, line.at, cause, line.reason))
+    return failures

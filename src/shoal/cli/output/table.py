@@ -1,12 +1,13 @@
-"""Plain columns, ages and sizes, without a library."""
+"""Text columns, and short forms of times, counts, sizes and shares; the standard library is enough."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns under a head in capitals."""
+    """Return left-aligned columns under a head in capitals."""
     lines = [[title.upper() for title in head], *[list(row) for row in rows]]
     widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
     return "\n".join(
@@ -15,7 +16,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time span that is short to read: 21 ms, 4.2 s, 3 min 5 s, 2 h 10 min."""
+    """Return a short form of a time span: 21 ms, 4.2 s, 3 min 5 s, 2 h 10 min."""
     if seconds < 0.9995:
         return f"{max(0.0, seconds) * 1000:.0f} ms"
     if seconds < 59.95:
@@ -30,22 +31,29 @@ def span(seconds: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """A part of a step, to a tenth of a millisecond: 0.3 ms, 21 ms, 4.2 s."""
+    """Return a time span to a tenth of a millisecond: 0.3 ms, 21 ms, 4.2 s."""
     return f"{max(0.0, seconds) * 1000:.1f} ms" if seconds < 0.00995 else span(seconds)
 
 
+def moment(at: float, now: float) -> str:
+    """Return a local time of day, with the date unless it is today's: 14:03:22, 2026-11-16 14:03."""
+    local = time.localtime(at)
+    is_today = local[:3] == time.localtime(now)[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", local)
+
+
 def percent(part: float) -> str:
-    """A part of a whole: 0.4 %, 37 %."""
+    """Return a fraction in percent: 0.4 %, 37 %."""
     return f"{100 * part:.0f} %" if part >= 0.0995 or part == 0 else f"{100 * part:.1f} %"
 
 
 def count(number: int | float) -> str:
-    """A number with thin groups: 4 318."""
+    """Return a number in groups of three digits: 4 318."""
     return f"{number:,.0f}".replace(",", " ")
 
 
 def size(number_bytes: float) -> str:
-    """A size in binary units."""
+    """Return a size in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number_bytes < 1024 or unit == "TiB":
             return f"{number_bytes:.0f} {unit}" if unit == "B" else f"{number_bytes:.1f} {unit}"

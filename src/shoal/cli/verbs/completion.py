@@ -1,11 +1,11 @@
-"""`shoal completion`: what a shell must source to complete verbs and options."""
+"""`shoal completion`: the code that a shell must source to complete verbs and options."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
-from shoal.cli.options import OutputOptions, with_frame
+from shoal.cli.options import OutputOptions, with_output_options
 from shoal.errors import UsageError
 
 LINES = {
@@ -17,14 +17,17 @@ LINES = {
 
 @click.command()
 @click.argument("shell", type=click.Choice(list(LINES)), required=False)
-@with_frame
-def command(frame: OutputOptions, shell: str | None) -> None:
-    """Print shell completion for bash, zsh or fish."""
+@with_output_options
+def command(output: OutputOptions, shell: str | None) -> None:
+    """Print shell completion for bash, zsh or fish.
+
+    Without SHELL, print the line to add to the configuration of each shell.
+    """
     if shell is None:
-        frame.answer(LINES, lambda: "\n".join(LINES.values()))
+        output.result(LINES, lambda: "\n".join(LINES.values()))
         return
-    found = get_completion_class(shell)
-    if found is None:
-        raise UsageError(f"there is no completion for {shell}", do="use bash, zsh or fish")
+    completion = get_completion_class(shell)
+    if completion is None:
+        raise UsageError(f"no completion for {shell}", do="use bash, zsh or fish")
     root = click.get_current_context().find_root()
-    click.echo(found(root.command, {}, "shoal", "_SHOAL_COMPLETE").source())
+    click.echo(completion(root.command, {}, "shoal", "_SHOAL_COMPLETE").source())

@@ -1,4 +1,4 @@
-"""`shoal config`: every setting with its value and source."""
+"""`shoal config`: all settings with their values and sources, or the settings of a run."""
 
 from __future__ import annotations
 
@@ -7,31 +7,63 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame
+from shoal import settings as shoal_settings
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
-from shoal.launch import settings_layers
+from shoal.errors import UsageError
+from shoal.launch import run_lookup, settings_layers
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.wire.api import RunView
 
 
 @click.command()
+@click.argument("run", required=False)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Try a value.")
-@with_frame
-def command(frame: OutputOptions, assignments: tuple[str, ...]) -> None:
-    """Print every setting with its value and source.
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget, run: str | None, assignments: tuple[str, ...]) -> None:
+    """Print the settings: those in force here, or those of a run.
 
-    Later sources win: defaults, shoal.toml (or [tool.shoal] of pyproject.toml, from here upwards), environment
-    variables (SHOAL_LEASE_S, SHOAL_CHECKPOINT_KEEP, …), --set, options.
+    Without RUN, each setting is shown with its source. Later sources win: defaults, shoal.toml (or [tool.shoal] of
+    pyproject.toml, in this directory or above), environment variables (SHOAL_LEASE_S, SHOAL_CHECKPOINT_KEEP, …), --set,
+    options. With RUN, active or ended, each setting is shown with the value that the run was started with, and its
+    default.
     """
-    choices = settings_layers.choose(Path.cwd(), os.environ, assignments)
-    found = {
-        name: {"value": one.value, "source": one.source, "type": one.key.kind, "help": one.key.help}
-        for name, one in choices.found.items()
+    if run is None:
+        settings = settings_layers.resolve(Path.cwd(), os.environ, assignments)
+        output.result(_facts(settings), lambda: _text(settings))
+        return
+    if assignments:
+        raise UsageError("--set cannot change the settings of a run", do="leave out RUN to try a value")
+    view = run_lookup.find_run(target, run)[1]
+    output.result(view.settings, lambda: run_text(view))
+
+
+def _facts(settings: settings_layers.ResolvedSettings) -> dict[str, dict[str, object]]:
+    return {
+        name: {"value": setting.value, "source": setting.source, "type": setting.info.kind, "help": setting.info.help}
+        for name, setting in settings.values.items()
     }
 
-    def text() -> str:
-        rows = [(name, _shown(one.value), one.source, one.key.help) for name, one in choices.found.items()]
-        return table.columns(("setting", "value", "source", "meaning"), rows)
 
-    frame.answer(found, text)
+def _text(settings: settings_layers.ResolvedSettings) -> str:
+    rows = [
+        (name, _shown(setting.value), setting.source, setting.info.help) for name, setting in settings.values.items()
+    ]
+    return table.columns(("setting", "value", "source", "meaning"), rows)
+
+
+def run_text(view: RunView) -> str:
+    """Return the settings that a run was started with, as a table."""
+    infos = {info.name: info for info in shoal_settings.declared()}
+    rows = []
+    for name, value in sorted(view.settings.items()):
+        info = infos.get(name)
+        if info is None:
+            rows.append((name, _shown(value), "-", "unknown to this version of Shoal"))
+        else:
+            rows.append((name, _shown(value), "same" if value == info.default else _shown(info.default), info.help))
+    return table.columns(("setting", "value", "default", "meaning"), rows)
 
 
 def _shown(value: object) -> str:

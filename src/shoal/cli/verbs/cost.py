@@ -1,22 +1,23 @@
-"""`shoal cost`: what the machines of runs have cost, and what they would have cost elsewhere."""
+"""`shoal cost`: the cost of the machines of runs, and what they would have cost without preemption."""
 
 from __future__ import annotations
 
 import click
 import msgspec
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import budget
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import CostView, RunView
 
-NOTHING = CostView(0.0, 0.0, 0.0)
+NO_COST = CostView(0.0, 0.0, 0.0)
+HEAD = ("machine hours", "spent", "saved", "unused", "lost")
 
 
 class RunCosts(msgspec.Struct, frozen=True):
-    """What a run has cost: in all, and by pool."""
+    """The cost of a run, in total and by pool."""
 
     run: str
     name: str
@@ -30,48 +31,44 @@ class RunCosts(msgspec.Struct, frozen=True):
 
 @click.command()
 @click.argument("run", required=False)
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget, run: str | None) -> None:
-    """Show what the machines of runs have cost.
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget, run: str | None) -> None:
+    """Show the cost of the machines of runs.
 
-    Without RUN, of all runs that took machines from pools, those that are over included. SAVED is against the price of
-    machines that are not preempted (instead of a pool); UNUSED is what was spent while machines started or went, which
-    is what each loss costs.
+    Without RUN, all runs that took machines from pools are listed, ended ones included. SAVED is the difference to the
+    price of machines that are not preempted (instead in a pool). UNUSED is what was spent while machines started or
+    shut down, which is the price of each lost machine.
     """
     if run is not None:
-        _, view = run_lookup.find_run(place, run)
-        bill = bill_of(view)
-        frame.answer(bill, lambda: _text(view, bill))
+        _, view = run_lookup.find_run(target, run)
+        costs = run_costs(view)
+        output.result(costs, lambda: _run_text(view, costs))
         return
-    bills = [bill_of(view) for _, view in run_lookup.all_runs(place) if view.cost is not None]
-    frame.answer(bills, lambda: _table(bills) if bills else "no run has taken machines from pools yet")
+    all_costs = [run_costs(view) for _, view in run_lookup.all_runs(target) if view.cost is not None]
+    output.result(all_costs, lambda: _table(all_costs) if all_costs else "no run has taken machines from pools yet")
 
 
-def bill_of(view: RunView) -> RunCosts:
-    """The costs of a run, from what is known of it."""
-    whole = view.cost or NOTHING
-    return RunCosts(view.run, view.name, view.user, view.status, whole, view.costs, view.rate_per_h, view.budget)
+def run_costs(view: RunView) -> RunCosts:
+    total = view.cost or NO_COST
+    return RunCosts(view.run, view.name, view.user, view.status, total, view.costs, view.rate_per_h, view.budget)
 
 
-def _text(view: RunView, bill: RunCosts) -> str:
-    rows = [(name, *_figures(cost)) for name, cost in sorted(bill.pools.items())]
-    rows = [*rows, ("all", *_figures(bill.total))] if len(rows) != 1 else rows
+def _run_text(view: RunView, costs: RunCosts) -> str:
+    rows = [(name, *_figures(cost)) for name, cost in sorted(costs.pools.items())]
+    rows = [*rows, ("all", *_figures(costs.total))] if len(rows) != 1 else rows
     lines = [table.columns(("pool", *HEAD), rows)]
-    if bill.budget is not None:
+    if costs.budget is not None:
         lines.append(f"budget  {budget(view)}")
-    if bill.rate_per_h and view.ended is None:
-        lines.append(f"now     {bill.rate_per_h:.2f} an hour")
+    if costs.rate_per_h and view.ended is None:
+        lines.append(f"now     {costs.rate_per_h:.2f} an hour")
     return "\n".join(lines)
 
 
-HEAD = ("machine hours", "spent", "saved", "unused", "lost")
-
-
-def _table(bills: list[RunCosts]) -> str:
-    rows = [(bill.run, bill.user or "-", bill.status, *_figures(bill.total)) for bill in bills]
-    whole = _sum([bill.total for bill in bills])
-    rows += [("all", "", "", *_figures(whole))] if len(bills) > 1 else []
+def _table(all_costs: list[RunCosts]) -> str:
+    rows = [(costs.run, costs.user or "-", costs.status, *_figures(costs.total)) for costs in all_costs]
+    total = _sum([costs.total for costs in all_costs])
+    rows += [("all", "", "", *_figures(total))] if len(all_costs) > 1 else []
     return table.columns(("run", "user", "status", *HEAD), rows)
 
 

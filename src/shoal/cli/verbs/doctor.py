@@ -1,38 +1,55 @@
-"""`shoal doctor`: looks for what could go wrong on this machine, or on those of pools."""
+"""`shoal doctor`: checks of this machine, or of the machines of pools."""
 
 from __future__ import annotations
 
 import os
+import signal
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from shoal import exit_codes
-from shoal.cli.options import OutputOptions, with_frame
+from shoal.cli.options import OutputOptions, with_output_options
 from shoal.cli.output import table
-from shoal.doctor.diagnosis import CheckVerdict as Finding
-from shoal.launch import settings_layers
-from shoal.launch.coordinator_target import home
+from shoal.cli.signals import CAUGHT
+from shoal.core import addresses
+from shoal.doctor.diagnosis import CheckVerdict, ConnectionReport, MachineReport, PoolReport
+from shoal.launch import launch_plan, pool_selection, settings_layers
+from shoal.launch.coordinator_target import LOCAL, home
+from shoal.launch.settings_layers import ResolvedSettings
 
-FREE_BYTES = 2 << 30
+if TYPE_CHECKING:
+    from shoal.doctor.pool_check import PoolCheck
+
 MARKS = {"good": "ok  ", "warning": "warn", "bad": "BAD "}
+PACKAGES = ("torch", "tensorflow", "keras", "numpy")
 
 
 @click.command()
 @click.argument("pools", nargs=-1, metavar="[POOL]...")
-@click.option("--on", metavar="POOLS", help="The pools, with commas, such as spot,lab.")
-@click.option("-n", "--machines", type=click.IntRange(min=1), help="Machines of each.  [default: 1, or 2 of one pool]")
+@click.option("--on", metavar="POOLS", help="Pools to check, separated by commas, such as spot,lab.")
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=1), default=90.0, show_default=True, help="Seconds for them."
+    "-n", "--machines", type=click.IntRange(min=1), help="Machines per pool.  [default: 1, or 2 of a single pool]"
 )
-@click.option("--end-leftovers", is_flag=True, help="End processes of dead runs without asking.")
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Look with this setting.")
-@with_frame
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=1),
+    default=90.0,
+    show_default=True,
+    help="Seconds to wait for the machines.",
+)
+@click.option("--end-leftovers", is_flag=True, help="Kill leftover processes of dead runs without asking.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Check with this setting.")
+@with_output_options
 def command(
-    frame: OutputOptions,
+    output: OutputOptions,
     pools: tuple[str, ...],
     on: str | None,
     machines: int | None,
@@ -40,190 +57,128 @@ def command(
     end_leftovers: bool,
     assignments: tuple[str, ...],
 ) -> None:
-    """Look for what could go wrong, on this machine or on those of pools.
+    """Check this machine, or the machines of pools, for problems.
 
-    Machines of the pools that are named are hired for a moment: each tries to reach every other one as members would,
-    and says what it has. Then all are given back.
+    With POOL, a few machines of each pool are allocated for a moment. Each describes itself and tries to reach every
+    other machine, as members would; then all are released. The exit code is 4 if a problem was found.
     """
-    named = ",".join((*pools, *((on,) if on else ())))
-    options = {"on": ("--on", named)} if named else {}
-    choices = settings_layers.choose(Path.cwd(), os.environ, assignments, options)
-    if named:
-        from shoal.cli.verbs import checkup
-
-        click.get_current_context().exit(checkup.examine(frame, choices, machines, wait_s))
-    here(frame, choices, end_leftovers)
+    names = ",".join((*pools, *((on,) if on else ())))
+    options = {"on": ("--on", names)} if names else {}
+    settings = settings_layers.resolve(Path.cwd(), os.environ, assignments, options)
+    code = check_pools(output, settings, machines, wait_s) if names else check_local(output, settings, end_leftovers)
+    click.get_current_context().exit(code)
 
 
-def here(frame: OutputOptions, choices: settings_layers.ResolvedSettings, end_leftovers: bool) -> None:
-    """Look at this machine."""
+def check_local(output: OutputOptions, settings: ResolvedSettings, end_leftovers: bool) -> int:
+    """Check this machine, show the verdicts, and offer to kill leftover processes; return the exit code."""
     from shoal.doctor import leftovers
+    from shoal.doctor.local_check import check_machine
 
-    findings = list(examine(home(), choices.text("ports")))
-    old = leftovers.find(home())
-    if old:
-        found = ", ".join(f"{one.pid} ({one.what} of {one.coordinator})" for one in old)
-        do = f"shoal doctor --end-leftovers, or kill {' '.join(str(one.pid) for one in old)}"
-        findings.append(Finding("warning", "leftovers", f"processes of dead runs: {found}", do))
+    verdicts = list(check_machine(home(), settings.text("ports")))
+    processes = leftovers.find(home())
+    if processes:
+        listing = ", ".join(f"{process.pid} ({process.kind} of {process.coordinator})" for process in processes)
+        do = f"shoal doctor --end-leftovers, or kill {' '.join(str(process.pid) for process in processes)}"
+        verdicts.append(CheckVerdict("warning", "leftovers", f"processes of dead runs: {listing}", do))
     else:
-        findings.append(Finding("good", "leftovers", "no processes of dead runs"))
-    frame.answer(findings, lambda: text(findings))
-    asked = not (end_leftovers or frame.json) and sys.stdin.isatty()
-    if old and (end_leftovers or (asked and click.confirm(f"end these {len(old)} processes?"))):
-        for one in old:
-            leftovers.end(one)
-        frame.say(f"ended {len(old)} processes")
-    if any(one.verdict == "bad" for one in findings):
-        click.get_current_context().exit(exit_codes.UNAVAILABLE)
+        verdicts.append(CheckVerdict("good", "leftovers", "no processes of dead runs"))
+    output.result(verdicts, lambda: verdict_lines(verdicts))
+    may_ask = not (end_leftovers or output.json) and sys.stdin.isatty()
+    if processes and (end_leftovers or (may_ask and click.confirm(f"kill these {len(processes)} processes?"))):
+        for process in processes:
+            leftovers.kill(process)
+        output.note(f"killed {len(processes)} processes")
+    return exit_codes.UNAVAILABLE if any(verdict.verdict == "bad" for verdict in verdicts) else exit_codes.OK
 
 
-def examine(home: Path, ports: str) -> Iterator[Finding]:
-    """Everything that can be looked at without starting anything."""
-    looks: tuple[Callable[[], Finding], ...] = (
-        _python,
-        _torch,
-        _loopback,
-        lambda: _ports(ports),
-        lambda: _writable(home),
-        lambda: _disk(home),
-        _clock,
-        _names,
-        _shared_memory,
-    )
-    for look in looks:
-        yield look()
+def check_pools(output: OutputOptions, settings: ResolvedSettings, machines: int | None, wait_s: float) -> int:
+    """Allocate machines, check them, release them and show the report; return the exit code."""
+    from shoal.doctor.pool_check import PoolCheck
+
+    names = pool_selection.configured_pools(settings) or (LOCAL,)
+    count = machines if machines is not None else 2 if len(names) == 1 else 1
+    directory = launch_plan.new_coordinator_directory(home())
+    check = PoolCheck(settings, names, count, directory, wait_s, output.note)
+    try:
+        with _one_interrupt():
+            report = check.run()
+    except KeyboardInterrupt:
+        _show_unreleased(check)
+        click.echo("interrupted; all other machines are released", err=True)
+        return exit_codes.INTERRUPTED
+    output.result(report, lambda: report_text(report))
+    _show_unreleased(check)
+    is_bad = check.unreleased or any(verdict.verdict == "bad" for verdict in report.verdicts)
+    return exit_codes.UNAVAILABLE if is_bad else exit_codes.OK
 
 
-def text(findings: Sequence[Finding]) -> str:
-    """The findings for people."""
+def verdict_lines(verdicts: Sequence[CheckVerdict]) -> str:
+    """Return verdicts as text, each with its remedy."""
     lines = []
-    for one in findings:
-        lines.append(f"{MARKS[one.verdict]}  {one.what:<14} {one.found}")
-        if one.do and one.verdict != "good":
-            lines.append(f"{'':<21}do: {one.do}")
+    for verdict in verdicts:
+        lines.append(f"{MARKS[verdict.verdict]}  {verdict.what:<14} {verdict.finding}")
+        if verdict.do and verdict.verdict != "good":
+            lines.append(f"{'':<21}do: {verdict.do}")
     return "\n".join(lines)
 
 
-def _python() -> Finding:
-    return Finding("good", "python", f"{sys.version.split()[0]}, {sys.executable}")
+def report_text(report: PoolReport) -> str:
+    """Return the report of a pool check as tables, followed by the problems."""
+    parts = []
+    if report.machines:
+        head = ("machine", "host", "python", "has", "cores", "devices", "disk free", "coordinator", "clock", "via")
+        parts.append(table.columns(head, [_machine_row(machine) for machine in report.machines]))
+    if report.pairs:
+        rows = [_connection_row(pair) for pair in report.pairs]
+        parts.append(table.columns(("from", "to", "at", "latency", "bandwidth"), rows))
+    problems = [verdict for verdict in report.verdicts if verdict.verdict != "good"]
+    parts.append(verdict_lines(problems) if problems else "no problems: all machines reach each other")
+    return "\n\n".join(parts)
 
 
-def _torch() -> Finding:
-    import importlib.metadata
+def _machine_row(machine: MachineReport) -> tuple[str, ...]:
+    facts = machine.facts
+    has = ", ".join(f"{name} {facts.versions[name]}" for name in PACKAGES if name in facts.versions)
+    trip = _latency(statistics.median(facts.round_trips_s)) if facts.round_trips_s else "-"
+    clock = f"{machine.skew_s * 1000:+.0f} ms" if abs(machine.skew_s) < 1 else f"{machine.skew_s:+.1f} s"
+    devices = ", ".join(facts.devices) or "-"
+    free, via = table.size(facts.disk_free_bytes), machine.via.partition("://")[2]
+    return machine.agent, facts.machine, facts.python, has or "-", str(facts.cores), devices, free, trip, clock, via
 
+
+def _connection_row(pair: ConnectionReport) -> tuple[str, ...]:
+    attempt = pair.successful
+    if attempt is None:
+        return pair.source, pair.target, "-", "-", "NOT REACHED"
+    rate = f"{attempt.bytes_per_s / 1e6:.0f} MB/s" if attempt.bytes_per_s is not None else "-"
+    latency = _latency(attempt.round_trip_s) if attempt.round_trip_s is not None else "-"
+    return pair.source, pair.target, addresses.host_port(attempt.host, attempt.port), latency, rate
+
+
+def _latency(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 0.001 else table.short(seconds)
+
+
+def _show_unreleased(check: PoolCheck) -> None:
+    for allocation in check.unreleased:
+        click.echo(f"may still be running: {allocation}; cancel it with the tools of its engine", err=True)
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on the first signal only, so that later ones cannot interrupt the release of machines."""
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        del number, frame
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, handle) for number in CAUGHT}
     try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("warning", "torch", "not installed here", "pip install 'shoal-train[torch]'")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    limited = f", OMP_NUM_THREADS={threads}" if threads else ""
-    cores = len(os.sched_getaffinity(0))
-    return Finding("good", "torch", f"{version}, {cores} usable cores{limited}")
-
-
-def _loopback() -> Finding:
-    import socket
-
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(2.0)
-            with socket.create_connection(server.getsockname(), timeout=2.0) as here:
-                there, _ = server.accept()
-                with there:
-                    here.sendall(b"shoal")
-                    there.settimeout(2.0)
-                    arrived = there.recv(5)
-    except OSError as error:
-        return Finding("bad", "loopback", str(error), "see that the lo interface is up: ip link set lo up")
-    if arrived != b"shoal":
-        return Finding("bad", "loopback", "bytes did not arrive", "look for a firewall on lo")
-    return Finding("good", "loopback", "sockets work")
-
-
-def _ports(text: str) -> Finding:
-    import socket
-
-    from shoal.settings import port_range
-
-    span = port_range(text)
-    if span is None:
-        return Finding("good", "ports", "any free port (set ports=29400-29499 for firewalls)")
-    free = 0
-    for port in span:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            free += 1
-    verdict: Literal["good", "bad"] = "good" if free else "bad"
-    return Finding(verdict, "ports", f"{free} of {len(span)} free in {text}", "choose another range")
-
-
-def _writable(home: Path) -> Finding:
-    import tempfile
-
-    # Nothing is made here: the nearest directory that exists tells whether it could be.
-    nearest = next(path for path in (home, *home.parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=nearest):
-            return Finding("good", "SHOAL_HOME", f"{home} can be written")
-    except OSError as error:
-        return Finding("bad", "SHOAL_HOME", f"{home}: {error.strerror}", "set SHOAL_HOME to a directory of yours")
-
-
-def _disk(home: Path) -> Finding:
-    import shutil
-
-    nearest = next(path for path in (home, *home.parents) if path.exists())
-    free = shutil.disk_usage(nearest).free
-    shown = f"{table.size(free)} free for {home}"
-    if free < FREE_BYTES:
-        return Finding("warning", "disk", shown, "make room: logs and checkpoints are written there")
-    return Finding("good", "disk", shown)
-
-
-def _clock() -> Finding:
-    import time
-
-    year = time.gmtime().tm_year
-    if year < 2025:
-        return Finding("bad", "clock", f"it is set to {year}", "set the clock: times in journals would lie")
-    before = time.monotonic()
-    if time.monotonic() < before:
-        return Finding("bad", "clock", "the monotonic clock runs backwards", "look at the machine's clock source")
-    return Finding("good", "clock", time.strftime("%F %T %Z"))
-
-
-def _names() -> Finding:
-    import socket
-
-    name = socket.gethostname()
-    try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-    except OSError:
-        return Finding(
-            "warning", "name", f"{name} does not resolve", "add it to /etc/hosts if others join this machine"
-        )
-    shown = f"{name} is {', '.join(found)}"
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        return Finding(
-            "warning",
-            "name",
-            f"{shown}: loopback",
-            "others are given addresses instead; mend /etc/hosts if scripts use the name",
-        )
-    return Finding("good", "name", shown)
-
-
-def _shared_memory() -> Finding:
-    import shutil
-
-    path = Path("/dev/shm")
-    if not path.is_dir():
-        return Finding("warning", "/dev/shm", "there is none", "DataLoader workers need it; use workers=0")
-    free = shutil.disk_usage(path).free
-    if free < 64 << 20:
-        return Finding("warning", "/dev/shm", f"{table.size(free)} free", "DataLoader workers need more; use workers=0")
-    return Finding("good", "/dev/shm", f"{table.size(free)} free")
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

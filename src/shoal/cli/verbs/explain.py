@@ -1,4 +1,4 @@
-"""`shoal explain`: what an error code means."""
+"""`shoal explain`: the meaning of an error code."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import inspect
 import click
 
 from shoal import errors
-from shoal.cli.options import OutputOptions, with_frame
+from shoal.cli.options import OutputOptions, with_output_options
 
 
 @click.command()
 @click.argument("code", required=False)
-@with_frame
-def command(frame: OutputOptions, code: str | None) -> None:
+@with_output_options
+def command(output: OutputOptions, code: str | None) -> None:
     """Explain an error code.
 
-    Without CODE, all are listed.
+    Without CODE, all codes are listed.
     """
-    known = errors.catalog()
+    kinds = errors.catalog()
     if code is None:
-        facts = {one: inspect.getdoc(kind) or "" for one, kind in known.items()}
-        frame.answer(facts, lambda: "\n".join(f"{one}  {_first_sentence(text)}" for one, text in facts.items()))
+        texts = {name: inspect.getdoc(kind) or "" for name, kind in kinds.items()}
+        output.result(texts, lambda: "\n".join(f"{name}  {_first_paragraph(text)}" for name, text in texts.items()))
         return
-    kind = known.get(code.upper())
+    kind = kinds.get(code.upper())
     if kind is None:
-        near = difflib.get_close_matches(code.upper(), known, n=1)
+        near = difflib.get_close_matches(code.upper(), kinds, n=1)
         raise errors.UnknownCode(
-            f"there is no error {code}", do=f"did you mean {near[0]}?" if near else "shoal explain lists all"
+            f"unknown error code {code}", do=f"did you mean {near[0]}?" if near else "shoal explain lists all codes"
         )
     text = inspect.getdoc(kind) or ""
-    fact = {"code": kind.code, "name": kind.__name__, "exit_code": kind.exit_code, "text": text}
-    frame.answer(fact, lambda: f"{kind.code} {kind.__name__} (exit code {kind.exit_code})\n\n{text}")
+    facts = {"code": kind.code, "name": kind.__name__, "exit_code": kind.exit_code, "text": text}
+    output.result(facts, lambda: f"{kind.code} {kind.__name__} (exit code {kind.exit_code})\n\n{text}")
 
 
-def _first_sentence(text: str) -> str:
+def _first_paragraph(text: str) -> str:
     return text.partition("\n\n")[0].replace("\n", " ")

@@ -1,4 +1,4 @@
-"""`shoal fetch`: bring what a run has saved."""
+"""`shoal fetch`: download of the files that a run has saved."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
-from shoal.launch import download, run_lookup
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
-from shoal.launch.download import DownloadResult
+from shoal.launch.download import DownloadResult, download, run_folder
 
 CHECKPOINTS, REPORTS = "checkpoints", "tensorboard"
 SHOWN = 10
@@ -18,37 +18,38 @@ SHOWN = 10
 @click.command()
 @click.argument("run")
 @click.argument("directory", default=".", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--checkpoints", is_flag=True, help="Its checkpoints too, in a folder of that name.")
-@click.option("--tensorboard", is_flag=True, help="Its event files for TensorBoard too, in a folder of that name.")
-@with_place
-@with_frame
+@click.option("--checkpoints", is_flag=True, help="Also download checkpoints, into a folder of that name.")
+@click.option("--tensorboard", is_flag=True, help="Also download TensorBoard event files, into a folder of that name.")
+@with_target_options
+@with_output_options
 def command(
-    frame: OutputOptions, place: CoordinatorTarget, run: str, directory: Path, checkpoints: bool, tensorboard: bool
+    output: OutputOptions, target: CoordinatorTarget, run: str, directory: Path, checkpoints: bool, tensorboard: bool
 ) -> None:
-    """Bring what a run has saved.
+    """Download the files that a run has saved.
 
-    Members on machines that do not share a disk with yours send what they save to the run's coordinator. This brings
-    it to DIRECTORY, from any machine with the coordinator's URL and a token; what is there already is left alone.
+    Members that do not share a disk with you send what they save to the run's coordinator. This copies it to DIRECTORY,
+    on any machine that has the coordinator's URL and a token. Files that are already there are skipped.
     """
-    coordinator, view = run_lookup.find_run(place, run)
-    found = [download.bring(download.source_of(coordinator, view.run), directory)]
-    for folder in [name for name, asked in ((CHECKPOINTS, checkpoints), (REPORTS, tensorboard)) if asked]:
-        brought = download.bring(download.source_of(coordinator, view.run, folder), directory / folder)
-        found.append(
-            DownloadResult(tuple(f"{folder}/{name}" for name in brought.names), brought.size_bytes, brought.present)
-        )
-    names = tuple(name for one in found for name in one.names)
-    whole = DownloadResult(names, sum(one.size_bytes for one in found), sum(one.present for one in found))
-    answer = {"run": view.run, "to": str(directory), "brought": names, "present": whole.present}
-    frame.answer(answer, lambda: told(whole, directory))
+    coordinator, view = run_lookup.find_run(target, run)
+    results = [download(run_folder(coordinator, view.run), directory)]
+    for folder in [name for name, wanted in ((CHECKPOINTS, checkpoints), (REPORTS, tensorboard)) if wanted]:
+        result = download(run_folder(coordinator, view.run, folder), directory / folder)
+        names = tuple(f"{folder}/{name}" for name in result.names)
+        results.append(DownloadResult(names, result.size_bytes, result.present))
+    names = tuple(name for result in results for name in result.names)
+    total = DownloadResult(
+        names, sum(result.size_bytes for result in results), sum(result.present for result in results)
+    )
+    facts = {"run": view.run, "to": str(directory), "downloaded": names, "present": total.present}
+    output.result(facts, lambda: text(total, directory))
 
 
-def told(brought: DownloadResult, directory: Path) -> str:
-    """What was brought, for people."""
-    if not brought.names and not brought.present:
-        return "the run has nothing at its coordinator that members saved"
-    there = f"{brought.present} files were there already" if brought.present else ""
-    if not brought.names:
-        return there
-    shown = ", ".join(brought.names[:SHOWN]) + (", …" if len(brought.names) > SHOWN else "")
-    return f"brought {shown} to {directory}" + (f"; {there}" if there else "")
+def text(result: DownloadResult, directory: Path) -> str:
+    """Return what was downloaded, in one line."""
+    if not result.names and not result.present:
+        return "nothing to download: the members of this run sent no files to its coordinator"
+    present = f"{result.present} file{'' if result.present == 1 else 's'} already up to date" if result.present else ""
+    if not result.names:
+        return present
+    shown = ", ".join(result.names[:SHOWN]) + (", …" if len(result.names) > SHOWN else "")
+    return f"downloaded {shown} to {directory}" + (f"; {present}" if present else "")

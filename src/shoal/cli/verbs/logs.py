@@ -1,4 +1,4 @@
-"""`shoal logs`: what the members print."""
+"""`shoal logs`: the output of a run's members."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
-from shoal.errors import CoordinatorUnreachable
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.errors import CoordinatorUnreachable, UsageError
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.run_lookup import RunRecords
+from shoal.wire.api import RunView
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5
@@ -18,50 +19,71 @@ FOLLOW_EVERY_S = 0.5
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Go on with new lines until the run is over.")
-@click.option("--member", default="", help="Only this member's lines.")
-@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last so many lines.")
-@with_place
-@with_frame
+@click.option("-f", "--follow", is_flag=True, help="Follow new lines until the run ends.")
+@click.option("--member", default="", help="Print the lines of this member only, such as local/2.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), help="Print the last N lines only.", metavar="N")
+@with_target_options
+@with_output_options
 def command(
-    frame: OutputOptions, place: CoordinatorTarget, run: str | None, follow: bool, member: str, lines: int | None
+    output: OutputOptions, target: CoordinatorTarget, run: str | None, follow: bool, member: str, lines: int | None
 ) -> None:
-    """Print what the members of a run print."""
-    coordinator, view = run_lookup.find_run(place, run)
-    after = _print_so_far(frame, coordinator.records, view.run, member, lines)
+    """Print the output of a run's members."""
+    coordinator, view = run_lookup.find_run(target, run)
+    if member:
+        check_member(coordinator.records, view, member)
+    after = _print_existing(output, coordinator.records, view.run, member, lines)
     while follow and coordinator.client is not None:
         try:
-            over = coordinator.records.run(view.run).status in run_lookup.OVER
+            has_ended = coordinator.records.run(view.run).status in run_lookup.ENDED
             page = coordinator.records.logs(view.run, member, after, PAGE)
         except CoordinatorUnreachable:
-            # An embedded coordinator ends with its run, and is back in a moment if it was merely killed.
-            if run_lookup.find_run(place, view.run)[0].client is None:
+            # A coordinator of `shoal run` ends with its run; one that was killed is back in a moment.
+            if run_lookup.find_run(target, view.run)[0].client is None:
                 return
             time.sleep(FOLLOW_EVERY_S)
             continue
-        _print(frame, page.lines)
+        _print(output, page.lines)
         after = page.next
         if not page.lines:
-            if over:
+            if has_ended:
                 return
             time.sleep(FOLLOW_EVERY_S)
 
 
-def _print_so_far(frame: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:
+def check_member(records: RunRecords, view: RunView, member: str) -> None:
+    """Raise UsageError with the members that exist if the run never had this member."""
+    if member in {known.member for known in view.members} or records.story(view.run, member, 0, 1):
+        return
+    names = member_names(records, view)
+    do = f"its members are {', '.join(names)}" if names else "it has had no members yet"
+    raise UsageError(f"run {view.run} has no member {member}", do=do)
+
+
+def member_names(records: RunRecords, view: RunView) -> list[str]:
+    """Return all members that a run has or had."""
+    names, after = {member.member for member in view.members}, 0
+    while page := records.story(view.run, "", after, PAGE):
+        names |= {line.member for line in page if line.member}
+        after = page[-1].seq
+    return sorted(names)
+
+
+def _print_existing(output: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:
+    """Print the lines so far, or the last ones; return the position after them."""
     after = -lines if lines else 0
     while True:
         page = records.logs(run, member, after, PAGE)
-        _print(frame, page.lines)
+        _print(output, page.lines)
         if not page.lines:
             return page.next
         after = page.next
 
 
-def _print(frame: OutputOptions, lines: tuple[tuple[str, str], ...]) -> None:
+def _print(output: OutputOptions, lines: tuple[tuple[str, str], ...]) -> None:
     import msgspec
 
     for member, text in lines:
-        if frame.json:
+        if output.json:
             click.echo(msgspec.json.encode({"member": member, "text": text}))
         else:
             click.echo(f"{member} | {text}")

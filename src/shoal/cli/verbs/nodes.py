@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -12,22 +12,22 @@ from shoal.wire.api import AgentView
 
 
 @click.command()
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget) -> None:
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget) -> None:
     """List the machines of the coordinators."""
     pairs = [
-        (one.id, agent)
-        for one in run_lookup.coordinators(place)
-        if one.client is not None
-        for agent in one.client.agents()
+        (coordinator.id, agent)
+        for coordinator in run_lookup.coordinators(target)
+        if coordinator.client is not None
+        for agent in coordinator.client.agents()
     ]
-    frame.answer([{"coordinator": id, "agent": agent} for id, agent in pairs], lambda: _text(pairs))
+    output.result([{"coordinator": id, "agent": agent} for id, agent in pairs], lambda: _text(pairs))
 
 
 def _text(pairs: list[tuple[str, AgentView]]) -> str:
     if not pairs:
-        return "no machines: no coordinator is running here, or nobody has joined it"
+        return "no machines: no coordinator is running, or no agent has joined it"
     rows = [
         (
             agent.agent,

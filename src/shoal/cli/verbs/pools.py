@@ -1,4 +1,4 @@
-"""`shoal pools`: where machines can be had, at what price, and what keeps them away."""
+"""`shoal pools`: pools with their prices and capacity, and the machines that coordinators have of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.engines import pool_config
 from shoal.engines.engine import Capacity
@@ -20,7 +20,7 @@ from shoal.wire.api import PoolView
 
 
 class PoolListing(msgspec.Struct, frozen=True):
-    """A pool of shoal.toml; `trouble` is why nobody knows what it offers."""
+    """A pool of shoal.toml; `trouble` says why its capacity is unknown."""
 
     pool: str
     engine: str
@@ -32,74 +32,71 @@ class PoolListing(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget) -> None:
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget) -> None:
     """List pools of machines.
 
-    Those of shoal.toml are asked what they could give now; those of coordinators that run are shown with what they
-    have given, and what it has cost.
+    Pools of shoal.toml are shown with the machines that they could provide now; pools of running coordinators with the
+    machines that they have provided, and their cost.
     """
-    choices = settings_layers.choose(Path.cwd(), os.environ)
+    settings = settings_layers.resolve(Path.cwd(), os.environ)
     with ThreadPoolExecutor(max_workers=16) as threads:
-        asked = [threads.submit(_ask, name, written, str(choices.file)) for name, written in choices.pools.items()]
-        described = [one.result() for one in asked]
-    hiring = [
-        (one.id, pool)
-        for one in run_lookup.coordinators(place)
-        if one.client is not None
-        for pool in one.client.pools()
+        queries = [threads.submit(_query, name, table, str(settings.file)) for name, table in settings.pools.items()]
+        described = [query.result() for query in queries]
+    in_use = [
+        (coordinator.id, pool)
+        for coordinator in run_lookup.coordinators(target)
+        if coordinator.client is not None
+        for pool in coordinator.client.pools()
     ]
-    found = {"described": described, "hiring": [{"coordinator": id, "pool": pool} for id, pool in hiring]}
-    frame.answer(found, lambda: _text(described, hiring))
+    facts = {"described": described, "in_use": [{"coordinator": id, "pool": pool} for id, pool in in_use]}
+    output.result(facts, lambda: _text(described, in_use))
 
 
-def _ask(name: str, written: pool_config.Table, where: str) -> PoolListing:
+def _query(name: str, written: pool_config.Table, where: str) -> PoolListing:
+    """Return a pool with its present capacity, or why that could not be found out."""
     pool, engine = pool_config.parse(name, written, where)
-    known = PoolListing(name, pool.engine, pool.limit, pool.slots, pool.price_per_h)
+    listing = PoolListing(name, pool.engine, pool.limit, pool.slots, pool.price_per_h)
     try:
-        return msgspec.structs.replace(known, offers=tuple(engine.capacity()))
+        return msgspec.structs.replace(listing, offers=tuple(engine.capacity()))
     except ShoalError as error:
-        return msgspec.structs.replace(known, trouble=f"{error.what}: {error.why}" if error.why else error.what)
+        return msgspec.structs.replace(listing, trouble=f"{error.what}: {error.why}" if error.why else error.what)
     finally:
         engine.close()
 
 
-def _text(described: list[PoolListing], hiring: list[tuple[str, PoolView]]) -> str:
-    if not described and not hiring:
+def _text(described: list[PoolListing], in_use: list[tuple[str, PoolView]]) -> str:
+    if not described and not in_use:
         return "no pools: describe one under [pool.NAME] in shoal.toml"
     parts = []
     if described:
-        head = ("pool", "engine", "price/h", "limit", "slots", "could give now")
-        parts.append(table.columns(head, [_described(one) for one in described]))
-    if hiring:
-        below = ("pool", "coordinator", "here", "waiting", "leaving", "machine hours", "spent", "trouble")
-        parts.append(table.columns(below, [_hiring(id, one) for id, one in hiring]))
+        titles = ["pool", "engine", "price/h", "limit", "slots", "could provide now"]
+        parts.append(table.columns(titles, [_listing_row(listing) for listing in described]))
+    if in_use:
+        titles = ["pool", "coordinator", "running", "waiting", "leaving", "machine hours", "spent", "problem"]
+        parts.append(table.columns(titles, [_use_row(id, pool) for id, pool in in_use]))
     return "\n\n".join(parts)
 
 
-def _described(one: PoolListing) -> tuple[str, ...]:
-    return one.pool, one.engine, _price(one.price_per_h), str(one.limit), str(one.slots), _offered(one)
+def _listing_row(listing: PoolListing) -> tuple[str, ...]:
+    offers = listing.trouble or "; ".join(_capacity(offer) for offer in listing.offers) or "nothing"
+    price = _price(listing.price_per_h)
+    return listing.pool, listing.engine, price, str(listing.limit), str(listing.slots), offers
 
 
-def _hiring(coordinator: str, one: PoolView) -> tuple[str, ...]:
-    hours, spent = f"{one.cost.machine_s / 3600:.2f}", _price(one.cost.spent)
-    counts = (str(one.here), str(one.waiting), str(one.leaving))
-    return one.pool, coordinator, *counts, hours, spent, one.trouble or "-"
+def _use_row(coordinator: str, pool: PoolView) -> tuple[str, ...]:
+    hours, spent = f"{pool.cost.machine_s / 3600:.2f}", _price(pool.cost.spent)
+    counts = (str(pool.here), str(pool.waiting), str(pool.leaving))
+    return pool.pool, coordinator, *counts, hours, spent, pool.trouble or "-"
 
 
-def _offered(one: PoolListing) -> str:
-    if one.trouble:
-        return one.trouble
-    return "; ".join(_one_offer(offer) for offer in one.offers) or "nothing"
-
-
-def _one_offer(offer: Capacity) -> str:
-    many = "any number" if offer.count is None else str(offer.count)
+def _capacity(offer: Capacity) -> str:
+    count = "any number" if offer.count is None else str(offer.count)
     sizes = [f"{offer.cpus} cores" if offer.cpus else "", f"{offer.gpus} GPUs" if offer.gpus else ""]
     sizes.append(table.size(offer.memory_bytes) if offer.memory_bytes else "")
-    said = ", ".join(size for size in sizes if size)
-    return f"{many} of {offer.kind}" + (f" ({said})" if said else "") + (f": {offer.why}" if offer.why else "")
+    each = ", ".join(size for size in sizes if size)
+    return f"{count} of {offer.kind}" + (f" ({each})" if each else "") + (f": {offer.why}" if offer.why else "")
 
 
 def _price(amount: float) -> str:

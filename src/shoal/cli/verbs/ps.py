@@ -6,29 +6,35 @@ import time
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import RunView
 
+ENDED_SHOWN = 10
+# The columns from this one on are shown only if some run has a value for them.
+FIRST_OPTIONAL = 9
+
 
 @click.command()
-@click.option("-a", "--all", "everything", is_flag=True, help="Also all runs that are over, not only the last ten.")
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget, everything: bool) -> None:
-    """List runs."""
-    views = [view for _, view in run_lookup.all_runs(place)]
-    going = [view for view in views if view.status not in run_lookup.OVER]
-    over = [view for view in views if view.status in run_lookup.OVER]
-    shown = going + (over if everything else over[:10])
-    frame.answer(
-        shown, lambda: _text(shown, time.time()) if shown else "there are no runs; shoal run SCRIPT starts one"
-    )
+@click.option("-a", "--all", "everything", is_flag=True, help="List all ended runs, not only the last ten.")
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget, everything: bool) -> None:
+    """List runs.
+
+    Active runs come first, then ended ones, the newest first.
+    """
+    views = [view for _, view in run_lookup.all_runs(target)]
+    active = [view for view in views if view.status not in run_lookup.ENDED]
+    ended = [view for view in views if view.status in run_lookup.ENDED]
+    shown = active + (ended if everything else ended[:ENDED_SHOWN])
+    output.result(shown, lambda: text(shown, time.time()) if shown else "no runs yet; start one: shoal run SCRIPT")
 
 
-def _text(views: list[RunView], now: float) -> str:
+def text(views: list[RunView], now: float) -> str:
+    """Return a table of runs."""
     rows = [
         (
             view.run,
@@ -36,14 +42,15 @@ def _text(views: list[RunView], now: float) -> str:
             f"{view.status}, number {view.queued}" if view.queued else view.status,
             table.count(view.step) + (f"/{table.count(view.total_steps)}" if view.total_steps else ""),
             f"{view.world_size} ({view.members_min}:{view.members_max})",
+            table.moment(view.started, now),
             table.span((view.ended or now) - view.started),
             "" if view.loss is None else f"{view.loss:.4g}",
             view.user or "-",
             f"{view.cost.spent:.2f}" if view.cost is not None and view.cost.spent else "-",
-            f"{view.waits_for}, since {table.span(now - view.since)}" if view.queued else "-",
+            f"{view.waits_for}, for {table.span(now - view.since)}" if view.queued else "-",
         )
         for view in views
     ]
-    head = ("run", "name", "status", "step", "members", "time", "loss", "user", "spent", "waits for")
-    shown = [at for at, title in enumerate(head) if at < 8 or any(row[at] != "-" for row in rows)]
-    return table.columns([head[at] for at in shown], [[row[at] for at in shown] for row in rows])
+    head = ("run", "name", "status", "step", "members", "started", "time", "loss", "user", "spent", "waits for")
+    shown = [index for index in range(len(head)) if index < FIRST_OPTIONAL or any(row[index] != "-" for row in rows)]
+    return table.columns([head[index] for index in shown], [[row[index] for index in shown] for row in rows])

@@ -1,4 +1,4 @@
-"""`shoal run`: train a script, and keep it training."""
+"""`shoal run`: a training script on one or many members; and the options that every verb shares that starts a run."""
 
 from __future__ import annotations
 
@@ -11,51 +11,59 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.core.fleet.launcher_env import evaluator_unsupported
 from shoal.errors import BadEmulation, BadSync
-from shoal.launch import launch_plan as launching
-from shoal.launch import settings_layers
+from shoal.launch import launch_plan, run_request, settings_layers
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.pool_selection import has_evaluator
 from shoal.launch.settings_layers import Option, ResolvedSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = (
-    click.option("-n", "--members", metavar="MIN:MAX", help="How many members: N, or MIN:MAX.  [default: 1]"),
-    click.option("--name", help="Name of the run.  [default: the script's]"),
-    click.option("--on", metavar="POOLS", help="Take machines from these pools of shoal.toml, such as spot,lab."),
-    click.option("--where", metavar="LABELS", help="Only from pools with these labels, such as gpu=a100,zone=b."),
-    click.option("--budget", metavar="AMOUNT", help="What machines may cost in all; the run stops before it is over."),
-    click.option("--priority", metavar="N", help="Runs of higher priority get machines first.  [default: 0]"),
-    click.option("--sync", metavar="MODE", help="How closely: step, stale:K, async or local:H.  [default: step]"),
+    click.option("-n", "--members", metavar="MIN:MAX", help="Number of members: N, or MIN:MAX.  [default: 1]"),
+    click.option("--name", help="Name of the run.  [default: the script's name]"),
+    click.option("--on", metavar="POOLS", help="Pools of shoal.toml to take machines from, such as spot,lab."),
+    click.option("--where", metavar="LABELS", help="Labels that the pools must have, such as gpu=a100,zone=b."),
     click.option(
-        "--servers", metavar="N", help="How many hold the parameters, with stale:K, async or --compat ps.  [default: 2]"
+        "--budget", metavar="AMOUNT", help="Spending limit; the run checkpoints and stops before it is exceeded."
     ),
-    click.option("--servers-on", metavar="POOLS", help="Take machines for servers from these pools, and only these."),
-    click.option("--evaluator", is_flag=True, help="Score checkpoints beside the training, as run.evaluate says."),
-    click.option("--evaluator-on", metavar="POOLS", help="The same, on a machine of these pools, such as lab."),
-    click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module."),
+    click.option("--priority", metavar="N", help="Priority for machines; higher goes first.  [default: 0]"),
+    click.option(
+        "--sync", metavar="MODE", help="Synchronisation mode: step, stale:K, async or local:H.  [default: step]"
+    ),
+    click.option(
+        "--servers",
+        metavar="N",
+        help="Number of parameter servers, with --sync stale:K or async, or --compat ps.  [default: 2]",
+    ),
+    click.option("--servers-on", metavar="POOLS", help="Pools for the parameter servers only."),
+    click.option("--evaluator", is_flag=True, help="Evaluate checkpoints during training, as run.evaluate defines."),
+    click.option("--evaluator-on", metavar="POOLS", help="Like --evaluator, on a machine of these pools."),
+    click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
     click.option(
         "--compat",
         type=click.Choice(["torchrun", "tf", "ps"]),
-        help="Run an unmodified script with a restart on each change: it finds RANK, WORLD_SIZE and MASTER_*, or "
-        "TF_CONFIG with workers, or with a chief, workers and --servers ps.",
+        help="Run an unmodified script and restart it when members change: torchrun sets RANK, WORLD_SIZE and MASTER_*;"
+        " tf sets TF_CONFIG with workers; ps sets TF_CONFIG with a chief, workers and --servers parameter servers.",
     ),
-    click.option("--batch", metavar="SIZE", help="Global batch: a number, or auto to choose it while training."),
+    click.option("--batch", metavar="SIZE", help="Global batch size: a number, or auto to adjust it while training."),
     click.option(
         "--emulate",
         metavar="SPEEDS",
-        help="Let members be as slow as machines of these speeds, such as 1,0.5,0.25, or 0.5:0.125@300 from step 300 "
-        "on.",
+        help="Slow members down to these relative speeds, such as 1,0.5,0.25; 0.5:0.125@300 changes at step 300.",
     ),
-    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set one setting; see shoal config."),
-    click.option("--dry-run", is_flag=True, help="Print what would be started."),
+    click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable for the members; repeatable."),
+    click.option(
+        "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change a setting; see shoal config."
+    ),
+    click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing."),
 )
 
 
-def with_run(function: F) -> F:
+def with_run_options(function: F) -> F:
     """Add the script, its arguments and the options of a run to a verb that starts one."""
     for option in reversed(_OPTIONS):
         function = option(function)
@@ -68,154 +76,154 @@ def with_run(function: F) -> F:
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@with_run
-@click.option("--detach", is_flag=True, help="Return when the run is accepted, and leave it running.")
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget, detach: bool, **asked: Any) -> None:
-    """Train a script, and keep it training whoever dies.
+@with_run_options
+@click.option("--detach", is_flag=True, help="Return when the run is accepted and leave it running.")
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget, detach: bool, **options: Any) -> None:
+    """Run a training script; keep it running when members fail.
 
-    Options of Shoal come before SCRIPT; what follows it is the script's own. With --url the run is submitted to a
-    standing coordinator; otherwise a coordinator and an agent are started here for it, and end with it.
+    Shoal's options come before SCRIPT; everything after it belongs to the script. Without --url, a coordinator and an
+    agent are started for the run and end with it; with --url, the run is submitted to a standing coordinator. Ctrl-C
+    stops the run after a checkpoint; a second one stops it at once.
     """
-    launch = launch_of(frame, place, **asked)
-    if launch is not None:
-        start(frame, place, launch, detach=detach)
+    plan = plan_from_options(output, target, **options)
+    if plan is not None:
+        start(output, target, plan, detach=detach)
 
 
-def launch_of(
-    frame: OutputOptions,
-    place: CoordinatorTarget,
+def plan_from_options(
+    output: OutputOptions,
+    target: CoordinatorTarget,
     script: str,
     args: tuple[str, ...],
     evaluator: bool,
     module: bool,
     compat: str | None,
+    env: tuple[str, ...],
     assignments: tuple[str, ...],
     dry_run: bool,
     **given: str | None,
 ) -> LaunchPlan | None:
-    """What is to be started for the options of a run, checked; None if it was only to be shown."""
-    choices = settings_layers.choose(Path.cwd(), os.environ, assignments, _options(given, evaluator))
-    _check_compat(choices, compat)
-    standing = bool(place.url)
-    spec = launching.spec_of(script, args, module=module, compat=compat or "", choices=choices, standing=standing)
+    """Return the checked launch plan for the options of a run; with --dry-run print it and return None."""
+    settings = settings_layers.resolve(Path.cwd(), os.environ, assignments, _settings_options(given, evaluator))
+    _check_compat(settings, compat)
+    standing = bool(target.url)
+    spec = run_request.build_run_spec(
+        script, args, module=module, compat=compat or "", settings=settings, env=env, standing=standing
+    )
     if standing:
-        ship = launching.sent_away(choices, spec)
-        launch = LaunchPlan("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=place.token_file)
+        ship = launch_plan.directory_for_standing(settings, spec)
+        plan = LaunchPlan("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=target.token_file)
     else:
-        launch = launching.render(launching.new_directory(place.home), choices, spec)
-    launch = launching.with_script(launch)
-    if launch.ship:
-        from shoal.launch import project_upload
+        plan = launch_plan.plan_launch(launch_plan.new_coordinator_directory(target.home), settings, spec)
+    plan = launch_plan.with_script(plan)
+    if plan.ship:
+        from shoal.launch.project_upload import describe_upload
 
-        packed, limit_mb = (
-            {name: Path(one) for name, one in launch.packed.items()},
-            float(choices.text("ship_limit_mb")),
-        )
-        frame.say(f"sends {project_upload.weigh(Path(launch.ship), limit_mb, packed, launch.token_file)}")
+        packed = {name: Path(path) for name, path in plan.packed.items()}
+        limit_mb = float(settings.text("ship_limit_mb"))
+        output.note(f"sending {describe_upload(Path(plan.ship), limit_mb, packed, plan.token_file)}")
     if dry_run:
-        frame.answer(launch, lambda: describe(launch, choices, place))
+        output.result(plan, lambda: describe(plan, settings, target))
         return None
-    return msgspec.structs.replace(launch, made=not place.url)
+    return msgspec.structs.replace(plan, creates_directory=not standing)
 
 
-def _options(given: Mapping[str, str | None], evaluator: bool) -> dict[str, Option]:
-    """The options that are settings, as a layer of them."""
-    names = {name: "-n" if name == "members" else f"--{name.replace('_', '-')}" for name in given}
-    options = options_of(**{name: (names[name], value) for name, value in given.items()})
+def _settings_options(given: Mapping[str, str | None], evaluator: bool) -> dict[str, Option]:
+    """Return the given options that are settings, as a layer of settings."""
+    options: dict[str, Option] = {}
+    for name, value in given.items():
+        if value is not None:
+            options[name] = ("-n" if name == "members" else f"--{name.replace('_', '-')}", value)
     if evaluator or given.get("evaluator_on"):
         options["evaluator"] = ("--evaluator" if evaluator else "--evaluator-on", "true")
     return options
 
 
-def _check_compat(choices: ResolvedSettings, compat: str | None) -> None:
-    if compat and choices.text("emulate"):
+def _check_compat(settings: ResolvedSettings, compat: str | None) -> None:
+    if compat and settings.text("emulate"):
         raise BadEmulation(
-            f"--compat {compat} cannot emulate other machines",
-            where=choices.source("emulate"),
-            why="a script that does not use shoal.torch does not say when a step begins",
+            f"--emulate does not work with --compat {compat}",
+            where=settings.source("emulate"),
+            why="a script that does not use shoal.torch does not report when a step begins",
         )
-    if compat and choices.text("sync") != "step":
+    if compat and settings.text("sync") != "step":
         raise BadSync(
-            f"--compat {compat} keeps members together in its own way",
-            where=choices.source("sync"),
+            f"--sync does not work with --compat {compat}",
+            where=settings.source("sync"),
             why="a script that does not use shoal.torch exchanges its gradients by itself",
         )
-    if compat and evaluating(choices):
-        raise evaluator_unsupported(compat, choices.source("evaluator"))
+    if compat and has_evaluator(settings):
+        raise evaluator_unsupported(compat, settings.source("evaluator"))
 
 
-def start(frame: OutputOptions, place: CoordinatorTarget, launch: LaunchPlan, *, detach: bool) -> None:
-    """Start, submit and follow, here or in the background; ends the command with the run's exit code."""
+def start(output: OutputOptions, target: CoordinatorTarget, plan: LaunchPlan, *, detach: bool) -> None:
+    """Start or submit a run and follow it, or detach from it; end the command with the run's exit code."""
     from shoal.cli import foreground
 
     context = click.get_current_context()
-    if place.url:
-        context.exit(foreground.submit(frame, place, launch, detach=detach))
+    if target.url:
+        context.exit(foreground.submit(output, target, plan, detach=detach))
     if detach:
         from shoal.cli import background
 
-        context.exit(background.detach(frame, launch))
-    context.exit(foreground.supervise(frame, launch))
+        context.exit(background.detach(output, plan))
+    context.exit(foreground.supervise(output, plan))
 
 
-def options_of(**given: tuple[str, str | None]) -> dict[str, Option]:
-    """Those options that were given, as a layer of settings."""
-    return {key: (option, value) for key, (option, value) in given.items() if value is not None}
+def describe(plan: LaunchPlan, settings: ResolvedSettings, target: CoordinatorTarget) -> str:
+    """Return what a plan would start, as text."""
+    spec = plan.spec
+    lines = []
+    if plan.directory:
+        lines += [f"coordinator  {' '.join(plan.coordinator)}"]
+        lines += [f"agent        {' '.join(plan.agent)}"] if plan.agent else []
+        lines += [f"directory    {plan.directory}"]
+        lines += _describe_pools(plan)
+    else:
+        lines += [f"coordinator  {target.url} (standing)"]
+    if spec is not None:
+        kind = "module" if spec.module else "script"
+        low, high = spec.members
+        evaluator = " and an evaluator" if has_evaluator(settings) else ""
+        lines += [f"run          {spec.name}: {low} to {high} members{evaluator}"]
+        lines += [f"{kind}       {shlex.join(spec.argv)}"]
+        lines += [f"{name:<13}on {', '.join(role.on)}" for name, role in spec.roles.items() if role.on]
+        lines += [f"in           {spec.cwd}"]
+        lines += [f"compat       {spec.compat}"] if spec.compat else []
+        lines += [f"env          {name}={shlex.quote(value)}" for name, value in spec.env.items()]
+    changed = [setting for setting in settings.values.values() if setting.source != settings_layers.DEFAULT]
+    lines += [f"setting      {setting.info.name} = {setting.value}  ({setting.source})" for setting in changed]
+    return "\n".join(lines)
 
 
-def evaluating(choices: ResolvedSettings) -> bool:
-    return bool(choices.found["evaluator"].value)
-
-
-def _describe_pools(launch: LaunchPlan) -> list[str]:
-    """What each pool would be asked for, as its engine would be."""
+def _describe_pools(plan: LaunchPlan) -> list[str]:
+    """Return the request that each pool's engine would get, without secrets."""
     from shoal.engines import pool_config
     from shoal.engines.engine import AllocationRequest, agent_options
     from shoal.pack.environments.recipe import SHOWN
     from shoal.wire.credentials import Credentials
 
     lines: list[str] = []
-    if launch.hires is None:
+    if plan.pools is None:
         return lines
-    coordinator = Path(launch.directory).name
-    for name, table in launch.hires.pools.items():
+    coordinator = Path(plan.directory).name
+    for name, table in plan.pools.pools.items():
         pool, engine = pool_config.parse(name, table)
-        offered = f"up to {pool.limit} machines of {pool.slots} members"
-        lines += [
-            f"pool         {name}: {pool.engine}, {offered}" + (f", {pool.price_per_h:g}/h" if pool.price_per_h else "")
-        ]
-        made = SHOWN if engine.options.environment else None
-        told = agent_options(launch.hires.agent, engine)
-        ask = AllocationRequest(
-            f"{name}-1", coordinator, launching.URL, Credentials("<token>"), pool.slots, told, environment=made
+        price = f", {pool.price_per_h:g}/h" if pool.price_per_h else ""
+        lines += [f"pool         {name}: {pool.engine}, up to {pool.limit} machines of {pool.slots} members{price}"]
+        environment = SHOWN if engine.options.environment else None
+        request = AllocationRequest(
+            f"{name}-1",
+            coordinator,
+            launch_plan.URL_PLACEHOLDER,
+            Credentials("<token>"),
+            pool.slots,
+            agent_options(plan.pools.agent, engine),
+            environment=environment,
         )
-        shown = engine.render(ask)
-        lines += [f"             {shlex.join(shown.argv)}"]
-        lines += [f"             | {line}" for line in shown.text.splitlines()]
+        rendered = engine.render(request)
+        lines += [f"             {shlex.join(rendered.argv)}"]
+        lines += [f"             | {line}" for line in rendered.text.splitlines()]
     return lines
-
-
-def describe(launch: LaunchPlan, choices: ResolvedSettings, place: CoordinatorTarget) -> str:
-    """What would be started, for people."""
-    spec = launch.spec
-    lines = []
-    if launch.directory:
-        lines += [f"coordinator  {' '.join(launch.coordinator)}"]
-        lines += [f"agent        {' '.join(launch.agent)}"] if launch.agent else []
-        lines += [f"directory    {launch.directory}"]
-        lines += _describe_pools(launch)
-    else:
-        lines += [f"coordinator  {place.url} (standing)"]
-    if spec is not None:
-        kind = "module" if spec.module else "script"
-        low, high = spec.members
-        beside = " and an evaluator" if evaluating(choices) else ""
-        lines += [f"run          {spec.name}: {low} to {high} members{beside}", f"{kind}       {shlex.join(spec.argv)}"]
-        lines += [f"{role:<13}on {', '.join(asked.on)}" for role, asked in spec.roles.items() if asked.on]
-        lines += [f"in           {spec.cwd}"]
-        lines += [f"compat       {spec.compat}"] if spec.compat else []
-    changed = [one for one in choices.found.values() if one.source != "default"]
-    lines += [f"setting      {one.key.name} = {one.value}  ({one.source})" for one in changed]
-    return "\n".join(lines)

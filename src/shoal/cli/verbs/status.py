@@ -1,4 +1,4 @@
-"""`shoal status`: one run and its members, now."""
+"""`shoal status`: one run and its members now."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import click
 
-from shoal.cli.options import OutputOptions, with_frame, with_place
+from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import (
-    PARTS,
+    STEP_PARTS,
+    adjustments,
     budget,
+    checkpoint,
     cost,
-    decisions,
     efficiency,
     evaluation,
     event_files,
     progress,
-    saved,
-    spent,
+    step_times,
 )
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -28,25 +28,27 @@ from shoal.wire.api import MemberView, RunView
 
 @click.command()
 @click.argument("run", required=False)
-@with_place
-@with_frame
-def command(frame: OutputOptions, place: CoordinatorTarget, run: str | None) -> None:
+@with_target_options
+@with_output_options
+def command(output: OutputOptions, target: CoordinatorTarget, run: str | None) -> None:
     """Show a run and its members.
 
-    RUN is an id, a name, or the beginning of one; without it, the run that goes on or the newest.
+    RUN is an id, a name, or the beginning of one. Without it, the only active run is shown, or else the newest. The
+    settings of a run are shown by shoal config RUN.
     """
-    coordinator, view = run_lookup.find_run(place, run)
-    frame.answer(view, lambda: text(view, time.time(), live=coordinator.client is not None))
+    coordinator, view = run_lookup.find_run(target, run)
+    output.result(view, lambda: text(view, time.time(), live=coordinator.client is not None))
 
 
 def text(view: RunView, now: float, *, live: bool) -> str:
-    """A run for people."""
-    going = view.status not in run_lookup.OVER
-    gone = "  (its coordinator is not running; this is what it wrote last)" if going and not live else ""
+    """Return a run as text; `live` says whether its coordinator answered."""
+    active = view.status not in run_lookup.ENDED
+    stale = "  (its coordinator is not running; this is its last record)" if active and not live else ""
     lines = [
-        f"run         {view.run} ({view.name}), {view.status}{gone}",
+        f"run         {view.run} ({view.name}), {view.status}{stale}",
         f"script      {' '.join(view.argv)}",
         f"progress    {progress(view)}",
+        f"started     {table.moment(view.started, now)}",
         f"time        {table.span((view.ended or now) - view.started)}",
         f"members     {view.losses} lost, {view.joins} joined",
     ]
@@ -56,49 +58,51 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         lines.append(f"budget      {budget(view)}")
     if view.queued:
         lines.append(f"queue       number {view.queued}, waits for {view.waits_for}")
-    if told := efficiency(view):
-        lines.append(f"efficiency  {', '.join(told)}")
-    if found := evaluation(view):
-        lines.append(f"evaluated   {found}")
+    if phrases := efficiency(view):
+        lines.append(f"efficiency  {', '.join(phrases)}")
+    if evaluated := evaluation(view):
+        lines.append(f"evaluated   {evaluated}")
     if view.evaluation is not None and view.evaluation.export:
         lines.append(f"best model  {view.evaluation.export}")
-    lines += [f"{what:<12}{reason}" for what, reason in decisions(view)]
+    lines += [f"{what:<12}{reason}" for what, reason in adjustments(view)]
     if view.reason:
         lines.append(f"why         {view.reason}")
     if view.last_change:
         lines.append(f"last change {view.last_change}")
     if view.checkpoint_step is not None:
-        lines.append(f"checkpoint  {saved(view.checkpoint_step, view.checkpoint_path)}")
+        lines.append(f"checkpoint  {checkpoint(view.checkpoint_step, view.checkpoint_path)}")
     if view.exit_code is not None:
         lines.append(f"exit code   {view.exit_code}")
     lines.append(f"directory   {view.directory}")
     if view.tensorboard:
         lines.append(f"tensorboard {event_files(view.tensorboard, view.tensorboard_error)}")
-    if view.members and going:
-        ordered = sorted(view.members, key=lambda one: (one.rank is None, one.rank or 0, one.member))
-        lines += ["", _members(ordered)]
-        if seated := [one for one in ordered if one.rank is not None]:
-            lines += ["", _steps(seated)]
+    if view.members and active:
+        ordered = sorted(view.members, key=lambda member: (member.rank is None, member.rank or 0, member.member))
+        lines += ["", _member_table(ordered)]
+        if ranked := [member for member in ordered if member.rank is not None]:
+            lines += ["", _step_table(ranked)]
     return "\n".join(lines)
 
 
-def _members(members: Sequence[MemberView]) -> str:
+def _member_table(members: Sequence[MemberView]) -> str:
     rows = [
         (
-            one.member,
-            one.status,
-            "" if one.rank is None else str(one.rank),
-            "" if one.step is None else table.count(one.step),
-            f"{one.phase} for {table.span(one.phase_age_s)}" if one.phase else "",
-            str(one.pid),
-            one.host,
+            member.member,
+            member.status,
+            "" if member.rank is None else str(member.rank),
+            "" if member.step is None else table.count(member.step),
+            f"{member.phase} for {table.span(member.phase_age_s)}" if member.phase else "",
+            str(member.pid),
+            member.host,
         )
-        for one in members
+        for member in members
     ]
     return table.columns(("member", "status", "rank", "step", "phase", "pid", "host"), rows)
 
 
-def _steps(members: Sequence[MemberView]) -> str:
-    """Who has how much of a step, and where its time goes."""
-    rows = [(one.member, str(one.share), *spent(one), table.count(one.samples_per_s)) for one in members]
-    return table.columns(("member", "share", *PARTS, "samples/s"), rows)
+def _step_table(members: Sequence[MemberView]) -> str:
+    """Return each member's share of a step, and how long the parts of the step take."""
+    rows = [
+        (member.member, str(member.share), *step_times(member), table.count(member.samples_per_s)) for member in members
+    ]
+    return table.columns(("member", "share", *STEP_PARTS, "samples/s"), rows)

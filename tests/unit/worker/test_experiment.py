@@ -1,4 +1,4 @@
-"""What `experiment_fn` may return, and what is said of what it may not."""
+"""Checks of the experiment that `experiment_fn` returns."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from shoal.errors import BadExperiment
 from shoal.worker.experiment import Experiment, framework_of
 
 
-def class_of(*modules: str) -> Any:
-    """An object whose class descends from classes of these modules."""
+def object_from(*modules: str) -> Any:
+    """Return an object whose class descends from classes of these modules."""
     bases = tuple(type(f"Base{i}", (), {"__module__": module}) for i, module in enumerate(modules))
     return type("Mine", bases, {"__module__": "mine", "compiled": True})()
 
 
-TORCH, KERAS = class_of("torch.nn.modules.module"), class_of("keras.src.models.model")
+TORCH, KERAS = object_from("torch.nn.modules.module"), object_from("keras.src.models.model")
 
 
-def test_the_model_says_which_framework_trains_it() -> None:
+def test_framework_follows_from_the_model() -> None:
     assert framework_of(Experiment(model=TORCH, optimizer=1, loss=print, data=1, size=8), "f") == "torch"
     assert framework_of(Experiment(model=KERAS, data=1, size=8), "f") == "keras"
 
 
-def test_a_keras_model_on_the_torch_backend_is_a_keras_model() -> None:
-    both = class_of("torch.nn.modules.module", "keras.src.models.model")
+def test_keras_model_on_the_torch_backend_is_a_keras_model() -> None:
+    both = object_from("torch.nn.modules.module", "keras.src.models.model")
     assert framework_of(Experiment(model=both, data=1, size=8), "f") == "keras"
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (None, "returned nothing"),
         ({"model": 1}, "returned a dict"),
@@ -48,13 +48,13 @@ def test_a_keras_model_on_the_torch_backend_is_a_keras_model() -> None:
         (Experiment(model=KERAS, data=None, size=8), "no data"),
     ],
 )
-def test_what_cannot_be_trained_is_named(returned: object, said: str) -> None:
-    with pytest.raises(BadExperiment, match=said):
+def test_experiment_that_cannot_be_trained_is_rejected(returned: object, message: str) -> None:
+    with pytest.raises(BadExperiment, match=message):
         framework_of(returned, "experiment_fn")
 
 
-def test_a_model_that_is_not_compiled_is_named() -> None:
-    model = class_of("keras.src.models.model")
+def test_keras_model_that_is_not_compiled_is_rejected() -> None:
+    model = object_from("keras.src.models.model")
     model.compiled = False
     with pytest.raises(BadExperiment, match="not compiled"):
         framework_of(Experiment(model=model, data=1, size=8), "f")

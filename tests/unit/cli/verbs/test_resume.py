@@ -1,11 +1,11 @@
-"""When `shoal resume` may talk to a coordinator that still answers."""
+"""When `shoal resume` waits for a coordinator to end before it starts another."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shoal.cli.verbs.resume import _about_to_end
+from shoal.cli.verbs.resume import _is_shutting_down
 from shoal.launch.supervisor import COORDINATOR_LOG
 
 
@@ -22,13 +22,13 @@ def coordinator(directory: Path | None, live: bool) -> SimpleNamespace:
         (False, True, "stopped", False),
     ],
 )
-def test_only_an_embedded_coordinator_whose_run_is_over_is_about_to_end(
+def test_only_the_coordinator_of_an_ended_shoal_run_is_shutting_down(
     tmp_path: Path, embedded: bool, live: bool, status: str, ends: bool
 ) -> None:
     if embedded:
         (tmp_path / COORDINATOR_LOG).touch()
-    assert _about_to_end(coordinator(tmp_path, live), SimpleNamespace(status=status)) is ends
+    assert _is_shutting_down(coordinator(tmp_path, live), SimpleNamespace(status=status)) is ends
 
 
-def test_a_coordinator_elsewhere_is_taken_as_it_is() -> None:
-    assert not _about_to_end(coordinator(None, live=True), SimpleNamespace(status="stopped"))
+def test_remote_coordinator_is_never_waited_for() -> None:
+    assert not _is_shutting_down(coordinator(None, live=True), SimpleNamespace(status="stopped"))

@@ -1,4 +1,4 @@
-"""Whoever waits for a coordinator to end waits until it has given back what it hired."""
+"""A supervisor waits for its coordinator until all machines are released."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.wire.pool_files import CoordinatorPools
 
 pytestmark = pytest.mark.process
 
-# It takes longer than anybody would wait for one that says nothing.
+# Takes longer than the supervisor would wait for a coordinator that reports nothing.
 COORDINATOR = """
 import os, sys, time
 from pathlib import Path
@@ -23,26 +23,25 @@ from shoal.wire.pool_files import ReleaseProgress, say_leaving
 where, lifeline = Path(sys.argv[1]), int(sys.argv[sys.argv.index("--lifeline") + 1])
 (where / "ready").touch()
 os.read(lifeline, 1)
-for left in range(40, 0, -1):
-    say_leaving(where, ReleaseProgress(left, time.time() + 60.0))
+for remaining in range(40, 0, -1):
+    say_leaving(where, ReleaseProgress(remaining, time.time() + 60.0))
     time.sleep(0.1)
-(where / "given back").touch()
+(where / "released").touch()
 """
 
 
-def test_a_coordinator_is_not_killed_before_it_has_given_back_what_it_hired(
+def test_coordinator_is_not_killed_before_its_machines_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_supervisor, "HIRES_GRACE_S", 2.0)
+    monkeypatch.setattr(launch_supervisor, "RELEASE_GRACE_S", 2.0)
     argv = (sys.executable, "-c", COORDINATOR, str(tmp_path))
-    supervisor = Supervisor(LaunchPlan(str(tmp_path), argv, (), hires=CoordinatorPools({})))
+    supervisor = Supervisor(LaunchPlan(str(tmp_path), argv, (), pools=CoordinatorPools({})))
     supervisor._coordinator.start()
     while not (tmp_path / "ready").exists():
         assert supervisor._coordinator.running()
-    said: list[str] = []
-    supervisor.close(None, said.append)
-    assert (tmp_path / "given back").exists()
-    assert said
-    assert "giving back" in said[0]
-    assert "which may take" in said[0]
+    notes: list[str] = []
+    supervisor.close(None, notes.append)
+    assert (tmp_path / "released").exists()
+    assert "releasing" in notes[0]
+    assert "this may take" in notes[0]
     assert not supervisor._coordinator.running()

@@ -1,0 +1,19 @@
+"""What `shoal fetch` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.cli.verbs.fetch import text
+from shoal.launch.download import DownloadResult
+
+
+def test_long_listing_is_cut() -> None:
+    many = DownloadResult(tuple(f"f{number}" for number in range(30)), 1, 2)
+    shown = text(many, Path("to"))
+    assert shown.startswith("downloaded f0, f1,")
+    assert shown.endswith("… to to; 2 files already up to date")
+
+
+def test_run_without_outputs_is_reported() -> None:
+    assert text(DownloadResult((), 0, 0), Path("to")).startswith("nothing to download")

@@ -1,0 +1,55 @@
+"""`shoal logs --member` with a member that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.unit.views import member_view, run_view, story_line
+
+from shoal.cli.verbs.logs import check_member
+from shoal.errors import UsageError
+from shoal.wire.api import LogPage, RunView, StoryLine
+
+
+class Records:
+    """Records of one run with this story."""
+
+    def __init__(self, *lines: StoryLine) -> None:
+        self.lines = lines
+
+    def runs(self) -> tuple[RunView, ...]:
+        return ()
+
+    def run(self, run: str) -> RunView:
+        return run_view(run)
+
+    def story(self, run: str, member: str = "", after: int = 0, limit: int = 1000) -> tuple[StoryLine, ...]:
+        del run
+        lines: Sequence[StoryLine] = [line for line in self.lines if line.seq > after and member in ("", line.member)]
+        return tuple(lines[:limit])
+
+    def logs(self, *arguments: Any) -> LogPage:
+        raise NotImplementedError
+
+
+def test_unknown_member_is_an_error_with_the_existing_members() -> None:
+    records = Records(story_line(1, "MemberConnected", member="spot/1"))
+    view = run_view(members=(member_view("local/0"),))
+    with pytest.raises(UsageError) as caught:
+        check_member(records, view, "local/7")
+    assert caught.value.what == "run train-7f3k has no member local/7"
+    assert caught.value.do == "its members are local/0, spot/1"
+
+
+def test_present_and_former_members_are_accepted() -> None:
+    records = Records(story_line(1, "MemberConnected", member="spot/1"))
+    check_member(records, run_view(members=(member_view("local/0"),)), "local/0")
+    check_member(records, run_view(members=()), "spot/1")
+
+
+def test_run_without_members_says_so() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_member(Records(), run_view(members=()), "local/0")
+    assert caught.value.do == "it has had no members yet"

@@ -1,0 +1,28 @@
+"""The table of `shoal ps`."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from tests.unit.views import run_view
+
+from shoal.cli.verbs import ps
+
+
+def test_queued_run_is_shown_with_its_place_and_what_it_waits_for() -> None:
+    queued = run_view(
+        status="starting", queued=2, waits_for="a slot; held by other (4)", since=10.0, started=10.0, user="bob"
+    )
+    shown = ps.text([queued, run_view(started=10.0)], 70.0)
+    assert "starting, number 2" in shown
+    assert "a slot; held by other (4), for 1 min 0 s" in shown
+    assert "WAITS FOR" not in ps.text([run_view(started=10.0)], 70.0)
+
+
+def test_start_time_is_shown_with_its_date_unless_it_is_today() -> None:
+    noon = time.mktime((2026, 11, 17, 12, 0, 0, 0, 0, -1))
+    shown = ps.text([run_view("a", started=noon), run_view("b", started=noon - 86400)], noon + 60)
+    assert re.search(r"^a .* 12:00:00 +1 min 0 s", shown, re.M)
+    assert re.search(r"^b .* 2026-11-16 12:00 +24 h", shown, re.M)
+    assert "STARTED" in shown

@@ -1,0 +1,31 @@
+"""Checks of this machine."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from shoal.doctor.local_check import check_machine
+
+
+def verdict_of(what: str, home: Path, ports: str = "") -> tuple[str, str]:
+    (check,) = [check for check in check_machine(home, ports) if check.what == what]
+    return check.verdict, check.finding
+
+
+def test_each_check_has_a_verdict_and_nothing_is_created(tmp_path: Path) -> None:
+    home = tmp_path / "not" / "yet"
+    subjects = [check.what for check in check_machine(home, "")]
+    assert subjects == ["python", "torch", "loopback", "ports", "SHOAL_HOME", "disk", "clock", "name", "/dev/shm"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_home_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert verdict_of("SHOAL_HOME", tmp_path / "file")[0] == "bad"
+
+
+def test_port_range_that_is_in_use_is_bad(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert verdict_of("ports", tmp_path, f"{port}-{port}") == ("bad", f"0 of 1 free in {port}-{port}")

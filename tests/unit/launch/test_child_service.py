@@ -1,0 +1,27 @@
+"""How often a service that dies is restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.launch.child_service import RESTARTS, last_lines, restart_delay_s
+
+
+def test_restart_delay_grows_and_ends() -> None:
+    deaths = [float(n) for n in range(RESTARTS + 1)]
+    delays = [restart_delay_s(deaths[: n + 1], now=deaths[n]) for n in range(RESTARTS + 1)]
+    assert delays[0] == 0.0
+    assert delays[-1] is None
+    waits = [delay for delay in delays if delay is not None]
+    assert waits == sorted(waits)
+
+
+def test_old_deaths_do_not_count() -> None:
+    assert restart_delay_s([float(n) for n in range(20)] + [1000.0], now=1000.0) == 0.0
+
+
+def test_last_lines_of_a_log_are_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log) == ""
+    log.write_text("".join(f"{number}\n" for number in range(100)))
+    assert [line.strip() for line in last_lines(log, 2).splitlines()] == ["98", "99"]

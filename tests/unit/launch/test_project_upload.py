@@ -1,0 +1,39 @@
+"""Which files of a project are uploaded: never Shoal's own, and no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.project_upload import files_to_send
+
+
+def test_files_of_shoal_are_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "project" / "mine"
+    (home / "coordinators").mkdir(parents=True)
+    (home / "coordinators" / "token").write_text("secret")
+    (tmp_path / "project" / ".shoal").mkdir()
+    (tmp_path / "project" / ".shoal" / "token").write_text("secret")
+    (tmp_path / "project" / "train.py").write_text("")
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    assert set(files_to_send(tmp_path / "project", {"more": tmp_path})) == {"train.py", "more"}
+
+
+def test_tokens_of_coordinators_and_users_are_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    root = tmp_path / "project"
+    for name in (
+        "srv/token",
+        "srv/journal.jsonl",
+        "srv/key.pem",
+        "srv/tokens/ada",
+        "lib/token",
+        "ada.token",
+        "train.py",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("secret")
+    (root / "linked.token").symlink_to("ada.token")
+    monkeypatch.chdir(root)
+    assert set(files_to_send(root, {}, "ada.token")) == {"lib/token", "train.py"}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+# Some CPUs announce AMX but may not use it: bfloat16 would then end torch and TensorFlow with SIGILL. Processes that
+# tests start inherit the variable.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 KERAS = Path(__file__).parent / "keras"
 # Examples are counted, never timed: a slow or busy machine must not turn a property test red.

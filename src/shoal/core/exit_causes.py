@@ -30,6 +30,12 @@ _VICTIM_KINDS = (
 )
 # What the machine does to a process, in contrast to what its own code does.
 _MACHINE_SIGNALS = frozenset({signals.SIGKILL, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGABRT})
+# Seen on virtual machines: the CPU announces amx_bf16, the kernel does not permit AMX, and oneDNN (torch, TensorFlow)
+# uses it all the same for bfloat16 matrix products.
+_ILLEGAL_INSTRUCTION = (
+    "the CPU rejected an instruction; a bfloat16 matrix product does that where the CPU announces amx_bf16 but may not "
+    "use it — do: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,8 @@ def _of_signal(end: ExitFacts) -> ExitCause:
         return ExitCause("user", "KeyboardInterrupt")
     if end.signal in _MACHINE_SIGNALS:
         words = f": {end.last_output}" if end.last_output else ""
-        return ExitCause("infrastructure", f"crashed by signal {end.signal} ({name}){words}")
+        hint = f"; {_ILLEGAL_INSTRUCTION}" if end.signal == signals.SIGILL else ""
+        return ExitCause("infrastructure", f"crashed by signal {end.signal} ({name}){words}{hint}")
     return ExitCause("infrastructure", f"killed by signal {end.signal} ({name})")
 
 

@@ -25,7 +25,7 @@ x = np.random.default_rng(0).normal(size=(48, 3))
 
 class Capture(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        parts = shoal.join()._keeper.parts
+        parts = shoal.join()._training_state.parts
         _, buffers = capture({name: parts[name] for name in ("model", "metrics")})
         before = [one.copy() for one in buffers]
         model(keras.ops.convert_to_tensor(x), training=True)

@@ -480,7 +480,7 @@ def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> N
         def note(who: str) -> Callable[[], None]:
             return lambda: seen[who].append(held(model.variables))
 
-        session.before_change, run._keeper.before_change = note("session"), note("keeper")  # type: ignore[method-assign]
+        session.before_change, run._training_state.before_change = note("session"), note("keeper")  # type: ignore[method-assign]
 
     (one,) = trained(1, "local:3", lambda: made(adam), seat=seat)
     began = [precise(lambda: held(made().variables)), *one["weights"][:-1]]
@@ -492,13 +492,13 @@ def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> N
 def test_moments_and_the_outer_momentum_are_handed_over() -> None:
     (one,) = trained(1, "local:2", lambda: made(adam), outer=(0.7, 0.9))
     run, trainer = one["run"], one["trainer"]
-    header, buffers = run._keeper.capture()
+    header, buffers = run._training_state.capture()
     saved = [raw.copy() for raw in buffers]
     held_before = [velocity.value.copy() for velocity in trainer._outer.velocities]
     assert all(value.any() for value in held_before)
     for velocity in trainer._outer.velocities:
         velocity.value[...] = 7.0
-    run._keeper.load(header, saved)
+    run._training_state.load(header, saved)
     for velocity, before in zip(trainer._outer.velocities, held_before, strict=True):
         assert (velocity.value == before).all()
 

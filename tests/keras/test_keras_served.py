@@ -233,7 +233,7 @@ def test_every_shard_steps_for_itself_and_can_be_handed_over_at_any_time(which: 
     for mine, its in zip(second.trainable_variables, plain.trainable_variables, strict=True):
         mine, its = keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(its)
         np.testing.assert_allclose(mine, its, rtol=0, atol=BOUND)
-    vaults[1].renew(1)
+    vaults[1].reset(1)
     for mine, its in zip(layouts[1].parts[1], vaults[1]._built[1], strict=True):
         assert (keras.ops.convert_to_numpy(mine) == its).all()
     assert vaults[1].version(1) == 0

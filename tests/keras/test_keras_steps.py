@@ -539,9 +539,9 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
         callbacks = [shoal.Elastic(stop, Once(str(tmp_path / "log.csv")), run=run)]
         found = shoal.batches(*given, size=SIZE, shares="fixed:1,2,3")
         model.fit(found, epochs=9, verbose=0, callbacks=callbacks)
-        saved = run._keeper.capture()
+        saved = run._training_state.capture()
         stop.wait = stop.best = -1
-        run._keeper.load(saved[0], saved[1])
+        run._training_state.load(saved[0], saved[1])
         return run.step, stop.wait, float(stop.best)
 
     found = together(3, body)

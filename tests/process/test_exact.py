@@ -277,9 +277,9 @@ def test_a_step_that_is_done_again_gives_the_same_bits() -> None:
 
     def fail_once(run: Run) -> None:
         # as when a world breaks between two shards: the step begins anew, with what the buffers were at its start
-        if run.step == 2 and run._trainer.turn.piece == 3 and not failed:
+        if run.step == 2 and run._trainer.current.index == 3 and not failed:
             failed.append(run.step)
-            run._trainer.turn.spoiled = True
+            run._trainer.current.discarded = True
 
     again = together(1, train(build=normed, each=fail_once))[0]
     same_bits(again, together(3, train(build=normed))[0])

@@ -287,7 +287,7 @@ def test_a_schedule_of_epochs_or_rounds_is_not_hurried(when: Callable[[Run], boo
 def test_a_schedule_that_is_stepped_now_and_then_is_refused() -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731
     with pytest.raises((UnsupportedWithLocalSgd, ExchangeBroken), match=r"stepped after some|UnsupportedWithLocalSgd"):
-        together(2, train("local:4", schedule=decay, when=lambda run: run._trainer.turn.piece == 1))
+        together(2, train("local:4", schedule=decay, when=lambda run: run._trainer.current.index == 1))
 
 
 def test_a_scaler_scales_every_members_own_gradients() -> None:

@@ -26,7 +26,7 @@ def train(session, shares="equal", micro=None, optimizer=torch.optim.SGD):
         run.backward(((model(a).squeeze(1) - b) ** 2).mean())
         optimizer.step()
         optimizer.zero_grad()
-    noise = run._trainer.soundings.noise
+    noise = run._trainer.noise_sampler.noise
     return noise.variance, noise.signal
 
 

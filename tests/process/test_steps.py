@@ -380,7 +380,7 @@ def test_members_that_disagree_on_their_shares_are_told_before_anything_is_appli
             run.backward(torch.nn.functional.mse_loss(model(x), y))
             optimizer.step()
 
-    with pytest.raises(MembersDiverged, match="do not agree on their shares"):
+    with pytest.raises(MembersDiverged, match="disagree on their shares"):
         together(2, body)
 
 

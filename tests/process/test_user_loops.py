@@ -239,9 +239,9 @@ def test_whatever_has_a_state_can_be_attached_and_twice_is_once() -> None:
             optimizer.step()
             optimizer.zero_grad()
             counter.seen += run.committed
-        header, buffers = run._keeper.capture()
+        header, buffers = run._training_state.capture()
         counter.seen = 0
-        run._keeper.load(header, buffers)
+        run._training_state.load(header, buffers)
         return counter.seen
 
     check(loop)

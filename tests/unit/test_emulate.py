@@ -12,7 +12,7 @@ from shoal import settings
 from shoal.core.emulation import EmulatedMachine, Emulation, member_number, parse
 from shoal.errors import BadEmulation
 from shoal.testing.emulated_speeds import best_shares, machines, step_s
-from shoal.worker.training.slowdown import Clocks, FixedStepCost, Slowdown, StretchedCompute, pace_of
+from shoal.worker.training.slowdown import Clocks, FixedStepCost, Slowdown, StretchedCompute, slowdown_for
 
 SPEEDS = st.floats(0.001, 1)
 
@@ -235,11 +235,11 @@ def test_work_that_takes_longer_than_its_cost_is_not_delayed() -> None:
 
 
 def test_a_member_as_fast_as_it_is_has_no_pace() -> None:
-    assert pace_of("local/0", "") is None
-    assert pace_of("local/0", "1,0.5") is None
-    assert isinstance(pace_of("local/1", "1,0.5"), StretchedCompute)
-    assert isinstance(pace_of("local/0", "1:0.5@9"), StretchedCompute)
-    assert isinstance(pace_of("local/0", "sample_s=0.1,1,0.5"), FixedStepCost)
+    assert slowdown_for("local/0", "") is None
+    assert slowdown_for("local/0", "1,0.5") is None
+    assert isinstance(slowdown_for("local/1", "1,0.5"), StretchedCompute)
+    assert isinstance(slowdown_for("local/0", "1:0.5@9"), StretchedCompute)
+    assert isinstance(slowdown_for("local/0", "sample_s=0.1,1,0.5"), FixedStepCost)
 
 
 # --- what tests compare with

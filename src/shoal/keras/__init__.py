@@ -8,13 +8,13 @@ Example::
 
 from __future__ import annotations
 
-from shoal.worker.framework import missing
+from shoal.worker.framework import missing_framework_error
 
 try:
     from shoal.keras.data.batches import Batches, batches
     from shoal.keras.elastic import Elastic
     from shoal.keras.run import Run, elastic, join
 except ModuleNotFoundError as error:
-    raise missing(error) from None
+    raise missing_framework_error(error) from None
 
 __all__ = ["Batches", "Elastic", "Run", "batches", "elastic", "join"]

@@ -11,7 +11,7 @@ import keras
 
 from shoal.errors import BadEvaluation
 from shoal.worker.evaluation import evaluate as evaluation_evaluate
-from shoal.worker.training.metrics import number_of
+from shoal.worker.training.metrics import to_float
 
 SUFFIXES = (".keras", ".h5")
 
@@ -30,7 +30,7 @@ def wish(
         return None
     if export is not None and not os.fspath(export).endswith(SUFFIXES):
         raise BadEvaluation(f"a Keras model cannot be kept in {os.fspath(export)}", do="let its name end with .keras")
-    return evaluation_evaluate.wish(
+    return evaluation_evaluate.evaluation_request(
         evaluate if callable(evaluate) else _scored(evaluate, model), best, patience, export
     )
 
@@ -49,5 +49,5 @@ def scalars_of(logs: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError):
-            found[name] = number_of(value)
+            found[name] = to_float(value)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from shoal.keras import Batches, Elastic, Run, batches, join
-from shoal.worker.evaluation.evaluate import numbers_of
+from shoal.worker.evaluation.evaluate import check_scores
 from shoal.worker.experiment import Experiment
 
 
@@ -40,7 +40,7 @@ class _Scoring(keras.callbacks.Callback):  # type: ignore[misc]
         self._run, self._score = run, score
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self._run.log(**numbers_of(self._score(), None))
+        self._run.log(**check_scores(self._score(), None))
 
 
 def _data(experiment: Experiment) -> Batches:

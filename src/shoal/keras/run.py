@@ -29,7 +29,7 @@ from shoal.worker.parameter_server import sharded_checkpoint as parameter_server
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.training.metrics import checked
+from shoal.worker.training.metrics import check_metrics
 from shoal.worker.training.training_state import StateCodec
 
 
@@ -41,7 +41,7 @@ class Run(BaseRun):
             session,
             name,
             directory,
-            parameter_server_sharded_checkpoint.reading(session, StateCodec(capture, restore), self._load),
+            parameter_server_sharded_checkpoint.checkpoint_codec(session, StateCodec(capture, restore), self._load),
         )
         # Whether what is a step to the run is a round of several global batches.
         self.in_rounds = bool(sync_mode.parse(session.settings.sync).local)
@@ -52,8 +52,8 @@ class Run(BaseRun):
     @property
     def share(self) -> int:
         """How many samples of the global batch, or of the round, this member has in this step."""
-        turn = self._trainer.turn if self._trainer is not None else None
-        return turn.samples if turn is not None else 0
+        current = self._trainer.current if self._trainer is not None else None
+        return current.samples if current is not None else 0
 
     @property
     def is_writer(self) -> bool:
@@ -76,7 +76,7 @@ class Run(BaseRun):
 
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run."""
-        numbers = checked(metrics)
+        numbers = check_metrics(metrics)
         if self._trainer is not None:
             self._trainer.metrics.update(numbers)
 
@@ -117,8 +117,8 @@ class Run(BaseRun):
         backend, session = backend_of(model, guard, jit), self._session
         self._backend = backend
         kind = self._kind(KerasTrainer, KerasLocalTrainer, KerasServedTrainer)
-        trainer: AnyTrainer = kind(session, self._keeper, backend)
-        feed, described = batches.feed(trainer, self._keeper, self._session.settings, epochs)
+        trainer: AnyTrainer = kind(session, self._training_state, backend)
+        feed, described = batches.feed(trainer, self._training_state, self._session.settings, epochs)
         self._trainer = trainer
         self._follow_if_evaluator(model)
         if isinstance(trainer, KerasTrainer):
@@ -139,8 +139,8 @@ class Run(BaseRun):
         backend, session = backend_of(model, guard), self._session
         self._backend = backend
         kind = self._kind(KerasLoopTrainer, KerasLocalLoop, KerasServedLoop)
-        trainer: KerasLoopTrainer | KerasServedLoop = kind(session, self._keeper, backend)
-        feed, described = batches.feed(trainer, self._keeper, self._session.settings, batches.epochs)
+        trainer: KerasLoopTrainer | KerasServedLoop = kind(session, self._training_state, backend)
+        feed, described = batches.feed(trainer, self._training_state, self._session.settings, batches.epochs)
         trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
         iterate_with(None)  # batches that are made from now on are for somebody else
         self._follow_if_evaluator(model)
@@ -162,7 +162,7 @@ class Run(BaseRun):
         evaluate, asked = self._evaluation
         wished = wish(evaluate, model, **asked)
         if isinstance(self._session, EvaluatorSession):
-            raise evaluation_evaluate.follow(self._session, self._keeper, wished, model.save)
+            raise evaluation_evaluate.evaluate_checkpoints(self._session, self._training_state, wished, model.save)
 
     def _load(self, _parts: Mapping[str, Any], shards: parameter_server_sharded_checkpoint.Parts) -> None:
         assert self._backend is not None

@@ -29,12 +29,12 @@ class FixedWorldSession(StandaloneSession):
         self.world, self.exchange = world, ring
         self.is_writer = rank == 0
 
-    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
+    def begin(self, fingerprint: str, training_state: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
         """A ghost is let in as a newcomer is: behind a shadow."""
         assert self.world is not None
-        zero_buffers = keeper.zero_buffers() if self.rank in self.world.catching_up else None
+        zero_buffers = training_state.zero_buffers() if self.rank in self.world.catching_up else None
         if zero_buffers is not None and isinstance(self.exchange, Ring):
-            self.exchange = CatchUpExchange(self.exchange, zero_buffers, keeper.is_last_step)
+            self.exchange = CatchUpExchange(self.exchange, zero_buffers, training_state.is_last_step)
 
 
 def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[int, ...] = ()) -> list[T]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import atexit
 
 from shoal.worker import join as worker_join
-from shoal.worker.framework import missing
+from shoal.worker.framework import missing_framework_error
 
 try:
     from shoal.torch.run import Run
 except ModuleNotFoundError as error:
-    raise missing(error) from None
+    raise missing_framework_error(error) from None
 
 __all__ = ["Run", "join"]
 

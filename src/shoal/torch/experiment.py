@@ -9,7 +9,7 @@ import torch
 
 from shoal.errors import BadExperiment
 from shoal.torch import join
-from shoal.worker.evaluation.evaluate import numbers_of
+from shoal.worker.evaluation.evaluate import check_scores
 from shoal.worker.experiment import Experiment
 
 
@@ -45,7 +45,7 @@ def evaluate(experiment: Experiment) -> dict[str, float]:
     with torch.no_grad():
         found = experiment.evaluation(model)
     model.train(training)
-    return numbers_of(found, None)
+    return check_scores(found, None)
 
 
 def _loss(experiment: Experiment, batch: Any) -> tuple[Any, float | None]:

@@ -46,10 +46,12 @@ def _refuse_unindexed(dataset: Any) -> None:
 
 
 class Feeds:
-    """Makes the feed of a run's loop; what of it is state of the run is given to the keeper."""
+    """Makes the feed of a run's loop; what of it is state of the run is given to the training_state."""
 
-    def __init__(self, trainer: TorchTrainer | TorchServedTrainer, keeper: TrainingState, settings: Any) -> None:
-        self._trainer, self._keeper, self._settings = trainer, keeper, settings
+    def __init__(
+        self, trainer: TorchTrainer | TorchServedTrainer, training_state: TrainingState, settings: Any
+    ) -> None:
+        self._trainer, self._training_state, self._settings = trainer, training_state, settings
 
     def of_dataset(
         self,
@@ -91,7 +93,7 @@ class Feeds:
                 "a stream cannot be read in exact mode", do="use run.batches, or leave the setting exact out"
             )
         feed = StreamFeed(layout, reader, self.balance(shares, ahead=0))
-        self._keeper.parts["stream"] = feed
+        self._training_state.parts["stream"] = feed
         return feed
 
     def _of_rounds(
@@ -107,7 +109,7 @@ class Feeds:
     def _chosen(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer, bounds: Bounds) -> AutoFeed:
         trainer, settings = self._trainer, self._settings
         if not isinstance(trainer, TorchTrainer):
-            raise trainer.unusable("a global batch that is chosen while training", "pass a number as batch")
+            raise trainer.unsupported("a global batch that is chosen while training", "pass a number as batch")
         if not trainer.optimizers:
             raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
         law = (
@@ -116,15 +118,15 @@ class Feeds:
             else settings.lr_scaling
         )
         trainer.auto = AutoBatch(order.size, bounds, law, ahead=max(1, balance.ahead))
-        trainer.soundings.every = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
-        feed = AutoFeed(order, loader, balance, trainer.auto, trainer.soundings.noise)
-        self._keeper.parts["batch"] = feed
+        trainer.noise_sampler.every_steps = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
+        feed = AutoFeed(order, loader, balance, trainer.auto, trainer.noise_sampler.noise)
+        self._training_state.parts["batch"] = feed
         return feed
 
     def balance(self, shares: str | None, ahead: int, first_windows: tuple[int, ...] = FIRST_WINDOWS) -> ShareBalancer:
         """What deals out the shares, by the settings; it is state of the run."""
         balance = make_balancer(self._settings, shares, ahead, first_windows)
-        self._keeper.parts["shares"] = balance
+        self._training_state.parts["shares"] = balance
         return balance
 
     def _needs_pairs(self) -> bool:

@@ -35,7 +35,7 @@ from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.ticket_loop import TicketStep
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.training.metrics import checked, refuse
+from shoal.worker.training.metrics import bad_metric, check_metrics
 from shoal.worker.training.training_state import StateCodec
 
 
@@ -47,43 +47,45 @@ class Run(BaseRun):
             session,
             name,
             directory,
-            parameter_server_sharded_checkpoint.reading(session, StateCodec(capture_bytes, restore), load),
+            parameter_server_sharded_checkpoint.checkpoint_codec(session, StateCodec(capture_bytes, restore), load),
         )
         self._trainer: TorchTrainer | TorchServedTrainer
         if isinstance(session, ServedSession):
-            self._trainer = TorchServedTrainer(session, self._keeper)
+            self._trainer = TorchServedTrainer(session, self._training_state)
         else:
             mode = sync_mode.parse(session.settings.sync)
             self._trainer = (
-                TorchLocalTrainer(session, self._keeper, mode) if mode.local else TorchTrainer(session, self._keeper)
+                TorchLocalTrainer(session, self._training_state, mode)
+                if mode.local
+                else TorchTrainer(session, self._training_state)
             )
-            self._keeper.parts["noise"] = self._trainer.soundings.noise
+            self._training_state.parts["noise"] = self._trainer.noise_sampler.noise
         self._evaluation: evaluation_evaluate.EvaluationRequest | None = None
-        self._feeds = Feeds(self._trainer, self._keeper, session.settings)
+        self._feeds = Feeds(self._trainer, self._training_state, session.settings)
 
     # --- where the run is
 
     @property
     def epoch(self) -> int:
         """The epoch of the batch that was given out last."""
-        turn = self._trainer.turn
-        return turn.epoch if turn is not None else 0
+        current = self._trainer.current
+        return current.epoch if current is not None else 0
 
     @property
     def epoch_ended(self) -> bool:
         """Whether the step that was just committed was the last of its epoch."""
-        turn, feed = self._trainer.turn, self._trainer.feed
-        if turn is None or feed is None or not turn.committed:
+        current, feed = self._trainer.current, self._trainer.feed
+        if current is None or feed is None or not current.committed:
             return False
-        if isinstance(turn, TicketStep):
-            return turn.last_of_epoch
-        return feed.ended(self.step) or feed.cursor(self.step).epoch > turn.epoch
+        if isinstance(current, TicketStep):
+            return current.last_of_epoch
+        return feed.ended(self.step) or feed.cursor(self.step).epoch > current.epoch
 
     @property
     def share(self) -> int:
         """How many samples of the global batch this member has in this step."""
-        turn = self._trainer.turn
-        return turn.samples if turn is not None else 0
+        current = self._trainer.current
+        return current.samples if current is not None else 0
 
     @property
     def committed(self) -> bool:
@@ -102,17 +104,17 @@ class Run(BaseRun):
                 if trainer.model is None:
                     guard_model(trainer, part)
                 trainer.model = part
-                self._keeper.parts["model"] = part
-            elif any(part is known for known in self._keeper.parts.values()):
+                self._training_state.parts["model"] = part
+            elif any(part is known for known in self._training_state.parts.values()):
                 continue
             elif isinstance(part, torch.optim.Optimizer):
                 guard_optimizer(trainer, part)
                 trainer.optimizers.append(part)
-                self._keeper.parts[f"optimizer{len(trainer.optimizers)}"] = part
+                self._training_state.parts[f"optimizer{len(trainer.optimizers)}"] = part
             elif isinstance(part, torch.amp.GradScaler):
                 trainer.refuse_scaler()
                 guard_scaler(trainer, part)
-                self._keeper.parts["scaler"] = part
+                self._training_state.parts["scaler"] = part
             elif part is not None:
                 self._attach_other(part)
         return parts[0] if len(parts) == 1 else parts
@@ -129,14 +131,14 @@ class Run(BaseRun):
         if kind == "scheduler":
             guard_scheduler(self._trainer, part)
             self._trainer.schedulers.append(part)
-        count = sum(name.startswith(kind) for name in self._keeper.parts)
-        self._keeper.parts[f"{kind}{count + 1}"] = part
+        count = sum(name.startswith(kind) for name in self._training_state.parts)
+        self._training_state.parts[f"{kind}{count + 1}"] = part
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
         self._feeds.refuse_locally(True, "run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
         if not isinstance(self._trainer, TorchTrainer):
-            raise self._trainer.unusable("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
+            raise self._trainer.unsupported("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -221,7 +223,7 @@ class Run(BaseRun):
         ``min:loss``. The best model so far is kept in `export`, and after `patience` evaluations that found no better
         one the run ends early. Trainers only take note of it.
         """
-        self._evaluation = evaluation_evaluate.wish(fn, best, patience, export)
+        self._evaluation = evaluation_evaluate.evaluation_request(fn, best, patience, export)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Compute gradients and sum them over all members; on return they are those of the whole global batch.
@@ -238,9 +240,9 @@ class Run(BaseRun):
     def log(self, **metrics: Any) -> None:
         """Show these numbers with the run, once the step at hand counts."""
         tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
-        numbers = checked({name: one for name, one in metrics.items() if name not in tensors})
-        turn = self._trainer.turn
-        (self._trainer.metrics if turn is None or turn.committed else turn.logged).update(tensors | numbers)
+        numbers = check_metrics({name: one for name, one in metrics.items() if name not in tensors})
+        current = self._trainer.current
+        (self._trainer.metrics if current is None or current.committed else current.metrics).update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
         """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it.
@@ -282,7 +284,9 @@ class Run(BaseRun):
 
         asked = self._evaluation
         mine = dataclasses.replace(asked, score=score) if asked is not None else None
-        raise evaluation_evaluate.follow(session, self._keeper, mine, lambda path: torch.save(model.state_dict(), path))
+        raise evaluation_evaluate.evaluate_checkpoints(
+            session, self._training_state, mine, lambda path: torch.save(model.state_dict(), path)
+        )
         yield
 
     def _identity(self, described: dict[str, Any]) -> str:
@@ -297,5 +301,5 @@ def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose number is read when it is told, so that nobody waits for a device here."""
     if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
-        raise refuse(name, kind, f"it is on {tensor.device} and has shape {tuple(tensor.shape)}")
+        raise bad_metric(name, kind, f"it is on {tensor.device} and has shape {tuple(tensor.shape)}")
     return tensor.detach()

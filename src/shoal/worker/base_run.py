@@ -1,4 +1,4 @@
-"""What a run is to the script of a member, in any framework."""
+"""Base of the public `Run` objects: what a script can ask of its run in any framework."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shoal.worker.training.training_state import StateCodec, TrainingState, User
 
 
 class BaseRun(ABC):
-    """Where the run is, and what the script adds to its state; frameworks add how to train."""
+    """This member's view of the run, and the script's additions to its state; frameworks add how to train."""
 
     def __init__(
         self, session: Session | ServedSession | StandaloneSession, name: str, directory: str, codec: StateCodec
     ) -> None:
         self._session = session
-        self._keeper = TrainingState(session, name, directory, codec)
+        self._training_state = TrainingState(session, name, directory, codec)
 
     @property
     def step(self) -> int:
-        """How many steps have been committed."""
+        """Number of committed steps."""
         return self._session.step or 0
 
     @property
     def world(self) -> int:
-        """The number of the world that this member is in."""
+        """Number of the world that this member is in, 0 if it is in none."""
         world = self._session.world
         return world.number if world is not None else 0
 
@@ -40,24 +40,24 @@ class BaseRun(ABC):
 
     @property
     def size(self) -> int:
-        """How many members the world has."""
+        """Number of members in this world."""
         return self._session.size
 
     @property
     @abstractmethod
     def share(self) -> int:
-        """How many samples of the global batch this member has in this step."""
+        """Number of samples that this member computes of the current global batch."""
 
     @property
     def member(self) -> str:
         return self._session.me
 
     def state(self, name: str, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
-        """Make something of the script's own part of the state that joiners and checkpoints carry."""
-        self._keeper.parts[f"user:{name}"] = UserState(save, load)
+        """Add something of the script's own to the state that joining members and checkpoints receive."""
+        self._training_state.parts[f"user:{name}"] = UserState(save, load)
 
     def _save_once(self, path: str, write: Callable[[], None], looping: bool) -> None:
-        """Let exactly one member write a file; in a loop, once for each step in which it is asked to."""
+        """Let exactly one member write a file: once per run, or inside a loop once per step."""
         name = f"{path} at step {self.step}" if looping else path
         if self._session.claim(name):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -66,6 +66,6 @@ class BaseRun(ABC):
             self._session.complete_claim(name)
 
     def close(self) -> None:
-        """Let go of connections; called by itself at the end of the process."""
-        self._keeper.close()
+        """Close all connections; called automatically when the process ends."""
+        self._training_state.close()
         self._session.close()

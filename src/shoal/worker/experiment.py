@@ -1,4 +1,4 @@
-"""What to train and how to evaluate it, as a value."""
+"""Experiment: a description of what to train and how to evaluate it, as `shoal.run` takes it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ ONLY_TORCH = ("optimizer", "scheduler", "loss", "training_step")
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What to train and how to evaluate it: what the function given to `shoal.run` returns, in every member.
+    """Description of a training job; the function given to `shoal.run` returns one in every member.
 
-    Keras: a compiled `model`; `data` as `shoal.keras.batches` takes it, `(x, y)` for arrays; `evaluation` is what
-    `validation_data` would be; `callbacks` are those of `model.fit`; `jit_compile` is that of `shoal.keras.Elastic`,
-    because the one that the model was compiled with does not tell what you asked for::
+    Keras: a compiled `model`. `data` is what `shoal.keras.batches` takes, for arrays `(x, y)`. `evaluation` is what
+    `validation_data` would be, `callbacks` those of `model.fit`. `jit_compile` is that of `shoal.keras.Elastic`: a
+    compiled model does not remember whether you asked for it::
 
         Experiment(model=model, data=(x, y), size=512, epochs=10, evaluation=(x_test, y_test))
 
-    PyTorch: a `model` with its `optimizer` and perhaps a `scheduler`; `data` is a dataset, whose batches are (x, y) if
-    `loss(model(x), y)` is to be trained, or anything if `training_step(model, batch)` gives the loss, or the loss and
-    its weight; `evaluation(model)` gives figures by name, as it may for Keras too::
+    PyTorch: a `model` with its `optimizer` and optionally a `scheduler`. `data` is a dataset. With `loss`, its batches
+    are (x, y) and `loss(model(x), y)` is trained; with `training_step(model, batch)`, they can be anything, and the
+    function returns the loss or the loss and its weight. `evaluation(model)` returns scores by name (in Keras too)::
 
         Experiment(model=model, optimizer=optimizer, loss=cross_entropy, data=dataset, size=512, epochs=10,
                    evaluation=accuracy)
 
-    Trainers evaluate at the end of every epoch, unless the run has an evaluator, which does so beside them. That keeps
-    the model that is `best`, such as "max:accuracy", in the file `export`, and ends the run after `patience`
-    evaluations that found no better one.
+    Trainers evaluate at the end of every epoch. If the run has an evaluator, that does it instead: it keeps the `best`
+    model, such as "max:accuracy", in the file `export`, and stops the run after `patience` evaluations without an
+    improvement.
 
-    `size` is the global batch. `batching` holds more arguments of `shoal.keras.batches` or `run.batches`. `save` is a
-    file below the run's directory that one member writes the trained model to.
+    `size` is the global batch size. `batching` holds further arguments of `shoal.keras.batches` or `run.batches`.
+    `save` is a file below the run's directory to which one member writes the trained model.
     """
 
     model: Any
@@ -58,7 +58,7 @@ class Experiment:
 
 
 def framework_of(experiment: object, where: str) -> str:
-    """Which of shoal.keras and shoal.torch trains this: keras or torch; an error if neither can."""
+    """Return "keras" or "torch", whichever trains this experiment; raise BadExperiment if neither can."""
     if not isinstance(experiment, Experiment):
         raise BadExperiment(
             f"{where} returned {_kind(experiment)}",
@@ -82,7 +82,7 @@ def _check(experiment: Experiment, framework: str, where: str) -> None:
     if given:
         raise BadExperiment(
             f"{where} returned a {framework} model with {', '.join(given)}",
-            why="that is for " + ("PyTorch; a Keras model is compiled with it" if framework == "keras" else "Keras"),
+            why="PyTorch only: compile a Keras model with it" if framework == "keras" else "Keras only",
         )
     if experiment.data is None:
         raise BadExperiment(f"{where} returned no data")
@@ -105,7 +105,7 @@ def _check_torch(experiment: Experiment, where: str) -> None:
     if experiment.evaluation is not None and not callable(experiment.evaluation):
         raise BadExperiment(
             f"the evaluation that {where} returned is {_kind(experiment.evaluation)}",
-            do="pass a function of the model that returns figures by name",
+            do="pass a function of the model that returns scores by name",
         )
 
 

@@ -1,15 +1,15 @@
-"""What to say when a framework that a script needs is not there."""
+"""Error for a script whose framework is not installed."""
 
 from __future__ import annotations
 
 from shoal.errors import FrameworkMissing
 
-# What each extra of the package brings along, as the interpreter knows it.
+# Top-level module of each framework, and the extra of this package that installs it.
 EXTRAS = {"torch": "torch", "keras": "keras", "tensorflow": "keras"}
 
 
-def missing(error: ModuleNotFoundError) -> ImportError:
-    """The error for a framework that could not be imported; any other module is named by its own."""
+def missing_framework_error(error: ModuleNotFoundError) -> ImportError:
+    """Return the error to raise for a failed import: FrameworkMissing for a framework, `error` itself otherwise."""
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS:
         return error

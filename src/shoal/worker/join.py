@@ -1,4 +1,4 @@
-"""How a process takes part in the run that it was started for, whatever it trains with."""
+"""Entry of a process into the run that it was started for, in any framework."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
 
 NOTICE_S = 30.0
-# Whoever ends a whole job, as Slurm and systemd do, signals each process of it; the agent then passes its own on.
-SAME_NOTICE_S = 2.0
+# Slurm and systemd signal every process of a job, and the agent then passes its own signal on: both are one notice.
+REPEATED_NOTICE_S = 2.0
 
 
 class Joined(NamedTuple):
-    """The session of this process, the name of its run, and where checkpoints of that go."""
+    """Session of this process, the name of its run, and the directory of its checkpoints."""
 
     session: Session | ServedSession | StandaloneSession
     run: str
@@ -35,61 +35,62 @@ class Joined(NamedTuple):
 
 
 def join() -> Joined:
-    """Take part in the run that this process was started for; alone, if it was started by hand."""
-    told = environment.read(os.environ)
-    if told is None:
+    """Join the run that this process was started for; return a standalone session if it was started by hand."""
+    member = environment.read(os.environ)
+    if member is None:
         return Joined(StandaloneSession(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
-    session = _session(told)
-    _handle_sigterm(session, told.grace_s or NOTICE_S)
-    _tell_of_errors(session)
-    return Joined(session, told.run, checkpoints_of(told))
+    session = _open_session(member)
+    _handle_sigterm(session, member.grace_s or NOTICE_S)
+    _report_uncaught_errors(session)
+    return Joined(session, member.run, checkpoint_directory(member))
 
 
-def checkpoints_of(told: environment.MemberEnvironment) -> str:
-    """Where the checkpoints of a run are: where it was asked, else in its directory, seen from here or not."""
-    elsewhere = told.values.checkpoint_to
-    if elsewhere and elsewhere != SCHEME:
-        return f"{elsewhere.rstrip('/')}/{told.run}"
-    above = f"{SCHEME}{told.run}" if elsewhere == SCHEME else told.store or told.run_dir
-    return os.path.join(above, "checkpoints")
+def checkpoint_directory(member: environment.MemberEnvironment) -> str:
+    """Return where the run's checkpoints are: the setting checkpoint.to, else the run's directory or its store."""
+    configured = member.values.checkpoint_to
+    if configured and configured != SCHEME:
+        return f"{configured.rstrip('/')}/{member.run}"
+    parent = f"{SCHEME}{member.run}" if configured == SCHEME else member.store or member.run_dir
+    return os.path.join(parent, "checkpoints")
 
 
-def _session(told: environment.MemberEnvironment) -> Session | ServedSession | EvaluatorSession:
-    if told.role == EVALUATOR:
-        return EvaluatorSession(told)
-    return ServedSession(told) if sync_mode.parse(told.values.sync).served else Session(told)
+def _open_session(member: environment.MemberEnvironment) -> Session | ServedSession | EvaluatorSession:
+    if member.role == EVALUATOR:
+        return EvaluatorSession(member)
+    return ServedSession(member) if sync_mode.parse(member.values.sync).served else Session(member)
 
 
 def _handle_sigterm(session: Session | ServedSession | EvaluatorSession, grace_s: float = NOTICE_S) -> None:
-    """SIGTERM is a notice: hand over and go. Another one, a little later, ends the process at once."""
+    """Treat SIGTERM as a notice: hand off the state and leave. A later SIGTERM ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         return
-    told = False
+    noticed = False
 
     def leave(_signal: int, _frame: Any) -> None:
-        nonlocal told
-        if told:
+        nonlocal noticed
+        if noticed:
             return
-        told = True
-        # In threads of their own: the main thread may hold the very lock that leaving needs, or be busy in a library.
+        noticed = True
+        # In threads of their own: the main thread may hold the lock that leaving needs, or be busy in a library.
         threading.Thread(target=session.leave, args=(grace_s, "SIGTERM"), daemon=True).start()
-        threading.Thread(target=_end_at_the_next, daemon=True).start()
+        threading.Thread(target=_restore_default_sigterm, daemon=True).start()
 
     signal.signal(signal.SIGTERM, leave)
 
 
-def _end_at_the_next() -> None:
-    time.sleep(SAME_NOTICE_S)
-    # Python itself would do so in the main thread only.
+def _restore_default_sigterm() -> None:
+    """Let the next SIGTERM end the process, once repetitions of the first have passed."""
+    time.sleep(REPEATED_NOTICE_S)
+    # Through libc, because `signal.signal` works in the main thread only.
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
 
 
-def _tell_of_errors(session: Session | ServedSession | EvaluatorSession) -> None:
-    """Let the coordinator know of an uncaught exception before the process is gone and the others see only that."""
-    usual = sys.excepthook
+def _report_uncaught_errors(session: Session | ServedSession | EvaluatorSession) -> None:
+    """Report uncaught exceptions to the coordinator before the process ends, so that the cause is known."""
+    previous_hook = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         session.report_exception(error, "".join(traceback.format_exception(kind, error, trace)))
-        usual(kind, error, trace)
+        previous_hook(kind, error, trace)
 
-    sys.excepthook = tell
+    sys.excepthook = report

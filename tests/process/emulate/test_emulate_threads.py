@@ -30,9 +30,9 @@ def body(session: FixedWorldSession) -> Seen:
         run.backward((model(batch) - 1).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        turn = run._trainer.turn
+        turn = run._trainer.current
         assert turn is not None
-        if turn.last_piece:
+        if turn.on_last_micro_batch:
             took.append((turn.samples, turn.data_s + turn.compute_s))
     return took, {name: value.detach().clone() for name, value in model.state_dict().items()}
 

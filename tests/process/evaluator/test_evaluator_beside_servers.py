@@ -62,7 +62,7 @@ def test_the_loss_of_a_server_loses_no_evaluation(tmp_path: Path) -> None:
 def test_another_model_harms_the_evaluator_only(tmp_path: Path) -> None:
     with evaluated(tmp_path, "1", *SERVED, "restarts.user=0", epochs=3, bad="model") as run:
         run.finish()
-        assert "error[S320] the evaluator has another model than the run" in run.output
+        assert "error[S320] the evaluator's model differs from the run's" in run.output
         assert "only here: body.weight float32[1, 9]; only there: float32[1, 8]" in run.output
         assert "the training goes on without its evaluator" in run.output
         assert len(of(run, "done")) == 1

@@ -89,7 +89,7 @@ def test_a_run_waits_for_an_evaluator_that_has_not_scored_its_last_checkpoint_an
 @pytest.mark.parametrize(
     ("evaluate", "how", "said"),
     [
-        (AS_IT_IS, {"differs": True}, "error[S320] the evaluator has another model than the run"),
+        (AS_IT_IS, {"differs": True}, "error[S320] the evaluator's model differs from the run's"),
         ("def evaluate(own, model): raise ValueError('no such data')", {}, "ValueError: no such data"),
         ("def evaluate(own, model): return {'worst': '0.5'}", {}, "error[S321] worst is a str, not a number"),
         (AS_IT_IS, {"export": "/dev/null/best.pt"}, "error[S502] the best model could not be written to /dev/null"),

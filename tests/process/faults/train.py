@@ -83,8 +83,8 @@ def main() -> None:
         log.write(json.dumps(base | fields) + "\n")
 
     def die(point: str) -> None:
-        turn = run._trainer.turn
-        if {(run.step, point, None), (run.step, point, turn.piece if turn is not None else 0)} & deaths:
+        turn = run._trainer.current
+        if {(run.step, point, None), (run.step, point, turn.index if turn is not None else 0)} & deaths:
             deaths.clear()
             if PLAN.get("die_by") == "hang":
                 time.sleep(3600)
@@ -102,8 +102,8 @@ def main() -> None:
     steps = PLAN.get("steps") or PLAN.get("epochs", 4) * len(data) // PLAN.get("batch", 64)
     turn, counted = None, []
     for ids, x, y in batches(run, data):
-        if run._trainer.turn is not turn:
-            turn, counted = run._trainer.turn, []
+        if run._trainer.current is not turn:
+            turn, counted = run._trainer.current, []
         counted += ids.tolist() if run.share else []
         if run.step == PLAN.get("steps"):
             break

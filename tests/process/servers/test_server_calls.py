@@ -51,7 +51,7 @@ class Counting:
     def install(self, part: int, header: bytes, buffers: Sequence[Any]) -> None:
         self.sums[part] = np.frombuffer(buffers[0], np.float64).copy()
 
-    def renew(self, part: int) -> None:
+    def reset(self, part: int) -> None:
         self.sums[part] = np.zeros(1)
 
 

@@ -88,7 +88,7 @@ def main() -> None:
     slow = PLAN.get("slow", {}).get(run.member, 0.0)
     how = {"workers": PLAN.get("workers", 0), "micro": PLAN.get("micro")}
     for ids, x, y in run.batches(Numbered(), BATCH, EPOCHS, seed=5, **how):
-        granted = getattr(run._trainer.turn, "granted", None)
+        granted = getattr(run._trainer.current, "granted", None)
         told = {"clock": granted.clock, "low": granted.min_clock, "ticket": granted.ticket.key} if granted else {}
         record("begin", samples=len(ids), **told)
         if run.step >= PLAN.get("hangs", {}).get(run.member, EPOCHS * SAMPLES) and not (OUT / "hung").exists():

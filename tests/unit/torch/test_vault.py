@@ -167,7 +167,7 @@ def test_a_renewed_part_is_as_it_was_built() -> None:
     compute(pair.model, *batch(0))
     pair.push(8)
     for part in pair.layout.parts:
-        pair.vault.renew(part)
+        pair.vault.reset(part)
     pair.pull()
     assert same(pair.model.state_dict(), build()[0].state_dict())
     assert pair.vault.version(1) == 0

@@ -109,7 +109,7 @@ def test_what_cannot_be_sent_is_still_there_and_it_is_said_where(tmp_path: Path)
 )
 def test_checkpoints_go_where_all_members_find_them(to: str, store: str, found: str) -> None:
     told = replace(TOLD, store=store, values=environment.RunSettings(checkpoint_to=to))
-    assert worker_join.checkpoints_of(told) == found
+    assert worker_join.checkpoint_directory(told) == found
 
 
 def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
@@ -118,21 +118,21 @@ def test_the_best_model_of_an_evaluator_comes_back_before_it_is_told_of(
     monkeypatch.chdir(tmp_path)
     said: list[Any] = []
     line = SimpleNamespace(
-        evaluated=lambda found: said.append((found.export, dict(kept["coordinator://r/outputs"].blobs)))
+        report=lambda found: said.append((found.export, dict(kept["coordinator://r/outputs"].blobs)))
     )
     session: Any = SimpleNamespace(
         me="far/e",
         set_phase=lambda _name: None,
-        at=lambda _step: None,
-        line=line,
+        loaded=lambda _step: None,
+        client=line,
         environment=replace(TOLD, apart=str(tmp_path)),
     )
     keeper: Any = SimpleNamespace(restore=lambda: 7)
-    wish = evaluate.wish(lambda: {"loss": 0.5}, "min:loss", None, "models/best.pt")
+    wish = evaluate.evaluation_request(lambda: {"loss": 0.5}, "min:loss", None, "models/best.pt")
     write = lambda path: Path(path).write_bytes(b"best")  # noqa: E731
-    assert evaluate._evaluate(session, keeper, wish, write, 0.9) == (7, 0.5)
+    assert evaluate._evaluate_newest(session, keeper, wish, write, 0.9) == (7, 0.5)
     assert said == [("models/best.pt", {"models/best.pt": b"best"})]
     kept.clear()
     kept["coordinator://r/outputs"] = Kept()
-    assert evaluate._evaluate(session, keeper, wish, write, 0.1) == (7, 0.1)
+    assert evaluate._evaluate_newest(session, keeper, wish, write, 0.1) == (7, 0.1)
     assert said[1] == ("", {}), "one that is no better is not sent"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.keras.backends.base import Arrays, Given, KerasBackend, Logs, TrainStepResult
 from shoal.keras.backends.optimizer_guard import only
-from shoal.worker.training.loop import tells_of_memory
+from shoal.worker.training.loop import mentions_out_of_memory
 
 
 class TorchBackend(KerasBackend):
@@ -78,4 +78,4 @@ class TorchBackend(KerasBackend):
         return dict(self.model.get_metrics_result())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)
+        return isinstance(error, torch.OutOfMemoryError) or mentions_out_of_memory(error)

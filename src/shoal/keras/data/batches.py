@@ -65,7 +65,9 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         """A few samples, to build the model with."""
 
     @abstractmethod
-    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(
+        self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
+    ) -> tuple[Feed, dict[str, Any]]:
         """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
 
     def epoch_of(self, step: int) -> int:
@@ -185,12 +187,14 @@ class IndexedBatches(Batches):
         assert found is not None
         return found[0]
 
-    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(
+        self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
+    ) -> tuple[Feed, dict[str, Any]]:
         wished = resolve_batch(settings.batch, self.size, len(self._source))
         if isinstance(loop, KerasLocalTrainer):
             if wished.bounds is not None:
                 loop.refuse("batch=auto", "pass a number, or train with --sync step")
-            return self._rounds(loop.length, wished.size, keeper, settings, epochs)
+            return self._rounds(loop.length, wished.size, training_state, settings, epochs)
         order = SampleOrder(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
         if wished.bounds is not None and self.length is not None:
             raise UnusableData("steps_per_epoch has no meaning with batch=auto", do="leave it out, or pass a batch")
@@ -202,7 +206,7 @@ class IndexedBatches(Batches):
             order = SampleOrder(samples=len(self._source), size=wished.size, **how)
         balance = make_balancer(settings, self.shares, ahead=self._reading.depth)
         balance.settings.check(wished.size)
-        keeper.parts["shares"] = balance
+        training_state.parts["shares"] = balance
         fetcher = SourceFetcher(self._source, order, self._classes)
         loader = ShareLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
         described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
@@ -210,12 +214,12 @@ class IndexedBatches(Batches):
             return IndexedFeed(order, loader, balance), described
         auto = AutoBatch(order.size, wished.bounds, loop.law(settings.lr_scaling), ahead=max(1, balance.ahead))
         loop.auto = auto
-        loop.soundings.every = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
-        keeper.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.soundings.noise)
+        loop.noise_sampler.every_steps = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
+        training_state.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.noise_sampler.noise)
         return feed, described
 
     def _rounds(
-        self, length: int, size: int, keeper: TrainingState, settings: Any, epochs: int
+        self, length: int, size: int, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
         """Rounds of so many global batches; `steps_per_epoch` counts those."""
         samples, every = len(self._source), self.length
@@ -225,7 +229,7 @@ class IndexedBatches(Batches):
         self.length, self.ends = None if every else order.steps_per_epoch, order.ends
         # What is read ahead of a round is little.
         balance = make_balancer(settings, self.shares, 0, FIRST_ROUNDS)
-        keeper.parts["shares"] = balance
+        training_state.parts["shares"] = balance
         fetcher = SourceFetcher(self._source, order, self._classes)
         loader = BatchLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
         described = {"samples": samples, "size": size, "epochs": epochs, "length": every} | self._how

@@ -57,7 +57,9 @@ class StreamedBatches(Batches):
             raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
         return self._batch(samples)
 
-    def feed(self, loop: AnyTrainer, keeper: TrainingState, settings: Any, epochs: int) -> tuple[Feed, dict[str, Any]]:
+    def feed(
+        self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
+    ) -> tuple[Feed, dict[str, Any]]:
         if isinstance(loop, KerasLocalTrainer):
             loop.refuse(
                 "a tf.data pipeline that is read as a stream", "pass data with an index, or train with --sync step"
@@ -73,7 +75,7 @@ class StreamedBatches(Batches):
         opened = Shards([self._opener(number) for number in range(self._shards)])
         reader = LaneReader(LaneSource(opened, layout, self._batch, RngState(), kept_steps=1))
         feed = StreamFeed(layout, reader, make_balancer(settings, self.shares or "equal", ahead=0))
-        keeper.parts["shares"], keeper.parts["stream"] = feed.balancer, feed
+        training_state.parts["shares"], training_state.parts["stream"] = feed.balancer, feed
         described = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
         return feed, described
 

@@ -37,8 +37,10 @@ class KerasTrainer(Loop, TrainFunction):
     its layers keep: all members hold the same numbers, and their callbacks decide the same.
     """
 
-    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, backend: KerasBackend) -> None:
-        super().__init__(session, keeper)
+    def __init__(
+        self, session: Session | StandaloneSession, training_state: TrainingState, backend: KerasBackend
+    ) -> None:
+        super().__init__(session, training_state)
         self._backend = backend
         model = backend.model
         self._seeds, self._statistics = seeds_of(model), statistics_of(model)
@@ -53,10 +55,10 @@ class KerasTrainer(Loop, TrainFunction):
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         # These change only when a step is applied, which waits for those who read them.
         self._at_rest = weights_of(model) | {id(v) for v in backend.optimizer.variables}
-        keeper.parts["model"] = VariableGroup(lambda: model.variables, self._read_for_others)
-        keeper.parts["optimizer"] = VariableGroup(lambda: backend.optimizer.variables, self._read_for_others)
-        keeper.parts["metrics"] = VariableGroup(lambda: model.metrics_variables, self._read_for_others)
-        keeper.parts["noise"] = self.soundings.noise
+        training_state.parts["model"] = VariableGroup(lambda: model.variables, self._read_for_others)
+        training_state.parts["optimizer"] = VariableGroup(lambda: backend.optimizer.variables, self._read_for_others)
+        training_state.parts["metrics"] = VariableGroup(lambda: model.metrics_variables, self._read_for_others)
+        training_state.parts["noise"] = self.noise_sampler.noise
 
     # --- what the train function asks
 
@@ -80,7 +82,7 @@ class KerasTrainer(Loop, TrainFunction):
 
     @property
     def _next_step(self) -> int | None:
-        return self.turn.step if self.turn is not None else None
+        return self.current.number if self.current is not None else None
 
     @property
     def entered(self) -> int:
@@ -102,10 +104,10 @@ class KerasTrainer(Loop, TrainFunction):
 
     # --- the loop
 
-    def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
+    def _start_loop(self, feed: Feed) -> bool:  # noqa: ARG002
         self._find_meters()
         self._keep()
-        self._keeper.loaded.append(self._keep)
+        self._training_state.after_load.append(self._keep)
         self._set_up()
         return True
 
@@ -130,8 +132,8 @@ class KerasTrainer(Loop, TrainFunction):
         return found if id(variable) in self._at_rest and found.ndim else found.copy()
 
     def _undo_uncommitted(self) -> None:
-        turn = self.turn
-        if turn is not None and not turn.committed:
+        current = self.current
+        if current is not None and not current.committed:
             self._put_statistics()
             self.put_meters_back()
 
@@ -146,65 +148,65 @@ class KerasTrainer(Loop, TrainFunction):
         self._backend.seed(seed)
         reseed(self._seeds, seed)
 
-    def _check_piece(self, turn: Step, number: int) -> None:
+    def _check_micro_batch(self, current: Step, number: int) -> None:
         """The loop's body is ours."""
 
     # --- one step
 
     def _piece(self, batch: Any) -> Logs:
-        turn, backend = self.turn, self._backend
-        assert turn is not None
+        current, backend = self.current, self._backend
+        assert current is not None
         try:
             computed = backend.compute(batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
-            self.too_large(error)
+            self.on_out_of_memory(error)
             return {}
-        if turn.backwards == 0:
+        if current.backwards == 0:
             self._kept_meters = computed.before
-        found = self._summed(turn, computed.gradients, (computed.statistics, computed.after))
-        results = self._change(turn, found, computed)
+        found = self._summed(current, computed.gradients, (computed.statistics, computed.after))
+        results = self._change(current, found, computed)
         return results if results is not None and results.keys() == computed.logs.keys() else computed.logs
 
-    def _change(self, turn: Step, found: Arrays | None, computed: TrainStepResult) -> Logs | None:  # noqa: ARG002
+    def _change(self, current: Step, found: Arrays | None, computed: TrainStepResult) -> Logs | None:  # noqa: ARG002
         """Apply these gradients, if any; what the metrics say if that made a step."""
         if found is None:
             return None
-        self._take_over(turn)
-        with self._gained(turn):
+        self._take_over(current)
+        with self._gained(current):
             results = self._backend.apply(found, self._kept_statistics, self._kept_meters)
-        self._commit(turn)
+        self._commit(current)
         return results
 
-    def _summed(self, turn: Step, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
+    def _summed(self, current: Step, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
         """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
-        self._count(turn, now)
+        self._count(current, now)
         if self._session.broken:
             return None
-        self._load(turn, gradients)
-        if not turn.last_piece:
+        self._load(current, gradients)
+        if not current.on_last_micro_batch:
             return None
-        self._rest(turn.samples, turn.pieces[-1].samples)
-        if not (self._exchange(turn) and self._may_apply()):
+        self._rest(current.samples, current.micro_batches[-1].samples)
+        if not (self._exchange(current) and self._begin_commit()):
             return None
         assert self._sums is not None
         return self._sums.views
 
-    def _count(self, turn: Step, now: tuple[Arrays, Arrays]) -> None:
+    def _count(self, current: Step, now: tuple[Arrays, Arrays]) -> None:
         """A piece was computed."""
         self._now = now
-        if turn.backwards == 0:
-            self._squares = self._sounding(turn)
-        turn.backwards += 1
-        turn.own = float(turn.pieces[turn.piece].samples)
-        turn.weight += turn.own
+        if current.backwards == 0:
+            self._squares = self._sounding(current)
+        current.backwards += 1
+        current.micro_batch_weight = float(current.micro_batches[current.index].samples)
+        current.weight += current.micro_batch_weight
 
     def _rest(self, samples: int, last: int) -> None:
         """Take as long as a slower machine would, if that is asked for."""
-        if self._pace is not None:
-            self._pace.before_exchange(samples, last)
-            self._pace.after_backward()
+        if self._slowdown is not None:
+            self._slowdown.before_exchange(samples, last)
+            self._slowdown.after_backward()
 
     # --- a global batch that is chosen while training
 
@@ -220,9 +222,9 @@ class KerasTrainer(Loop, TrainFunction):
         return lr_scaling_for(type(optimizer).__name__) if asked == "auto" else asked
 
     @contextmanager
-    def _gained(self, turn: Step) -> Iterator[None]:
+    def _gained(self, current: Step) -> Iterator[None]:
         """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
-        gain = self.auto.lr_gain_at(turn.step) if self.auto is not None else 1.0
+        gain = self.auto.lr_gain_at(current.number) if self.auto is not None else 1.0
         if gain == 1.0:
             yield
             return
@@ -242,63 +244,63 @@ class KerasTrainer(Loop, TrainFunction):
             self._sums = None
         self._set_up()
 
-    def _load(self, turn: Step, gradients: Arrays) -> None:
+    def _load(self, current: Step, gradients: Arrays) -> None:
         self._fit(gradients)
         assert self._sums is not None
-        self._sums.load(gradients, turn.own / turn.nominal, add=turn.backwards > 1)
-        if self._squares is not None and is_halfway(turn):
-            self._squares.halve(self._sums.views, turn.weight)
+        self._sums.load(gradients, current.micro_batch_weight / current.global_batch_size, add=current.backwards > 1)
+        if self._squares is not None and is_halfway(current):
+            self._squares.halve(self._sums.views, current.weight)
 
-    def _sounding(self, turn: Step) -> KerasGradientNorms | None:
-        if not self.soundings.due(turn):
+    def _sounding(self, current: Step) -> KerasGradientNorms | None:
+        if not self.noise_sampler.due(current):
             return None
         usual = expected(self._backend.optimizer, self._backend.read, range(len(self._likes)))
         return KerasGradientNorms(usual) if usual is not None else None
 
-    def _exchange(self, turn: Step) -> bool:
+    def _exchange(self, current: Step) -> bool:
         """Sum what all have; False if the world broke over it."""
-        sums, exchange = self._sums, turn.exchange
+        sums, exchange = self._sums, current.exchange
         assert sums is not None
-        turn.sending = True
-        if turn.empty:
+        current.sending = True
+        if current.empty:
             sums.clear()
         if self._squares is not None:
             self._squares.own(sums.views)
-        turn.squares = self._squares
+        current.gradient_norms = self._squares
         try:
-            gathered = self._send_pulse(turn)
+            gathered = self._send_report(current)
             sums.send(exchange)
-            turn.compute_s = time.perf_counter() - turn.given_at
+            current.compute_s = time.perf_counter() - current.started_at
             self._session.set_phase("exchange")
-            total = self._receive_pulses(turn, gathered)
-            self._fill_tail(turn, total)
-            sums.finish(exchange, total / turn.nominal if total else 1.0)
+            total = self._receive_reports(current, gathered)
+            self._fill_tail(current, total)
+            sums.finish(exchange, total / current.global_batch_size if total else 1.0)
         except ExchangeBroken as broken:
             self._session.fail(broken)
             return False
-        turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
-        turn.reduced = True
+        current.wait_s = time.perf_counter() - current.started_at - current.compute_s
+        current.reduced = True
         if self._squares is not None:
             self._squares.everybody(sums.views)
         return True
 
-    def _fill_tail(self, turn: Step, total: float) -> None:
+    def _fill_tail(self, current: Step, total: float) -> None:
         """Our part of the mean of the layers' statistics, and what this step added to our metrics."""
         assert self._sums is not None
-        part, (statistics, meters) = turn.weight / total if total else 0.0, self._now
+        part, (statistics, meters) = current.weight / total if total else 0.0, self._now
         changes = [one.astype(np.float64) - kept for one, kept in zip(meters, self._kept_meters, strict=True)]
-        if not turn.empty:
-            turn.loss = loss_in(self._backend.model, self._meters, changes)
+        if not current.empty:
+            current.loss = loss_in(self._backend.model, self._meters, changes)
         numbers = [part * one.astype(np.float64) for one in statistics]
-        numbers += [np.zeros_like(one) if turn.empty else one for one in changes]
+        numbers += [np.zeros_like(one) if current.empty else one for one in changes]
         if numbers:
             np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
 
-    def _take_over(self, turn: Step) -> None:
+    def _take_over(self, current: Step) -> None:
         """Everybody's statistics and metrics are ours."""
         assert self._sums is not None
         rest = self._sums.tail
-        if any(p.weight for p in turn.everybody):
+        if any(p.weight for p in current.reports):
             self._kept_statistics = _received(self._kept_statistics, rest)
             rest = rest[sum(one.size for one in self._kept_statistics) :]
             added = _received(self._kept_meters, rest)
@@ -308,17 +310,19 @@ class KerasTrainer(Loop, TrainFunction):
 class KerasLoopTrainer(KerasTrainer):
     """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
 
-    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, backend: KerasBackend) -> None:
-        super().__init__(session, keeper, backend)
-        del keeper.parts["metrics"]
+    def __init__(
+        self, session: Session | StandaloneSession, training_state: TrainingState, backend: KerasBackend
+    ) -> None:
+        super().__init__(session, training_state, backend)
+        del training_state.parts["metrics"]
         self._applied: Step | None = None
 
     def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """What the optimizer was asked to apply."""
         self._backend.take(self._given, gradients, variables)
 
-    def _begin(self, feed: Feed) -> bool:
-        on_cpu = super()._begin(feed)
+    def _start_loop(self, feed: Feed) -> bool:
+        on_cpu = super()._start_loop(feed)
         self._meters, self._kept_meters, self._sums = [], [], None
         self._set_up()
         return on_cpu
@@ -329,27 +333,27 @@ class KerasLoopTrainer(KerasTrainer):
         )
 
     def _given(self, gradients: Arrays) -> Arrays | None:
-        turn = self.turn
-        if turn is None or turn.committed or turn.backwards > turn.piece:
+        current = self.current
+        if current is None or current.committed or current.backwards > current.index:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
-        found = self._summed(turn, gradients, ([self._backend.read(v) for v in self._statistics], []))
-        self._applied = turn if found is not None else None
+        found = self._summed(current, gradients, ([self._backend.read(v) for v in self._statistics], []))
+        self._applied = current if found is not None else None
         return found
 
-    def _check_piece(self, turn: Step, number: int) -> None:
-        if turn.backwards <= number:
+    def _check_micro_batch(self, current: Step, number: int) -> None:
+        if current.backwards <= number:
             raise UnusableModel(
-                f"step {turn.step} ended without optimizer.apply", do="apply the optimizer once for each batch"
+                f"step {current.number} ended without optimizer.apply", do="apply the optimizer once for each batch"
             )
         # Only now is the optimizer surely done.
-        self._done(turn)
+        self._done(current)
 
-    def _done(self, turn: Step) -> None:
+    def _done(self, current: Step) -> None:
         """The optimizer has applied what it was given of a piece, if anything."""
-        if self._applied is turn:
-            self._take_over(turn)
+        if self._applied is current:
+            self._take_over(current)
             self._put_statistics()
-            self._commit(turn)
+            self._commit(current)
 
 
 def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:

@@ -38,13 +38,13 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
     step`.
     """
 
-    def __init__(self, session: ServedSession, keeper: TrainingState, backend: KerasBackend) -> None:
-        super().__init__(session, keeper)
+    def __init__(self, session: ServedSession, training_state: TrainingState, backend: KerasBackend) -> None:
+        super().__init__(session, training_state)
         needs_all = refused(backend.optimizer)
         if needs_all is not None:
-            raise self.unusable(*needs_all)
+            raise self.unsupported(*needs_all)
         self.auto: AutoBatch | None = None
-        self.soundings = NoiseSampler(0)
+        self.noise_sampler = NoiseSampler(0)
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         self._backend = backend
         self._seeds, self._kept = seeds_of(backend.model), kept_of(backend.model)
@@ -67,26 +67,26 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
 
     @property
     def _next_step(self) -> int | None:
-        return self.turn.granted.ticket.step if self.turn is not None else None
+        return self.current.granted.ticket.step if self.current is not None else None
 
     @property
     def entered(self) -> int:
         """The step after that which this member begins with."""
-        return self.turn.granted.ticket.step + 1 if self.turn is not None else self._session.step or 0
+        return self.current.granted.ticket.step + 1 if self.current is not None else self._session.step or 0
 
     def missed(self, inside: bool) -> Logs | None:  # noqa: ARG002
         """What the metrics say of an epoch if no ticket of it comes here: nothing, which is not the 0 of Keras."""
         return dict.fromkeys(self._backend.results(), math.nan)
 
     def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
-        raise self.unusable("a global batch that is chosen while training", "pass a number as batch")
+        raise self.unsupported("a global batch that is chosen while training", "pass a number as batch")
 
     # --- what the loop asks
 
-    def _vault(self, order: SampleOrder, parts: int) -> KerasShardStore:
+    def _shard_store(self, order: SampleOrder, parts: int) -> KerasShardStore:
         return KerasShardStore(self._backend, order, parts)
 
-    def _lay_out(self, parts: int) -> None:
+    def _assign_parts(self, parts: int) -> None:
         self._layout = KerasShardLayout(self._backend.model, self._backend.read, parts)
 
     def _pull(self, life: int) -> None:
@@ -95,7 +95,7 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
             # For schedules that are shown, and for models that look at it.
             self._backend.optimizer._iterations.assign(min(self._versions.values()))
 
-    def _take_over(self, part: int, body: memoryview) -> None:
+    def _load_part(self, part: int, body: memoryview) -> None:
         layout, optimizer = self._layout, self._backend.optimizer
         assert layout is not None
         rate, step = take_over(layout, part, averages_of(optimizer, layout.trained[part]), body)
@@ -111,12 +111,14 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         settable = hasattr(optimizer._learning_rate, "assign")
         return float(self._backend.read(optimizer._learning_rate)) if settable else None
 
-    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
-        layout, weight = self._layout, turn.weight
+    def _gradients(self, current: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+        layout, weight = self._layout, current.weight
         assert layout is not None
-        means = self._sums if len(turn.pieces) == 1 else {key: one / weight for key, one in self._sums.items()}
+        means = (
+            self._sums if len(current.micro_batches) == 1 else {key: one / weight for key, one in self._sums.items()}
+        )
         typed = {key: one.astype(self._keys[key][1], copy=False) for key, one in means.items()}
-        how = (weight, turn.granted.ticket.step, self._rate)
+        how = (weight, current.granted.ticket.step, self._rate)
         return {part: gradients_of(layout, part, typed, self._after, how) for part in layout.parts}
 
     def _seed(self, seed: int) -> None:
@@ -124,11 +126,11 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         reseed(self._seeds, seed)
         self._before, self._counted = [self._backend.read(v).copy() for v in self._kept], []
 
-    def _check_piece(self, turn: TicketStep, number: int) -> None:
+    def _check_micro_batch(self, current: TicketStep, number: int) -> None:
         """The loop's body is ours."""
 
-    def _end_ticket(self, turn: TicketStep) -> None:
-        if turn.abandoned:
+    def _end_ticket(self, current: TicketStep) -> None:
+        if current.abandoned:
             for some, values in ((self._kept, self._before), (self._backend.meters, self._counted)):
                 for variable, value in zip(some, values, strict=False):
                     variable.assign(value)
@@ -140,46 +142,46 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         return found
 
     def _piece(self, batch: Any) -> Logs:
-        turn, backend = self.turn, self._backend
-        assert turn is not None
-        if turn.backwards == 0:
+        current, backend = self.current, self._backend
+        assert current is not None
+        if current.backwards == 0:
             # What callbacks did since the ticket was granted, such as a validation, says nothing of our speed.
-            turn.given_at = time.perf_counter() - turn.data_s
-            self._open_ticket(turn)
+            current.started_at = time.perf_counter() - current.data_s
+            self._open_ticket(current)
         try:
             computed = backend.compute(batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
-            self.too_large(error)
+            self.on_out_of_memory(error)
             return {}
         self._counted = self._counted or computed.before
         changes = [after.astype(np.float64) - one for after, one in zip(computed.after, computed.before, strict=True)]
-        turn.loss += loss_in(backend.model, backend.meters, changes)
-        self._add(turn, computed.gradients, backend.trained)
-        if turn.last_piece:
+        current.loss += loss_in(backend.model, backend.meters, changes)
+        self._add(current, computed.gradients, backend.trained)
+        if current.on_last_micro_batch:
             self._after = computed.statistics
-            self._push(turn)
+            self._push(current)
         return computed.logs
 
-    def _open_ticket(self, turn: TicketStep) -> None:
+    def _open_ticket(self, current: TicketStep) -> None:
         self._sums, self._came_in = {}, True
         if self._first_rate is not None:
             rate, step = self._first_rate
-            if self.epoch_of(step) >= self.epoch_of(turn.granted.ticket.step):
+            if self.epoch_of(step) >= self.epoch_of(current.granted.ticket.step):
                 # Callbacks have begun an epoch here that others had begun before.
                 self._backend.optimizer.learning_rate = rate
             else:
                 self._first_rate = None
 
-    def _add(self, turn: TicketStep, gradients: Arrays, variables: Sequence[Any]) -> None:
-        samples = turn.pieces[turn.piece].samples
-        turn.backwards += 1
-        turn.weight += samples
-        if turn.last_piece and self._slow is not None:
-            self._slow.before_exchange(turn.samples, samples)
+    def _add(self, current: TicketStep, gradients: Arrays, variables: Sequence[Any]) -> None:
+        samples = current.micro_batches[current.index].samples
+        current.backwards += 1
+        current.weight += samples
+        if current.on_last_micro_batch and self._slow is not None:
+            self._slow.before_exchange(current.samples, samples)
             self._slow.after_backward()
-        alone = len(turn.pieces) == 1
+        alone = len(current.micro_batches) == 1
         for variable, gradient in zip(variables, gradients, strict=True):
             key = self._key_of(variable)
             weighed = gradient if alone else gradient.astype(self._keys[key][1]) * samples
@@ -215,22 +217,22 @@ class KerasServedLoop(KerasServedTrainer):
 
     def _given(self, gradients: Arrays, variables: Sequence[Any]) -> None:
         """Nothing is applied here; it is pushed when the script asks for its next batch."""
-        turn = self.turn
-        if turn is None or turn.committed or turn.backwards > turn.piece:
+        current = self.current
+        if current is None or current.committed or current.backwards > current.index:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
-        if turn.backwards == 0:
-            self._open_ticket(turn)
-        self._add(turn, [one.copy() for one in gradients], variables)
+        if current.backwards == 0:
+            self._open_ticket(current)
+        self._add(current, [one.copy() for one in gradients], variables)
 
-    def _check_piece(self, turn: TicketStep, number: int) -> None:
-        step = turn.granted.ticket.step
-        if turn.backwards <= number:
+    def _check_micro_batch(self, current: TicketStep, number: int) -> None:
+        step = current.granted.ticket.step
+        if current.backwards <= number:
             raise UnusableModel(
                 f"step {step} ended without optimizer.apply", do="apply the optimizer once for each batch"
             )
-        if turn.last_piece:
+        if current.on_last_micro_batch:
             self._after = [self._backend.read(v) for v in self._kept]
-            self._push(turn)
+            self._push(current)
 
 
 AnyTrainer: TypeAlias = KerasTrainer | KerasServedTrainer

@@ -236,7 +236,7 @@ class KerasShardStore:
             lane.rate, lane.newest = saved.rate, saved.newest
             self._lanes[part] = lane
 
-    def renew(self, part: int) -> None:
+    def reset(self, part: int) -> None:
         with self._lock:
             for variable, built in zip(self.layout.variables_of(part), self._built[part], strict=True):
                 variable.assign(built)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from shoal.worker.training.loop import tells_of_memory
+from shoal.worker.training.loop import mentions_out_of_memory
 
 # BatchNorm refuses to train on a single sample.
 PROBE_SAMPLES = 2
@@ -23,18 +23,18 @@ class OomHandler(Protocol):
     """Who is told that a piece did not fit; the trainer."""
 
     @property
-    def piece_samples(self) -> int:
+    def micro_batch_samples(self) -> int:
         """The samples of the piece that is being computed; 0 outside a step."""
         ...
 
-    def too_large(self, error: BaseException) -> None:
+    def on_out_of_memory(self, error: BaseException) -> None:
         """The piece that was given out last does not fit; raises the error if it cannot be made smaller."""
         ...
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether smaller pieces may help."""
-    return isinstance(error, torch.OutOfMemoryError) or tells_of_memory(error)
+    return isinstance(error, torch.OutOfMemoryError) or mentions_out_of_memory(error)
 
 
 def guard_model(watch: OomHandler, model: torch.nn.Module) -> None:
@@ -46,15 +46,15 @@ def guard_model(watch: OomHandler, model: torch.nn.Module) -> None:
     @functools.wraps(plain)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         real = compiled or functools.partial(plain, self)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not watch.piece_samples:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not watch.micro_batch_samples:
             return real(*args, **kwargs)
         try:
             return real(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            samples = watch.piece_samples
-            watch.too_large(error)
+            samples = watch.micro_batch_samples
+            watch.on_out_of_memory(error)
             error.__traceback__ = None  # its frames hold what was already computed
             return _stand_in(real, samples, min(PROBE_SAMPLES, samples), args, kwargs)
 

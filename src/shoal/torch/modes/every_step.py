@@ -34,8 +34,8 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 class TorchTrainer(Loop):
     """The loop for PyTorch. Optimizers, schedulers, scalers and BatchNorm layers ask it what may happen now."""
 
-    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState) -> None:
-        super().__init__(session, keeper)
+    def __init__(self, session: Session | StandaloneSession, training_state: TrainingState) -> None:
+        super().__init__(session, training_state)
         self.model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -50,19 +50,19 @@ class TorchTrainer(Loop):
 
         Only state that all members share may decide it: they must agree.
         """
-        turn, feed = self.turn, self.feed
-        if self.auto is None or turn is None or feed is None:
+        current, feed = self.current, self.feed
+        if self.auto is None or current is None or feed is None:
             return 1
-        ended = feed.ended(turn.step + 1) or feed.cursor(turn.step + 1).epoch > turn.epoch
-        at_every_step = not ended or calls > turn.epoch
-        return turn.progress if at_every_step else 1
+        ended = feed.ended(current.number + 1) or feed.cursor(current.number + 1).epoch > current.epoch
+        at_every_step = not ended or calls > current.epoch
+        return current.progress if at_every_step else 1
 
     # --- the loop
 
-    def _begin(self, feed: Feed) -> bool:  # noqa: ARG002
+    def _start_loop(self, feed: Feed) -> bool:  # noqa: ARG002
         assert self.model is not None
         self._statistics = RunningStats(self.model)
-        self._keeper.loaded.append(self._statistics.keep)
+        self._training_state.after_load.append(self._statistics.keep)
         self._choose_exchange()
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
@@ -83,20 +83,21 @@ class TorchTrainer(Loop):
     def _rate(self) -> float:
         return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
 
-    def _check_piece(self, turn: Step, number: int) -> None:
-        if turn.backwards <= number:
+    def _check_micro_batch(self, current: Step, number: int) -> None:
+        if current.backwards <= number:
             raise UnusableBackward(
-                f"step {turn.step} ended without run.backward", do="call run.backward(loss) for every batch"
+                f"step {current.number} ended without run.backward", do="call run.backward(loss) for every batch"
             )
-        if turn.last_piece and not turn.committed and self._lacks_step(turn):
-            left = f" of all {len(self.optimizers)} optimizers" if turn.stepped else ""
+        if current.on_last_micro_batch and not current.committed and self._lacks_step(current):
+            left = f" of all {len(self.optimizers)} optimizers" if current.stepped else ""
             raise UnusableBackward(
-                f"step {turn.step} ended without optimizer.step{left}", do="call optimizer.step() of each every time"
+                f"step {current.number} ended without optimizer.step{left}",
+                do="call optimizer.step() of each every time",
             )
 
-    def _lacks_step(self, turn: Step) -> bool:
-        """Whether a turn that came to its end uncommitted did so because of the script."""
-        return turn.reduced
+    def _lacks_step(self, current: Step) -> bool:
+        """Whether a current that came to its end uncommitted did so because of the script."""
+        return current.reduced
 
     def _zero_buffers(self) -> list[ZeroBuffer] | None:
         """What a shadow exchanges in our stead; unknown if layers exchange too, or if lanes are dealt out."""
@@ -106,13 +107,13 @@ class TorchTrainer(Loop):
         return self._buckets.zero_buffers() if self._buckets is not None else None
 
     def _undo_uncommitted(self) -> None:
-        turn = self.turn
-        if turn is not None and not turn.committed and self._statistics is not None:
+        current = self.current
+        if current is not None and not current.committed and self._statistics is not None:
             self._statistics.put_back()
             self._gathered.begin()
             for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
-            scaler = self._keeper.parts.get("scaler")
+            scaler = self._training_state.parts.get("scaler")
             if scaler is not None:
                 forget_gradients(scaler)
 
@@ -131,97 +132,100 @@ class TorchTrainer(Loop):
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
         """See `Run.backward`."""
-        turn = self.turn
-        if turn is None:
+        current = self.current
+        if current is None:
             raise UnusableBackward("run.backward was called outside the training loop", do="call it in run.batches")
-        if turn.backwards > turn.piece:
+        if current.backwards > current.index:
             raise UnusableBackward(
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
-        turn.backwards += 1
-        if turn.spoiled:
+        current.backwards += 1
+        if current.discarded:
             return
-        samples = turn.pieces[turn.piece].samples
+        samples = current.micro_batches[current.index].samples
         own = float(samples if weight is None else weight) if samples else 0.0
-        turn.own = own if turn.held is None else exact_weight(own)
-        turn.weight += turn.own
-        if turn.own:
-            turn.loss = turn.loss + loss.detach() * turn.own
-        scaled = loss * (turn.own / turn.nominal)
+        current.micro_batch_weight = own if current.shard_range is None else exact_weight(own)
+        current.weight += current.micro_batch_weight
+        if current.micro_batch_weight:
+            current.loss = current.loss + loss.detach() * current.micro_batch_weight
+        scaled = loss * (current.micro_batch_weight / current.global_batch_size)
         if self._session.broken:
             return
-        if turn.backwards == 1:
+        if current.backwards == 1:
             self._bucket_up()
             assert self._buckets is not None
             self._buckets.refuse_others()
             self._gathered.begin()
-            turn.squares = self._buckets.squares = self._squares(turn)
-            if isinstance(self._buckets, TreeBuckets) and turn.held is not None:
-                self._buckets.begin(turn.held)
+            current.gradient_norms = self._buckets.squares = self._squares(current)
+            if isinstance(self._buckets, TreeBuckets) and current.shard_range is not None:
+                self._buckets.begin(current.shard_range)
         try:
-            self._go_back(turn, scaled)
+            self._go_back(current, scaled)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.too_large(error)
-            if turn.sending and turn.world.size > 1:
+            self.on_out_of_memory(error)
+            if current.sending and current.world.size > 1:
                 # Some of our gradients may be on their way: all of them repeat the step, in another world.
                 self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
 
-    def _go_back(self, turn: Step, scaled: torch.Tensor) -> None:
-        if turn.last_piece:
-            self._exchange(turn, scaled)
+    def _go_back(self, current: Step, scaled: torch.Tensor) -> None:
+        if current.on_last_micro_batch:
+            self._exchange(current, scaled)
         elif isinstance(self._buckets, TreeBuckets):
-            self._sum_shard(self._buckets, turn, scaled)
-        elif turn.own and self._buckets is not None:
+            self._sum_shard(self._buckets, current, scaled)
+        elif current.micro_batch_weight and self._buckets is not None:
             self._gathered.lend(self._buckets.parameters)
             scaled.backward()  # type: ignore[no-untyped-call]
-            self._halve(turn)
+            self._halve(current)
             self._gathered.take_back(self._buckets.parameters)
 
-    def _squares(self, turn: Step) -> TorchGradientNorms | None:
+    def _squares(self, current: Step) -> TorchGradientNorms | None:
         """What takes the norms of this step's gradients, if it is time for that."""
-        squares = TorchGradientNorms(self.optimizers) if self.soundings.due(turn) else None
+        squares = TorchGradientNorms(self.optimizers) if self.noise_sampler.due(current) else None
         return squares if squares is not None and squares.ready else None
 
-    def _halve(self, turn: Step) -> None:
+    def _halve(self, current: Step) -> None:
         buckets = self._buckets
-        if buckets is not None and buckets.squares is not None and is_halfway(turn):
-            buckets.squares.halve(buckets.parameters, turn.weight)
+        if buckets is not None and buckets.squares is not None and is_halfway(current):
+            buckets.squares.halve(buckets.parameters, current.weight)
 
-    def _sum_shard(self, buckets: TreeBuckets, turn: Step, scaled: torch.Tensor) -> None:
+    def _sum_shard(self, buckets: TreeBuckets, current: Step, scaled: torch.Tensor) -> None:
         assert self._statistics is not None
         buckets.open()
-        if turn.counts:
+        if current.counts:
             scaled.backward()  # type: ignore[no-untyped-call]
-        self._statistics.send(buckets, turn.own / turn.nominal)
+        self._statistics.send(buckets, current.micro_batch_weight / current.global_batch_size)
         buckets.shut()
         # Each shard begins with what the buffers were at the last commit, wherever it is computed.
         self._statistics.put_back()
 
-    def _exchange(self, turn: Step, scaled: torch.Tensor) -> None:
+    def _exchange(self, current: Step, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
         assert self._statistics is not None
-        session, exchange = self._session, turn.exchange
-        turn.sending = True
-        if self._pace is not None:
-            self._pace.before_exchange(turn.samples, turn.pieces[-1].samples)
+        session, exchange = self._session, current.exchange
+        current.sending = True
+        if self._slowdown is not None:
+            self._slowdown.before_exchange(current.samples, current.micro_batches[-1].samples)
         try:
-            pulses = self._send_pulse(turn)
+            pulses = self._send_report(current)
             self._gathered.lend(self._buckets.parameters)
             self._buckets.arm(exchange)
-            if turn.counts or self.synchronised:
+            if current.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
-            if self._pace is not None:
-                self._pace.after_backward()
-            turn.compute_s = time.perf_counter() - turn.given_at
+            if self._slowdown is not None:
+                self._slowdown.after_backward()
+            current.compute_s = time.perf_counter() - current.started_at
             session.set_phase("exchange")
-            total = self._receive_pulses(turn, pulses)
-            mine = turn.weight / total if total else 0.0
-            self._statistics.send(self._buckets, mine if turn.held is None else turn.own / turn.nominal)
-            self._buckets.finish(total / turn.nominal if total else 1.0, turn.empty)
-            turn.wait_s = time.perf_counter() - turn.given_at - turn.compute_s
-            turn.reduced = True
+            total = self._receive_reports(current, pulses)
+            mine = current.weight / total if total else 0.0
+            self._statistics.send(
+                self._buckets,
+                mine if current.shard_range is None else current.micro_batch_weight / current.global_batch_size,
+            )
+            self._buckets.finish(total / current.global_batch_size if total else 1.0, current.empty)
+            current.wait_s = time.perf_counter() - current.started_at - current.compute_s
+            current.reduced = True
         except ExchangeBroken as broken:
             session.fail(broken)
         except StepAborted as aborted:
@@ -239,81 +243,81 @@ class TorchTrainer(Loop):
 
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """How many steps a scheduler is to make for the one that it was asked for."""
-        if self.turn is None:
+        if self.current is None:
             return 1
         return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
 
     @property
     def has_gradient(self) -> bool:
-        return self.turn is not None and self.turn.reduced and not self._session.broken
+        return self.current is not None and self.current.reduced and not self._session.broken
 
     @property
     def accumulating(self) -> bool:
-        turn = self.turn
-        return turn is not None and turn.backwards > 0 and not turn.committed and not self._session.broken
+        current = self.current
+        return current is not None and current.backwards > 0 and not current.committed and not self._session.broken
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """One optimizer's step; the run's step is committed with the last one's."""
         if self._nested:
             return self._step(optimizer, real)
-        turn = self.turn
-        if turn is None:
+        current = self.current
+        if current is None:
             return outside(optimizer)
-        if self._outside(turn):
+        if self._outside(current):
             return None
-        if not turn.stepped and not self._may_apply():
+        if not current.stepped and not self._begin_commit():
             return None
         result = self._step(optimizer, real)
-        self._stepped(turn, optimizer)
+        self._stepped(current, optimizer)
         return result
 
-    def _stepped(self, turn: Step, optimizer: torch.optim.Optimizer) -> None:
-        turn.stepped.add(id(optimizer))
-        if len(turn.stepped) == len(self.optimizers):
-            self._commit(turn)
+    def _stepped(self, current: Step, optimizer: torch.optim.Optimizer) -> None:
+        current.stepped.add(id(optimizer))
+        if len(current.stepped) == len(self.optimizers):
+            self._commit(current)
 
     def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
-        if self.auto is None or self.turn is None:
+        if self.auto is None or self.current is None:
             return real()
-        with ScaledLearningRate(optimizer, self.auto.lr_gain_at(self.turn.step)):
+        with ScaledLearningRate(optimizer, self.auto.lr_gain_at(self.current.number)):
             return real()
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """A scaler's step; whether it lets the optimizer step or not, it counts as that."""
-        turn = self.turn
-        if turn is None or self._outside(turn):
+        current = self.current
+        if current is None or self._outside(current):
             return None
-        if not turn.stepped and not self._may_apply():
+        if not current.stepped and not self._begin_commit():
             return None
         self._nested = True
         try:
             result = real()
         finally:
             self._nested = False
-        self._stepped(turn, optimizer)
+        self._stepped(current, optimizer)
         return result
 
-    def _outside(self, turn: Step) -> bool:
-        if self._session.broken or not turn.last_piece or turn.spoiled:
+    def _outside(self, current: Step) -> bool:
+        if self._session.broken or not current.on_last_micro_batch or current.discarded:
             return True
-        if turn.committed:
+        if current.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
-        if not turn.reduced:
+        if not current.reduced:
             raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
         return False
 
-    def _commit(self, turn: Step) -> None:
+    def _commit(self, current: Step) -> None:
         assert self._statistics is not None
         assert self._buckets is not None
-        if any(p.weight for p in turn.everybody):
+        if any(p.weight for p in current.reports):
             self._statistics.receive(self._buckets)
         else:
             self._statistics.put_back()
         self._statistics.keep()
-        super()._commit(turn)
+        super()._commit(current)
 
-    def too_large(self, error: BaseException) -> None:
-        super().too_large(error)
+    def on_out_of_memory(self, error: BaseException) -> None:
+        super().on_out_of_memory(error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -324,10 +328,10 @@ class TorchTrainer(Loop):
 
     def exchange_now(self) -> tuple[Exchange | None, float]:
         """The exchange of this step, and whether this member's samples count (1) or not (0)."""
-        turn = self.turn
-        if turn is None or self._session.broken:
+        current = self.current
+        if current is None or self._session.broken:
             return None, 1.0
-        return turn.exchange, 0.0 if turn.empty else 1.0
+        return current.exchange, 0.0 if current.empty else 1.0
 
     def lost(self, broken: ExchangeBroken) -> None:
         self._session.fail(broken)

@@ -31,7 +31,7 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 class _LocalStep:
     """The batch of a round that the loop's body is at."""
 
-    turn: Step
+    current: Step
     number: int
     lot: LocalBatch
     weight: float = 0.0
@@ -44,10 +44,10 @@ class TorchLocalTrainer(TorchTrainer):
 
     feed: RoundFeed | None
 
-    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState, sync: SyncMode) -> None:
-        super().__init__(session, keeper)
+    def __init__(self, session: Session | StandaloneSession, training_state: TrainingState, sync: SyncMode) -> None:
+        super().__init__(session, training_state)
         # Gradients are never summed over members, so there is nothing to compare.
-        self.soundings.every = 0
+        self.noise_sampler.every_steps = 0
         self.length = sync.local
         self._outer = OuterOptimizer(session.settings.outer_lr, session.settings.outer_momentum)
         self._start = RoundStart()
@@ -56,7 +56,7 @@ class TorchLocalTrainer(TorchTrainer):
         self._calls: list[int] = []
         self._every: list[bool] = []
         self._ahead = 0
-        keeper.parts["local"] = self
+        training_state.parts["local"] = self
 
     def state_dict(self) -> dict[str, Any]:
         """What joiners and checkpoints need besides the script's own objects."""
@@ -68,51 +68,51 @@ class TorchLocalTrainer(TorchTrainer):
     # --- one batch of a round
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
-        turn = self.turn
-        if turn is not None and not turn.spoiled:
-            self._at(turn)
+        current = self.current
+        if current is not None and not current.discarded:
+            self._at(current)
         super().backward(loss, weight)
 
-    def _at(self, turn: Step) -> None:
+    def _at(self, current: Step) -> None:
         """Notice that another batch has begun."""
         assert self.feed is not None
-        before = self._batch if self._batch is not None and self._batch.turn is turn else None
-        if before is not None and turn.piece <= before.lot.last:
+        before = self._batch if self._batch is not None and self._batch.current is current else None
+        if before is not None and current.index <= before.lot.last:
             return
         number = before.number + 1 if before is not None else 0
         if before is None:
             self._calls = [0] * len(self.schedulers)
         elif not before.applied and not self._session.broken:
             raise UnusableBackward(
-                f"batch {before.number} of round {turn.step} ended without optimizer.step",
+                f"batch {before.number} of round {current.number} ended without optimizer.step",
                 do="call optimizer.step() every time",
             )
-        self._batch = _LocalStep(turn, number, self.feed.local_batches[number])
+        self._batch = _LocalStep(current, number, self.feed.local_batches[number])
         self._gathered.begin()
-        turn.nominal = self._batch.lot.samples or 1
-        turn.stepped.clear()
+        current.global_batch_size = self._batch.lot.samples or 1
+        current.stepped.clear()
 
-    def _go_back(self, turn: Step, scaled: torch.Tensor) -> None:
-        batch, pace = self._batch, self._pace
+    def _go_back(self, current: Step, scaled: torch.Tensor) -> None:
+        batch, pace = self._batch, self._slowdown
         assert batch is not None
         assert self._buckets is not None
         parameters = self._buckets.parameters
         self._gathered.lend(parameters)
-        if turn.own:
+        if current.micro_batch_weight:
             scaled.backward()  # type: ignore[no-untyped-call]
-            batch.weight += turn.own
-        batch.whole = turn.piece == batch.lot.last
+            batch.weight += current.micro_batch_weight
+        batch.whole = current.index == batch.lot.last
         if not batch.whole:
             self._gathered.take_back(parameters)
             return
-        if batch.weight and batch.weight != turn.nominal:
+        if batch.weight and batch.weight != current.global_batch_size:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.div_(batch.weight / turn.nominal)
+                    parameter.grad.div_(batch.weight / current.global_batch_size)
         if pace is not None:
-            pace.before_exchange(batch.lot.samples, turn.pieces[turn.piece].samples)
+            pace.before_exchange(batch.lot.samples, current.micro_batches[current.index].samples)
             pace.after_backward()
-            pace.begin(turn.step)
+            pace.begin(current.number)
 
     def _bucket_up(self) -> None:
         assert self.model is not None
@@ -127,17 +127,17 @@ class TorchLocalTrainer(TorchTrainer):
     def _now(self) -> _LocalStep | None:
         """The batch that the loop's body is at, if it counts so far."""
         batch = self._batch
-        if batch is None or batch.turn is not self.turn or self._session.broken or batch.turn.spoiled:
+        if batch is None or batch.current is not self.current or self._session.broken or batch.current.discarded:
             return None
         return batch
 
     @property
     def applied(self) -> bool:
-        return self._now is not None and self._now.applied and not self._now.turn.empty
+        return self._now is not None and self._now.applied and not self._now.current.empty
 
     @property
     def has_gradient(self) -> bool:
-        return self._now is not None and self._now.whole and not self._now.turn.empty
+        return self._now is not None and self._now.whole and not self._now.current.empty
 
     @property
     def accumulating(self) -> bool:
@@ -147,111 +147,111 @@ class TorchLocalTrainer(TorchTrainer):
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         if self._nested:
             return real()
-        turn = self.turn
-        if turn is None:
+        current = self.current
+        if current is None:
             return outside(optimizer)
-        if self._outside(turn):
+        if self._outside(current):
             return None
-        result = self._step_locally(turn, real)
-        self._stepped(turn, optimizer)
+        result = self._step_locally(current, real)
+        self._stepped(current, optimizer)
         return result
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
-        turn = self.turn
-        if turn is None or self._outside(turn):
+        current = self.current
+        if current is None or self._outside(current):
             return None
         self._nested = True
         try:
-            result = self._step_locally(turn, real)
+            result = self._step_locally(current, real)
         finally:
             self._nested = False
-        self._stepped(turn, optimizer)
+        self._stepped(current, optimizer)
         return result
 
-    def _outside(self, turn: Step) -> bool:
-        if self._session.broken or turn.spoiled:
+    def _outside(self, current: Step) -> bool:
+        if self._session.broken or current.discarded:
             return True
         batch = self._now
-        if turn.backwards <= turn.piece or batch is None:
+        if current.backwards <= current.index or batch is None:
             raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
         if batch.applied:
             raise UnusableBackward("optimizer.step was called twice for one batch", do="call it once for each batch")
         return not batch.whole
 
-    def _step_locally(self, turn: Step, real: Callable[[], Any]) -> Any:
-        self._keep(turn)
-        return None if turn.empty else real()
+    def _step_locally(self, current: Step, real: Callable[[], Any]) -> Any:
+        self._keep(current)
+        return None if current.empty else real()
 
-    def _keep(self, turn: Step) -> None:
+    def _keep(self, current: Step) -> None:
         """Before the first change of a round: copy what the round began with."""
-        if self._kept_for is turn:
+        if self._kept_for is current:
             return
         assert self._buckets is not None
-        self._keeper.before_change()
+        self._training_state.before_change()
         self._session.before_change()
-        scaler = self._keeper.parts.get("scaler")
+        scaler = self._training_state.parts.get("scaler")
         others = [*self.schedulers, *([scaler] if scaler is not None else [])]
         self._start.keep(self._buckets.parameters, self.optimizers, others)
-        self._kept_for = turn
+        self._kept_for = current
 
-    def _stepped(self, turn: Step, optimizer: torch.optim.Optimizer) -> None:
-        turn.stepped.add(id(optimizer))
-        if len(turn.stepped) < len(self.optimizers):
+    def _stepped(self, current: Step, optimizer: torch.optim.Optimizer) -> None:
+        current.stepped.add(id(optimizer))
+        if len(current.stepped) < len(self.optimizers):
             return
         assert self._batch is not None
         self._batch.applied = True
-        if turn.last_piece:
-            self._end_round(turn)
+        if current.on_last_micro_batch:
+            self._end_round(current)
 
     def _rate(self) -> float:
         """Each member is at a batch of its own."""
         return 0.0
 
-    def _lacks_step(self, turn: Step) -> bool:  # noqa: ARG002
+    def _lacks_step(self, current: Step) -> bool:  # noqa: ARG002
         return True
 
     # --- the end of a round
 
-    def _end_round(self, turn: Step) -> None:
+    def _end_round(self, current: Step) -> None:
         assert isinstance(self._buckets, ParameterDeltas)
         assert self.feed is not None
-        turn.data_s += self.feed.read_s
-        turn.compute_s = time.perf_counter() - turn.given_at - self.feed.read_s
+        current.data_s += self.feed.read_s
+        current.compute_s = time.perf_counter() - current.started_at - self.feed.read_s
         self._session.set_phase("exchange")
-        turn.sending = True
+        current.sending = True
         try:
-            self._average(turn, self._buckets)
+            self._average(current, self._buckets)
         except ExchangeBroken as broken:
             self._session.fail(broken)
             return
         every = self._every_batch(self._buckets)
-        if not self._may_apply():
+        if not self._begin_commit():
             return
         self._outer.step(self._buckets, self._start.values)
         self._every = every
-        self._commit(turn)
-        self._catch_up(turn)
+        self._commit(current)
+        self._catch_up(current)
 
-    def _average(self, turn: Step, changes: ParameterDeltas) -> None:
+    def _average(self, current: Step, changes: ParameterDeltas) -> None:
         assert self._statistics is not None
         began = time.perf_counter()
-        total = self._receive_pulses(turn, self._send_pulse(turn))
-        part = turn.weight / total if total else 0.0
+        total = self._receive_reports(current, self._send_report(current))
+        part = current.weight / total if total else 0.0
         self._statistics.send(changes, part)
-        before_last = [0, *[0] * len(self._calls)] if turn.empty else [self._number(turn), *self._calls]
+        before_last = [0, *[0] * len(self._calls)] if current.empty else [self._number(current), *self._calls]
         changes.told.copy_(torch.tensor(before_last))
-        changes.sum_up(turn.exchange, self._start.values, part)
-        turn.wait_s = time.perf_counter() - began
-        turn.reduced = True
+        changes.sum_up(current.exchange, self._start.values, part)
+        current.wait_s = time.perf_counter() - began
+        current.reduced = True
 
-    def _number(self, turn: Step) -> int:
+    def _number(self, current: Step) -> int:
         assert self._batch is not None
-        assert self._batch.turn is turn
+        assert self._batch.current is current
         return self._batch.number
 
     def _undo_uncommitted(self) -> None:
-        turn = self.turn
-        if turn is not None and not turn.committed and self._kept_for is turn:
+        current = self.current
+        if current is not None and not current.committed and self._kept_for is current:
             self._start.put_back()
         self._kept_for = None
         super()._undo_uncommitted()
@@ -261,19 +261,19 @@ class TorchLocalTrainer(TorchTrainer):
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:
         if self._ahead:
             return self._ahead
-        if self.turn is None:
+        if self.current is None:
             return 1
         batch = self._now
         if batch is None or not batch.applied:
             return 0
-        if batch.turn.committed:
+        if batch.current.committed:
             return 1
         if args or kwargs:
             return 0
         which = next(i for i, known in enumerate(self.schedulers) if known is scheduler)
         self._calls[which] += 1
         assert self.feed is not None
-        step = batch.turn.step
+        step = batch.current.number
         return self.feed.global_batches_due(step, batch.number + 1) - self.feed.global_batches_due(step, batch.number)
 
     def _every_batch(self, changes: ParameterDeltas) -> list[bool]:
@@ -289,12 +289,12 @@ class TorchLocalTrainer(TorchTrainer):
             )
         return [count == batches for count in calls]
 
-    def _catch_up(self, turn: Step) -> None:
+    def _catch_up(self, current: Step) -> None:
         """Bring schedules to where they are one step before the end of the round; that one, the script does."""
         assert self.feed is not None
-        steps = self.feed.global_batches_in(turn.step)
+        steps = self.feed.global_batches_in(current.number)
         for scheduler, every, calls in zip(self.schedulers, self._every, self._calls, strict=True):
-            done = self.feed.global_batches_due(turn.step, len(self.feed.local_batches) - 1) if calls else 0
+            done = self.feed.global_batches_due(current.number, len(self.feed.local_batches) - 1) if calls else 0
             self._ahead = steps - 1 - done if every else 0
             if self._ahead:
                 scheduler.step()

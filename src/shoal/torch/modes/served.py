@@ -36,54 +36,54 @@ class TorchServedTrainer(TicketLoop):
 
     synchronised = False
 
-    def __init__(self, session: ServedSession, keeper: TrainingState) -> None:
-        super().__init__(session, keeper)
+    def __init__(self, session: ServedSession, training_state: TrainingState) -> None:
+        super().__init__(session, training_state)
         self.model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self._layout: TorchShardLayout | None = None
         self._gathered = MicroBatchSums()
-        self._pace = 0
+        self._slowdown = 0
 
     # --- what the loop asks
 
-    def _vault(self, order: SampleOrder, parts: int) -> TorchShardStore:
+    def _shard_store(self, order: SampleOrder, parts: int) -> TorchShardStore:
         assert self.model is not None
         return TorchShardStore(self.model, self.optimizers, self.schedulers, order, parts)
 
-    def _lay_out(self, parts: int) -> None:
+    def _assign_parts(self, parts: int) -> None:
         assert self.model is not None
         self._layout = TorchShardLayout(self.model, parts)
 
-    def _take_over(self, part: int, body: memoryview) -> None:
+    def _load_part(self, part: int, body: memoryview) -> None:
         assert self._layout is not None
         take_over(self._layout, part, body)
 
-    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+    def _gradients(self, current: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         layout = self._layout
         assert layout is not None
-        return {part: gradients_of(layout, part, turn.weight, self._pace) for part in layout.parts}
+        return {part: gradients_of(layout, part, current.weight, self._slowdown) for part in layout.parts}
 
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
 
-    def _check_piece(self, turn: TicketStep, number: int) -> None:
-        step = turn.granted.ticket.step
-        if turn.backwards <= number:
+    def _check_micro_batch(self, current: TicketStep, number: int) -> None:
+        step = current.granted.ticket.step
+        if current.backwards <= number:
             raise UnusableBackward(
                 f"a batch of step {step} ended without run.backward", do="call run.backward(loss) for every batch"
             )
-        if turn.last_piece and not turn.committed:
+        if current.on_last_micro_batch and not current.committed:
             raise UnusableBackward(
                 f"a batch of step {step} ended without optimizer.step", do="call optimizer.step() every time"
             )
 
-    def _end_ticket(self, turn: TicketStep) -> None:
-        if turn.abandoned:
+    def _end_ticket(self, current: TicketStep) -> None:
+        if current.abandoned:
             self._clear()
         # How the script calls its schedulers, as its batches show.
-        if turn.scheduled:
-            self._pace = PER_STEP if not turn.last_of_epoch else self._pace or PER_EPOCH
+        if current.scheduled:
+            self._slowdown = PER_STEP if not current.last_of_epoch else self._slowdown or PER_EPOCH
 
     def _clear(self) -> None:
         assert self.model is not None
@@ -94,49 +94,49 @@ class TorchServedTrainer(TicketLoop):
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
         """See `Run.backward`; the gradient is that of this member's batch."""
-        turn = self.turn
-        if turn is None:
+        current = self.current
+        if current is None:
             raise UnusableBackward("run.backward was called outside the training loop", do="call it in run.batches")
-        if turn.backwards > turn.piece:
+        if current.backwards > current.index:
             raise UnusableBackward(
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
-        if turn.backwards == 0:
+        if current.backwards == 0:
             self._gathered.begin()
-        turn.backwards += 1
-        if turn.abandoned:
+        current.backwards += 1
+        if current.abandoned:
             return
-        samples = turn.pieces[turn.piece].samples
+        samples = current.micro_batches[current.index].samples
         own = float(samples if weight is None else weight)
-        turn.weight += own
+        current.weight += own
         if own:
-            turn.loss = turn.loss + loss.detach() * own
-        if turn.last_piece and self._slow is not None:
-            self._slow.before_exchange(turn.samples, samples)
+            current.loss = current.loss + loss.detach() * own
+        if current.on_last_micro_batch and self._slow is not None:
+            self._slow.before_exchange(current.samples, samples)
         try:
-            self._go_back(turn, loss, own)
+            self._go_back(current, loss, own)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.too_large(error)
+            self.on_out_of_memory(error)
             return
-        if turn.last_piece:
-            self._complete(turn)
+        if current.on_last_micro_batch:
+            self._complete(current)
 
-    def _go_back(self, turn: TicketStep, loss: torch.Tensor, own: float) -> None:
+    def _go_back(self, current: TicketStep, loss: torch.Tensor, own: float) -> None:
         assert self.model is not None
         self._gathered.lend(self.model.parameters())
         if own:
             (loss * own).backward()  # type: ignore[no-untyped-call]
-        if not turn.last_piece:
+        if not current.on_last_micro_batch:
             self._gathered.take_back(self.model.parameters())
 
-    def _complete(self, turn: TicketStep) -> None:
+    def _complete(self, current: TicketStep) -> None:
         """All pieces are summed up: make it the mean."""
         assert self.model is not None
         for parameter in self.model.parameters():
-            if parameter.grad is not None and turn.weight > 0:
-                parameter.grad.div_(turn.weight)
+            if parameter.grad is not None and current.weight > 0:
+                parameter.grad.div_(current.weight)
         if self._slow is not None:
             self._slow.after_backward()
 
@@ -149,40 +149,40 @@ class TorchServedTrainer(TicketLoop):
     def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
         """Schedulers step on the servers; that the script wanted its to is noted here."""
         if args or kwargs:
-            raise self.unusable("a schedule that needs a metric", "use one that counts steps or epochs")
-        if not self._serving and self.turn is not None and self.turn.committed:
-            self.turn.scheduled = True
-        return int(self._serving or self.turn is None)
+            raise self.unsupported("a schedule that needs a metric", "use one that counts steps or epochs")
+        if not self._serving and self.current is not None and self.current.committed:
+            self.current.scheduled = True
+        return int(self._serving or self.current is None)
 
     @property
     def has_gradient(self) -> bool:
-        return self.turn is not None and self.turn.backwards > 0
+        return self.current is not None and self.current.backwards > 0
 
     @property
     def accumulating(self) -> bool:
-        turn = self.turn
-        return turn is not None and turn.backwards > 0 and not turn.committed and not turn.abandoned
+        current = self.current
+        return current is not None and current.backwards > 0 and not current.committed and not current.abandoned
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """On a server, step; on a trainer, push the gradient when the last optimizer is asked to step."""
         if self._serving:
             return real()
-        turn = self.turn
-        if turn is None:
+        current = self.current
+        if current is None:
             return outside(optimizer)
-        if turn.abandoned or not turn.last_piece:
+        if current.abandoned or not current.on_last_micro_batch:
             return None
-        if turn.committed:
+        if current.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
-        if turn.backwards <= turn.piece:
+        if current.backwards <= current.index:
             raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
-        turn.stepped.add(id(optimizer))
-        if len(turn.stepped) == len(self.optimizers):
-            self._push(turn)
+        current.stepped.add(id(optimizer))
+        if len(current.stepped) == len(self.optimizers):
+            self._push(current)
         return None
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:  # noqa: ARG002
         self.refuse_scaler()
 
     def refuse_scaler(self) -> None:
-        raise self.unusable("GradScaler", "train in bfloat16, which needs no scaler")
+        raise self.unsupported("GradScaler", "train in bfloat16, which needs no scaler")

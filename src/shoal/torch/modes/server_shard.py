@@ -191,7 +191,7 @@ class TorchShardStore:
             lane.weight, lane.samples, lane.steps = saved["weight"], saved["samples"], saved["steps"]
             lane.scheduled, lane.pace = saved["scheduled"], saved["pace"]
 
-    def renew(self, part: int) -> None:
+    def reset(self, part: int) -> None:
         with self._lock, torch.no_grad():
             for tensor, built in zip(self.layout.tensors_of(part), self._built[part], strict=True):
                 tensor.copy_(built)

@@ -1,4 +1,4 @@
-"""A process that evaluates the checkpoints of a run: in no world, alone with its model."""
+"""Session and coordinator connection of an evaluator, which is in no world and trains nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.worker.session.standalone import StandaloneSession
 
 
 class EvaluatorSession(StandaloneSession):
-    """What a Session is to a member, to an evaluator: to its model it is alone, and it trains and writes nothing."""
+    """Session of an evaluator: to the model a standalone one, but it writes no checkpoints and claims no files."""
 
     is_writer = False
 
@@ -26,80 +26,88 @@ class EvaluatorSession(StandaloneSession):
         self.environment = environment
         self.settings = environment.values
         self.me = environment.member
-        self.line = EvaluatorClient(environment)
+        self.client = EvaluatorClient(environment)
 
     def set_phase(self, name: str) -> None:
-        self.line.set_phase(name)
+        self.client.set_phase(name)
 
     def claim(self, name: str) -> bool:  # noqa: ARG002
         return False
 
     def leave(self, within_s: float, cause: str) -> None:
-        """We were told to go away; nobody needs anything of us."""
-        self.line.leave(within_s, cause)
+        """Leave the run on notice; an evaluator has no state to hand off."""
+        self.client.leave(within_s, cause)
 
     def report_exception(self, error: BaseException, text: str) -> None:
-        self.line.report_exception(error, text)
+        self.client.report_exception(error, text)
 
-    def at(self, step: int) -> None:
-        """The model is that of this step now."""
-        self.step = self.line.step = step
+    def loaded(self, step: int) -> None:
+        """Record that the model is now that of `step`."""
+        self.step = self.client.step = step
 
     def close(self) -> None:
-        self.line.close()
+        self.client.close()
 
 
 class EvaluatorClient(CoordinatorClient):
-    """What an evaluator says to the coordinator and hears from it."""
+    """Connection of an evaluator to the coordinator.
+
+    `announced` is the step of the last checkpoint that trainers reported, with the time it was heard of.
+    """
 
     def __init__(self, environment: MemberEnvironment) -> None:
         super().__init__(environment, credentials.read(environment.token_file))
         self.address = Address(environment.host, 0)
-        self.checkpoint: tuple[int, float] | None = None
-        self._standing: messages.EvaluationStatusMsg | None = None
-        self._unheard: messages.EvaluatedMsg | None = None
+        self.announced: tuple[int, float] | None = None
+        self._evaluation_status: messages.EvaluationStatusMsg | None = None
+        self._unconfirmed: messages.EvaluatedMsg | None = None
         self._link.open()
 
     @property
-    def trained(self) -> bool:
-        """Whether nobody trains any more, so that no other checkpoint will come."""
+    def training_finished(self) -> bool:
+        """Whether training is over, so that no further checkpoint will appear."""
         return self._finished
 
-    def standing(self) -> messages.EvaluationStatusMsg:
-        """How the evaluation stood when the coordinator last said so; it is waited for."""
+    def evaluation_status(self) -> messages.EvaluationStatusMsg:
+        """Block until the coordinator has sent the state of the evaluation, and return the newest."""
         with self._changed:
             self._wait_until(
-                lambda: self._standing is not None or self._leaving is not None, "the coordinator to answer"
+                lambda: self._evaluation_status is not None or self._leaving is not None, "the coordinator to answer"
             )
-            self.raise_if_told_to_go()
-            assert self._standing is not None
-            return self._standing
+            self.raise_if_leaving()
+            assert self._evaluation_status is not None
+            return self._evaluation_status
 
-    def evaluated(self, found: messages.EvaluatedMsg) -> None:
-        """Report an evaluation; it is said again until it was heard."""
+    def report(self, result: messages.EvaluatedMsg) -> None:
+        """Send an evaluation; it is repeated on every reconnect until the coordinator confirms it."""
         with self._changed:
-            self._unheard = found
-            self._say(found)
+            self._unconfirmed = result
+            self._say(result)
 
-    def wait_until_heard(self) -> None:
+    def wait_until_confirmed(self) -> None:
+        """Block until the coordinator has confirmed the last report, or this process has to leave."""
         with self._changed:
-            self._wait_until(lambda: self._unheard is None or self._leaving is not None, "the coordinator to answer")
+            self._wait_until(
+                lambda: self._unconfirmed is None or self._leaving is not None, "the coordinator to answer"
+            )
 
     def pause(self, seconds: float) -> None:
-        """Wait until something is heard, or for so long."""
+        """Block until a message arrives, but at most `seconds`; raise MemberExit if this process has to leave."""
         with self._changed:
-            self.raise_if_told_to_go()
+            self.raise_if_leaving()
             self._changed.wait(seconds)
-            self.raise_if_told_to_go()
+            self.raise_if_leaving()
 
-    def raise_if_told_to_go(self) -> None:
+    def raise_if_leaving(self) -> None:
+        """Raise MemberExit, or the connection's error, if this process has to leave the run."""
         if self._error is not None:
             raise self._error
         if self._leaving is not None:
             self._say(messages.LeftMsg(self.step))
-            raise self.goodbye(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
+            raise self.exit(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
-    def goodbye(self, exit_code: int, reason: str) -> MemberExit:
+    def exit(self, exit_code: int, reason: str) -> MemberExit:
+        """Print why this process ends and return the exception that ends it."""
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
         return MemberExit(exit_code, reason)
 
@@ -107,17 +115,17 @@ class EvaluatorClient(CoordinatorClient):
         self._link.close()
 
     def _hello(self) -> list[Message]:
-        return super()._hello() + ([self._unheard] if self._unheard is not None else [])
+        return super()._hello() + ([self._unconfirmed] if self._unconfirmed is not None else [])
 
-    # --- hearing, in the link's thread
+    # --- messages, in the uplink's thread
 
     def _on_evaluationstatus(self, message: messages.EvaluationStatusMsg) -> None:
-        self._standing = message
-        if self._unheard is not None and message.step == self._unheard.step:
-            self._unheard = None
+        self._evaluation_status = message
+        if self._unconfirmed is not None and message.step == self._unconfirmed.step:
+            self._unconfirmed = None
 
     def _on_checkpointwritten(self, message: messages.CheckpointWrittenMsg) -> None:
-        self.checkpoint = (message.step, time.monotonic())
+        self.announced = (message.step, time.monotonic())
 
     def _on_evicted(self, _message: messages.EvictedMsg) -> None:
         self._say_hello_again()

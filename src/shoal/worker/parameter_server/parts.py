@@ -42,7 +42,7 @@ class ShardStore(Protocol):
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
         """Take over all of a part."""
 
-    def renew(self, part: int) -> None:
+    def reset(self, part: int) -> None:
         """Be as the script built it."""
 
 
@@ -80,7 +80,7 @@ class _AppliedTickets(msgspec.Struct):
     header: bytes
 
 
-def vault_header(meta: bytes) -> bytes:
+def shard_header(meta: bytes) -> bytes:
     """What the vault said of a captured shard."""
     return msgspec.msgpack.decode(meta, type=_AppliedTickets).header
 
@@ -134,7 +134,7 @@ class ParameterShard(ReplicatedPart):
 
 
 class LedgerUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of the ledger: a trainer's turn, or that it is gone."""
+    """An entry of the ledger: a trainer's current, or that it is gone."""
 
     member: str
     session: str

@@ -85,7 +85,7 @@ class ReplicatedParts:
         if number == LEDGER:
             return LedgerPart(number, life, self._new_ledger, self._sizes)
         if number not in self._restored:
-            self._vault.renew(number)
+            self._vault.reset(number)
         return ParameterShard(number, life, self._vault)
 
     def _equip(self, part: ReplicatedPart, holding: PartAssignment, placement: Placement) -> None:

@@ -21,7 +21,7 @@ from shoal.worker.parameter_server.parts import ShardStore
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server import ParameterServer
 from shoal.worker.session.session import MemberExit
-from shoal.worker.training.training_state import TrainingState, say
+from shoal.worker.training.training_state import TrainingState, print_error
 from shoal.worker.transport.snapshot import Snapshot
 
 TICK_S = 0.2
@@ -32,7 +32,7 @@ END_TRIES = 25
 
 def serve(
     session: ServedSession,
-    keeper: TrainingState,
+    training_state: TrainingState,
     vault: ShardStore,
     order: SampleOrder,
     ledger: TicketLedger,
@@ -41,7 +41,7 @@ def serve(
     """Serve until the run ends, or until we are told to go; what the process then ends with."""
     server = ParameterServer(session, vault, order, ledger)
     session.adopted, session.gone, session.outstanding = server.adopt, server.gone, server.outstanding
-    service = _ServerMain(session, keeper, server, order)
+    service = _ServerMain(session, training_state, server, order)
     session.status = service.status
     session.begin(identity)
     try:
@@ -54,9 +54,9 @@ class _ServerMain:
     """What a server does besides answering."""
 
     def __init__(
-        self, session: ServedSession, keeper: TrainingState, server: ParameterServer, order: SampleOrder
+        self, session: ServedSession, training_state: TrainingState, server: ParameterServer, order: SampleOrder
     ) -> None:
-        self._session, self._keeper, self._server, self._order = session, keeper, server, order
+        self._session, self._training_state, self._server, self._order = session, training_state, server, order
         settings = session.settings
         self._schedule = CheckpointSchedule(settings.checkpoint_every_s, settings.checkpoint_every_steps)
         self._last_step, self._last_time = 0, time.monotonic()
@@ -150,8 +150,8 @@ class _ServerMain:
         self._last_step, self._last_time = self._step(), began
         ledger = msgspec.msgpack.decode(found[LEDGER][0], type=TicketLedger)
         step = self._tried = self._order.steps_within(ledger.finished_samples)
-        snapshot = Snapshot(step, *parameter_server_sharded_checkpoint.whole(found), readers=1)
-        store = self._keeper.open()
+        snapshot = Snapshot(step, *parameter_server_sharded_checkpoint.join_parts(found), readers=1)
+        store = self._training_state.open_store()
         run, me, number = self._session.environment.run, self._session.me, placement.number
         try:
             entry = checkpoint.write(
@@ -162,7 +162,7 @@ class _ServerMain:
             )
             checkpoint.prune(store, self._session.settings.checkpoint_keep, entry)
         except ShoalError as error:
-            say(error)
+            print_error(error)
         return True
 
     def _leads(self) -> bool:
@@ -171,13 +171,13 @@ class _ServerMain:
     def _restore(self) -> None:
         self._session.set_phase("restoring")
         try:
-            found = checkpoint.read(self._keeper.open())
+            found = checkpoint.read(self._training_state.open_store())
         except NoCheckpoint:
             self._session.restored(None)
             return
         for passed in found.passed_over:
-            say(passed)
-        self._server.restore(parameter_server_sharded_checkpoint.apart(found.header, found.buffers))
+            print_error(passed)
+        self._server.restore(parameter_server_sharded_checkpoint.split_parts(found.header, found.buffers))
         self._last_step, self._last_time = found.entry.step, time.monotonic()
         self._session.restored(found.entry.step)
 

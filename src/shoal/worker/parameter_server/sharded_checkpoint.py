@@ -16,7 +16,7 @@ from shoal.core import sync_mode
 from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
-from shoal.worker.parameter_server.parts import vault_header
+from shoal.worker.parameter_server.parts import shard_header
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
@@ -36,13 +36,13 @@ class _ShardedHeader(msgspec.Struct, frozen=True, array_like=True):
     parts: list[tuple[int, bytes, int]]
 
 
-def whole(parts: Parts) -> tuple[bytes, list[Bytes]]:
+def join_parts(parts: Parts) -> tuple[bytes, list[Bytes]]:
     """All parts as one header with buffers."""
     header = _ShardedHeader([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(parts.items())])
     return msgspec.msgpack.encode(header), [one for _, (_, owned) in sorted(parts.items()) for one in owned]
 
 
-def apart(header: bytes, buffers: list[Bytes]) -> Parts:
+def split_parts(header: bytes, buffers: list[Bytes]) -> Parts:
     """The parts that make up a whole."""
     try:
         described = msgspec.msgpack.decode(header, type=_ShardedHeader).parts
@@ -58,13 +58,13 @@ def apart(header: bytes, buffers: list[Bytes]) -> Parts:
     return {part: (meta, [np.asarray(next(left)) for _ in range(count)]) for part, meta, count in described}
 
 
-def reading(session: Session | ServedSession | StandaloneSession, usual: StateCodec, load: Load) -> StateCodec:
+def checkpoint_codec(session: Session | ServedSession | StandaloneSession, usual: StateCodec, load: Load) -> StateCodec:
     """How this process reads the checkpoints of its run: an evaluator beside servers reads theirs."""
     if not isinstance(session, EvaluatorSession) or not sync_mode.parse(session.settings.sync).served:
         return usual
 
     def restore(parts: Mapping[str, Any], header: bytes, buffers: list[Bytes]) -> None:
-        found = apart(header, buffers)
-        load(parts, {n: (vault_header(meta), owned) for n, (meta, owned) in found.items() if n != LEDGER})
+        found = split_parts(header, buffers)
+        load(parts, {n: (shard_header(meta), owned) for n, (meta, owned) in found.items() if n != LEDGER})
 
     return StateCodec(usual.capture, restore)

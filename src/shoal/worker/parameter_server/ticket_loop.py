@@ -25,9 +25,9 @@ from shoal.worker.parameter_server.parts import ShardStore
 from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server_main import serve
-from shoal.worker.training.loop import seed_of
-from shoal.worker.training.metrics import finite
-from shoal.worker.training.slowdown import pace_of
+from shoal.worker.training.loop import step_seed
+from shoal.worker.training.metrics import finite_metrics
+from shoal.worker.training.slowdown import slowdown_for
 from shoal.worker.training.training_state import TrainingState
 
 
@@ -38,9 +38,9 @@ class TicketStep:
     granted: TicketGranted
     life: int
     epoch: int
-    pieces: list[MicroBatch]
+    micro_batches: list[MicroBatch]
     last_of_epoch: bool
-    piece: int = 0
+    index: int = 0
     backwards: int = 0
     weight: float = 0.0
     loss: Any = 0.0
@@ -48,8 +48,8 @@ class TicketStep:
     abandoned: bool = False
     scheduled: bool = False
     stepped: set[int] = field(default_factory=set)
-    logged: dict[str, Any] = field(default_factory=dict)
-    given_at: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0
     seconds: float = 0.0
     data_s: float = 0.0
     compute_s: float = 0.0
@@ -58,28 +58,28 @@ class TicketStep:
 
     @property
     def samples(self) -> int:
-        return sum(piece.samples for piece in self.pieces)
+        return sum(micro_batch.samples for micro_batch in self.micro_batches)
 
     @property
-    def last_piece(self) -> bool:
-        return self.piece == len(self.pieces) - 1
+    def on_last_micro_batch(self) -> bool:
+        return self.index == len(self.micro_batches) - 1
 
 
 class TicketLoop(ABC):
     """Does the tickets of one loop."""
 
-    def __init__(self, session: ServedSession, keeper: TrainingState) -> None:
+    def __init__(self, session: ServedSession, training_state: TrainingState) -> None:
         self.feed: Feed | None = None
-        self.turn: TicketStep | None = None
+        self.current: TicketStep | None = None
         self.metrics: dict[str, Any] = {}
         self.looping = False
-        self._session, self._keeper = session, keeper
+        self._session, self._training_state = session, training_state
         self._sync = sync_mode.parse(session.settings.sync)
-        self._pusher = ServerClient(session) if not session.serves else None
+        self._client = ServerClient(session) if not session.serves else None
         self._laid_out = False
         self._versions: dict[int, int] = {}
         self._life = 0
-        self._slow = pace_of(session.me, session.settings.emulate)
+        self._slow = slowdown_for(session.me, session.settings.emulate)
         self._serving = False
         self._finished = 0
         self._loss: float | None = None
@@ -90,9 +90,9 @@ class TicketLoop(ABC):
 
     @property
     def committed(self) -> bool:
-        return self.turn is not None and self.turn.committed
+        return self.current is not None and self.current.committed
 
-    def unusable(self, what: str, do: str) -> UnsupportedWithServers:
+    def unsupported(self, what: str, do: str) -> UnsupportedWithServers:
         return UnsupportedWithServers(
             f"{what} cannot be used with --sync {self._sync.text}",
             why="servers apply gradients part by part as they arrive, and no process has all of a step's",
@@ -102,19 +102,19 @@ class TicketLoop(ABC):
     # --- what a framework adds
 
     @abstractmethod
-    def _vault(self, order: SampleOrder, parts: int) -> ShardStore:
+    def _shard_store(self, order: SampleOrder, parts: int) -> ShardStore:
         """What a server keeps, if the state is cut into so many parts."""
 
     @abstractmethod
-    def _lay_out(self, parts: int) -> None:
+    def _assign_parts(self, parts: int) -> None:
         """Find out what of the model is in which part."""
 
     @abstractmethod
-    def _take_over(self, part: int, body: memoryview) -> None:
+    def _load_part(self, part: int, body: memoryview) -> None:
         """Put pulled parameters into the model."""
 
     @abstractmethod
-    def _gradients(self, turn: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
+    def _gradients(self, current: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         """What to push to every part."""
 
     @abstractmethod
@@ -122,11 +122,11 @@ class TicketLoop(ABC):
         """Let all random numbers start anew."""
 
     @abstractmethod
-    def _check_piece(self, turn: TicketStep, number: int) -> None:
+    def _check_micro_batch(self, current: TicketStep, number: int) -> None:
         """The loop's body is done with a piece: raise if it did not do what it should."""
 
     @abstractmethod
-    def _end_ticket(self, turn: TicketStep) -> None:
+    def _end_ticket(self, current: TicketStep) -> None:
         """The loop's body is done with a ticket, which is pushed, or to be forgotten."""
 
     # --- the loop
@@ -134,16 +134,16 @@ class TicketLoop(ABC):
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
         """Yield this member's batches until every ticket is finished; a server never gets beyond this."""
         if feed.shard_range is not None:
-            raise self.unusable("exact mode", "leave exact out")
+            raise self.unsupported("exact mode", "leave exact out")
         if not isinstance(feed, IndexedFeed):
-            raise self.unusable("a stream of samples", "train on samples that can be read in any order")
+            raise self.unsupported("a stream of samples", "train on samples that can be read in any order")
         session, order = self._session, feed.order
         identity = f"{identity};sync={self._sync.text};servers={session.settings.servers}"
         if session.serves:
             self._serving = True
-            vault = self._vault(order, 1 + session.settings.servers)
+            vault = self._shard_store(order, 1 + session.settings.servers)
             ledger = TicketLedger(self._sync.bound, session.settings.ticket_sizing)
-            raise serve(session, self._keeper, vault, order, ledger, identity)
+            raise serve(session, self._training_state, vault, order, ledger, identity)
         feed.start()
         session.begin(identity)
         over = False
@@ -153,16 +153,16 @@ class TicketLoop(ABC):
             over = True
         finally:
             self.looping = False
-            assert self._pusher is not None
+            assert self._client is not None
             if not over and sys.exc_info()[0] is GeneratorExit:
-                self._pusher.bye()
+                self._client.bye()
                 session.leave_loop()
             feed.close()
-            self._pusher.close()
+            self._client.close()
 
     def _tickets(self, feed: IndexedFeed, seed: int) -> Iterator[Any]:
-        assert self._pusher is not None
-        pusher, session, order = self._pusher, self._session, feed.order
+        assert self._client is not None
+        pusher, session, order = self._client, self._session, feed.order
         done: Ticket | None = None
         seconds = 0.0
         while True:
@@ -187,35 +187,35 @@ class TicketLoop(ABC):
                 return
             self._open(feed, answer.granted, life, wait_s, exchange_s)
             yield from self._give_out(seed)
-            turn = self.turn
-            if turn is not None and turn.committed:
-                done, seconds = turn.granted.ticket, turn.seconds
+            current = self.current
+            if current is not None and current.committed:
+                done, seconds = current.granted.ticket, current.seconds
 
     def _go(self, done: Ticket | None, seconds: float) -> None:
         """We were told to go: what is finished is said, and then we go."""
-        assert self._pusher is not None
+        assert self._client is not None
         try:
             if done is not None:
-                self._pusher.turn(done, seconds, wants=False)
+                self._client.turn(done, seconds, wants=False)
         except TicketAbandoned:
             pass
-        self._pusher.bye()
+        self._client.bye()
         self._session.raise_if_over()
 
     def _pull(self, life: int) -> None:
-        assert self._pusher is not None
-        placement = self._pusher.wait_for_servers()
+        assert self._client is not None
+        placement = self._client.wait_for_servers()
         if placement.generation != life:
             raise TicketAbandoned("the state went back to a checkpoint")
         if not self._laid_out:
-            self._lay_out(len(placement.assignments))
+            self._assign_parts(len(placement.assignments))
             self._laid_out = True
         if life != self._life:
             self._life, self._versions = life, {}
         self._session.set_phase("pull")
-        for part, (version, body) in self._pusher.pull(self._versions).items():
+        for part, (version, body) in self._client.pull(self._versions).items():
             if body is not None:
-                self._take_over(part, body)
+                self._load_part(part, body)
             self._versions[part] = version
 
     def _open(self, feed: IndexedFeed, granted: TicketGranted, life: int, wait_s: float, exchange_s: float) -> None:
@@ -228,80 +228,84 @@ class TicketLoop(ABC):
         pieces = feed.read_span(ticket.step, ticket.start, ticket.stop)
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
-        turn = self.turn = TicketStep(granted, life, cursor.epoch, pieces, last, given_at=began)
-        turn.wait_s, turn.exchange_s, turn.data_s = wait_s, exchange_s, time.perf_counter() - began
+        current = self.current = TicketStep(granted, life, cursor.epoch, pieces, last, started_at=began)
+        current.wait_s, current.exchange_s, current.data_s = wait_s, exchange_s, time.perf_counter() - began
 
     def _give_out(self, seed: int) -> Iterator[Any]:
         """Give the loop's body the pieces of a ticket."""
-        turn = self.turn
-        assert turn is not None
-        ticket = turn.granted.ticket
-        self._seed(seed_of(seed, ticket.step, ticket.start))
+        current = self.current
+        assert current is not None
+        ticket = current.granted.ticket
+        self._seed(step_seed(seed, ticket.step, ticket.start))
         self._session.set_phase("compute")
-        for number, piece in enumerate(turn.pieces):
-            turn.piece = number
+        for number, piece in enumerate(current.micro_batches):
+            current.index = number
             yield piece.batch
-            if turn.abandoned:
+            if current.abandoned:
                 break
-            self._check_piece(turn, number)
-        self._end_ticket(turn)
+            self._check_micro_batch(current, number)
+        self._end_ticket(current)
 
-    def _push(self, turn: TicketStep) -> None:
+    def _push(self, current: TicketStep) -> None:
         """All pieces are computed: give the servers the gradient."""
-        assert self._pusher is not None
-        turn.seconds = time.perf_counter() - turn.given_at
-        turn.compute_s = turn.seconds - turn.data_s
+        assert self._client is not None
+        current.seconds = time.perf_counter() - current.started_at
+        current.compute_s = current.seconds - current.data_s
         self._session.set_phase("push")
         try:
-            self._pusher.push(turn.granted, turn.life, self._gradients(turn))
+            self._client.push(current.granted, current.life, self._gradients(current))
         except TicketAbandoned:
-            turn.abandoned = True
+            current.abandoned = True
             return
-        turn.committed = True
-        self.metrics.update(turn.logged)
-        self._measure(turn)
+        current.committed = True
+        self.metrics.update(current.metrics)
+        self._measure(current)
 
     # --- what does not fit into memory
 
     @property
-    def piece_samples(self) -> int:
+    def micro_batch_samples(self) -> int:
         """The samples of the piece that is being computed; 0 outside a ticket."""
-        turn = self.turn
-        return turn.pieces[turn.piece].samples if turn is not None and not turn.committed else 0
+        current = self.current
+        return current.micro_batches[current.index].samples if current is not None and not current.committed else 0
 
-    def too_large(self, error: BaseException) -> None:
+    def on_out_of_memory(self, error: BaseException) -> None:
         """The ledger gives the same ticket again to whoever holds it; it then comes in smaller pieces."""
-        turn = self.turn
-        if turn is None or self.feed is None or not self.feed.halve_micro_batch(turn.pieces[turn.piece].samples):
+        current = self.current
+        if (
+            current is None
+            or self.feed is None
+            or not self.feed.halve_micro_batch(current.micro_batches[current.index].samples)
+        ):
             raise error
-        turn.abandoned = True
+        current.abandoned = True
 
     # --- what beats tell
 
-    def _measure(self, turn: TicketStep) -> None:
-        pushed_s = time.perf_counter() - turn.given_at - turn.seconds
-        turn.exchange_s += pushed_s
-        took_s = max(turn.wait_s + turn.exchange_s + turn.seconds, 1e-9)
+    def _measure(self, current: TicketStep) -> None:
+        pushed_s = time.perf_counter() - current.started_at - current.seconds
+        current.exchange_s += pushed_s
+        took_s = max(current.wait_s + current.exchange_s + current.seconds, 1e-9)
         smooth = 0.9 if self._usual_s else 0.0
         self._usual_s = smooth * self._usual_s + (1 - smooth) * took_s
         for name in self._spent:
-            self._spent[name] = smooth * self._spent[name] + (1 - smooth) * getattr(turn, name)
-        self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * turn.samples / took_s
-        self._loss = float(turn.loss) / turn.weight if turn.weight else self._loss
+            self._spent[name] = smooth * self._spent[name] + (1 - smooth) * getattr(current, name)
+        self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * current.samples / took_s
+        self._loss = float(current.loss) / current.weight if current.weight else self._loss
 
     def _status(self) -> dict[str, Any]:
-        turn, feed = self.turn, self.feed
-        pusher = self._pusher
+        current, feed = self.current, self.feed
+        pusher = self._client
         return {
             "usual_step_s": self._usual_s,
-            "epoch": turn.epoch if turn is not None else 0,
+            "epoch": current.epoch if current is not None else 0,
             "total_steps": feed.total if feed is not None else None,
-            "share": turn.samples if turn is not None else 0,
+            "share": current.samples if current is not None else 0,
             "loss": self._loss,
             "samples_per_s": self._samples_per_s,
-            "metrics": finite(self.metrics),
+            "metrics": finite_metrics(self.metrics),
             "spent": StepTimes(**self._spent),
-            "clock": turn.granted.clock if turn is not None else 0,
-            "ahead": turn.granted.clock - turn.granted.min_clock if turn is not None else 0,
+            "clock": current.granted.clock if current is not None else 0,
+            "ahead": current.granted.clock - current.granted.min_clock if current is not None else 0,
             "waits_for": pusher.waits_for if pusher is not None else (),
         }

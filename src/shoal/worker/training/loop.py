@@ -1,6 +1,39 @@
-"""The training loop underneath a run, in any framework: it gives out batches, exchanges pulses and commits steps.
+"""Training loop under a run, independent of the framework: one step after another, each committed by all members.
 
-A framework's trainer adds how gradients are computed, summed and applied.
+The life of a step on one member:
+
+1. *World.* `session.next_step` blocks until this member is in a world and holds the state of a step, and returns the
+   number of the step to train. Joins, departures, stops and restores all happen inside that call, between two steps.
+2. *Share.* The feed yields this member's share of the global batch: which samples is a pure function of the step, the
+   world and the reports of earlier steps, so no message is needed. The share is cut into micro-batches that fit into
+   memory. A member that still catches up has an empty share and takes part with weight 0.
+3. *Compute.* The script's loop body runs once per micro-batch: forward, then `run.backward`, which adds the weighted
+   gradients. Random numbers are seeded from the step and the position in it, so a repeated step gives the same result.
+4. *Exchange.* With the last micro-batch the gradients are all-reduced, and a `StepReport` is all-gathered beside them.
+   The reports tell every member the same facts: the total weight to divide by, the times of the previous step (from
+   which shares are balanced), the world each member is prepared to enter next, and whether to stop. Because all members
+   decide from the same reports, they decide alike without asking anyone.
+5. *Commit.* `begin_commit` asks the session whether the gradient may be applied: not if the world broke meanwhile, and
+   not while this member's lease is in doubt. Then the optimizer steps and the step counts.
+
+Nothing is applied twice. A failure before the commit leaves the parameters untouched: the script's `optimizer.step`
+does nothing, what else the step changed (running statistics, random generators) is rolled back at the top of the loop,
+and the step is given out again in the next world. A failure after the commit finds some members one step ahead: the
+next world starts from the highest committed step, and members behind it copy the state from one that has it instead of
+applying the gradient themselves. Between `begin_commit` and `commit` a member reports no step to the coordinator, since
+the answer would depend on the moment.
+
+Failures, in short:
+
+- A peer dies or hangs during the exchange: `session.fail` breaks the world, the generator stops giving out the step's
+  micro-batches, and `next_step` waits for another world.
+- This member runs out of memory: the feed halves its micro-batches and the step is `discarded` and repeated. If some
+  gradients were already sent, the world is broken too, so that all members repeat it.
+- Members disagree (steps, shares, learning rates): `MembersDiverged`. It is a defect of the script or of Shoal and is
+  never ignored, because training on would silently produce a different model on each member.
+- The script leaves the loop early: the generator is closed and the session tells the others to continue without it.
+
+A framework's trainer subclasses `Loop` and adds how gradients are computed, summed and applied.
 """
 
 from __future__ import annotations
@@ -20,9 +53,9 @@ from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.training.metrics import finite
+from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.noise_sampling import NoiseSampler
-from shoal.worker.training.slowdown import pace_of
+from shoal.worker.training.slowdown import slowdown_for
 from shoal.worker.training.step import Step
 from shoal.worker.training.step_timing import StepTimer
 from shoal.worker.training.training_state import TrainingState
@@ -31,163 +64,166 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 
 class Loop(ABC):
-    """Does the steps of one run: every step is given out until all members have committed it."""
+    """Runs the steps of one training loop; a step is given out until all members have committed it.
 
-    def __init__(self, session: Session | StandaloneSession, keeper: TrainingState) -> None:
+    `current` is the step in progress, or the last one between steps; None before the first.
+    """
+
+    def __init__(self, session: Session | StandaloneSession, training_state: TrainingState) -> None:
         self.feed: Feed | None = None
-        self.turn: Step | None = None
+        self.current: Step | None = None
         self.auto: AutoBatch | None = None
         self.metrics: dict[str, Any] = {}
         self.looping = False
-        self.soundings = NoiseSampler(session.settings.noise_every_steps)
-        self.meter = StepTimer(self.soundings.noise)
-        self._session, self._keeper = session, keeper
-        self._last: Step | None = None
+        self.noise_sampler = NoiseSampler(session.settings.noise_every_steps)
+        self.timer = StepTimer(self.noise_sampler.noise)
+        self._session, self._training_state = session, training_state
+        self._previous: Step | None = None
         self._world_seen = 0
         self._loss: float | None = None
-        self._pace = pace_of(session.me, session.settings.emulate)
+        self._slowdown = slowdown_for(session.me, session.settings.emulate)
         session.status = self._status
 
     @property
     def committed(self) -> bool:
-        return self.turn is not None and self.turn.committed
+        return self.current is not None and self.current.committed
 
-    # --- what a framework adds
+    # --- hooks of the framework's trainer
 
     @abstractmethod
-    def _begin(self, feed: Feed) -> bool:
-        """The loop begins: set up what it needs. Whether everything that is trained is on the CPU."""
+    def _start_loop(self, feed: Feed) -> bool:
+        """Set up what the loop needs; return whether everything that is trained is on the CPU."""
 
     @abstractmethod
     def _undo_uncommitted(self) -> None:
-        """Put everything back that a step changed which did not commit."""
+        """Roll back what an uncommitted step changed."""
 
     @abstractmethod
     def _zero_buffers(self) -> list[ZeroBuffer] | None:
-        """What a shadow exchanges in our stead; None if that is unknown."""
+        """Return what a catching-up member exchanges in place of gradients, None if that is not known yet."""
 
     @abstractmethod
     def _seed(self, seed: int) -> None:
-        """Let all random numbers start anew."""
+        """Seed every random generator."""
 
     @abstractmethod
-    def _check_piece(self, turn: Step, number: int) -> None:
-        """The loop's body is done with a piece: raise if it did not do what it should."""
+    def _check_micro_batch(self, current: Step, number: int) -> None:
+        """Raise if the loop body skipped `backward` or `step` for this micro-batch."""
 
     # --- the loop
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
-        """Yield this member's batches until the last step is committed by all."""
+        """Yield this member's batches until all members have committed the last step."""
         session = self._session
-        on_cpu = self._begin(feed)
-        self._keeper.zero_buffers, self._keeper.is_last_step = self._zero_buffers, self._is_last_step
+        on_cpu = self._start_loop(feed)
+        self._training_state.zero_buffers, self._training_state.is_last_step = self._zero_buffers, self._is_last_step
         feed.start()
-        session.begin(identity, self._keeper, on_cpu=on_cpu)
+        session.begin(identity, self._training_state, on_cpu=on_cpu)
         over = False
         self.looping = True
         try:
             while not over:
-                # First, because others may be given our state when the next world is entered.
+                # First, because peers may copy our state when the next world is entered.
                 self._undo_uncommitted()
                 step = session.next_step()
-                self._keeper.at_boundary(step)
+                self._training_state.at_boundary(step)
                 if feed.ended(step):
                     over = session.finish()
                     if over:
-                        self._keeper.at_end(step)
+                        self._training_state.at_end(step)
                     continue
-                yield from self._give_out(feed, step, seed)
+                yield from self._run_step(feed, step, seed)
             over = True
         finally:
             self.looping = False
             if not over and sys.exc_info()[0] is GeneratorExit:
                 session.leave_loop()
                 if self.committed:
-                    self._keeper.at_end(session.step or 0)
+                    self._training_state.at_end(session.step or 0)
             feed.close()
 
-    def _give_out(self, feed: Feed, step: int, seed: int) -> Iterator[Any]:
-        """Give the loop's body its pieces of one step."""
+    def _run_step(self, feed: Feed, number: int, seed: int) -> Iterator[Any]:
+        """Yield the micro-batches of one step; stop early if the world breaks or memory runs out."""
         session = self._session
         world, exchange = session.world, session.exchange
         if world is None or exchange is None:
             return
         began = time.perf_counter()
         session.set_phase("data")
-        if self._pace is not None:
-            self._pace.begin(step)
-        ghosts = self._ghosts(world, step)
-        pieces = feed.micro_batches(step, world, session.rank, ghosts)
-        turn = Step(
-            step,
-            feed.cursor(step).epoch,
-            pieces,
-            feed.global_batch_size(step),
+        if self._slowdown is not None:
+            self._slowdown.begin(number)
+        catching_up = self._catching_up(world, number)
+        micro_batches = feed.micro_batches(number, world, session.rank, catching_up)
+        current = Step(
+            number,
+            feed.cursor(number).epoch,
+            micro_batches,
+            feed.global_batch_size(number),
             exchange,
             world,
             feed.units,
-            ghosts,
-            first=not self.meter.commits,
-            held=feed.shard_range,
+            catching_up,
+            first=not self.timer.commits,
+            shard_range=feed.shard_range,
         )
-        if self.turn is None or not self.turn.spoiled:
-            self._last = self.turn
-        self.turn = turn
-        self._seed(seed_of(seed, step, session.rank))
-        turn.data_s = time.perf_counter() - began
+        if self.current is None or not self.current.discarded:
+            self._previous = self.current
+        self.current = current
+        self._seed(step_seed(seed, number, session.rank))
+        current.data_s = time.perf_counter() - began
         session.set_phase("compute")
-        turn.given_at = time.perf_counter()
-        for number, piece in enumerate(pieces):
-            turn.piece = number
-            if turn.shard is not None:
-                self._seed(seed_of(seed, step, turn.shard))
-            yield piece.take()
-            if session.broken or turn.spoiled:
+        current.started_at = time.perf_counter()
+        for index, micro_batch in enumerate(micro_batches):
+            current.index = index
+            if current.shard is not None:
+                self._seed(step_seed(seed, number, current.shard))
+            yield micro_batch.take()
+            if session.broken or current.discarded:
                 return
-            self._check_piece(turn, number)
+            self._check_micro_batch(current, index)
 
-    def _ghosts(self, world: World, step: int) -> tuple[int, ...]:
-        """The ranks without a share: newcomers in their first step here, and as long as they are catching up."""
+    def _catching_up(self, world: World, number: int) -> tuple[int, ...]:
+        """Return the ranks without a share: newcomers in their first step here, and while they are catching up."""
         if self._world_seen != world.number:
             self._world_seen = world.number
             return world.catching_up
-        before = self.turn
-        if before is not None and before.spoiled and before.step == step:
-            return before.ghosts
-        if before is None or before.step != step - 1:
+        before = self.current
+        if before is not None and before.discarded and before.number == number:
+            return before.catching_up
+        if before is None or before.number != number - 1:
             return ()
-        return tuple(rank for rank, p in enumerate(before.everybody) if p.flags & step_report.CATCHING_UP)
+        return tuple(rank for rank, report in enumerate(before.reports) if report.flags & step_report.CATCHING_UP)
 
-    def _is_last_step(self, everybody: tuple[step_report.StepReport, ...]) -> bool:
-        step = max(p.step for p in everybody)
-        return self.feed is None or self.feed.ended(step + 1)
+    def _is_last_step(self, reports: tuple[step_report.StepReport, ...]) -> bool:
+        number = max(report.step for report in reports)
+        return self.feed is None or self.feed.ended(number + 1)
 
-    # --- the pulse
+    # --- step reports
 
-    def _send_pulse(self, turn: Step) -> GatherWork:
-        return turn.exchange.gather(step_report.encode(self._pulse(turn)))
+    def _send_report(self, current: Step) -> GatherWork:
+        return current.exchange.gather(step_report.encode(self._report(current)))
 
-    def _receive_pulses(self, turn: Step, gathered: GatherWork) -> float:
-        """Everybody's pulses of this step; returns the weight of the whole global batch."""
-        turn.everybody = step_report.decode(gathered.result())
-        self._check(turn)
-        self._session.on_step_reports(turn.everybody)
-        return sum(p.weight for p in turn.everybody)
+    def _receive_reports(self, current: Step, gathered: GatherWork) -> float:
+        """Block for the reports of all members and check them; return the weight of the whole global batch."""
+        current.reports = step_report.decode(gathered.result())
+        self._check_reports(current)
+        self._session.on_step_reports(current.reports)
+        return sum(report.weight for report in current.reports)
 
-    def _pulse(self, turn: Step) -> step_report.StepReport:
-        last = self._last
+    def _report(self, current: Step) -> step_report.StepReport:
+        previous = self._previous
         assert self.feed is not None
         return step_report.StepReport(
-            step=turn.step,
-            samples=turn.samples,
-            weight=turn.weight,
-            loss=self._last_loss(),
-            compute_s=last.compute_s if last else 0.0,
-            data_s=last.data_s if last else 0.0,
-            wait_s=last.wait_s if last else 0.0,
-            measured=last.measured if last else 0,
+            step=current.number,
+            samples=current.samples,
+            weight=current.weight,
+            loss=self._previous_loss(),
+            compute_s=previous.compute_s if previous else 0.0,
+            data_s=previous.data_s if previous else 0.0,
+            wait_s=previous.wait_s if previous else 0.0,
+            measured=previous.measured_units if previous else 0,
             micro=self.feed.micro_batch_size or 0,
-            **self.soundings.told(last, turn),
+            **self.noise_sampler.report_fields(previous, current),
             prepared=self._session.prepared_world(),
             flags=self._session.flags,
             more=self.feed.has_more(),
@@ -195,101 +231,113 @@ class Loop(ABC):
         )
 
     def _rate(self) -> float:
-        """The sum of the learning rates, if all members must have the same."""
+        """Return the sum of the learning rates if members must agree on it, else 0."""
         return 0.0
 
-    def _last_loss(self) -> float:
-        """Our part of the mean loss of the step before; reading it now does not wait for a device."""
-        last = self._last
-        total = sum(p.weight for p in last.everybody) if last is not None and last.committed else 0.0
-        return float(last.loss) / total if last is not None and total else 0.0
+    def _previous_loss(self) -> float:
+        """Return our part of the previous step's mean loss; by now reading it does not wait for a device."""
+        previous = self._previous
+        if previous is None or not previous.committed:
+            return 0.0
+        total = sum(report.weight for report in previous.reports)
+        return float(previous.loss) / total if total else 0.0
 
-    def _check(self, turn: Step) -> None:
-        reason = step_report.step_mismatch(turn.everybody)
+    def _check_reports(self, current: Step) -> None:
+        """Raise MembersDiverged if the reports contradict each other."""
+        reports = current.reports
+        reason = step_report.step_mismatch(reports)
         if reason:
-            raise MembersDiverged("the members are not at the same step", where=f"world {self._world_seen}", why=reason)
-        rates = step_report.learning_rate_mismatch(turn.everybody)
+            raise MembersDiverged("members are not at the same step", where=f"world {self._world_seen}", why=reason)
+        rates = step_report.learning_rate_mismatch(reports)
         if rates:
             raise MembersDiverged(
-                "the members have different learning rates",
-                where=f"step {turn.step}",
-                why=f"{rates}; a schedule followed something that is not the same on all members",
-                do="let it follow run.step, or a score of the model on data that all of them read, not a share's loss",
+                "members have different learning rates",
+                where=f"step {current.number}",
+                why=f"{rates}; the schedule depends on something that differs between members",
+                do="let it follow run.step, or a score on data that every member reads, not the loss of a share",
             )
-        dealt = sum(p.samples for p in turn.everybody)
-        if isinstance(self.feed, IndexedFeed) and dealt != self.feed.global_batch_size(turn.step):
-            shares = ", ".join(str(p.samples) for p in turn.everybody)
+        samples = sum(report.samples for report in reports)
+        if isinstance(self.feed, IndexedFeed) and samples != self.feed.global_batch_size(current.number):
+            shares = ", ".join(str(report.samples) for report in reports)
             raise MembersDiverged(
-                f"the members do not agree on their shares of step {turn.step}",
+                f"members disagree on their shares of step {current.number}",
                 where=f"world {self._world_seen}",
-                why=f"shares of {shares} make {dealt} of {self.feed.global_batch_size(turn.step)} samples",
-                do="this is an error of Shoal: please report it with the output of shoal why",
+                why=f"shares of {shares} sum to {samples}, not {self.feed.global_batch_size(current.number)} samples",
+                do="this is a defect of Shoal: please report it with the output of shoal why",
             )
-        if self._last is not None and self._last.committed:
-            self._loss = sum(p.loss for p in turn.everybody)
+        if self._previous is not None and self._previous.committed:
+            self._loss = sum(report.loss for report in reports)
 
-    # --- the commit
+    # --- commit
 
-    def _may_apply(self) -> bool:
-        self._keeper.before_change()
+    def _begin_commit(self) -> bool:
+        """Return whether the gradient may be applied; if so, pending snapshots are copied first."""
+        self._training_state.before_change()
         return self._session.begin_commit()
 
-    def _commit(self, turn: Step) -> None:
-        """The step has been applied: it counts."""
+    def _commit(self, current: Step) -> None:
+        """Count the step, whose gradient has just been applied."""
         assert self.feed is not None
-        self.soundings.learn(turn.everybody)
+        self.noise_sampler.observe(current.reports)
         before = self.auto.progress if self.auto is not None else 0.0
-        decisions = self.feed.on_commit(turn.step, turn.world, turn.everybody)
-        turn.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
+        adjustments = self.feed.on_commit(current.number, current.world, current.reports)
+        current.progress = int(self.auto.progress) - int(before) if self.auto is not None else 1
         self._session.commit()
-        turn.committed = True
-        self.metrics.update(turn.logged)
-        self.meter.commit(turn, self._session.rank, self.feed.balancer, time.monotonic())
-        for one in decisions:
-            self._session.report_adjustment(one.step, one.what, one.values, one.reason, send=self._session.is_writer)
+        current.committed = True
+        self.metrics.update(current.metrics)
+        self.timer.commit(current, self._session.rank, self.feed.balancer, time.monotonic())
+        for adjustment in adjustments:
+            self._session.report_adjustment(
+                adjustment.step,
+                adjustment.what,
+                adjustment.values,
+                adjustment.reason,
+                send=self._session.is_writer,
+            )
 
-    # --- what does not fit into memory
+    # --- out of memory
 
     @property
-    def piece_samples(self) -> int:
-        """The samples of the piece that is being computed; 0 outside a step."""
-        turn = self.turn
-        inside = turn is not None and turn.given_at and not turn.committed and not turn.spoiled
-        return turn.pieces[turn.piece].samples if turn is not None and inside else 0
+    def micro_batch_samples(self) -> int:
+        """Samples of the micro-batch that is being computed; 0 outside a step."""
+        current = self.current
+        inside = current is not None and current.started_at and not current.committed and not current.discarded
+        return current.micro_batches[current.index].samples if current is not None and inside else 0
 
-    def too_large(self, error: BaseException) -> None:
-        """The piece that was given out last does not fit: smaller ones follow. Raises the error if there are none."""
-        turn, feed, session = self.turn, self.feed, self._session
-        samples = self.piece_samples
-        if turn is None or feed is None or not feed.halve_micro_batch(samples):
+    def on_out_of_memory(self, error: BaseException) -> None:
+        """Repeat the step with smaller micro-batches; raise the error if they cannot get smaller."""
+        current, feed, session = self.current, self.feed, self._session
+        samples = self.micro_batch_samples
+        if current is None or feed is None or not feed.halve_micro_batch(samples):
             raise error
-        turn.spoiled = True
+        current.discarded = True
         at_most = feed.micro_batch_size
-        reason = f"{session.me} ran out of memory with {samples} samples at once; it computes {at_most} at most"
-        sys.stderr.write(f"shoal: {reason}, and repeats step {turn.step}\n")
-        session.report_adjustment(turn.step, "memory", {session.me: at_most or 0}, reason)
+        reason = f"{session.me} ran out of memory with {samples} samples at once; it now computes at most {at_most}"
+        sys.stderr.write(f"shoal: {reason}, and repeats step {current.number}\n")
+        session.report_adjustment(current.number, "memory", {session.me: at_most or 0}, reason)
 
-    # --- what beats tell
+    # --- status
 
     def _status(self) -> dict[str, Any]:
-        turn, feed = self.turn, self.feed
+        """Return the fields of a heartbeat; called by the heartbeat's thread."""
+        current, feed = self.current, self.feed
         return {
-            "epoch": turn.epoch if turn is not None else 0,
+            "epoch": current.epoch if current is not None else 0,
             "total_steps": feed.total if feed is not None else None,
-            "share": turn.samples if turn is not None else 0,
+            "share": current.samples if current is not None else 0,
             "loss": self._loss,
-            "metrics": finite(self.metrics),
-            **self.meter.status(),
+            "metrics": finite_metrics(self.metrics),
+            **self.timer.status(),
         }
 
 
-def seed_of(seed: int, step: int, place: int) -> int:
-    """Random numbers of a step depend on the step and the place in it alone, so that doing it again gives the same."""
-    return hash((seed, step, place)) & 0x7FFF_FFFF_FFFF_FFFF
+def step_seed(seed: int, step: int, position: int) -> int:
+    """Return a seed that depends on the step and the position in it alone, so that a repeated step is the same."""
+    return hash((seed, step, position)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def tells_of_memory(error: BaseException) -> bool:
-    """Whether smaller pieces may help, by what an error says: frameworks raise general ones, too."""
+def mentions_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of unspecific type says that memory ran out."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
     )

@@ -1,4 +1,4 @@
-"""The numbers that a script shows with its run."""
+"""Conversion and checks of the numbers that a script logs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import numpy as np
 from shoal.errors import BadMetric
 
 
-def number_of(value: Any) -> float:
-    """A value as a number, whatever framework it is of; raises TypeError if it is none, or more than one."""
+def to_float(value: Any) -> float:
+    """Return a scalar of any framework as a float; raise TypeError if it is not exactly one real number."""
     if isinstance(value, int | float):
         return float(value)
     if value is None or isinstance(value, str | bytes | bytearray | complex):
-        raise TypeError(f"a {type(value).__name__} is no number")
+        raise TypeError(f"a {type(value).__name__} is not a number")
     shape = tuple(getattr(value, "shape", ()))
     if any(length != 1 for length in shape):
         raise TypeError(f"its shape is {shape}")
     try:
         if hasattr(value, "item"):
-            return number_of(value.item())
-        found = number_of(np.asarray(value).item()) if shape else float(value)
+            return to_float(value.item())
+        number = to_float(np.asarray(value).item()) if shape else float(value)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise TypeError(str(error)) from error
-    # In a tf.function, which exchanges what float means, it is another tensor.
-    if not isinstance(found, float):
-        raise TypeError("its value is not known yet: log what the tf.function returns")
-    return found
+    # AutoGraph replaces float() inside a tf.function, so the result may be a symbolic tensor.
+    if not isinstance(number, float):
+        raise TypeError("its value is not known while a tf.function is traced; log what the tf.function returns")
+    return number
 
 
-def refuse(name: str, kind: str, error: Exception | str) -> BadMetric:
+def bad_metric(name: str, kind: str, error: Exception | str) -> BadMetric:
+    """Return the error for a metric that is not a number."""
     return BadMetric(
         f"{name} is a {kind}, not a number",
         where="run.log",
@@ -41,19 +42,19 @@ def refuse(name: str, kind: str, error: Exception | str) -> BadMetric:
     )
 
 
-def checked(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What a script logs, as numbers by name."""
-    found = {}
+def check_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as floats; raise BadMetric if one of them is not a number."""
+    numbers = {}
     for name, value in metrics.items():
         try:
-            found[name] = number_of(value)
+            numbers[name] = to_float(value)
         except TypeError as error:
-            raise refuse(name, type(value).__name__, error) from error
-    return found
+            raise bad_metric(name, type(value).__name__, error) from error
+    return numbers
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that can be told: what is no number has no place in a journal, nor on a curve."""
-    # The script may log something at the same time.
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics; NaN and infinity are not valid JSON and cannot be plotted."""
+    # Copied first, because the script may log from another thread meanwhile.
     numbers = {name: float(value) for name, value in list(metrics.items())}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""One step of the loop, from the first batch that is given out to the commit."""
+"""Record of one step on one member, from its first micro-batch to the commit."""
 
 from __future__ import annotations
 
@@ -13,66 +13,72 @@ from shoal.worker.data.feed import MicroBatch
 
 
 class GradientNorms(Protocol):
-    """The squared norms of one step's gradients: those of groups of samples here, and that of the whole batch."""
+    """Squared norms of one step's gradients: one per local group of samples, and one of the whole batch."""
 
     @property
     def total(self) -> float: ...
 
-    def weighted(self, weight: float, nominal: float) -> tuple[float, int]:
-        """The sum over groups of weight times squared mean gradient, and the number of groups."""
+    def weighted(self, weight: float, global_batch_size: float) -> tuple[float, int]:
+        """Return the sum over groups of weight times squared mean gradient, and the number of groups."""
         ...
 
 
 @dataclass(slots=True)
 class Step:
-    """What this member does in one step, and how far it has come."""
+    """One step in progress: this member's share of it, and how far the member has come.
 
-    step: int
+    `weight` sums the weights of the micro-batches whose backward pass is done, `micro_batch_weight` is that of the last
+    one, and `loss` sums weight times loss, so that members with unequal shares can be averaged. A `discarded` step ran
+    out of memory: nothing of it was exchanged, and it is repeated with smaller micro-batches.
+    """
+
+    number: int
     epoch: int
-    pieces: list[MicroBatch]
-    nominal: int
+    micro_batches: list[MicroBatch]
+    global_batch_size: int
     exchange: Exchange
     world: World
     units: int = 0
-    ghosts: tuple[int, ...] = ()
+    catching_up: tuple[int, ...] = ()
     first: bool = False
-    held: ShardRange | None = None
-    piece: int = 0
+    shard_range: ShardRange | None = None
+    index: int = 0
     backwards: int = 0
     weight: float = 0.0
-    own: float = 0.0
+    micro_batch_weight: float = 0.0
     loss: Any = 0.0
     sending: bool = False
     reduced: bool = False
     committed: bool = False
-    spoiled: bool = False
+    discarded: bool = False
     progress: int = 1
-    squares: GradientNorms | None = None
+    gradient_norms: GradientNorms | None = None
     stepped: set[int] = field(default_factory=set)
-    logged: dict[str, Any] = field(default_factory=dict)
-    everybody: tuple[StepReport, ...] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)
+    reports: tuple[StepReport, ...] = ()
     data_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    given_at: float = 0.0
+    started_at: float = 0.0
 
     @property
     def shard(self) -> int | None:
-        """In exact mode, the shard of the batch that was given out last."""
-        return None if self.held is None else self.held.start + self.piece
+        """In exact mode, the shard that the current micro-batch holds; None in other modes."""
+        return None if self.shard_range is None else self.shard_range.start + self.index
 
     @property
     def counts(self) -> bool:
-        """Whether a backward pass of the batch that was given out last adds anything."""
-        return self.own != 0.0
+        """Whether the last backward pass contributes to the gradient."""
+        return self.micro_batch_weight != 0.0
 
     @property
     def samples(self) -> int:
-        return sum(piece.samples for piece in self.pieces)
+        """This member's share of the global batch."""
+        return sum(micro_batch.samples for micro_batch in self.micro_batches)
 
     @property
-    def measured(self) -> int:
-        """The units whose seconds tell of this member's speed: none of the first step, in which all is set up."""
+    def measured_units(self) -> int:
+        """Units of work that `compute_s` measured; 0 for the first step, which includes one-time set-up."""
         return self.units if self.reduced and not self.first else 0
 
     @property
@@ -80,5 +86,5 @@ class Step:
         return self.samples == 0
 
     @property
-    def last_piece(self) -> bool:
-        return self.piece == len(self.pieces) - 1
+    def on_last_micro_batch(self) -> bool:
+        return self.index == len(self.micro_batches) - 1

@@ -1,4 +1,4 @@
-"""What a script may log: numbers of any kind, and nothing else."""
+"""Metrics that a script logs: numbers of any framework, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from shoal.errors import BadMetric
 from shoal.torch.run import Run
 from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.training.metrics import checked, finite
+from shoal.worker.training.metrics import check_metrics, finite_metrics
 
 NUMBERS = [
     *(2, 2.0, Decimal(2), Fraction(2), np.float32(2), np.int64(2), np.array(2.0), np.array([[2]], np.uint8)),
@@ -26,8 +26,8 @@ OTHERS = [
 ]
 
 
-class Unknown:
-    """A tensor of a graph, whose value nobody knows yet."""
+class SymbolicTensor:
+    """A tensor of a graph, whose value is not known yet."""
 
     shape = (None, 3)
 
@@ -38,43 +38,43 @@ def run(tmp_path: Any) -> Run:
 
 
 @pytest.mark.parametrize("value", NUMBERS)
-def test_whatever_is_one_number_is_logged(run: Run, value: Any) -> None:
-    assert checked({"two": value}) == {"two": 2.0}
+def test_scalar_of_any_framework_is_logged(run: Run, value: Any) -> None:
+    assert check_metrics({"two": value}) == {"two": 2.0}
     run.log(two=value)
     assert run._trainer._status()["metrics"] == {"two": 2.0}
 
 
-@pytest.mark.parametrize("value", [*OTHERS, Unknown()])
-def test_what_is_no_number_is_refused_where_it_is_logged(run: Run, value: Any) -> None:
+@pytest.mark.parametrize("value", [*OTHERS, SymbolicTensor()])
+def test_value_that_is_not_a_number_is_refused_by_log(run: Run, value: Any) -> None:
     with pytest.raises(BadMetric, match="bad is a ") as raised:
-        checked({"fine": 1, "bad": value})
+        check_metrics({"fine": 1, "bad": value})
     assert "run.log(bad=" in raised.value.do
     with pytest.raises(BadMetric, match="bad is a "):
         run.log(fine=1, bad=value)
-    assert run._trainer._status()["metrics"] == {}, "a part of it was taken"
+    assert run._trainer._status()["metrics"] == {}, "a part of the call was logged"
 
 
-def test_of_an_array_its_shape_is_told() -> None:
+def test_error_for_an_array_names_its_shape() -> None:
     with pytest.raises(BadMetric) as raised:
-        checked({"bad": np.zeros((2, 3))})
+        check_metrics({"bad": np.zeros((2, 3))})
     assert raised.value.why == "its shape is (2, 3)"
 
 
-def test_it_is_refused_also_in_a_step_that_does_not_count(run: Run) -> None:
+def test_value_is_refused_in_an_uncommitted_step_too(run: Run) -> None:
     class Uncommitted:
         committed = False
 
-    run._trainer.turn = Uncommitted()  # type: ignore[assignment]
+    run._trainer.current = Uncommitted()  # type: ignore[assignment]
     with pytest.raises(BadMetric, match="bad is a str"):
         run.log(bad="text")
 
 
-def test_a_number_that_a_device_still_computes_is_not_waited_for(run: Run) -> None:
+def test_logging_a_tensor_does_not_wait_for_its_device(run: Run) -> None:
     run.log(loss=torch.tensor(1.0, requires_grad=True))
-    kept = run._trainer.metrics["loss"]
-    assert isinstance(kept, torch.Tensor)
-    assert not kept.requires_grad
+    logged = run._trainer.metrics["loss"]
+    assert isinstance(logged, torch.Tensor)
+    assert not logged.requires_grad
 
 
-def test_what_is_not_finite_is_left_out_of_what_is_told() -> None:
-    assert finite({"a": 1, "nan": math.nan, "inf": torch.tensor(math.inf)}) == {"a": 1.0}
+def test_infinite_metrics_are_left_out_of_heartbeats() -> None:
+    assert finite_metrics({"a": 1, "nan": math.nan, "inf": torch.tensor(math.inf)}) == {"a": 1.0}

@@ -41,7 +41,7 @@ def evaluator(sync: str) -> EvaluatorSession:
 
 
 def test_parts_come_out_of_a_whole_as_they_went_in() -> None:
-    found = parameter_server_sharded_checkpoint.apart(*parameter_server_sharded_checkpoint.whole(PARTS))
+    found = parameter_server_sharded_checkpoint.split_parts(*parameter_server_sharded_checkpoint.join_parts(PARTS))
     assert {n: (meta, [b.tolist() for b in owned]) for n, (meta, owned) in found.items()} == {
         n: (meta, [b.tolist() for b in owned]) for n, (meta, owned) in PARTS.items()
     }
@@ -49,10 +49,10 @@ def test_parts_come_out_of_a_whole_as_they_went_in() -> None:
 
 def test_what_the_vaults_captured_is_loaded_and_the_ledger_is_not() -> None:
     seen: list[Any] = []
-    codec = parameter_server_sharded_checkpoint.reading(
+    codec = parameter_server_sharded_checkpoint.checkpoint_codec(
         evaluator("stale:2"), USUAL, lambda parts, shards: seen.append((parts, shards))
     )
-    codec.restore({"model": "mine"}, *parameter_server_sharded_checkpoint.whole(PARTS))
+    codec.restore({"model": "mine"}, *parameter_server_sharded_checkpoint.join_parts(PARTS))
     ((parts, shards),) = seen
     assert parts == {"model": "mine"}
     assert {n: (header, len(owned)) for n, (header, owned) in shards.items()} == {1: (b"part 1", 1), 2: (b"part 2", 2)}
@@ -60,16 +60,16 @@ def test_what_the_vaults_captured_is_loaded_and_the_ledger_is_not() -> None:
 
 @pytest.mark.parametrize("session", [StandaloneSession(), evaluator("step"), evaluator("local:4")])
 def test_all_others_read_checkpoints_as_ever(session: Any) -> None:
-    assert parameter_server_sharded_checkpoint.reading(session, USUAL, lambda _parts, _shards: None) is USUAL
+    assert parameter_server_sharded_checkpoint.checkpoint_codec(session, USUAL, lambda _parts, _shards: None) is USUAL
 
 
 @pytest.mark.parametrize("header", [b"", b"\xff", msgspec.msgpack.encode({"format": 1})])
 def test_a_checkpoint_that_no_server_wrote_is_refused(header: bytes) -> None:
     with pytest.raises(StateMalformed, match="no checkpoint of servers"):
-        parameter_server_sharded_checkpoint.apart(header, [])
+        parameter_server_sharded_checkpoint.split_parts(header, [])
 
 
 def test_a_buffer_that_is_missing_is_noticed() -> None:
-    header, buffers = parameter_server_sharded_checkpoint.whole(PARTS)
+    header, buffers = parameter_server_sharded_checkpoint.join_parts(PARTS)
     with pytest.raises(StateMalformed, match="buffers"):
-        parameter_server_sharded_checkpoint.apart(header, buffers[:-1])
+        parameter_server_sharded_checkpoint.split_parts(header, buffers[:-1])

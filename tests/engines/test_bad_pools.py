@@ -145,7 +145,7 @@ def test_less_than_the_run_needs(site: Site) -> None:
     site.ssh("lab", "h1", "h2")
     error = parts(site.run("batch,lab", "-n", "3:4"))
     assert "pools batch, lab have no machines" in error["what"]
-    assert "batch: it may give no machine: its limit is 0" in error["why"]
+    assert "batch: its limit is 0, so it provides no machines" in error["why"]
     assert "lab: it gives 2 places at most, and the run cannot begin with less than 3" in error["why"]
     assert "batch: raise its limit; lab: " in error["do"]
 
@@ -155,7 +155,7 @@ def test_a_python_that_is_too_old_for_an_agent(site: Site, tmp_path: Path) -> No
     old = _program(tmp_path / "python3.9", "echo 'Unknown option: -P' >&2; echo 'usage: python3 [option]' >&2; exit 2")
     site.on_slurm("batch", python=str(old), limit=3)
     error = parts(site.run("batch", "-n", "1:3"))
-    assert "machines in a row were gone before they could be used" in error["why"]
+    assert "machines in a row ended before their agents connected" in error["why"]
     assert f"{old} is older than Python 3.11: set python = in its pool to a newer one" in error["why"]
 
 

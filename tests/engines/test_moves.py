@@ -79,7 +79,7 @@ def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(cluste
     said = done.stderr.decode()
     assert done.returncode == 4, said
     assert "error[S470] pool rays has no machine for run train-" in said
-    assert re.search(r"\d machines in a row were gone before they could be used", said)
+    assert re.search(r"\d machines in a row ended before their agents connected", said)
     assert "/nowhere/python" in said
     assert not clusters.left_in(tmp_path)
 
@@ -135,7 +135,7 @@ def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: 
             clusters.ray.raylets()[0].kill()
             run.until_on(*left * ["rays"], *(2 - left) * ["lab"])
         clusters.slurm.start_controller()
-        run.until(lambda: "pool slurm can be reached again" in run.output, "the controller to be back")
+        run.until(lambda: "pool slurm is reachable again" in run.output, "the controller to be back")
         run.finish()
         run.check()
         assert {one for one in re.findall(r"(\d+) steps? lost", run.output)} == {"0"}

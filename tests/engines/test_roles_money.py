@@ -41,7 +41,7 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         run.shoal("scale", run.name, "--budget", str(_spent(run) + 5.0))
         run.until_size(1)
         run.until_agents(1)
-        assert any("is given back as the dearest" in line["text"] for line in run.shoal("why", run.name))
+        assert any("the most expensive" in line["text"] for line in run.shoal("why", run.name))
         run.until_step(run.step() + 5)
         budget = _spent(run) + 1.1
         run.shoal("scale", run.name, "--budget", str(budget))
@@ -51,7 +51,7 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         assert (view["status"], view["exit_code"], view["budget"]) == ("resumable", 6, budget)
         assert 0.1 < view["cost"]["spent"] <= budget
         assert view["checkpoint_step"] >= 5
-        assert "needed to stop in order" in view["reason"]
+        assert "reserved for a clean stop" in view["reason"]
         begun = {e["pid"] for e in run.of("ready")}
         run.process = run.start("resume", run.name, "--budget", "500")
         run.until(lambda: {e["pid"] for e in run.of("ready")} - begun, "somebody who goes on")

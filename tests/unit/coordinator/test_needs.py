@@ -137,7 +137,7 @@ def test_a_run_whose_money_is_gone_stops_with_a_checkpoint_and_can_be_resumed_fo
     (p,) = found.runs.fleet.of_run("r")
     found.on("r", fe.ProcessExited("r", p.member, p.incarnation, "asked", exit_code=BUDGET_REACHED))
     assert (run.status, run.exit_code) == ("resumable", BUDGET_REACHED)
-    assert "the budget of 0.20 is spent but for 0.02" in run.reason
+    assert "0.02 remain of the budget of 0.20" in run.reason
     view = present.run_view(run, found.runs, present.LiveRun(), "d", found.now)
     assert view.cost is not None
     assert 0.17 < view.cost.spent <= 0.2

@@ -1,8 +1,8 @@
-"""What a run may hire while it has a budget, which machines it gives back as that gets low, and when it is over.
+"""Budget rules: what a run may request, which machines it gives up as money runs low, and when it must stop.
 
-Two times decide. As long as what is left pays all machines for `HORIZON_S`, nothing happens. Then the dearest go, one
-after the other, down to the least that the run can do with. What pays those for `RESERVE_S` is never spent on training:
-it is for the last checkpoint and for giving the machines back.
+Two periods decide. While the remaining budget pays for all machines for `HORIZON_S`, nothing happens. After that the
+most expensive machines are released one after the other, down to the minimum that the run needs. The last `RESERVE_S`
+of that minimum is never spent on training: it pays for the final checkpoint and for releasing the machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHECK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AffordableMachine:
-    """A machine that a run would keep: its price, how many places it gives to the run, and whether it is there yet."""
+    """A machine that a run would keep: its price, the slots that the run uses, and whether its agent is connected."""
 
     allocation: str
     price_per_h: float
@@ -27,39 +27,46 @@ class AffordableMachine:
     running: bool
 
 
-def can_pay(left: float, price_per_h: float, seconds: float) -> bool:
-    """Whether what is left pays for so long; what costs nothing can always be paid."""
-    return price_per_h <= 0.0 or left * HOUR_S >= price_per_h * seconds
+def can_pay(remaining: float, price_per_h: float, seconds: float) -> bool:
+    """Return whether the remaining budget pays a price for so long; a price of 0 can always be paid."""
+    return price_per_h <= 0.0 or remaining * HOUR_S >= price_per_h * seconds
 
 
-def lasts_s(left: float, price_per_h: float) -> float:
-    """How long what is left pays a price."""
-    return max(0.0, left) * HOUR_S / price_per_h if price_per_h > 0.0 else float("inf")
+def lasts_s(remaining: float, price_per_h: float) -> float:
+    """Return for how many seconds the remaining budget pays a price."""
+    return max(0.0, remaining) * HOUR_S / price_per_h if price_per_h > 0.0 else float("inf")
 
 
-def unaffordable(kept: Sequence[AffordableMachine], left: float, beside_per_h: float, min_slots: int) -> list[str]:
-    """What has to go, the dearest first, until the rest can be paid for the horizon; never what the least needs.
+def unaffordable(
+    machines: Sequence[AffordableMachine], remaining: float, other_roles_per_h: float, min_slots: int
+) -> list[str]:
+    """Return the machines to give up, most expensive first, until the rest can be paid for the horizon.
 
-    `kept` is in the order of preference, `beside_per_h` what the run pays for its other roles.
+    The running machines always keep `min_slots` slots. `machines` is in order of preference; `other_roles_per_h` is
+    what the run pays for its other roles.
 
-    >>> unaffordable([Kept("a", 1.0, 1, True), Kept("b", 3.0, 1, True)], left=0.5, beside_per_h=0.0, min_slots=1)
+    >>> machines = [AffordableMachine("a", 1.0, 1, True), AffordableMachine("b", 3.0, 1, True)]
+    >>> unaffordable(machines, remaining=0.5, other_roles_per_h=0.0, min_slots=1)
     ['b']
     """
-    staying = list(kept)
-    for one in sorted(reversed(kept), key=lambda one: -one.price_per_h):
-        if one.price_per_h <= 0.0 or can_pay(left, beside_per_h + rate(staying), HORIZON_S):
+    kept = list(machines)
+    for machine in sorted(reversed(machines), key=lambda machine: -machine.price_per_h):
+        if machine.price_per_h <= 0.0 or can_pay(remaining, other_roles_per_h + _rate(kept), HORIZON_S):
             break
-        others = [other for other in staying if other is not one]
-        enough = others if not one.running else [other for other in others if other.running]
+        others = [other for other in kept if other is not machine]
+        enough = others if not machine.running else [other for other in others if other.running]
         if sum(other.slots for other in enough) >= min_slots:
-            staying = others
-    return [one.allocation for one in kept if one not in staying]
+            kept = others
+    return [machine.allocation for machine in machines if machine not in kept]
 
 
-def may_request(left: float, rate_per_h: float, price_per_h: float, *, least: bool) -> bool:
-    """Whether a run that pays so much already may have one more machine; `least` says that it cannot do without."""
-    return price_per_h <= 0.0 or can_pay(left, rate_per_h + price_per_h, RESERVE_S if least else HORIZON_S)
+def may_request(remaining: float, rate_per_h: float, price_per_h: float, *, essential: bool) -> bool:
+    """Return whether a run that already pays `rate_per_h` may request one more machine.
+
+    `essential` means that the run cannot continue without it: then the reserve is enough.
+    """
+    return price_per_h <= 0.0 or can_pay(remaining, rate_per_h + price_per_h, RESERVE_S if essential else HORIZON_S)
 
 
-def rate(kept: Iterable[AffordableMachine]) -> float:
-    return sum(one.price_per_h for one in kept)
+def _rate(machines: Iterable[AffordableMachine]) -> float:
+    return sum(machine.price_per_h for machine in machines)

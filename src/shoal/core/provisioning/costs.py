@@ -1,4 +1,4 @@
-"""What machines have cost, and what they would have cost elsewhere."""
+"""Costs of machines: what each run and pool has spent, and saved compared with on-demand machines."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class MachineCharge:
-    """So many seconds of one machine of a pool. `on_demand_per_h` is the price of what it stands in for, 0 if unknown.
+    """Usage of one machine of a pool for so many seconds.
 
-    `at_work` says that its agent was there and some run needed it.
+    `on_demand_per_h` is the price of a comparable machine that is never preempted, 0 if unknown. `in_use` means that
+    its agent was connected and some run needed it.
     """
 
     pool: str
     price_per_h: float
     on_demand_per_h: float
     seconds: float
-    at_work: bool = True
+    in_use: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCost:
-    """Machine seconds, money spent on them, and money not spent because they were cheaper than others.
+    """Machine seconds, the money spent on them, and the money saved compared with on-demand machines.
 
-    `unused` is what was spent on machines that were still starting, or already going; `lost` is how many were lost.
+    `unused` is the part spent on machines that were still starting, or already being released; `lost` counts the
+    machines that were lost.
     """
 
     machine_s: float = 0.0
@@ -47,34 +49,37 @@ class MachineCost:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The costs of each run by pool, and under "" of what no run needed at the time."""
+    """Costs by run and pool; the key "" holds the costs of machines that no run used at the time."""
 
     runs: Mapping[str, Mapping[str, MachineCost]] = field(default_factory=dict)
 
     def of_run(self, run: str) -> MachineCost:
+        """Return the costs of a run in all pools."""
         return sum(self.runs.get(run, {}).values(), MachineCost())
 
     def of_pool(self, pool: str) -> MachineCost:
+        """Return the costs of a pool for all runs."""
         return sum((pools.get(pool, MachineCost()) for pools in self.runs.values()), MachineCost())
 
     @property
     def total(self) -> MachineCost:
+        """The costs of all runs."""
         return sum((self.of_run(run) for run in self.runs), MachineCost())
 
 
-def charge(account: Account, bill: MachineCharge, shares: Mapping[str, int]) -> Account:
-    """Divide a bill among the runs by how much of the machine each needed.
+def charge(account: Account, usage: MachineCharge, slots_by_run: Mapping[str, int]) -> Account:
+    """Return the account with a machine's usage divided among its runs, by the slots of each.
 
-    >>> charge(Account(), Bill("spot", 3.6, 0.0, 1000.0), {"a": 3, "b": 1}).of_run("a").spent
+    >>> charge(Account(), MachineCharge("spot", 3.6, 0.0, 1000.0), {"a": 3, "b": 1}).of_run("a").spent
     0.75
     """
-    whole = sum(shares.values())
-    parts = {run: share / whole for run, share in shares.items()} if whole else {"": 1.0}
-    return _add(account, bill.pool, {run: cost_of(bill, part) for run, part in parts.items()})
+    total = sum(slots_by_run.values())
+    parts = {run: slots / total for run, slots in slots_by_run.items()} if total else {"": 1.0}
+    return _add(account, usage.pool, {run: _cost_of(usage, part) for run, part in parts.items()})
 
 
-def lose(account: Account, pool: str, runs: Iterable[str]) -> Account:
-    """Count a machine that was lost to all who used it."""
+def count_loss(account: Account, pool: str, runs: Iterable[str]) -> Account:
+    """Return the account with one lost machine counted for every run that used it."""
     return _add(account, pool, dict.fromkeys(runs, MachineCost(lost=1)))
 
 
@@ -86,8 +91,8 @@ def _add(account: Account, pool: str, costs: Mapping[str, MachineCost]) -> Accou
     return replace(account, runs=runs)
 
 
-def cost_of(bill: MachineCharge, part: float = 1.0) -> MachineCost:
-    seconds = bill.seconds * part
-    spared = max(0.0, bill.on_demand_per_h - bill.price_per_h) if bill.on_demand_per_h else 0.0
-    spent = seconds * bill.price_per_h / HOUR_S
-    return MachineCost(seconds, spent, seconds * spared / HOUR_S, 0.0 if bill.at_work else spent)
+def _cost_of(usage: MachineCharge, part: float) -> MachineCost:
+    seconds = usage.seconds * part
+    saved_per_h = max(0.0, usage.on_demand_per_h - usage.price_per_h) if usage.on_demand_per_h else 0.0
+    spent = seconds * usage.price_per_h / HOUR_S
+    return MachineCost(seconds, spent, seconds * saved_per_h / HOUR_S, 0.0 if usage.in_use else spent)

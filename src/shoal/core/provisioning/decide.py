@@ -1,14 +1,40 @@
-"""Which machines to hire from which pools, and which to let go.
+"""Provisioning: which machines to request from which pools, and which to release.
 
-`decide(state, event, now)` returns the next state and what to tell which pool; `due(state, now)` says which waits are
-over, as events. A *hire* is one agent that a pool was asked for::
+A pool is a source of machines: some ssh hosts, a Slurm partition, a Ray cluster. An *allocation* is one agent
+requested from a pool until it is released. Each run states its *demand*: how many slots it can use, how many it needs
+at least, and its pools in order of preference. Provisioning keeps allocations and demands in balance while pools
+reject requests, machines are preempted, and the coordinator itself may be down for a while.
 
-    asked ──▶ submitted ──its agent joins──▶ here ──not needed──▶ leaving ──▶ forgotten
-                 │                            │
-                 └── refused, gone, or never came: another is asked for, here or of the next pool
+`decide(state, event, now)` returns the next state and the instructions to carry out; `expired_timers(state, now)`
+returns the events for timers that have expired. Both are pure. After every event the draft serves all demands again
+from the allocations there are (see `assignment`), requests what is missing and marks what is unused. States::
 
-A run takes from its pools in their order. A pool that does not deliver in time is not counted on, so that the next one
-is asked; if it delivers after all, whatever is then too much is let go, the last pool's first.
+    REQUESTED ──accepted──▶ SUBMITTED ──agent connects──▶ RUNNING ──unused──▶ RELEASING ──engine confirms──▶ forgotten
+        │                      │                             │
+        └──────────────────────┴── rejected, ended or lost: forgotten, and the demand is served from elsewhere
+
+*Never request twice.* The request is in the journal, under a name that no other allocation ever gets, before the
+engine hears of it. A coordinator that was killed in between cannot know whether the engine got the request, so it
+asks what the engine lists: what is listed is adopted, what is not is submitted again under the same name, and what it
+never requested is cancelled. Should the engine start one name twice, the second is cancelled. A released allocation
+stays in the state, and its cancellation is repeated, until the engine no longer lists it: nothing that costs money is
+forgotten.
+
+*Pools in order.* A demand is served from its first pool as far as that delivers. A machine that takes longer than the
+pool's `max_wait_s` becomes overdue: it stays in its queue, but the demand is served from the next pool meanwhile. If
+it arrives after all, the run moves to it, and the machine of the later pool is released once it is no longer needed
+to bridge the gap. A machine with notice is replaced before it leaves.
+
+*Failing pools.* A rejection, a failed setup, or an agent that lives for less than `min_lifetime_s` counts against the
+pool, which is then left alone for 5, 10, 20, … s up to 10 min. The other pools are asked meanwhile. A run that has
+not started fails once its pools cannot deliver its minimum (see `feasibility`); one that has started waits. Time
+during which the coordinator was down counts against no pool and no machine.
+
+*Budget.* Costs are charged up to `now` before any event is handled. A run whose budget gets low releases its most
+expensive machines first, and is stopped while a clean stop can still be paid (see `budget`).
+
+*Surplus.* A machine that no demand uses is released after `surplus_s`, so that a run that ends just before another
+begins hands its machines over instead of returning them.
 """
 
 from __future__ import annotations
@@ -19,8 +45,9 @@ from typing import Any
 
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning import feasibility
+from shoal.core.provisioning.assignment import assign, over_budget
 from shoal.core.provisioning.costs import Account
-from shoal.core.provisioning.draft import ProvisioningDraft, submission
+from shoal.core.provisioning.draft import ProvisioningDraft
 from shoal.core.provisioning.state import (
     LIVE,
     RELEASING,
@@ -32,11 +59,9 @@ from shoal.core.provisioning.state import (
     ProvisioningState,
     ProvisioningTimeouts,
     hourly_rate,
-    over_budget,
-    users,
 )
 
-LOOK = "look into agent.log below allocations/ in its directory there"
+SEE_LOG = "see agent.log below allocations/ in its directory on that machine"
 
 __all__ = [
     "LIVE",
@@ -54,175 +79,158 @@ __all__ = [
     "expired_timers",
     "hourly_rate",
     "is_new_information",
-    "over_budget",
-    "users",
 ]
 
 
 def decide(
     state: ProvisioningState, event: se.Event, now: float
 ) -> tuple[ProvisioningState, tuple[se.Instruction, ...]]:
-    """The next state, and what to ask of which pool."""
+    """Return the next state and the instructions to carry out."""
     draft = ProvisioningDraft(state, now)
     _HANDLERS[type(event)](draft, event)
     draft.level()
-    return draft.freeze(), tuple(draft.asked)
+    return draft.freeze(), tuple(draft.instructions)
 
 
 def expired_timers(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
-    """The waits that are over."""
-    limits = state.timeouts
-    fired = [
+    """Return an event for every timer that has expired, except that of budgets."""
+    timeouts = state.timeouts
+    expired = [
         se.ProvisioningTimerExpired("pool", pool=name)
-        for name, one in state.health.items()
-        if 0.0 < one.retry_at <= now
+        for name, health in state.health.items()
+        if 0.0 < health.retry_at <= now
     ]
-    fired += [
-        se.ProvisioningTimerExpired("start", run=need.run)
-        for need in state.demands
-        if feasibility.start_problems(state, need, now)
+    expired += [
+        se.ProvisioningTimerExpired("start", run=demand.run)
+        for demand in state.demands
+        if feasibility.start_problems(state, demand, now)
     ]
-    for hire in state.allocations.values():
-        waited_s = now - hire.since
-        patience_s = state.pools[hire.pool].max_wait_s if hire.pool in state.pools else 0.0
-        silent_s = now - max(hire.since, hire.setup_reported_at or hire.since)
-        slow = hire.status == SUBMITTED and (hire.preparing or not hire.started)
-        if hire.status == SUBMITTED and hire.started and silent_s > limits.join_s:
-            fired.append(se.ProvisioningTimerExpired("join", allocation=hire.name))
-        elif slow and not hire.overdue and waited_s > patience_s:
-            fired.append(se.ProvisioningTimerExpired("wait", allocation=hire.name))
-        elif hire.status == RELEASING and waited_s > limits.cancel_retry_s:
-            fired.append(se.ProvisioningTimerExpired("cancel", allocation=hire.name))
-        elif hire.unused_since is not None and now - hire.unused_since >= limits.surplus_s:
-            fired.append(se.ProvisioningTimerExpired("surplus", allocation=hire.name))
-    return tuple(fired)
+    for allocation in state.allocations.values():
+        waited_s = now - allocation.since
+        max_wait_s = state.pools[allocation.pool].max_wait_s if allocation.pool in state.pools else 0.0
+        silent_s = now - max(allocation.since, allocation.setup_reported_at or allocation.since)
+        submitted = allocation.status == SUBMITTED
+        slow = submitted and (allocation.preparing or not allocation.started)
+        if submitted and allocation.started and silent_s > timeouts.join_s:
+            expired.append(se.ProvisioningTimerExpired("join", allocation=allocation.name))
+        elif slow and not allocation.overdue and waited_s > max_wait_s:
+            expired.append(se.ProvisioningTimerExpired("wait", allocation=allocation.name))
+        elif allocation.status == RELEASING and waited_s > timeouts.cancel_retry_s:
+            expired.append(se.ProvisioningTimerExpired("cancel", allocation=allocation.name))
+        elif allocation.unused_since is not None and now - allocation.unused_since >= timeouts.surplus_s:
+            expired.append(se.ProvisioningTimerExpired("surplus", allocation=allocation.name))
+    return tuple(expired)
 
 
 def expired_budget_timer(state: ProvisioningState, now: float) -> tuple[se.ProvisioningTimerExpired, ...]:
-    """Whether some run can no longer pay all that it has; asked every `spending.CHECK_INTERVAL_S`."""
-    if all(need.budget is None for need in state.demands):
+    """Return an event if some run can no longer pay for all that it uses; call it every `budget.CHECK_INTERVAL_S`."""
+    if all(demand.budget is None for demand in state.demands):
         return ()
-    later = ProvisioningDraft(state, now).freeze()
-    short = users(later) != users(state) or any(over_budget(later, run) for run in {need.run for need in state.demands})
-    return (se.ProvisioningTimerExpired("budget"),) if short else ()
+    charged = ProvisioningDraft(state, now).freeze()
+    changed = assign(charged, state.demands).slots != assign(state, state.demands).slots
+    if changed or any(over_budget(charged, run) for run in {demand.run for demand in state.demands}):
+        return (se.ProvisioningTimerExpired("budget"),)
+    return ()
 
 
 def account_at(state: ProvisioningState, now: float) -> Account:
-    """What everything has cost up to now."""
+    """Return the costs of all runs up to `now`."""
     return ProvisioningDraft(state, now).account
 
 
 def is_new_information(state: ProvisioningState, event: se.PoolListed) -> bool:
-    """Whether what a pool says there is differs from what we know."""
-    mine = {name: hire for name, hire in state.allocations.items() if hire.pool == event.pool}
-    named = {seen.allocation for seen in event.listed}
+    """Return whether a pool's listing differs from the state; if not, it need not be journalled."""
+    existing = {name: allocation for name, allocation in state.allocations.items() if allocation.pool == event.pool}
+    named = {listed.allocation for listed in event.listed}
     if event.unsubmitted or state.health.get(event.pool, PoolHealth()).unreachable_since is not None:
         return True
-    if any(hire.status != REQUESTED and name not in named for name, hire in mine.items()):
+    if any(allocation.status != REQUESTED and name not in named for name, allocation in existing.items()):
         return True
-    return any(
-        seen.allocation not in mine
-        or mine[seen.allocation].status == REQUESTED
-        or mine[seen.allocation].handle != seen.handle
-        or (seen.running != mine[seen.allocation].started and mine[seen.allocation].status != RELEASING)
-        or (
-            _why(mine[seen.allocation], seen) != mine[seen.allocation].why and mine[seen.allocation].status == SUBMITTED
-        )
-        or (seen.why and not mine[seen.allocation].why and mine[seen.allocation].status == RUNNING)
-        for seen in event.listed
+    return any(_differs(existing.get(listed.allocation), listed) for listed in event.listed)
+
+
+def _differs(allocation: Allocation | None, listed: se.ListedAllocation) -> bool:
+    return (
+        allocation is None
+        or allocation.status == REQUESTED
+        or allocation.handle != listed.handle
+        or (listed.running != allocation.started and allocation.status != RELEASING)
+        or (_why(allocation, listed) != allocation.why and allocation.status == SUBMITTED)
+        or (bool(listed.why) and not allocation.why and allocation.status == RUNNING)
     )
 
 
-def _why(hire: Allocation, seen: se.ListedAllocation) -> str:
-    """What is to be said of a hire: its machine knows best what it does."""
-    return hire.why if hire.preparing else seen.why or hire.why
+def _why(allocation: Allocation, listed: se.ListedAllocation) -> str:
+    """Return what to show about an allocation: during its setup, its own report."""
+    return allocation.why if allocation.preparing else listed.why or allocation.why
 
 
-def _on_pools(draft: ProvisioningDraft, event: se.PoolsConfigured) -> None:
+# --- pools and demands
+
+
+def _on_pools_configured(draft: ProvisioningDraft, event: se.PoolsConfigured) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
-    draft.health = {name: one for name, one in draft.health.items() if name in draft.base.pools}
+    draft.health = {name: health for name, health in draft.health.items() if name in draft.base.pools}
     for pool in event.pools:
-        mine = [hire for hire in draft.allocations.values() if hire.pool == pool.name and hire.status in LIVE]
-        staying = sorted((hire for hire in mine if not hire.leaving), key=_worth)
-        for hire in staying[pool.limit :]:
-            draft.let_go(hire, f"pool {pool.name} may have {pool.limit} machines only, since its limit was lowered")
+        live = [a for a in draft.allocations.values() if a.pool == pool.name and a.status in LIVE and not a.leaving]
+        for allocation in sorted(live, key=_keep_first)[pool.limit :]:
+            draft.release(allocation, f"the limit of pool {pool.name} was lowered to {pool.limit}")
 
 
-def _worth(hire: Allocation) -> tuple[int, bool, float, str]:
-    """Rather kept are those that are here, are used, and have been for long."""
-    return LIVE[::-1].index(hire.status), hire.unused_since is not None, hire.since, hire.name
+def _keep_first(allocation: Allocation) -> tuple[int, bool, float, str]:
+    """Return the sort key by which allocations are kept: running, used, and old ones first."""
+    status = LIVE[::-1].index(allocation.status)
+    return status, allocation.unused_since is not None, allocation.since, allocation.name
 
 
-def _on_needs(draft: ProvisioningDraft, event: se.DemandChanged) -> None:
-    known = {need.run for need in draft.base.demands}
+def _on_demand_changed(draft: ProvisioningDraft, event: se.DemandChanged) -> None:
+    existing = {demand.run for demand in draft.base.demands}
     draft.base = replace(draft.base, demands=event.demands)
-    new = {pool for need in event.demands if need.run not in known for pool in need.pools}
-    for pool in sorted(new & draft.health.keys()):
-        _ask_anew(draft, pool)
+    pools = {pool for demand in event.demands if demand.run not in existing for pool in demand.pools}
+    for pool in sorted(pools & draft.health.keys()):
+        _forgive(draft, pool)
 
 
-def _ask_anew(draft: ProvisioningDraft, pool: str) -> None:
-    """What a pool refused to an earlier run is not held against it when another comes: it may have been mended."""
+def _forgive(draft: ProvisioningDraft, pool: str) -> None:
+    """Reset a pool's failures for a new run: the cause may have been fixed since."""
     if draft.health[pool].unreachable_since is None:
-        draft.stand(pool, retry_at=0.0, failures=0, why="", failing_since=None, final=False, failed_starts=0)
+        draft.update_health(pool, retry_at=0.0, failures=0, why="", failing_since=None, final=False, failed_starts=0)
     else:
-        draft.stand(pool, failing_since=draft.now)
+        draft.update_health(pool, failing_since=draft.now)
 
 
-def _on_submitted(draft: ProvisioningDraft, event: se.AllocationSubmitted) -> None:
-    hire = draft.allocations.get(event.allocation)
-    if hire is None:
-        draft.asked.append(se.CancelAllocation(event.pool, event.allocation, event.handle, "nobody asked for it"))
-    elif hire.status == REQUESTED:
-        draft.update(hire, status=SUBMITTED, handle=event.handle, since=draft.now)
-        draft.trust(hire.pool)
-    elif hire.status == RELEASING:
-        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, event.handle, hire.why))
-        draft.update(hire, handle=event.handle)
-    elif not hire.handle:
-        draft.update(hire, handle=event.handle)
-
-
-def _on_refused(draft: ProvisioningDraft, event: se.AllocationRejected) -> None:
-    hire = draft.allocations.get(event.allocation)
-    if hire is not None and hire.status in (REQUESTED, RELEASING):
-        draft.forget(hire)
-        draft.strike(hire.pool, event.why, event.where, event.do)
-        if hire.status == REQUESTED:
-            draft.fail(hire.pool, final=event.final)
-
-
-def _on_observed(draft: ProvisioningDraft, event: se.PoolListed) -> None:
-    """What a pool says there is: the whole of it, so that what it does not name is not there."""
-    _reached(draft, event.pool)
-    named = {seen.allocation for seen in event.listed}
-    for seen in event.listed:
-        hire = draft.allocations.get(seen.allocation)
-        if hire is None:
-            draft.tell(f"{seen.allocation} of pool {event.pool} is ended: nobody asked for it")
-            draft.asked.append(se.CancelAllocation(event.pool, seen.allocation, seen.handle, "nobody asked for it"))
+def _on_pool_listed(draft: ProvisioningDraft, event: se.PoolListed) -> None:
+    """Compare a complete listing with the state: what it does not name has ended."""
+    _mark_reachable(draft, event.pool)
+    for listed in event.listed:
+        allocation = draft.allocations.get(listed.allocation)
+        if allocation is None:
+            why = "not requested by this coordinator"
+            draft.note(f"cancelling {listed.allocation} of pool {event.pool}: {why}")
+            draft.cancel(event.pool, listed.allocation, listed.handle, why)
         else:
-            _saw(draft, hire, seen)
-    for hire in [one for one in draft.allocations.values() if one.pool == event.pool and one.name not in named]:
-        if hire.status == REQUESTED:
-            if hire.name in event.unsubmitted:
-                draft.asked.append(submission(hire, "it was asked for, but never came about"))
-        else:
-            _gone(draft, hire, dict(event.ended).get(hire.name, "the engine does not know it any more"))
+            _on_listed(draft, allocation, listed)
+    named, ended = {listed.allocation for listed in event.listed}, dict(event.ended)
+    for allocation in [a for a in draft.allocations.values() if a.pool == event.pool and a.name not in named]:
+        if allocation.status != REQUESTED:
+            _on_gone(draft, allocation, ended.get(allocation.name, "its engine no longer lists it"))
+        elif allocation.name in event.unsubmitted:
+            draft.submit(allocation, "the coordinator went down before it was submitted")
 
 
-def _saw(draft: ProvisioningDraft, hire: Allocation, seen: se.ListedAllocation) -> None:
-    if hire.status == REQUESTED:
-        hire = draft.update(hire, status=SUBMITTED, since=draft.now)
-    if seen.running and not hire.started:
-        billed_until = draft.now if hire.billed_until is None else hire.billed_until
-        since = draft.now if hire.status == SUBMITTED else hire.since
-        hire = draft.update(hire, started=True, overdue=False, since=since, billed_until=billed_until)
-    elif hire.started and not seen.running and hire.status in (SUBMITTED, RUNNING):
-        # It was put back into the queue, and its agent is gone or going; it comes back under the same name.
-        draft.lose(hire)
-        hire = draft.update(
-            hire,
+def _on_listed(draft: ProvisioningDraft, allocation: Allocation, listed: se.ListedAllocation) -> None:
+    if allocation.status == REQUESTED:
+        allocation = draft.update(allocation, status=SUBMITTED, since=draft.now)
+    if listed.running and not allocation.started:
+        since = draft.now if allocation.status == SUBMITTED else allocation.since
+        allocation = draft.update(
+            allocation, started=True, overdue=False, since=since, billed_until=_billed_until(draft, allocation)
+        )
+    elif allocation.started and not listed.running and allocation.status in (SUBMITTED, RUNNING):
+        # The engine requeued it: its agent is gone or going, and it will come back under the same name.
+        draft.count_loss(allocation)
+        allocation = draft.update(
+            allocation,
             status=SUBMITTED,
             started=False,
             leaving=False,
@@ -230,174 +238,205 @@ def _saw(draft: ProvisioningDraft, hire: Allocation, seen: se.ListedAllocation) 
             billed_until=None,
             setup_reported_at=None,
         )
-    if seen.running and seen.why and not hire.why:
-        draft.tell(f"{hire.name} of pool {hire.pool} runs: {seen.why}")
-    if hire.status == RELEASING and not hire.handle:
-        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, hire.why))
-    elif hire.handle and hire.handle != seen.handle:
-        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, seen.handle, "it was started twice"))
+    if listed.running and listed.why and not allocation.why:
+        draft.note(f"{allocation.name} of pool {allocation.pool} is running: {listed.why}")
+    if allocation.status == RELEASING and not allocation.handle:
+        draft.cancel(allocation.pool, allocation.name, listed.handle, allocation.why)
+    elif allocation.handle and allocation.handle != listed.handle:
+        draft.cancel(allocation.pool, allocation.name, listed.handle, "it was started twice")
         return
-    draft.update(hire, handle=hire.handle or seen.handle, why=_why(hire, seen))
+    draft.update(allocation, handle=allocation.handle or listed.handle, why=_why(allocation, listed))
 
 
-def _gone(draft: ProvisioningDraft, hire: Allocation, why: str) -> None:
-    draft.forget(hire)
-    if hire.status == RELEASING:
+def _on_gone(draft: ProvisioningDraft, allocation: Allocation, why: str) -> None:
+    """Forget an allocation that its engine no longer has; count it against the pool if it ended early."""
+    draft.forget(allocation)
+    if allocation.status == RELEASING:
         return
-    draft.lose(hire)
-    draft.tell(f"{hire.name} of pool {hire.pool} is gone: {why}")
-    if hire.status == SUBMITTED:
-        draft.stand(hire.pool, failed_starts=draft.health.get(hire.pool, PoolHealth()).failed_starts + 1)
-    lived_s = draft.now - hire.since if hire.status == RUNNING else 0.0
-    if lived_s < draft.base.timeouts.min_lifetime_s and not hire.leaving:
-        draft.strike(hire.pool, f"{hire.name} was gone too soon: {why}", do=LOOK)
+    draft.count_loss(allocation)
+    draft.note(f"{allocation.name} of pool {allocation.pool} ended: {why}")
+    if allocation.status == SUBMITTED:
+        draft.count_failed_start(allocation.pool)
+    lived_s = draft.now - allocation.since if allocation.status == RUNNING else 0.0
+    if lived_s < draft.base.timeouts.min_lifetime_s and not allocation.leaving:
+        draft.back_off(allocation.pool, f"{allocation.name} ended too early: {why}", do=SEE_LOG)
 
 
-def _on_unreachable(draft: ProvisioningDraft, event: se.PoolUnreachable) -> None:
-    standing = draft.health.get(event.pool, PoolHealth())
-    if standing.unreachable_since is None:
-        draft.stand(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
-        draft.fail(event.pool, final=event.final)
-        draft.tell(f"pool {event.pool} cannot be reached: {event.why}; {event.do or 'it is asked again by itself'}")
+def _on_pool_unreachable(draft: ProvisioningDraft, event: se.PoolUnreachable) -> None:
+    if draft.health.get(event.pool, PoolHealth()).unreachable_since is None:
+        draft.update_health(event.pool, unreachable_since=draft.now, why=event.why, where=event.where, do=event.do)
+        draft.mark_failing(event.pool, final=event.final)
+        draft.note(f"pool {event.pool} is unreachable: {event.why}; {event.do or 'it will be retried'}")
 
 
-def _on_away(draft: ProvisioningDraft, event: se.CoordinatorWasDown) -> None:
-    """Time in which nobody could come, and nobody was asked, is held against no machine and no pool."""
+def _mark_reachable(draft: ProvisioningDraft, pool: str) -> None:
+    if draft.health.get(pool, PoolHealth()).unreachable_since is not None:
+        draft.update_health(pool, unreachable_since=None, why="", final=False)
+        draft.note(f"pool {pool} is reachable again")
 
-    def later(at: float | None) -> float | None:
+
+def _on_pool_closed(draft: ProvisioningDraft, event: se.PoolClosed) -> None:
+    for allocation in [a for a in draft.allocations.values() if a.pool == event.pool]:
+        draft.forget(allocation)
+
+
+def _on_coordinator_was_down(draft: ProvisioningDraft, event: se.CoordinatorWasDown) -> None:
+    """Shift the starts of all waits, so that the time counts against no machine and no pool."""
+
+    def shifted(at: float | None) -> float | None:
         return None if at is None else min(draft.now, at + event.seconds)
 
-    for hire in [one for one in draft.allocations.values() if one.status in (REQUESTED, SUBMITTED)]:
-        draft.update(hire, since=later(hire.since), setup_reported_at=later(hire.setup_reported_at))
-    for pool, standing in list(draft.health.items()):
-        draft.stand(pool, failing_since=later(standing.failing_since))
+    for allocation in [a for a in draft.allocations.values() if a.status in (REQUESTED, SUBMITTED)]:
+        reported_at = shifted(allocation.setup_reported_at)
+        draft.update(allocation, since=shifted(allocation.since), setup_reported_at=reported_at)
+    for pool, health in list(draft.health.items()):
+        draft.update_health(pool, failing_since=shifted(health.failing_since))
 
 
-def _on_closed(draft: ProvisioningDraft, event: se.PoolClosed) -> None:
-    for hire in [one for one in draft.allocations.values() if one.pool == event.pool]:
-        draft.forget(hire)
+# --- the course of one allocation
 
 
-def _reached(draft: ProvisioningDraft, pool: str) -> None:
-    standing = draft.health.get(pool, PoolHealth())
-    if standing.unreachable_since is not None:
-        draft.stand(pool, unreachable_since=None, why="", final=False)
-        draft.tell(f"pool {pool} can be reached again")
+def _on_submitted(draft: ProvisioningDraft, event: se.AllocationSubmitted) -> None:
+    allocation = draft.allocations.get(event.allocation)
+    if allocation is None:
+        draft.cancel(event.pool, event.allocation, event.handle, "not requested by this coordinator")
+    elif allocation.status == REQUESTED:
+        draft.update(allocation, status=SUBMITTED, handle=event.handle, since=draft.now)
+        draft.clear_failing(allocation.pool)
+    elif allocation.status == RELEASING:
+        draft.cancel(allocation.pool, allocation.name, event.handle, allocation.why)
+        draft.update(allocation, handle=event.handle)
+    elif not allocation.handle:
+        draft.update(allocation, handle=event.handle)
 
 
-def _on_preparing(draft: ProvisioningDraft, event: se.SetupProgressed) -> None:
-    """It is not mistaken for a machine slots_by_run agent does not come for as long as it says what it does."""
-    hire = draft.allocations.get(event.allocation)
-    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
-        since = hire.since if hire.preparing else draft.now
-        billed_until = draft.now if hire.billed_until is None else hire.billed_until
-        if event.why != hire.why:
-            draft.tell(f"{hire.name} of pool {hire.pool} {event.why}")
+def _on_rejected(draft: ProvisioningDraft, event: se.AllocationRejected) -> None:
+    allocation = draft.allocations.get(event.allocation)
+    if allocation is not None and allocation.status in (REQUESTED, RELEASING):
+        draft.forget(allocation)
+        draft.back_off(allocation.pool, event.why, event.where, event.do)
+        if allocation.status == REQUESTED:
+            draft.mark_failing(allocation.pool, final=event.final)
+
+
+def _on_setup_progressed(draft: ProvisioningDraft, event: se.SetupProgressed) -> None:
+    """Restart the wait for the agent: a machine that reports its setup has not hung."""
+    allocation = draft.allocations.get(event.allocation)
+    if allocation is not None and allocation.status in (REQUESTED, SUBMITTED):
+        if event.why != allocation.why:
+            draft.note(f"{allocation.name} of pool {allocation.pool} {event.why}")
         draft.update(
-            hire,
+            allocation,
             status=SUBMITTED,
             started=True,
-            overdue=hire.overdue and hire.preparing,
-            since=since,
-            billed_until=billed_until,
+            overdue=allocation.overdue and allocation.preparing,
+            since=allocation.since if allocation.preparing else draft.now,
+            billed_until=_billed_until(draft, allocation),
             setup_reported_at=draft.now,
             why=event.why,
         )
 
 
-def _on_unprepared(draft: ProvisioningDraft, event: se.SetupFailed) -> None:
-    hire = draft.allocations.get(event.allocation)
-    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
-        draft.strike(hire.pool, event.why, event.where, event.do)
-        draft.stand(hire.pool, failed_starts=draft.health[hire.pool].failed_starts + 1)
+def _on_setup_failed(draft: ProvisioningDraft, event: se.SetupFailed) -> None:
+    allocation = draft.allocations.get(event.allocation)
+    if allocation is not None and allocation.status in (REQUESTED, SUBMITTED):
+        draft.back_off(allocation.pool, event.why, event.where, event.do)
+        draft.count_failed_start(allocation.pool)
         if event.final:
-            draft.fail(hire.pool, final=True)
-        draft.let_go(hire, event.why)
+            draft.mark_failing(allocation.pool, final=True)
+        draft.release(allocation, event.why)
 
 
-def _on_joined(draft: ProvisioningDraft, event: se.AgentArrived) -> None:
-    hire = draft.allocations.get(event.agent)
-    if hire is not None and hire.status in (REQUESTED, SUBMITTED):
-        billed_until = draft.now if hire.billed_until is None else hire.billed_until
+def _on_agent_arrived(draft: ProvisioningDraft, event: se.AgentArrived) -> None:
+    allocation = draft.allocations.get(event.agent)
+    if allocation is not None and allocation.status in (REQUESTED, SUBMITTED):
         draft.update(
-            hire,
+            allocation,
             status=RUNNING,
             since=draft.now,
             overdue=False,
             started=True,
-            billed_until=billed_until,
+            billed_until=_billed_until(draft, allocation),
             setup_reported_at=None,
         )
-        if hire.pool in draft.health:
-            draft.stand(hire.pool, retry_at=0.0, why="", failing_since=None, final=False, failed_starts=0)
+        if allocation.pool in draft.health:
+            draft.update_health(allocation.pool, retry_at=0.0, why="", failing_since=None, final=False, failed_starts=0)
 
 
-def _on_leaving(draft: ProvisioningDraft, event: se.AgentLeaving) -> None:
-    """It has got a notice, and hands over; another is hired meanwhile."""
-    hire = draft.allocations.get(event.agent)
-    if hire is not None and hire.status == RUNNING:
-        draft.update(hire, leaving=True, why=event.why)
+def _on_agent_leaving(draft: ProvisioningDraft, event: se.AgentLeaving) -> None:
+    """Stop counting on an agent with notice, so that its replacement is requested while it still works."""
+    allocation = draft.allocations.get(event.agent)
+    if allocation is not None and allocation.status == RUNNING:
+        draft.update(allocation, leaving=True, why=event.why)
 
 
-def _on_lost(draft: ProvisioningDraft, event: se.AgentLost) -> None:
-    """Its agent is given up, whatever the engine says of the machine: that is let go, and another is hired."""
-    hire = draft.allocations.get(event.agent)
-    if hire is not None and hire.status == RUNNING:
-        draft.lose(hire)
-        if draft.now - hire.since < draft.base.timeouts.min_lifetime_s and not hire.leaving:
-            draft.strike(hire.pool, f"{hire.name} was lost too soon: {event.why}")
-        draft.let_go(hire, event.why)
+def _on_agent_lost(draft: ProvisioningDraft, event: se.AgentLost) -> None:
+    """Release the machine of a lost agent, whatever its engine says of it; a replacement is requested."""
+    allocation = draft.allocations.get(event.agent)
+    if allocation is not None and allocation.status == RUNNING:
+        draft.count_loss(allocation)
+        if draft.now - allocation.since < draft.base.timeouts.min_lifetime_s and not allocation.leaving:
+            draft.back_off(allocation.pool, f"{allocation.name} was lost too early: {event.why}")
+        draft.release(allocation, event.why)
 
 
 def _on_ended(draft: ProvisioningDraft, event: se.AllocationEnded) -> None:
-    hire = draft.allocations.get(event.allocation)
-    if hire is not None and hire.status == RELEASING:
-        draft.forget(hire)
+    allocation = draft.allocations.get(event.allocation)
+    if allocation is not None and allocation.status == RELEASING:
+        draft.forget(allocation)
 
 
-def _on_wait_over(draft: ProvisioningDraft, event: se.ProvisioningTimerExpired) -> None:
-    hire = draft.allocations.get(event.allocation)
+def _billed_until(draft: ProvisioningDraft, allocation: Allocation) -> float:
+    """Return the time from which a started machine is charged: now, unless it is charged already."""
+    return draft.now if allocation.billed_until is None else allocation.billed_until
+
+
+# --- timers
+
+
+def _on_timer_expired(draft: ProvisioningDraft, event: se.ProvisioningTimerExpired) -> None:
+    allocation = draft.allocations.get(event.allocation)
     if event.timer == "start":
-        for need in draft.base.demands:
-            troubles = feasibility.start_problems(draft.freeze(), need, draft.now) if need.run == event.run else ()
-            draft.asked += [se.FailInfeasibleRun(need.run, troubles)] if troubles else []
+        for demand in draft.base.demands:
+            problems = feasibility.start_problems(draft.freeze(), demand, draft.now) if demand.run == event.run else ()
+            draft.instructions += [se.FailInfeasibleRun(demand.run, problems)] if problems else []
     elif event.timer == "pool" and event.pool in draft.health:
-        draft.stand(event.pool, retry_at=0.0)
-    elif hire is None:
+        draft.update_health(event.pool, retry_at=0.0)
+    elif allocation is None:
         return
-    elif event.timer == "wait" and hire.status == SUBMITTED:
-        pool = draft.base.pools.get(hire.pool)
-        waited_s = pool.max_wait_s if pool is not None else 0.0
-        draft.update(hire, overdue=True)
-        draft.tell(
-            f"{hire.name} was not there after {waited_s:g} s ({hire.why or 'nobody says why'}): others are asked"
-        )
-    elif event.timer == "join" and hire.status == SUBMITTED:
-        why = f"its machine runs, but no agent came within {draft.base.timeouts.join_s:g} s"
-        draft.strike(hire.pool, f"{hire.name}: {why}", do=f"see that its machines reach the coordinator: {LOOK}")
-        draft.stand(hire.pool, failed_starts=draft.health[hire.pool].failed_starts + 1)
-        draft.let_go(hire, why)
-    elif event.timer == "cancel" and hire.status == RELEASING:
-        draft.update(hire, since=draft.now)
-        draft.asked.append(se.CancelAllocation(hire.pool, hire.name, hire.handle, hire.why))
-    elif event.timer == "surplus" and hire.unused_since is not None and hire.status in LIVE:
-        draft.let_go(hire, hire.unused_why or "no run needs it")
+    elif event.timer == "wait" and allocation.status == SUBMITTED:
+        pool = draft.base.pools.get(allocation.pool)
+        max_wait_s = pool.max_wait_s if pool is not None else 0.0
+        draft.update(allocation, overdue=True)
+        why = allocation.why or "no reason given"
+        draft.note(f"{allocation.name} did not start within {max_wait_s:g} s ({why}); trying other pools")
+    elif event.timer == "join" and allocation.status == SUBMITTED:
+        why = f"its machine runs, but its agent did not connect within {draft.base.timeouts.join_s:g} s"
+        do = f"check that its machines can reach the coordinator; {SEE_LOG}"
+        draft.back_off(allocation.pool, f"{allocation.name}: {why}", do=do)
+        draft.count_failed_start(allocation.pool)
+        draft.release(allocation, why)
+    elif event.timer == "cancel" and allocation.status == RELEASING:
+        draft.update(allocation, since=draft.now)
+        draft.cancel(allocation.pool, allocation.name, allocation.handle, allocation.why)
+    elif event.timer == "surplus" and allocation.unused_since is not None and allocation.status in LIVE:
+        draft.release(allocation, allocation.unused_why or "no run needs it")
 
 
 _HANDLERS: dict[type, Callable[[ProvisioningDraft, Any], None]] = {
-    se.PoolsConfigured: _on_pools,
-    se.DemandChanged: _on_needs,
+    se.PoolsConfigured: _on_pools_configured,
+    se.DemandChanged: _on_demand_changed,
     se.AllocationSubmitted: _on_submitted,
-    se.AllocationRejected: _on_refused,
-    se.PoolListed: _on_observed,
-    se.PoolUnreachable: _on_unreachable,
-    se.CoordinatorWasDown: _on_away,
-    se.PoolClosed: _on_closed,
-    se.SetupProgressed: _on_preparing,
-    se.SetupFailed: _on_unprepared,
-    se.AgentArrived: _on_joined,
-    se.AgentLeaving: _on_leaving,
-    se.AgentLost: _on_lost,
+    se.AllocationRejected: _on_rejected,
+    se.PoolListed: _on_pool_listed,
+    se.PoolUnreachable: _on_pool_unreachable,
+    se.CoordinatorWasDown: _on_coordinator_was_down,
+    se.PoolClosed: _on_pool_closed,
+    se.SetupProgressed: _on_setup_progressed,
+    se.SetupFailed: _on_setup_failed,
+    se.AgentArrived: _on_agent_arrived,
+    se.AgentLeaving: _on_agent_leaving,
+    se.AgentLost: _on_agent_lost,
     se.AllocationEnded: _on_ended,
-    se.ProvisioningTimerExpired: _on_wait_over,
+    se.ProvisioningTimerExpired: _on_timer_expired,
 }

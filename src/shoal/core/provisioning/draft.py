@@ -1,16 +1,20 @@
-"""A supply under change: what is charged, hired and given back in the course of one event."""
+"""Working copy of the provisioning state for one event: charges, requests and releases.
+
+`decide` creates one per event, lets the event's handler change it, then calls `level`, which requests what the demands
+miss and releases what they no longer use. Which machine serves which run is decided in `assignment`; the draft only
+applies it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shoal.core.provisioning import budget, costs
 from shoal.core.provisioning import events as se
+from shoal.core.provisioning.assignment import Assignment, is_fit, over_budget, paid_by, serve, unassigned
 from shoal.core.provisioning.events import MachineDemand, PoolInfo
 from shoal.core.provisioning.state import (
-    LIVE,
     RELEASING,
     REQUESTED,
     RUNNING,
@@ -18,187 +22,199 @@ from shoal.core.provisioning.state import (
     PoolHealth,
     ProvisioningState,
     hourly_rate,
-    is_fit,
-    left_of,
-    over_budget,
-    paid_by,
-    serve,
 )
 
 
-def _new_hire(name: str, pool: PoolInfo, need: MachineDemand, now: float) -> Allocation:
-    cpus = pool.cpus // pool.slots or need.cpus
-    memory_bytes = pool.memory_bytes // pool.slots or need.memory_bytes
-    return Allocation(name, pool.name, pool.slots, REQUESTED, now, cpus=cpus, memory_bytes=memory_bytes)
-
-
-def submission(hire: Allocation, reason: str) -> se.SubmitAllocation:
-    return se.SubmitAllocation(hire.pool, hire.name, hire.slots, reason, hire.cpus, hire.memory_bytes)
-
-
 class ProvisioningDraft:
-    """A state under change; it lives for one event."""
+    """Mutable copy of a state; charges all costs up to `now` when it is created."""
 
     def __init__(self, state: ProvisioningState, now: float) -> None:
         self.base, self.now = state, now
         self.allocations = dict(state.allocations)
         self.health = dict(state.health)
         self.account = state.account
-        self.asked: list[se.Instruction] = []
-        self._settle(state)
+        self.instructions: list[se.Instruction] = []
+        for allocation in state.allocations.values():
+            self._charge(allocation)
 
     def freeze(self) -> ProvisioningState:
+        """Return the changed state."""
         return replace(self.base, allocations=self.allocations, health=self.health, account=self.account)
 
-    def _settle(self, state: ProvisioningState) -> None:
-        """Charge what the hires have cost since the last event to the runs that needed them."""
-        for hire in state.allocations.values():
-            self._charge(hire)
+    def _charge(self, allocation: Allocation) -> None:
+        """Charge an allocation to the runs that use it, or used it last."""
+        pool = self.base.pools.get(allocation.pool)
+        if allocation.billed_until is not None and pool is not None and self.now > allocation.billed_until:
+            seconds = self.now - allocation.billed_until
+            in_use = allocation.status == RUNNING and allocation.unused_since is None
+            usage = costs.MachineCharge(pool.name, pool.price_per_h, pool.on_demand_per_h, seconds, in_use)
+            self.account = costs.charge(self.account, usage, allocation.slots_by_run)
+            self.update(allocation, billed_until=self.now)
 
-    def _charge(self, hire: Allocation) -> None:
-        """To those who need it; if nobody does any more, to those who did last."""
-        pool = self.base.pools.get(hire.pool)
-        if hire.billed_until is not None and pool is not None and self.now > hire.billed_until:
-            seconds, at_work = self.now - hire.billed_until, hire.status == RUNNING and hire.unused_since is None
-            bill = costs.MachineCharge(hire.pool, pool.price_per_h, pool.on_demand_per_h, seconds, at_work)
-            self.account = costs.charge(self.account, bill, hire.slots_by_run)
-            self.update(hire, billed_until=self.now)
+    # --- changes that handlers make
 
-    # --- changing
-
-    def update(self, hire: Allocation, **changes: Any) -> Allocation:
-        changed = replace(self.allocations.get(hire.name, hire), **changes)
-        self.allocations[hire.name] = changed
+    def update(self, allocation: Allocation, **changes: Any) -> Allocation:
+        """Change fields of an allocation and return it."""
+        changed = replace(self.allocations.get(allocation.name, allocation), **changes)
+        self.allocations[allocation.name] = changed
         return changed
 
-    def stand(self, pool: str, **changes: Any) -> PoolHealth:
-        changed = replace(self.health.get(pool, PoolHealth()), **changes)
-        self.health[pool] = changed
-        return changed
+    def update_health(self, pool: str, **changes: Any) -> None:
+        """Change fields of a pool's health."""
+        self.health[pool] = replace(self.health.get(pool, PoolHealth()), **changes)
 
-    def tell(self, text: str, run: str = "") -> None:
-        self.asked.append(se.ProvisioningNote(text, run))
+    def note(self, text: str, run: str = "") -> None:
+        """Add a sentence to the story of a run, or of all runs."""
+        self.instructions.append(se.ProvisioningNote(text, run))
 
-    def strike(self, pool: str, why: str, where: str = "", do: str = "") -> None:
-        """A pool failed us: leave it alone for a while, longer each time."""
-        limits, before = self.base.timeouts, self.health.get(pool, PoolHealth())
-        failures = before.failures if self.now - before.failed_at < 2 * limits.backoff_max_s else 0
-        backoff_s = min(limits.backoff_max_s, limits.backoff_s * 2.0 ** min(failures, 20))
-        self.stand(
-            pool, failures=failures + 1, failed_at=self.now, retry_at=self.now + backoff_s, why=why, where=where, do=do
+    def submit(self, allocation: Allocation, reason: str) -> None:
+        """Tell the pool to start an allocation."""
+        size = (allocation.cpus, allocation.memory_bytes)
+        self.instructions.append(se.SubmitAllocation(allocation.pool, allocation.name, allocation.slots, reason, *size))
+
+    def cancel(self, pool: str, allocation: str, handle: str, reason: str) -> None:
+        """Tell the pool to end an allocation."""
+        self.instructions.append(se.CancelAllocation(pool, allocation, handle, reason))
+
+    def back_off(self, pool: str, why: str, where: str = "", do: str = "") -> None:
+        """Count a failure of a pool and request nothing from it for a while, twice as long each time."""
+        timeouts, health = self.base.timeouts, self.health.get(pool, PoolHealth())
+        failures = health.failures if self.now - health.failed_at < 2 * timeouts.backoff_max_s else 0
+        backoff_s = min(timeouts.backoff_max_s, timeouts.backoff_s * 2.0 ** min(failures, 20))
+        retry_at = self.now + backoff_s
+        self.update_health(
+            pool, failures=failures + 1, failed_at=self.now, retry_at=retry_at, why=why, where=where, do=do
         )
-        if why != before.why:
-            self.tell(f"pool {pool} is asked again in {backoff_s:g} s: {why}" + (f"; {do}" if do else ""))
+        if why != health.why:
+            self.note(f"pool {pool} failed; next request in {backoff_s:g} s: {why}" + (f"; {do}" if do else ""))
 
-    def fail(self, pool: str, *, final: bool) -> None:
-        """A pool took no hire."""
+    def count_failed_start(self, pool: str) -> None:
+        """Count an allocation that ended before its agent connected."""
+        self.update_health(pool, failed_starts=self.health.get(pool, PoolHealth()).failed_starts + 1)
+
+    def mark_failing(self, pool: str, *, final: bool) -> None:
+        """Record that a pool rejected a request; `final` means that it always will."""
         since = self.health.get(pool, PoolHealth()).failing_since
-        self.stand(pool, failing_since=self.now if since is None else since, final=final)
+        self.update_health(pool, failing_since=self.now if since is None else since, final=final)
 
-    def trust(self, pool: str) -> None:
-        """A pool took a hire."""
+    def clear_failing(self, pool: str) -> None:
+        """Record that a pool accepted a request."""
         if pool in self.health:
-            self.stand(pool, failing_since=None, final=False)
+            self.update_health(pool, failing_since=None, final=False)
 
-    def let_go(self, hire: Allocation, reason: str) -> None:
-        self.update(hire, status=RELEASING, since=self.now, unused_since=None, why=reason)
-        self.asked.append(se.CancelAllocation(hire.pool, hire.name, hire.handle, reason))
+    def release(self, allocation: Allocation, reason: str) -> None:
+        """Start to release an allocation; it stays in the state until the engine confirms its end."""
+        self.update(allocation, status=RELEASING, since=self.now, unused_since=None, why=reason)
+        self.cancel(allocation.pool, allocation.name, allocation.handle, reason)
 
-    def forget(self, hire: Allocation) -> None:
-        self.allocations.pop(hire.name, None)
+    def forget(self, allocation: Allocation) -> None:
+        """Remove an allocation that has ended."""
+        self.allocations.pop(allocation.name, None)
 
-    def lose(self, hire: Allocation) -> None:
-        """It went without being asked to."""
-        if hire.billed_until is not None:
-            self.account = costs.lose(self.account, hire.pool, hire.slots_by_run)
+    def count_loss(self, allocation: Allocation) -> None:
+        """Count an allocation that ended without being released, if it was paid for."""
+        if allocation.billed_until is not None:
+            self.account = costs.count_loss(self.account, allocation.pool, allocation.slots_by_run)
 
-    # --- moving on
+    # --- requests and releases
 
     def level(self) -> None:
-        """Hire what is missing, and mark what is too much."""
+        """Request the machines that demands miss, mark those that no demand uses, and stop runs without money."""
+        assignment = unassigned(self.freeze())
+        for demand in self.base.demands:
+            assignment = self._request_missing(demand, serve(self.freeze(), demand, assignment))
         state = self.freeze()
-        found: dict[str, dict[str, int]] = {name: {} for name, hire in self.allocations.items() if hire.status in LIVE}
-        dear: dict[str, str] = {}
-        for need in state.demands:
-            served = serve(state, need, found)
-            dear |= dict.fromkeys(served.dear, self._why_dear(state, need)) if served.dear else {}
-            self._hire(need, served.lacks, found)
-        for name, shares in found.items():
-            stays = name not in dear and self._stands_in(state, self.allocations[name], found)
-            self._mark(self.allocations[name], shares, dear.get(name, ""), stays=stays)
-        for run in dict.fromkeys(need.run for need in state.demands if need.budget is not None):
+        reasons = {name: _too_expensive(state, demand) for name, demand in assignment.unaffordable.items()}
+        for name in assignment.slots:
+            self._mark(state, self.allocations[name], assignment, reasons.get(name, ""))
+        for run in dict.fromkeys(demand.run for demand in state.demands if demand.budget is not None):
             if why := over_budget(state, run):
-                self.asked.append(se.StopRunOverBudget(run, why))
+                self.instructions.append(se.StopRunOverBudget(run, why))
 
-    def _stands_in(self, state: ProvisioningState, hire: Allocation, found: Mapping[str, Mapping[str, int]]) -> bool:
-        """Whether it is here, while those that a need rather has are not."""
-        if hire.status != RUNNING or found[hire.name]:
-            return False
-        coming = {run for name, shares in found.items() if self.allocations[name].status != RUNNING for run in shares}
-        return any(need.run in coming and is_fit(state, need, hire) for need in state.demands)
+    def _request_missing(self, demand: MachineDemand, assignment: Assignment) -> Assignment:
+        """Request what a demand misses from its pools in their order; return the assignment with the requests.
 
-    def _why_dear(self, state: ProvisioningState, need: MachineDemand) -> str:
-        left, paying = left_of(state, need), hourly_rate(state, need.run)
-        lasts_min = budget.lasts_s(left, paying) / 60.0
-        return f"the {left:.2f} that are left of the budget would pay all of them for {lasts_min:.1f} min only"
+        What a run with a budget cannot continue without is requested from its cheapest pools.
+        """
+        missing = assignment.missing[-1]
+        for name in demand.pools:
+            missing, assignment = self._request_from(name, demand, missing, assignment, essential=False)
+        if demand.budget is not None:
+            prices = {name: self.base.pools[name].price_per_h for name in demand.pools if name in self.base.pools}
+            for name in sorted(prices, key=prices.__getitem__):
+                missing, assignment = self._request_from(name, demand, missing, assignment, essential=True)
+        return assignment
 
-    def _hire(self, need: MachineDemand, lacks: int, found: dict[str, dict[str, int]]) -> None:
-        """Ask the pools in their order; what a run with a budget cannot do without, of the cheapest that has it."""
-        for name in need.pools:
-            lacks = self._hire_of(need, name, lacks, found, least=False)
-        prices = {name: pool.price_per_h for name, pool in self.base.pools.items()}
-        known = [name for name in need.pools if name in prices and need.budget is not None]
-        for name in sorted(known, key=lambda name: prices[name]):
-            lacks = self._hire_of(need, name, lacks, found, least=True)
-
-    def _hire_of(
-        self, need: MachineDemand, name: str, lacks: int, found: dict[str, dict[str, int]], *, least: bool
-    ) -> int:
-        """Ask a pool for as many as it may give; how many places are lacking then."""
-        pool = self.base.pools.get(name)
-        if pool is None or not self._is_open(name):
-            return lacks
-        mine = [hire for hire in self.allocations.values() if hire.pool == name]
-        if any(hire.overdue for hire in mine):
-            return lacks
-        living = len(mine)
-        while lacks > (need.slots - need.min_slots if least else 0) and living < pool.limit:
-            if not self._can_pay(need, pool, found, least=least):
+    def _request_from(
+        self, name: str, demand: MachineDemand, missing: int, assignment: Assignment, *, essential: bool
+    ) -> tuple[int, Assignment]:
+        """Request as many machines as a pool may give; return how many slots are still missing, and the assignment."""
+        pool, existing = self.base.pools.get(name), [a for a in self.allocations.values() if a.pool == name]
+        # A pool with an overdue machine has a queue: another request would only wait behind it.
+        if pool is None or not self._accepts_requests(name) or any(allocation.overdue for allocation in existing):
+            return missing, assignment
+        count, optional = len(existing), demand.slots - demand.min_slots if essential else 0
+        while missing > optional and count < pool.limit:
+            if not self._can_afford(demand, pool, assignment, essential=essential):
                 break
-            number = self.base.count + 1
-            self.base = replace(self.base, count=number)
-            hire = _new_hire(se.allocation_name(name, number), pool, need, self.now)
-            self.allocations[hire.name] = hire
-            found[hire.name] = {need.run: min(lacks, pool.slots)}
-            self.asked.append(submission(hire, f"run {need.run} lacks {lacks} places"))
-            lacks, living = lacks - pool.slots, living + 1
-        return max(0, lacks)
+            self.base = replace(self.base, count=self.base.count + 1)
+            allocation = _new_allocation(self.base.count, pool, demand, self.now)
+            self.allocations[allocation.name] = allocation
+            assignment = assignment.add(allocation.name, demand.run, min(missing, pool.slots))
+            self.submit(allocation, f"run {demand.run} needs {missing} more slot{'s' if missing > 1 else ''}")
+            missing, count = missing - pool.slots, count + 1
+        return max(0, missing), assignment
 
-    def _can_pay(
-        self, need: MachineDemand, pool: PoolInfo, found: Mapping[str, Mapping[str, int]], *, least: bool
-    ) -> bool:
-        if need.budget is None:
+    def _can_afford(self, demand: MachineDemand, pool: PoolInfo, assignment: Assignment, *, essential: bool) -> bool:
+        if demand.budget is None:
             return True
         state = self.freeze()
-        return budget.may_request(left_of(state, need), paid_by(state, found, need.run), pool.price_per_h, least=least)
+        remaining, rate = state.remaining_budget(demand), paid_by(state, assignment, demand.run)
+        return budget.may_request(remaining, rate, pool.price_per_h, essential=essential)
 
-    def _is_open(self, pool: str) -> bool:
-        standing = self.health.get(pool, PoolHealth())
-        return standing.retry_at <= self.now and standing.unreachable_since is None
+    def _accepts_requests(self, pool: str) -> bool:
+        health = self.health.get(pool, PoolHealth())
+        return health.retry_at <= self.now and health.unreachable_since is None
 
-    def _mark(self, hire: Allocation, shares: Mapping[str, int], dear: str, *, stays: bool) -> None:
-        if shares and hire.slots_by_run != shares:
-            hire = self.update(hire, slots_by_run=dict(shares))
-        if shares or hire.overdue or hire.leaving or stays:
-            if hire.unused_since is not None:
-                self.update(hire, unused_since=None)
-            if hire.overdue and not self._is_wanted(hire):
-                self.let_go(hire, "nobody needs it any more")
-        elif hire.unused_since is None:
-            self.update(hire, unused_since=self.now, unused_why=dear)
-            for run in hire.slots_by_run if dear else ():
-                self.tell(f"{hire.name} of pool {hire.pool} is given back as the dearest: {dear}", run)
+    def _mark(
+        self, state: ProvisioningState, allocation: Allocation, assignment: Assignment, too_expensive: str
+    ) -> None:
+        """Record the runs that use an allocation, or since when and why no run does."""
+        slots_by_run = assignment.slots[allocation.name]
+        bridges = not too_expensive and self._bridges(state, allocation, assignment)
+        if slots_by_run and allocation.slots_by_run != slots_by_run:
+            allocation = self.update(allocation, slots_by_run=dict(slots_by_run))
+        if slots_by_run or allocation.overdue or allocation.leaving or bridges:
+            if allocation.unused_since is not None:
+                self.update(allocation, unused_since=None)
+            if allocation.overdue and not self._is_awaited(allocation):
+                self.release(allocation, "no run needs it any more")
+        elif allocation.unused_since is None:
+            self.update(allocation, unused_since=self.now, unused_why=too_expensive)
+            for run in allocation.slots_by_run if too_expensive else ():
+                name = f"{allocation.name} of pool {allocation.pool}"
+                self.note(f"releasing {name}, the most expensive: {too_expensive}", run)
 
-    def _is_wanted(self, hire: Allocation) -> bool:
-        """Whether some run would still rather have one that is overdue than what it has, or lacks."""
-        return any(hire.pool in need.pools and need.slots for need in self.base.demands)
+    def _bridges(self, state: ProvisioningState, allocation: Allocation, assignment: Assignment) -> bool:
+        """Return whether an unused machine serves a run whose preferred machines have yet to arrive."""
+        if allocation.status != RUNNING or assignment.slots[allocation.name]:
+            return False
+        pending = [name for name in assignment.slots if self.allocations[name].status != RUNNING]
+        waiting = {run for name in pending for run in assignment.slots[name]}
+        return any(demand.run in waiting and is_fit(state, demand, allocation) for demand in state.demands)
+
+    def _is_awaited(self, allocation: Allocation) -> bool:
+        """Return whether some demand would still use an overdue allocation once it arrives."""
+        return any(allocation.pool in demand.pools and demand.slots for demand in self.base.demands)
+
+
+def _new_allocation(number: int, pool: PoolInfo, demand: MachineDemand, now: float) -> Allocation:
+    name, cpus = se.allocation_name(pool.name, number), pool.cpus // pool.slots or demand.cpus
+    memory_bytes = pool.memory_bytes // pool.slots or demand.memory_bytes
+    return Allocation(name, pool.name, pool.slots, REQUESTED, now, cpus=cpus, memory_bytes=memory_bytes)
+
+
+def _too_expensive(state: ProvisioningState, demand: MachineDemand) -> str:
+    remaining = state.remaining_budget(demand)
+    minutes = budget.lasts_s(remaining, hourly_rate(state, demand.run)) / 60.0
+    return f"the remaining budget of {remaining:.2f} pays for all machines for only {minutes:.1f} min"

@@ -1,4 +1,4 @@
-"""What can happen to pools and hires, and what can be asked in answer."""
+"""Events that change provisioning, the instructions it gives in return, and the values that both carry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Union
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """A source of machines. `slots` is how many members each of them takes, `limit` how many machines there may be.
+    """A source of machines: at most `limit` of them, each with `slots` slots for members.
 
-    `on_demand_per_h` is what the same would cost where nothing is preempted, if that is known. Whoever waits
-    longer than `max_wait_s` for one of its machines asks the next pool. `labels` are what its machines carry.
-    `sized` says that its engine can be asked for machines of a size; `cpus`
-    and `memory_bytes` are that of each, if the pool itself says so.
+    `on_demand_per_h` is the price of a comparable machine that is never preempted, 0 if unknown. A run that waits
+    longer than `max_wait_s` for one of its machines asks the next pool. `labels` describe the machines for --where.
+    `sized` means that the engine can be asked for machines of a given size; `cpus` and `memory_bytes` are the size of
+    each machine if the pool itself fixes it.
     """
 
     name: str
@@ -32,11 +32,11 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class MachineDemand:
-    """How many places a role of a run could use at most, and the pools that it may take them from, in its order.
+    """Slots that one role of a run can use, and the pools to take them from, preferred ones first.
 
-    With fewer than `least` places it cannot go on; until it has `begun`, it is given up when its pools have only failed
-    for `patience_s`. `cpus` and `memory_bytes` are those of a place; `budget` is what the run may spend in all, None
-    for any amount. `held` are hires that are in use, and kept whatever else is said.
+    It cannot work with fewer than `min_slots`. Until the run has `started`, it fails once its pools have only failed
+    for `start_timeout_s`. `cpus` and `memory_bytes` are needed per slot. `budget` limits what the run may spend in
+    all, None for no limit. `in_use` names allocations with processes of the run, which are kept whatever else holds.
     """
 
     run: str
@@ -53,7 +53,7 @@ class MachineDemand:
 
 @dataclass(frozen=True, slots=True)
 class PoolProblem:
-    """What is wrong with a pool, where, and what to do about it."""
+    """Why a pool cannot deliver, where that was seen, and the remedy."""
 
     pool: str
     why: str
@@ -63,7 +63,7 @@ class PoolProblem:
 
 @dataclass(frozen=True, slots=True)
 class ListedAllocation:
-    """One hire that a pool knows: it runs, or waits for a machine."""
+    """An allocation as the pool's engine lists it: running, or waiting for a machine."""
 
     allocation: str
     handle: str
@@ -72,12 +72,17 @@ class ListedAllocation:
 
 
 def allocation_name(pool: str, number: int) -> str:
-    """The name of a hire, which tells its pool."""
+    """Return the name of an allocation, which contains that of its pool."""
     return f"{pool}-{number}"
 
 
-def pool_of(hire: str) -> str:
-    return hire.rpartition("-")[0]
+def pool_of(allocation: str) -> str:
+    """Return the name of the pool of an allocation.
+
+    >>> pool_of(allocation_name("gpu-spot", 12))
+    'gpu-spot'
+    """
+    return allocation.rpartition("-")[0]
 
 
 # --- events
@@ -95,6 +100,8 @@ class DemandChanged:
 
 @dataclass(frozen=True, slots=True)
 class AllocationSubmitted:
+    """The engine accepted a request and knows it by `handle`."""
+
     pool: str
     allocation: str
     handle: str
@@ -102,7 +109,7 @@ class AllocationSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class AllocationRejected:
-    """`final` says that the pool will never give it as it is asked."""
+    """The engine rejected a request; `final` means that it will never accept it as it is."""
 
     pool: str
     allocation: str
@@ -114,9 +121,10 @@ class AllocationRejected:
 
 @dataclass(frozen=True, slots=True)
 class PoolListed:
-    """All that a pool has of ours; `ended` are those that it remembers to have ended, and how.
+    """All allocations of this coordinator that a pool's engine knows.
 
-    `unsubmitted` are hires that nobody is submitting just now: the coordinator was away when it should have.
+    `ended` are pairs (allocation, reason) that the engine remembers to have ended. `unsubmitted` are requested
+    allocations whose submission is not in progress, because the coordinator was down when it should have happened.
     """
 
     pool: str
@@ -136,21 +144,21 @@ class PoolUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorWasDown:
-    """The coordinator was not there for so long: nobody could come to it, and it asked nobody."""
+    """The coordinator did not run for so long: no agent could connect to it, and it requested nothing."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class PoolClosed:
-    """The coordinator ends for good, and has ended all that it had of a pool."""
+    """The coordinator shuts down for good and has ended all its allocations of a pool."""
 
     pool: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetupProgressed:
-    """A machine is there and makes ready what its agent needs, which may take long; `why` says what it does."""
+    """A machine is still installing what its agent needs, which may take long; `why` is the current step."""
 
     allocation: str
     why: str
@@ -158,7 +166,7 @@ class SetupProgressed:
 
 @dataclass(frozen=True, slots=True)
 class SetupFailed:
-    """A machine is there, and cannot be made ready for its agent; `final` says that no other of its pool could."""
+    """A machine could not install what its agent needs; `final` means that no machine of its pool can."""
 
     allocation: str
     why: str
@@ -174,6 +182,8 @@ class AgentArrived:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
+    """An agent has notice that its machine will be taken away."""
+
     agent: str
     why: str
 
@@ -186,16 +196,18 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AllocationEnded:
-    """The engine has ended a hire that was to go."""
+    """The engine has ended an allocation that was being released."""
 
     allocation: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProvisioningTimerExpired:
-    """A wait for a hire, a pool or the first machines of a run is over; `what` says which.
+    """A timer of an allocation, a pool, a run's start or a budget expired.
 
-    With `money` it is time to look at a budget again.
+    `timer` is ``wait`` (the machine takes too long), ``join`` (its agent does), ``cancel`` (the engine has not
+    confirmed), ``surplus`` (unused for too long), ``pool`` (the backoff is over), ``start`` (the run cannot start)
+    or ``budget``.
     """
 
     timer: str
@@ -227,6 +239,8 @@ Event = Union[
 
 @dataclass(frozen=True, slots=True)
 class SubmitAllocation:
+    """Start an agent in a pool; `cpus` and `memory_bytes` are those of one slot, 0 for the pool's default."""
+
     pool: str
     allocation: str
     slots: int
@@ -237,6 +251,8 @@ class SubmitAllocation:
 
 @dataclass(frozen=True, slots=True)
 class CancelAllocation:
+    """End an allocation, whatever its state; `handle` is the engine's name for it, "" if none is known yet."""
+
     pool: str
     allocation: str
     handle: str
@@ -245,7 +261,7 @@ class CancelAllocation:
 
 @dataclass(frozen=True, slots=True)
 class ProvisioningNote:
-    """A sentence for the story, of one run or of all; nothing to carry out."""
+    """A sentence for the story of one run, or of all if `run` is ""; nothing to carry out."""
 
     text: str
     run: str = ""
@@ -253,7 +269,7 @@ class ProvisioningNote:
 
 @dataclass(frozen=True, slots=True)
 class FailInfeasibleRun:
-    """A run that has not begun cannot begin with its pools as they are."""
+    """Fail a run that has not started and cannot start with its pools."""
 
     run: str
     problems: tuple[PoolProblem, ...]
@@ -261,7 +277,7 @@ class FailInfeasibleRun:
 
 @dataclass(frozen=True, slots=True)
 class StopRunOverBudget:
-    """What is left of a run's budget is needed to stop in order."""
+    """Stop a run cleanly, because the rest of its budget is needed for that."""
 
     run: str
     reason: str

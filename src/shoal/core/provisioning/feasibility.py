@@ -1,4 +1,8 @@
-"""Whether a run can begin at all with what its pools have said so far; pure."""
+"""Feasibility of a start: can a run that has not started yet still start with its pools.
+
+A run that trains waits for machines without limit. One that has not started fails early if its pools can never deliver
+the minimum, so that a typo in a partition name costs a minute and not a night.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +11,72 @@ from collections.abc import Mapping, Sequence
 from shoal.core.provisioning.events import MachineDemand, PoolInfo, PoolProblem
 from shoal.core.provisioning.state import LIVE, REQUESTED, RUNNING, SUBMITTED, PoolHealth, ProvisioningState
 
-# So many machines in a row that were gone before their agents came are no accident.
-FRUITLESS = 3
+# After so many machines in a row that ended before their agents connected, the pool is at fault.
+MAX_FAILED_STARTS = 3
 
 
-def start_problems(state: ProvisioningState, need: MachineDemand, now: float) -> tuple[PoolProblem, ...]:
-    """What is wrong with each pool of a run that cannot begin as things are; nothing for all others.
+def start_problems(state: ProvisioningState, demand: MachineDemand, now: float) -> tuple[PoolProblem, ...]:
+    """Return the problem of each pool if a demand cannot get its minimum from them; empty if it can, or has started.
 
-    A pool that only fails is good for what it has given; one that does not is good for all that it may give.
+    A failing pool counts with the slots that it has delivered, any other with all that it may deliver.
     """
-    if need.started:
+    if demand.started:
         return ()
-    places, troubles = 0, []
-    for name in need.pools:
-        pool, standing = state.pools.get(name), state.health.get(name)
-        wrong = _wrong(pool, standing, need, now) if pool is not None else None
-        if wrong is not None:
-            failed_starts = standing is not None and standing.failed_starts >= FRUITLESS
-            places += _had(state, name, (RUNNING,) if failed_starts else LIVE)
-            troubles.append(wrong)
+    slots, problems = 0, []
+    for name in demand.pools:
+        pool, health = state.pools.get(name), state.health.get(name)
+        problem = _problem(pool, health, demand, now) if pool is not None else None
+        if problem is not None:
+            useless = health is not None and health.failed_starts >= MAX_FAILED_STARTS
+            slots += _delivered(state, name, (RUNNING,) if useless else LIVE)
+            problems.append(problem)
         elif pool is not None:
-            places += pool.limit * pool.slots
-    if places >= need.min_slots:
+            slots += pool.limit * pool.slots
+    if slots >= demand.min_slots:
         return ()
-    named = {trouble.pool for trouble in troubles}
-    troubles += [_too_small(pool, need) for pool in _pools(state.pools, need) if pool.name not in named]
-    return tuple(troubles)
+    named = {problem.pool for problem in problems}
+    problems += [_too_small(pool, demand) for pool in _pools(state.pools, demand) if pool.name not in named]
+    return tuple(problems)
 
 
 def describe_wait(state: ProvisioningState, pools: Sequence[str]) -> str:
-    """What a run without members waits for: machines of its pools, and what those say."""
+    """Return a sentence about the machines that these pools have yet to deliver, or "" if there are none."""
     parts = []
     for name in pools:
-        standing = state.health.get(name)
-        coming = [h for h in state.allocations.values() if h.pool == name and h.status in (REQUESTED, SUBMITTED)]
+        health = state.health.get(name)
+        coming = [a for a in state.allocations.values() if a.pool == name and a.status in (REQUESTED, SUBMITTED)]
         if coming:
-            why = next((h.why for h in coming if h.why and not h.started), "")
+            why = next((a.why for a in coming if a.why and not a.started), "")
             parts.append(f"{len(coming)} of pool {name}" + (f" ({why})" if why else ""))
-        elif standing is not None and standing.why:
-            parts.append(f"pool {name}, which is asked again ({standing.why})")
+        elif health is not None and health.why:
+            parts.append(f"pool {name}, to be retried ({health.why})")
     return f"waiting for machines: {'; '.join(parts)}" if parts else ""
 
 
-def _wrong(pool: PoolInfo, standing: PoolHealth | None, need: MachineDemand, now: float) -> PoolProblem | None:
+def _problem(pool: PoolInfo, health: PoolHealth | None, demand: MachineDemand, now: float) -> PoolProblem | None:
     if pool.limit == 0:
-        return PoolProblem(pool.name, "it may give no machine: its limit is 0", do="raise its limit")
-    if standing is None:
+        return PoolProblem(pool.name, "its limit is 0, so it provides no machines", do="raise its limit")
+    if health is None:
         return None
-    if standing.final:
-        return PoolProblem(pool.name, standing.why, standing.where, standing.do)
-    if standing.failed_starts >= FRUITLESS:
-        why = f"{standing.failed_starts} machines in a row were gone before they could be used; {standing.why}"
-        return PoolProblem(pool.name, why, standing.where, standing.do)
-    if standing.failing_since is not None and now - standing.failing_since >= need.start_timeout_s:
-        why = f"it was asked again and again for {need.start_timeout_s:g} s: {standing.why}"
-        return PoolProblem(pool.name, why, standing.where, standing.do)
+    if health.final:
+        return PoolProblem(pool.name, health.why, health.where, health.do)
+    if health.failed_starts >= MAX_FAILED_STARTS:
+        why = f"{health.failed_starts} machines in a row ended before their agents connected; {health.why}"
+        return PoolProblem(pool.name, why, health.where, health.do)
+    if health.failing_since is not None and now - health.failing_since >= demand.start_timeout_s:
+        why = f"every request failed for {demand.start_timeout_s:g} s: {health.why}"
+        return PoolProblem(pool.name, why, health.where, health.do)
     return None
 
 
-def _too_small(pool: PoolInfo, need: MachineDemand) -> PoolProblem:
-    why = f"it gives {pool.limit * pool.slots} places at most, and the run cannot begin with less than {need.min_slots}"
+def _too_small(pool: PoolInfo, demand: MachineDemand) -> PoolProblem:
+    why = f"it provides at most {pool.limit * pool.slots} slots, but the run needs at least {demand.min_slots}"
     return PoolProblem(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
 
 
-def _had(state: ProvisioningState, pool: str, statuses: tuple[str, ...]) -> int:
-    """The places of what a pool has given, and still may; if machines there are of no use, only of those that were."""
-    return sum(hire.slots for hire in state.allocations.values() if hire.pool == pool and hire.status in statuses)
+def _delivered(state: ProvisioningState, pool: str, statuses: tuple[str, ...]) -> int:
+    return sum(a.slots for a in state.allocations.values() if a.pool == pool and a.status in statuses)
 
 
-def _pools(known: Mapping[str, PoolInfo], need: MachineDemand) -> list[PoolInfo]:
-    return [known[name] for name in need.pools if name in known]
+def _pools(configured: Mapping[str, PoolInfo], demand: MachineDemand) -> list[PoolInfo]:
+    return [configured[name] for name in demand.pools if name in configured]

@@ -196,7 +196,7 @@ def test_others_go_on_without_one_whose_script_left_the_loop_while_the_coordinat
 def test_who_is_done_and_was_taken_for_lost_is_in_no_world_any_more() -> None:
     """It was waited for to hand its state over, and its main thread had left the loop."""
     state = world_of("a", "b")
-    state, _ = after(state, ev.MemberLost("a", "its lease ran out"), ev.WorldBroken("b", state.world.number, 8, ("a",)))
+    state, _ = after(state, ev.MemberLost("a", "lease expired"), ev.WorldBroken("b", state.world.number, 8, ("a",)))
     assert [seat.member for seat in state.world.seats] == ["b"]
     state, asked = after(state, done_hello("a", None), ev.MemberReady("a", "x", 9))
     assert not told(asked, ev.ProposeWorld)
@@ -205,9 +205,7 @@ def test_who_is_done_and_was_taken_for_lost_is_in_no_world_any_more() -> None:
 
 
 def test_if_all_are_done_and_were_taken_for_lost_the_run_ends() -> None:
-    state, _ = after(
-        world_of("a", "b"), ev.MemberLost("a", "its lease ran out"), ev.MemberLost("b", "its lease ran out")
-    )
+    state, _ = after(world_of("a", "b"), ev.MemberLost("a", "lease expired"), ev.MemberLost("b", "lease expired"))
     state, asked = after(state, hello("c"), ev.MemberReady("c", "x", None))
     state, asked = after(state, done_hello("a", None))
     assert state.finished
@@ -219,7 +217,7 @@ def test_a_world_whose_members_have_all_left_the_loop_and_are_gone_is_none() -> 
     state = world_of("a")
     state, _ = after(state, hello("b"), ev.MemberReady("b", "x", 3), ev.MemberDone("a", 5, early=True))
     state = replace(state, done_at=None, finished=False, world=world_of("a").world)
-    state, asked = after(state, ev.MemberLost("a", "its lease ran out"))
+    state, asked = after(state, ev.MemberLost("a", "lease expired"))
     [formed] = told(asked, ev.FormWorld)
     assert [seat.member for seat in formed.world.seats] == ["b"]
 
@@ -239,7 +237,7 @@ def test_who_missed_the_world_that_was_formed_when_its_last_one_broke_is_told_ag
 
 def test_who_was_lost_and_did_not_hear_that_it_must_come_anew_is_told_again() -> None:
     """It waited for a world, and was waited for to become ready, for ever."""
-    state, _ = after(world_of("a"), ev.MemberLost("a", "its lease ran out"))
+    state, _ = after(world_of("a"), ev.MemberLost("a", "lease expired"))
     again = ev.MemberConnected("a", "1", Address("h", 1), 1, 5)
     state, asked = after(state, again)
     assert told(asked, ev.EvictMember)
@@ -416,7 +414,7 @@ def test_silence_beyond_the_lease_is_a_loss_and_a_slow_poll_is_not() -> None:
     beats = {"a": LastHeartbeat(109.9), "b": LastHeartbeat(105.0)}
     lost = [event for event in due(state, beats, 110.0) if isinstance(event, ev.MemberLost)]
     assert [event.member for event in lost] == ["b"]
-    assert "silent for 5.0 s" in lost[0].reason
+    assert "lease expired after 5.0 s of silence" in lost[0].reason
 
 
 def lost(state, beats, now: float, hearing: CoordinatorReachability) -> list[str]:
@@ -561,7 +559,7 @@ def test_a_proposal_that_nobody_has_crossed_into_is_told_again_until_they_have()
 
 
 def test_a_member_that_missed_its_expulsion_is_told_again() -> None:
-    state, _ = after(world_of("a", "b"), ev.MemberLost("b", "its lease ran out"))
+    state, _ = after(world_of("a", "b"), ev.MemberLost("b", "lease expired"))
     again = replace(hello("b"), world=1, step=4)
     state, asked = after(state, again)
     assert any(isinstance(i, ev.EvictMember) for i in asked)

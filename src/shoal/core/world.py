@@ -1,4 +1,4 @@
-"""A world: who takes part, with which rank, and who hands the state to whom."""
+"""World: which members take part in the training, with which rank, and which rank sends the state to which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a member listens for its peers; `others` are more addresses of its machine, with the same port."""
+    """Host and port on which a member listens for its peers; `others` are further hosts of its machine, same port."""
 
     host: str
     port: int
@@ -15,12 +15,13 @@ class Address:
 
     @property
     def hosts(self) -> tuple[str, ...]:
+        """All hosts, in the order in which peers should try them."""
         return (self.host, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One member's place in a world; its rank is its position. `speed` is what its agent guesses, 0 for unknown."""
+    """A member's seat in a world; its rank is its position. `speed` is the agent's estimate, 0 if unknown."""
 
     member: str
     incarnation: str
@@ -30,12 +31,12 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A numbered, immutable membership. Numbers only grow.
+    """A numbered, immutable group of members. Numbers only grow.
 
-    `step` is where it starts; None in a proposal, whose start its members agree on through the pulse.
-    `fresh` says that nobody has trained yet: rank 0's initial state is the truth.
-    `sources` maps each rank that needs the state to the rank that hands it over.
-    `catching_up` are the ranks whose share of the first step is empty, because their state is still on its way.
+    `step` is the first step of the world; it is None in a proposal, whose members agree on it through their step
+    reports. `fresh` marks a world that starts the training: rank 0's initial state is the state of the run.
+    `sources` maps each rank that needs the state to the rank that sends it. The ranks of `catching_up` have no share of
+    the first step, because their state is still on its way.
     """
 
     number: int
@@ -50,8 +51,9 @@ class World:
         return len(self.seats)
 
     def ranks(self) -> dict[str, int]:
-        """The rank of each member, for those who ask for many."""
+        """Return the rank of each member; cheaper than `rank_of` for more than one member."""
         return {seat.member: rank for rank, seat in enumerate(self.seats)}
 
     def rank_of(self, member: str) -> int | None:
+        """Return the rank of a member, None if it has no seat."""
         return next((rank for rank, seat in enumerate(self.seats) if seat.member == member), None)

@@ -129,7 +129,7 @@ def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
         run.finish()
         run.check()
         (lost,) = [e["fields"] for e in run.journal("MemberLost") if e["fields"]["hung"]]
-        assert (lost["member"], "while the others wait" in lost["reason"]) == ("local/2", True)
+        assert (lost["member"], "while all other members wait" in lost["reason"]) == ("local/2", True)
 
 
 def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:

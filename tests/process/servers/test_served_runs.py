@@ -129,7 +129,7 @@ def test_a_trainer_whose_script_hangs_is_not_waited_for(tmp_path: Path) -> None:
         run.until(lambda: run.journal("MemberLost"), "it to be found")
         (lost,) = run.journal("MemberLost")
         assert lost["fields"]["member"] == "local/1"
-        assert "while others wait for it" in lost["fields"]["reason"]
+        assert "while other trainers wait for it" in lost["fields"]["reason"]
         run.finish(patience_s=180)
         run.check_counts()
         run.check_bound(2)
@@ -185,7 +185,7 @@ def test_when_both_servers_are_lost_before_a_checkpoint_training_starts_over(tmp
             run.kill(name)
         run.finish()
         run.check_counts()
-        assert "there is no checkpoint: training starts over" in run.output
+        assert "no checkpoint exists: training starts over" in run.output
 
 
 def test_workers_and_micro_batches_change_nothing(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_spare_that_fails_when_others_have_trained_to_the_end_fails_nobody() -
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_done() -> None:
     run = Ending()
-    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_replaced=True), "r")
+    run.tell(ev.StopRequested("all members have notice", checkpoint=True, exit_code=75, until_replaced=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "done")
     assert (run.run.status, run.run.exit_code) == ("done", 0)
@@ -67,7 +67,7 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_and_comes_to_its_end_is_don
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_and_has_no_time_for_the_end_of_its_script_is_not_done() -> None:
     run = Ending()
-    run.tell(ev.StopRequested("every member was told to go", checkpoint=True, exit_code=75, until_replaced=True), "r")
+    run.tell(ev.StopRequested("all members have notice", checkpoint=True, exit_code=75, until_replaced=True), "r")
     run.tell(ev.MemberDone("lab/0", 9), "r")
     run.exit("lab/0", "preempted")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)
@@ -79,7 +79,7 @@ def test_a_run_that_stops_is_not_done_because_the_script_of_one_left_the_loop() 
     run.tell(ev.WorldEntered("lab/1", 2, 4), "r")
     run.tell(ev.MemberDone("lab/0", 5, early=True), "r")
     run.exit("lab/0", "done")
-    run.tell(ev.MemberLost("lab/0", "its lease ran out"), "r")
+    run.tell(ev.MemberLost("lab/0", "lease expired"), "r")
     run.tell(ev.StopRequested("asked", checkpoint=True, exit_code=75), "r")
     run.tell(ev.MemberLeft("lab/1", 6), "r")
     run.exit("lab/1", "preempted")

@@ -222,7 +222,7 @@ def test_a_trainer_that_is_done_and_finds_the_coordinator_again_does_not_begin_a
     again = (ev.MemberConnected("t0", "1", HERE, step=10, done=True), ev.MemberReady("t0", "model", 10))
     run = started().on(ev.MemberDone("t0", 10), *again)
     assert run.state.members["t0"].status == DONE
-    run.on(ev.MemberLost("t0", "its lease ran out"), *again)
+    run.on(ev.MemberLost("t0", "lease expired"), *again)
     assert run.state.members["t0"].status == DONE
 
 

@@ -1,18 +1,53 @@
-"""Who takes part in a run: leases, worlds, joins, notices, losses.
+"""Membership of a run: which members train together, and what happens when one joins, leaves, hangs or dies.
 
-`decide(state, event, now)` is the only door: it returns the next state and what to tell whom, each with a reason.
-`due(state, beats, now)` says which timers have run out, as events. Neither knows of sockets, clocks or processes,
-so the journal's events, decided again in order, give the same state.
+Theory of operation
+===================
 
-A member's life::
+The members of a run train in lockstep: every step is one all-reduce of all members. So at any time there is one fixed,
+numbered group of them, the *world*, and the question of this module is how to get from one world to the next without
+losing a step. `decide(state, event, now)` answers it. It is pure: the coordinator journals each event and then carries
+out the returned instructions, so replaying the journal gives the same state. `leases.due` turns expired timers into
+events.
 
-    starting ──ready──▶ waiting ──formed, switched──▶ training ──last step──▶ done
-                          ▲  ▲                          │
-                          │  └─────────answered──── out ◀──world dissolved
-                          └───────────put aside─────────┘          (any state: lost, left → forgotten)
+A member's status::
 
-Only one world is live. An unplanned change dissolves it, and the next is formed from those who answer. A planned one is
-proposed beside it: its members connect in the background and cross over at a step boundary of their own choosing.
+    STARTING ──ready──▶ WAITING ──world formed or entered──▶ TRAINING ──last step──▶ DONE
+                          ▲  ▲                                 │  │
+                          │  └────left out of a new world──────┘  │
+                          └──answered── REGROUPING ◀──dissolved───┘        (lost or left: forgotten, in any status)
+
+The world changes in one of two ways.
+
+**Unplanned.** A member is lost, or reports that its exchange broke. The world is *dissolved*: its members are told so,
+and are REGROUPING until each has answered which step it holds the state of. When all have answered, the next world is
+formed. Those with the newest step are the sources; the others receive the state from them. If any member committed the
+step in which the world broke, that step is kept; otherwise the next world computes it again. No other step is repeated.
+
+**Planned.** A member is ready to join, or has notice and must leave. The next world is *proposed* beside the live one.
+Its members connect in the background and say so in their step reports. Every report reaches every member in the same
+step, so all see at the same boundary that the proposal is complete, and cross over there without the coordinator. The
+first `WorldEntered` tells it. There is one proposal at a time.
+
+**Two worlds are never live.** A world is formed only when no member of the previous one can still train in it: each has
+answered, has left, or was lost. A lost member cannot go on by mistake, because the exchange needs all ranks and the
+others have left it. A proposal becomes live only by all members crossing from the live world, and dissolving the live
+world also ends the proposal. Numbers only grow, and a member ignores every world older than its own.
+
+**The state is never lost while a member holds it.** A member that holds the newest state and has notice stays in the
+next world until another has received it. If no holder is left, one member restores the newest checkpoint.
+
+Failure cases:
+
+- *A message is lost* because a connection broke: on reconnecting, a member says where it is (`MemberConnected`), and is
+  told again what it missed: the live world, the proposal, the end of its world, a stop.
+- *A member cannot reach a peer.* Its report suspects that peer. If the world made no progress, the suspect collects
+  failures and is quarantined, longer each time, so that the others can train. A member that is both suspected and
+  disconnected is lost at once, before its lease expires.
+- *A proposal cannot be connected.* It is dropped, and the joiners that were suspected are quarantined.
+- *All members have notice.* They train until the last moment that leaves time for a checkpoint, in case replacements
+  join (`replaces_members`), and then the run stops, resumable.
+- *The coordinator restarts.* It replays the journal; all leases restart. Members have trained on meanwhile.
+- *Another model.* Before the first step the fingerprint of most members is that of the run; others are rejected.
 """
 
 from __future__ import annotations
@@ -38,10 +73,11 @@ from shoal.core.membership.state import (
 )
 from shoal.core.world import World
 
-# What is kept of a notice to write a checkpoint, should nobody come to take over: seconds, and a part of it.
+# The part of a notice that is kept for a checkpoint in case no replacement joins: at least so many seconds.
 CHECKPOINT_S, CHECKPOINT_PART = 5.0, 0.25
-# A script that saves in every epoch makes a claim each time; nobody asks for one so old any more.
+# A script that saves in every epoch makes a claim each time; old ones are not asked for again.
 KEPT_CLAIMS = 1000
+NOT_A_MEMBER = "it is no longer a member of this run"
 
 __all__ = [
     "DONE",
@@ -59,106 +95,107 @@ __all__ = [
 
 
 def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[MembershipState, tuple[ev.Instruction, ...]]:
-    """The next state, and what to tell whom."""
+    """Return the next state and the instructions that follow from an event."""
     draft = MembershipDraft(state, now)
     handle(draft, event)
     draft.advance()
-    return draft.freeze(), tuple(draft.asked)
+    return draft.result()
 
 
 def handle(draft: MembershipDraft, event: ev.Event) -> None:
-    """Note what an event says; whoever made the draft decides what follows from it."""
+    """Record an event in the draft; the caller decides what follows from it."""
     _HANDLERS[type(event)](draft, event)
 
 
-def _on_hello(draft: MembershipDraft, event: ev.MemberConnected) -> None:
-    known = draft.members.get(event.member)
-    if known is not None and known.incarnation != event.incarnation:
-        if known.connected:
-            draft.ask(
+def _on_connected(draft: MembershipDraft, event: ev.MemberConnected) -> None:
+    member = draft.members.get(event.member)
+    if member is not None and member.incarnation != event.incarnation:
+        if member.connected:
+            draft.instruct(
                 ev.RejectMember(
                     event.member,
                     event.incarnation,
                     "S205",
                     f"a member named {event.member} is already in this run",
                     why="its connection is open and its lease is fresh",
-                    do="give this one another name, or wait until the other is gone",
+                    do="give this member another name, or wait until the other one has left",
                 )
             )
             return
-        draft.lose(event.member, "another process took its name")
-        known = None
-    if known is None:
-        draft.set(order=draft.base.order + 1)
-        draft.members[event.member] = MemberState(
-            name=event.member,
-            incarnation=event.incarnation,
-            address=event.address,
-            status=STARTING,
-            order=draft.base.order,
-            since=draft.now,
-            step=event.step,
-            stale=event.step is not None,
-            role=event.role,
-        )
-        if event.done and event.step is not None:
-            _was_done(draft, event, event.step)
-        elif event.world is not None:
-            draft.ask(ev.EvictMember(event.member, "it is not in the run any more"))
-        draft.remind(draft.members[event.member])
+        draft.lose(event.member, "another process connected under its name")
+        member = None
+    if member is None:
+        _add_member(draft, event)
         return
     draft.update(event.member, connected=True, disconnected_since=None, suspected=False, address=event.address)
-    if draft.base.restoring == event.member:
-        draft.set(restoring="")  # it may not have heard that it was asked
-    _find_place(draft, known, event)
-    draft.remind(known)
+    if draft.state.restoring == event.member:
+        draft.set(restoring="")  # the instruction may not have reached it
+    _reconcile(draft, member, event)
+    draft.remind(member)
 
 
-def _find_place(draft: MembershipDraft, known: MemberState, event: ev.MemberConnected) -> None:
-    """Puts a member that found the coordinator again where it says it is."""
+def _add_member(draft: MembershipDraft, event: ev.MemberConnected) -> None:
+    draft.set(order=draft.state.order + 1)
+    draft.members[event.member] = MemberState(
+        name=event.member,
+        incarnation=event.incarnation,
+        address=event.address,
+        status=STARTING,
+        order=draft.state.order,
+        since=draft.now,
+        step=event.step,
+        stale=event.step is not None,
+        role=event.role,
+    )
+    if event.done and event.step is not None:
+        # It was taken for lost, but has done the last step; or it left the loop early, which ends nothing for others.
+        draft.update(event.member, status=DONE)
+        if not event.early:
+            draft.set(step=max(draft.state.step, event.step), done_at=event.step)
+    elif event.world is not None:
+        draft.instruct(ev.EvictMember(event.member, NOT_A_MEMBER))
+    draft.remind(draft.members[event.member])
+
+
+def _reconcile(draft: MembershipDraft, member: MemberState, event: ev.MemberConnected) -> None:
+    """Bring the state and a reconnected member together: believe what it did, repeat what it missed."""
     if event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
-    elif known.status == STARTING and event.world is not None:
-        draft.ask(ev.EvictMember(event.member, "it is not in the run any more"))
+    elif member.status == STARTING and event.world is not None:
+        draft.instruct(ev.EvictMember(event.member, NOT_A_MEMBER))
     elif event.broken and event.world is not None:
-        crossed = draft.proposed(event.world)
-        if crossed is not None and event.step is not None:
-            draft.enter(crossed, event.step)
-        _on_broke(draft, ev.WorldBroken(event.member, event.world, event.step))
-        _repeat_news(draft, event)
-    elif (crossed := draft.proposed(event.world)) is not None and event.step is not None:
-        draft.enter(crossed, event.step)
-    elif draft.base.world is not None and _is_past(draft.base.world, event.member, event.world or 0):
+        entered = draft.proposed(event.world)
+        if entered is not None and event.step is not None:
+            draft.enter(entered, event.step)
+        _on_broken(draft, ev.WorldBroken(event.member, event.world, event.step))
+        _repeat_world(draft, event)
+    elif (entered := draft.proposed(event.world)) is not None and event.step is not None:
+        draft.enter(entered, event.step)
+    elif draft.state.world is not None and _has_moved_on(draft.state.world, event.member, event.world or 0):
         _on_entered(draft, ev.WorldEntered(event.member, event.world or 0, event.step or 0))
-    elif _repeat_news(draft, event):
+    elif _repeat_world(draft, event):
         draft.repeat_proposal([event.member])
-    elif known.status == REGROUPING:
-        draft.ask(ev.DissolveWorld(draft.base.number, (event.member,), "the world ended while it was away"))
-    elif known.status == WAITING and event.world is not None:
-        draft.ask(ev.DissolveWorld(event.world, (event.member,), "that world is over"))
+    elif member.status == REGROUPING:
+        reason = "the world was dissolved while it was disconnected"
+        draft.instruct(ev.DissolveWorld(draft.state.number, (event.member,), reason))
+    elif member.status == WAITING and event.world is not None:
+        draft.instruct(ev.DissolveWorld(event.world, (event.member,), f"world {event.world} has ended"))
     else:
         draft.repeat_proposal([event.member])
 
 
-def _is_past(world: World, member: str, number: int) -> bool:
-    """Whether a member of this world has left it for a later one, of which nobody else has told, or will."""
+def _has_moved_on(world: World, member: str, number: int) -> bool:
+    """Return whether a member of this world is in a later one that no other member has reported."""
     return number > world.number and world.rank_of(member) is not None
 
 
-def _repeat_news(draft: MembershipDraft, event: ev.MemberConnected) -> bool:
-    """Whether a member has a seat in the live world and is not in it; then it is told again."""
-    world = draft.base.world
+def _repeat_world(draft: MembershipDraft, event: ev.MemberConnected) -> bool:
+    """Announce the live world again to a member that has a seat in it and is not there; return whether it was so."""
+    world = draft.state.world
     missed = world is not None and world.rank_of(event.member) is not None and event.world != world.number
     if world is not None and missed:
-        draft.ask(ev.FormWorld(world, (event.member,), "it missed the news of this world"))
+        draft.instruct(ev.FormWorld(world, (event.member,), "it missed the formation of this world"))
     return missed
-
-
-def _was_done(draft: MembershipDraft, event: ev.MemberConnected, step: int) -> None:
-    """It was taken for lost, but has done the last step, or left the loop, which then ends nothing for the others."""
-    draft.update(event.member, status=DONE)
-    if not event.early:
-        draft.set(step=max(draft.base.step, step), done_at=step)
 
 
 def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
@@ -166,119 +203,118 @@ def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
     if member is None or member.status in (TRAINING, DONE):
         return
     draft.update(member.name, fingerprint=event.fingerprint, speed=event.speed)
-    if draft.base.fingerprint not in ("", event.fingerprint):
-        draft.turn_away(member.name)
+    if draft.state.fingerprint not in ("", event.fingerprint):
+        draft.reject_model(member.name)
         return
     if event.restored:
-        if draft.base.restoring == member.name:
-            draft.set(restoring="")
-        if event.step is None:
-            draft.ask(
-                ev.MembershipNote(
-                    f"there is no checkpoint: training starts over, {draft.base.step} steps are done again"
-                )
-            )
-            draft.set(started=False, step=0)
-        else:
-            draft.ask(ev.MembershipNote(f"{member.name} restored the checkpoint of step {event.step}"))
-        if event.step != draft.base.checkpoint_step:
-            # Newer ones that we know of could not be read; where this one is, nobody has told.
-            draft.set(checkpoint_step=event.step, checkpoint_path="")
+        _on_restored(draft, event)
     stale = member.stale and not event.restored
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
-    if not draft.base.started and draft.base.regroup_until is not None:
-        draft.set(regroup_until=draft.now + draft.base.settings.regroup_s)
+    if not draft.state.started and draft.state.regroup_until is not None:
+        draft.set(regroup_until=draft.now + draft.state.settings.regroup_s)
 
 
-def _on_broke(draft: MembershipDraft, event: ev.WorldBroken) -> None:
+def _on_restored(draft: MembershipDraft, event: ev.MemberReady) -> None:
+    if draft.state.restoring == event.member:
+        draft.set(restoring="")
+    if event.step is None:
+        note = f"no checkpoint exists: training starts over and repeats {draft.state.step} steps"
+        draft.set(started=False, step=0)
+    else:
+        note = f"{event.member} restored the checkpoint of step {event.step}"
+    draft.instruct(ev.MembershipNote(note))
+    if event.step != draft.state.checkpoint_step:
+        # Newer checkpoints could not be read; the path of this one was not reported.
+        draft.set(checkpoint_step=event.step, checkpoint_path="")
+
+
+def _on_broken(draft: MembershipDraft, event: ev.WorldBroken) -> None:
     member = draft.members.get(event.member)
     if member is None:
         return
-    world, proposal = draft.base.world, draft.base.proposal
+    world, proposal = draft.state.world, draft.state.proposal
     if proposal is not None and event.world == proposal.number:
         _on_preparation_failed(draft, ev.WorldPrepareFailed(event.member, event.world, event.suspects, event.cause))
         return
-    live = world is not None and (event.world == world.number or _is_past(world, event.member, event.world))
+    live = world is not None and (event.world == world.number or _has_moved_on(world, event.member, event.world))
     if member.status in (REGROUPING, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
-        draft.answered(event.member, event.step)
+        draft.record_answer(event.member, event.step)
     if live:
-        _strike(draft, event)
-        who = f" with {join_names(event.suspects)}" if event.suspects else ""
-        draft.dissolve(f"{event.member} lost touch{who}" + (f": {event.cause}" if event.cause else ""))
-    _drop_the_suspected(draft)
+        _suspect(draft, event)
+        peers = f"its connection to {join_names(event.suspects)}" if event.suspects else "its connections"
+        draft.dissolve(f"{event.member} lost {peers}" + (f": {event.cause}" if event.cause else ""))
+    _lose_suspects(draft)
 
 
-def _strike(draft: MembershipDraft, event: ev.WorldBroken) -> None:
-    """Suspects of a world that never took a step sit out for a while, longer each time."""
-    no_progress = (event.step or 0) <= draft.base.world_began_at
+def _suspect(draft: MembershipDraft, event: ev.WorldBroken) -> None:
+    """Mark the suspects of a broken world; quarantine repeated ones if the world never took a step."""
+    no_progress = (event.step or 0) <= draft.state.world_began_at
     for name in event.suspects:
         if name in draft.members and name != event.member:
             suspect = draft.update(name, suspected=True)
             if no_progress:
                 failures = suspect.failures + 1
-                bench = draft.now + draft.base.settings.quarantine_s * failures if failures > 1 else 0.0
-                draft.update(name, failures=failures, quarantined_until=bench)
+                until = draft.now + draft.state.settings.quarantine_s * failures if failures > 1 else 0.0
+                draft.update(name, failures=failures, quarantined_until=until)
 
 
 def _last_world(draft: MembershipDraft, event: ev.WorldBroken) -> int:
-    """An answer about an older world says nothing about a newer one that the member was told to enter."""
-    world = draft.base.world
-    in_newer = world is not None and world.rank_of(event.member) is not None
-    return world.number if in_newer and world is not None else 0
+    """Return the oldest world about which an answer counts: the live one if the member has a seat in it."""
+    world = draft.state.world
+    return world.number if world is not None and world.rank_of(event.member) is not None else 0
 
 
-def _drop_the_suspected(draft: MembershipDraft) -> None:
-    """A member that is both disconnected and suspected by a peer is gone; nobody waits for its lease."""
+def _lose_suspects(draft: MembershipDraft) -> None:
+    """Lose members that are both suspected by a peer and disconnected, without waiting for their leases."""
     for name in [m.name for m in draft.members.values() if m.suspected and not m.connected and m.status == REGROUPING]:
         draft.lose(name, "its connections to the coordinator and to a peer both broke")
 
 
 def _on_entered(draft: MembershipDraft, event: ev.WorldEntered) -> None:
-    world = draft.base.world
+    world = draft.state.world
     if event.member not in draft.members:
         return
-    crossed = draft.proposed(event.world)
-    if crossed is not None:
-        draft.enter(crossed, event.step)
+    entered = draft.proposed(event.world)
+    if entered is not None:
+        draft.enter(entered, event.step)
     elif world is None or event.world != world.number:
         draft.dissolve(f"{event.member} entered world {event.world}, which is not the live one")
         if draft.members[event.member].status == REGROUPING or world is None:
-            draft.ask(ev.DissolveWorld(max(event.world, draft.base.number), (event.member,), "that world is over"))
+            number = max(event.world, draft.state.number)
+            draft.instruct(ev.DissolveWorld(number, (event.member,), f"world {event.world} has ended"))
 
 
 def _on_preparation_failed(draft: MembershipDraft, event: ev.WorldPrepareFailed) -> None:
-    proposal, world = draft.base.proposal, draft.base.world
+    proposal, world = draft.state.proposal, draft.state.world
     if proposal is None or event.world != proposal.number:
         return
     draft.set(proposal=None)
+    quarantine_s = draft.state.settings.quarantine_s
     for name in event.suspects:
         member = draft.members.get(name)
         if member is not None and (world is None or world.rank_of(name) is None):
             failures = member.failures + 1
-            draft.update(
-                name, failures=failures, quarantined_until=draft.now + draft.base.settings.quarantine_s * failures
-            )
-    draft.ask(
-        ev.MembershipNote(f"world {event.world} could not be prepared by {event.member}: {event.cause}", event.member)
-    )
-    if not any(n in draft.members for n in event.suspects):
-        # Nobody to blame: propose again only when something changes, or after a breath.
+            draft.update(name, failures=failures, quarantined_until=draft.now + quarantine_s * failures)
+    note = f"{event.member} could not prepare world {event.world}: {event.cause}"
+    draft.instruct(ev.MembershipNote(note, event.member))
+    if not any(name in draft.members for name in event.suspects):
+        # Without a suspect the same proposal would fail again at once: all joiners wait for a moment.
         for seat in proposal.seats:
             joiner = draft.members.get(seat.member)
             if joiner is not None and joiner.status == WAITING:
-                draft.update(seat.member, quarantined_until=draft.now + draft.base.settings.quarantine_s)
+                draft.update(seat.member, quarantined_until=draft.now + quarantine_s)
 
 
 def _on_disconnected(draft: MembershipDraft, event: ev.MemberDisconnected) -> None:
     if event.member in draft.members:
         draft.update(event.member, connected=False, disconnected_since=draft.now)
-        _drop_the_suspected(draft)
+        _lose_suspects(draft)
 
 
 def _on_lost(draft: MembershipDraft, event: ev.MemberLost) -> None:
-    known = draft.members.get(event.member)
-    if known is not None and known.connected:
-        draft.ask(ev.EvictMember(event.member, event.reason))
+    member = draft.members.get(event.member)
+    if member is not None and member.connected:
+        draft.instruct(ev.EvictMember(event.member, event.reason))
     draft.lose(event.member, event.reason)
 
 
@@ -288,22 +324,21 @@ def _on_notice(draft: MembershipDraft, event: ev.NoticeReceived) -> None:
         return
     stop_by = draft.now + event.within_s - max(CHECKPOINT_S, CHECKPOINT_PART * event.within_s)
     if member.leaving:
-        # Its machine may have less time than it knew itself.
+        # The machine may give less time than the first notice did.
         draft.update(event.member, stop_by=min(member.stop_by, stop_by))
     else:
         draft.update(event.member, leaving=event.cause, stop_by=stop_by)
-        draft.ask(
-            ev.MembershipNote(f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}", event.member)
-        )
+        note = f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}"
+        draft.instruct(ev.MembershipNote(note, event.member))
 
 
 def _on_left(draft: MembershipDraft, event: ev.MemberLeft) -> None:
     if event.member in draft.members:
-        crossed = draft.proposed(event.world)
-        if crossed is not None and event.step is not None:
-            # It goes only when all have agreed to cross, even if nobody has told us yet.
-            draft.enter(crossed, event.step)
-        draft.ask(ev.MembershipNote(f"{event.member} has left", member=event.member))
+        entered = draft.proposed(event.world)
+        if entered is not None and event.step is not None:
+            # It leaves only once all have agreed to cross, even if no other member has reported that yet.
+            draft.enter(entered, event.step)
+        draft.instruct(ev.MembershipNote(f"{event.member} has left", member=event.member))
         draft.lose(event.member, "it left", planned=True)
 
 
@@ -311,54 +346,51 @@ def _on_done(draft: MembershipDraft, event: ev.MemberDone) -> None:
     if event.member not in draft.members:
         return
     draft.update(event.member, status=DONE, step=event.step)
-    draft.set(step=max(draft.base.step, event.step))
+    draft.set(step=max(draft.state.step, event.step))
     if not event.early or not draft.others_go_on():
         draft.set(done_at=event.step)
 
 
-def _on_claimed(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
+def _on_claim_requested(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
     claim = draft.claims.get(event.name)
-    if claim is None or not claim.holder:
-        if claim is not None and claim.completed:
-            draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
-            return
+    if claim is not None and claim.completed:
+        draft.instruct(ev.AnnounceClaimCompleted((event.member,), event.name))
+    elif claim is None or not claim.holder:
         draft.claims[event.name] = ClaimState(event.member)
-        draft.ask(ev.GrantClaim(event.member, event.name))
-    elif claim.completed:
-        draft.ask(ev.AnnounceClaimCompleted((event.member,), event.name))
+        draft.instruct(ev.GrantClaim(event.member, event.name))
     elif claim.holder == event.member:
-        draft.ask(ev.GrantClaim(event.member, event.name))
+        draft.instruct(ev.GrantClaim(event.member, event.name))
     elif event.member not in claim.waiting:
         draft.claims[event.name] = replace(claim, waiting=(*claim.waiting, event.member))
 
 
-def _on_fulfilled(draft: MembershipDraft, event: ev.ClaimCompleted) -> None:
+def _on_claim_completed(draft: MembershipDraft, event: ev.ClaimCompleted) -> None:
     claim = draft.claims.get(event.name)
     if claim is not None and claim.holder == event.member:
         draft.claims[event.name] = replace(claim, waiting=(), completed=True)
         if claim.waiting:
-            draft.ask(ev.AnnounceClaimCompleted(claim.waiting, event.name))
-        completed = [name for name, one in draft.claims.items() if one.completed]
+            draft.instruct(ev.AnnounceClaimCompleted(claim.waiting, event.name))
+        completed = [name for name, claim in draft.claims.items() if claim.completed]
         for name in completed[:-KEPT_CLAIMS]:
             del draft.claims[name]
 
 
 def _on_checkpoint(draft: MembershipDraft, event: ev.CheckpointWritten) -> None:
-    if draft.base.checkpoint_step is None or event.step >= draft.base.checkpoint_step:
+    if draft.state.checkpoint_step is None or event.step >= draft.state.checkpoint_step:
         draft.set(checkpoint_step=event.step, checkpoint_path=event.path)
 
 
-def _on_decided(draft: MembershipDraft, event: ev.AdjustmentReported) -> None:
-    # Memory is each member's own; all else is everybody's, whoever tells.
+def _on_adjustment(draft: MembershipDraft, event: ev.AdjustmentReported) -> None:
+    # Memory is adjusted by each member for itself; all else is common, whichever member reports it.
     key = f"memory of {event.member}" if event.what == "memory" else event.what
-    known = draft.base.adjustments.get(key)
-    if known is None or (known.step, known.values) != (event.step, event.values):
-        draft.set(adjustments={**draft.base.adjustments, key: event})
-        draft.ask(ev.MembershipNote(f"from step {event.step} on: {event.reason}", member=event.member))
+    latest = draft.state.adjustments.get(key)
+    if latest is None or (latest.step, latest.values) != (event.step, event.values):
+        draft.set(adjustments={**draft.state.adjustments, key: event})
+        draft.instruct(ev.MembershipNote(f"from step {event.step} on: {event.reason}", member=event.member))
 
 
 def _on_progress(draft: MembershipDraft, event: ev.ProgressRecorded) -> None:
-    draft.set(step=max(draft.base.step, event.step))
+    draft.set(step=max(draft.state.step, event.step))
 
 
 def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
@@ -366,14 +398,13 @@ def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
 
 
 def _on_scale(draft: MembershipDraft, event: ev.ScaleRequested) -> None:
-    rules = replace(draft.base.settings, min_members=event.min_members, max_members=event.max_members)
-    draft.set(settings=rules)
-    draft.ask(ev.MembershipNote(f"scaled to {event.min_members}:{event.max_members} members"))
+    draft.set(settings=replace(draft.state.settings, min_members=event.min_members, max_members=event.max_members))
+    draft.instruct(ev.MembershipNote(f"scaled to {event.min_members}:{event.max_members} members"))
 
 
 def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
     if event.what == "regroup" and not any(m.status == WAITING and m.connected for m in draft.members.values()):
-        # Whoever was gathered for is gone; the next to become ready starts the wait anew.
+        # The members that were ready are lost; the wait starts again when the next one becomes ready.
         draft.set(regroup_until=None)
     if event.what == "quarantine":
         for name in [m.name for m in draft.members.values() if 0.0 < m.quarantined_until <= draft.now]:
@@ -383,22 +414,23 @@ def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
 
 
 def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None:
-    # Every lease starts anew: silence while nobody listened is no silence, and a thousand do not come back at once.
+    # All leases restart: heartbeats missed while the coordinator was down do not count. Many members need longer to
+    # reconnect than few.
     since = draft.now + RETURN_S * len(draft.members)
     for name in list(draft.members):
-        away = since + draft.base.settings.lease_s
+        away = since + draft.state.settings.lease_s
         draft.update(name, connected=False, disconnected_since=away, since=since, suspected=False)
-    draft.ask(ev.MembershipNote("the coordinator is back and has read its journal"))
+    draft.instruct(ev.MembershipNote("the coordinator restarted and replayed its journal"))
 
 
 def _ignore(_draft: MembershipDraft, _event: ev.Event) -> None:
-    """The state of this run is held by its trainers, not by servers."""
+    """Ignore events of parameter servers: the trainers of this run hold its state themselves."""
 
 
 _HANDLERS: dict[type, Callable[[MembershipDraft, Any], None]] = {
-    ev.MemberConnected: _on_hello,
+    ev.MemberConnected: _on_connected,
     ev.MemberReady: _on_ready,
-    ev.WorldBroken: _on_broke,
+    ev.WorldBroken: _on_broken,
     ev.WorldEntered: _on_entered,
     ev.WorldPrepareFailed: _on_preparation_failed,
     ev.PartCopied: _ignore,
@@ -409,10 +441,10 @@ _HANDLERS: dict[type, Callable[[MembershipDraft, Any], None]] = {
     ev.NoticeReceived: _on_notice,
     ev.MemberLeft: _on_left,
     ev.MemberDone: _on_done,
-    ev.ClaimRequested: _on_claimed,
-    ev.ClaimCompleted: _on_fulfilled,
+    ev.ClaimRequested: _on_claim_requested,
+    ev.ClaimCompleted: _on_claim_completed,
     ev.CheckpointWritten: _on_checkpoint,
-    ev.AdjustmentReported: _on_decided,
+    ev.AdjustmentReported: _on_adjustment,
     ev.ProgressRecorded: _on_progress,
     ev.StopRequested: _on_stop,
     ev.ScaleRequested: _on_scale,

@@ -1,4 +1,4 @@
-"""A state of membership under change: how worlds are dissolved, formed, proposed and entered."""
+"""Draft of a membership state: how worlds are dissolved, formed, proposed and entered. `decide` has the theory."""
 
 from __future__ import annotations
 
@@ -7,54 +7,51 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal import exit_codes
+from shoal.core.draft import Draft
 from shoal.core.membership import events as ev
 from shoal.core.membership.state import DONE, REGROUPING, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.world import Seat, World
 
-MANY, FEW = 32, 8
+# Up to so many names are listed in full, of more than that only the first few.
+LISTED_IN_FULL, LISTED_OF_MANY = 32, 8
 
 
-class MembershipDraft:
-    """A state under change; it lives for one event."""
+class MembershipDraft(Draft[MembershipState, ev.Instruction]):
+    """Working copy of a membership; `members` and `claims` are changed in place."""
 
     def __init__(self, state: MembershipState, now: float) -> None:
-        self.base = state
-        self.now = now
+        super().__init__(state, now)
         self.members = dict(state.members)
         self.claims = dict(state.claims)
-        self.asked: list[ev.Instruction] = []
 
     def freeze(self) -> MembershipState:
-        return replace(self.base, members=self.members, claims=self.claims)
-
-    def set(self, **changes: object) -> None:
-        self.base = replace(self.base, **changes)  # type: ignore[arg-type]
-
-    def ask(self, instruction: ev.Instruction) -> None:
-        self.asked.append(instruction)
-
-    def wait_for(self, reason: str) -> None:
-        if reason != self.base.reason:
-            self.set(reason=reason)
-            self.ask(ev.MembershipNote(reason))
+        return replace(self.state, members=self.members, claims=self.claims)
 
     def update(self, name: str, **changes: object) -> MemberState:
+        """Replace fields of a member and return it."""
         self.members[name] = replace(self.members[name], **changes)  # type: ignore[arg-type]
         return self.members[name]
 
-    # --- losing, leaving, dissolving
+    def wait(self, reason: str) -> None:
+        """Record why the run waits; note it in the story if the reason is new."""
+        if reason != self.state.reason:
+            self.set(reason=reason)
+            self.instruct(ev.MembershipNote(reason))
+
+    # --- losing members, dissolving worlds
 
     def lose(self, name: str, reason: str, *, planned: bool = False) -> None:
+        """Forget a member, dissolve the world if it had a seat there, and pass its claims on."""
         if name not in self.members:
             return
         status = self.members.pop(name).status
-        world, proposal = self.base.world, self.base.proposal
-        if self.base.restoring == name:
+        world, proposal = self.state.world, self.state.proposal
+        if self.state.restoring == name:
             self.set(restoring="")
         if not planned:
-            self.set(losses=self.base.losses + 1)
-            self.ask(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
-        stopped = planned and self.base.stopping is not None
+            self.set(losses=self.state.losses + 1)
+            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
+        stopped = planned and self.state.stopping is not None
         if world is not None and world.rank_of(name) is not None and status != DONE and not stopped:
             self.dissolve(f"{name} is gone: {reason}")
         elif proposal is not None and proposal.rank_of(name) is not None:
@@ -62,8 +59,8 @@ class MembershipDraft:
         self.pass_claims_on(name)
 
     def dissolve(self, reason: str) -> None:
-        """End the live world and any proposal; its members are out until they answer."""
-        world, proposal = self.base.world, self.base.proposal
+        """End the live world and the proposal; their members are REGROUPING until they answer."""
+        world, proposal = self.state.world, self.state.proposal
         if world is None:
             return
         last = proposal.number if proposal is not None else world.number
@@ -75,32 +72,33 @@ class MembershipDraft:
             member = self.members[name]
             if member.status == TRAINING:
                 self.update(name, status=REGROUPING, rank=ranks.get(name, 0))
-        tell = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == REGROUPING)
+        to = tuple(n for n in sorted(concerned & self.members.keys()) if self.members[n].status == REGROUPING)
         self.set(world=None, proposal=None)
-        self.ask(ev.DissolveWorld(last, tell, reason))
+        self.instruct(ev.DissolveWorld(last, to, reason))
 
-    def answered(self, name: str, step: int | None) -> None:
-        progress = (step or 0) > self.base.world_began_at
-        self.update(
-            name, status=WAITING, step=step, stale=False, failures=0 if progress else self.members[name].failures
-        )
-        self.set(step=max(self.base.step, step or 0))
+    def record_answer(self, name: str, step: int | None) -> None:
+        """Record that a member has left its world and holds the state of `step`."""
+        progress = (step or 0) > self.state.world_began_at
+        failures = 0 if progress else self.members[name].failures
+        self.update(name, status=WAITING, step=step, stale=False, failures=failures)
+        self.set(step=max(self.state.step, step or 0))
 
-    # --- moving on
+    # --- what follows from an event
 
     def advance(self) -> None:
-        if self.base.finished:
+        """Finish the run, form a world, or propose a better one, if the members allow it now."""
+        if self.state.finished:
             return
-        if self.base.done_at is not None and not self.others_go_on():
+        if self.state.done_at is not None and not self.others_go_on():
             self.finish()
-        elif self.base.world is None:
+        elif self.state.world is None:
             self.try_form()
         else:
             self.try_propose()
 
     def others_go_on(self) -> bool:
-        """Whether somebody still has to get as far as the one that was the first to be done."""
-        world = self.base.world
+        """Return whether a member still has to reach the last step, which another has done."""
+        world = self.state.world
         if world is not None:
             seated = [self.members[s.member] for s in world.seats if s.member in self.members]
             return any(m.status in (TRAINING, REGROUPING) for m in seated)
@@ -110,37 +108,41 @@ class MembershipDraft:
         )
 
     def finish(self) -> None:
-        step = self.base.done_at or 0
+        """End the training and tell the members that are not done."""
+        step = self.state.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
         self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}")
-        self.ask(ev.AnnounceFinished(others, step))
+        self.instruct(ev.AnnounceFinished(others, step))
+
+    # --- forming a world when none is live
 
     def try_form(self) -> None:
-        held_up = [
+        """Form the next world if all members that may hold state have answered and enough are ready."""
+        awaited = [
             m.name
             for m in self.members.values()
-            if m.status == REGROUPING or (not m.connected and self._may_come_back(m))
+            if m.status == REGROUPING or (not m.connected and self._may_reconnect(m))
         ]
-        if held_up:
-            self.wait_for(f"waiting for {join_names(held_up)} to answer")
+        if awaited:
+            self.wait(f"waiting for {join_names(awaited)} to answer")
             return
         able = [m for m in self.members.values() if m.status == WAITING and m.connected]
         present = [m for m in able if m.quarantined_until <= self.now]
         if not present:
-            if self.base.started or self.members:
-                self.wait_for("waiting for members to become ready")
+            if self.state.started or self.members:
+                self.wait("waiting for members to become ready")
             return
         holders = self._holders(present)
-        if self.base.started and not holders:
+        if self.state.started and not holders:
             self._restore(present)
             return
         staying = [m for m in present if not m.leaving]
         top = max((m.step or 0 for m in holders), default=0)
         holding = {m.name for m in holders}
         if not any(m.step == top for m in staying if m.name in holding) and holders:
-            # The only state is held by somebody who is about to go: it comes along to hand it over.
+            # Only leaving members hold the newest state: they take part to send it.
             staying += [m for m in holders if m.leaving and m.step == top]
-        if self.base.stopping is None and holders and all(m.leaving for m in staying):
+        if self.state.stopping is None and holders and all(m.leaving for m in staying):
             if not self._with_time(staying):
                 self._stop_for_lack_of_members([m.name for m in staying])
                 return
@@ -151,82 +153,86 @@ class MembershipDraft:
         if self._enough(fitting):
             self._form(fitting, holders, top)
 
+    def _may_reconnect(self, member: MemberState) -> bool:
+        """Return whether a disconnected member that holds state is still waited for."""
+        return member.status == WAITING and not member.connected and member.step is not None and not member.suspected
+
+    def _holders(self, present: list[MemberState]) -> list[MemberState]:
+        """Return the members whose state the run can go on from: fresh, or stale but not older than the checkpoint."""
+        fresh = [m for m in present if m.step is not None and not m.stale]
+        if fresh:
+            return fresh
+        stale = [m for m in present if m.step is not None]
+        saved = self.state.checkpoint_step
+        return [m for m in stale if saved is None or (m.step or 0) >= saved]
+
+    def _restore(self, present: list[MemberState]) -> None:
+        if self.state.restoring:
+            return
+        chosen = min(present, key=lambda m: m.order)
+        reason = "no member holds the state any more: restoring the newest checkpoint"
+        self.set(restoring=chosen.name)
+        self.wait(reason)
+        self.instruct(ev.RestoreCheckpoint(chosen.name, reason))
+
+    def _enough(self, present: list[MemberState]) -> bool:
+        """Return whether a world can be formed of these; the first world waits for more than the minimum."""
+        settings = self.state.settings
+        if self.state.stopping is not None or self.state.done_at is not None:
+            return bool(present)
+        if len(present) < settings.min_members:
+            self.set(regroup_until=None)
+            self.wait(f"{len(present)} of at least {settings.min_members} members are present")
+            return False
+        return self.state.started or len(present) >= settings.max_members or self.waited_for_more()
+
+    def waited_for_more(self) -> bool:
+        """Return whether `regroup_s` have passed since there were enough members; start to wait if not yet done."""
+        if self.state.regroup_until is None:
+            self.set(regroup_until=self.now + self.state.settings.regroup_s)
+        until = self.state.regroup_until
+        return until is not None and self.now >= until
+
     def _fitting(self, present: list[MemberState]) -> list[MemberState]:
-        """Those whose model is the run's; before the first step, that is the one that most have."""
-        if not self.base.fingerprint:
+        """Return the members with the model of the run and reject the others; at first the majority decides."""
+        if not self.state.fingerprint:
             count = Counter(m.fingerprint for m in sorted(present, key=lambda m: m.order))
             self.set(fingerprint=count.most_common(1)[0][0])
             for member in present:
-                if member.fingerprint != self.base.fingerprint:
-                    self.turn_away(member.name)
+                if member.fingerprint != self.state.fingerprint:
+                    self.reject_model(member.name)
         return [m for m in present if m.name in self.members]
 
-    def turn_away(self, name: str) -> None:
-        """A member whose model is not the run's cannot take part, and is no loss."""
+    def reject_model(self, name: str) -> None:
+        """Reject a member whose model is not that of the run; this does not count as a loss."""
         member = self.members[name]
-        self.ask(
+        self.instruct(
             ev.RejectMember(
                 name,
                 member.incarnation,
                 "S206",
-                f"the model of {name} is not the one that this run trains",
-                why=difference(self.base.fingerprint, member.fingerprint),
+                f"the model of {name} differs from the model of this run",
+                why=difference(self.state.fingerprint, member.fingerprint),
                 do="start every member from the same script, with the same model, optimizer, data and batch size",
             )
         )
         self.lose(name, "its model differs", planned=True)
 
-    def _may_come_back(self, member: MemberState) -> bool:
-        """Whether a disconnected holder of state is still waited for."""
-        return member.status == WAITING and not member.connected and member.step is not None and not member.suspected
-
-    def _holders(self, present: list[MemberState]) -> list[MemberState]:
-        fresh = [m for m in present if m.step is not None and not m.stale]
-        if fresh:
-            return fresh
-        stale = [m for m in present if m.step is not None]
-        known = self.base.checkpoint_step
-        return [m for m in stale if known is None or (m.step or 0) >= known]
-
-    def _restore(self, present: list[MemberState]) -> None:
-        if self.base.restoring:
-            return
-        chosen = min(present, key=lambda m: m.order)
-        reason = "no member holds the state of the run any more: going back to the newest checkpoint"
-        self.set(restoring=chosen.name)
-        self.wait_for(reason)
-        self.ask(ev.RestoreCheckpoint(chosen.name, reason))
-
-    def _enough(self, present: list[MemberState]) -> bool:
-        rules = self.base.settings
-        if self.base.stopping is not None or self.base.done_at is not None:
-            return bool(present)
-        if len(present) < rules.min_members:
-            self.set(regroup_until=None)
-            self.wait_for(f"{len(present)} of at least {rules.min_members} members are present")
-            return False
-        if self.base.started or len(present) >= rules.max_members:
-            return True
-        if self.base.regroup_until is None:
-            self.set(regroup_until=self.now + rules.regroup_s)
-        until = self.base.regroup_until
-        return until is not None and self.now >= until
-
     def _form(self, present: list[MemberState], holders: list[MemberState], top: int) -> None:
         fresh = not holders
         names = {m.name for m in holders if m.step == top}
         present = sorted(present, key=lambda m: (m.name not in names, m.rank, m.order))
-        chosen = present[: self.base.settings.max_members]
-        number = self.base.number + 1
-        good = [0] if fresh else [r for r, m in enumerate(chosen) if m.name in names]
-        needy = sorted(set(range(len(chosen))) - set(good))
+        chosen = present[: self.state.settings.max_members]
+        number = self.state.number + 1
+        sources = [0] if fresh else [r for r, m in enumerate(chosen) if m.name in names]
+        receivers = sorted(set(range(len(chosen))) - set(sources))
         world = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in chosen),
+            seats=_seats(chosen),
             step=top,
             fresh=fresh,
-            sources=spread(needy, good),
-            catching_up=tuple(needy) if not fresh and 2 * len(needy) <= len(chosen) else (),
+            sources=assign_sources(receivers, sources),
+            catching_up=tuple(receivers) if not fresh and 2 * len(receivers) <= len(chosen) else (),
         )
         joined = sum(1 for m in chosen if m.step is None or m.stale)
         for rank, member in enumerate(chosen):
@@ -237,27 +243,30 @@ class MembershipDraft:
             number=number,
             started=True,
             regroup_until=None,
-            step=max(self.base.step, top) if not fresh else 0,
+            step=max(self.state.step, top) if not fresh else 0,
             world_began_at=top,
-            joins=self.base.joins + joined,
+            joins=self.state.joins + joined,
             reason=reason,
         )
-        self.ask(ev.FormWorld(world, tuple(m.name for m in chosen), reason))
+        self.instruct(ev.FormWorld(world, tuple(m.name for m in chosen), reason))
         self.repeat_stop(m.name for m in chosen)
 
+    # --- proposing a world beside the live one
+
     def try_propose(self) -> None:
-        world = self.base.world
-        if world is None or self.base.stopping is not None:
+        """Propose a world with the members that are ready and without those that have to leave."""
+        world = self.state.world
+        if world is None or self.state.stopping is not None:
             return
         seated = [self.members[s.member] for s in world.seats if s.member in self.members]
         if any(m.status == DONE for m in seated):
             return
         if not seated:
-            # All of them were done with it, and are gone: nobody could hand anything over.
+            # All of its members were done and have left: none could send the state to a joiner.
             self.set(world=None, proposal=None)
             self.try_form()
             return
-        stay = [m for m in seated if not m.leaving]
+        staying = [m for m in seated if not m.leaving]
         joiners = sorted(
             (
                 m
@@ -266,22 +275,22 @@ class MembershipDraft:
             ),
             key=lambda m: m.order,
         )
-        limit = self.base.settings.max_members
-        if not stay and not joiners:
-            stay = self._with_time(seated)
-            if not stay:
+        limit = self.state.settings.max_members
+        if not staying and not joiners:
+            staying = self._with_time(seated)
+            if not staying:
                 self._stop_for_lack_of_members([m.name for m in seated])
                 return
-            self.wait_for("every member was told to go: they train on until others come to take over")
-            if len(stay) == len(seated):
+            self.wait("all members have notice; training continues until replacements join")
+            if len(staying) == len(seated):
                 return
-        elif not stay:
-            # Who can stay longest hands over, even if that is one more than there may be.
+        elif not staying:
+            # The member that can stay longest sends the state, even if that is one member more than the maximum.
             limit = max(limit, 2)
             last = sorted(seated, key=lambda m: -m.stop_by)[: max(1, limit - len(joiners))]
-            stay = [m for m in seated if m in last]
-        target = stay[:limit] + joiners[: max(0, limit - len(stay))]
-        if not any(m.leaving for m in target) and len(target) < self.base.settings.min_members:
+            staying = [m for m in seated if m in last]
+        target = staying[:limit] + joiners[: max(0, limit - len(staying))]
+        if not any(m.leaving for m in target) and len(target) < self.state.settings.min_members:
             return
         self._propose(world, seated, target)
 
@@ -290,49 +299,45 @@ class MembershipDraft:
         if names == [s.member for s in world.seats]:
             self.set(proposal=None)
             return
-        proposal = self.base.proposal
+        proposal = self.state.proposal
         if proposal is not None and all(seat.member in self.members for seat in proposal.seats):
-            return  # one at a time: its members may be crossing already, and hear of the next one there
-        number = self.base.number + 1
-        seats = world.ranks()
-        veterans = [r for r, m in enumerate(target) if m.name in seats]
-        needy = [r for r, m in enumerate(target) if m.name not in seats]
+            return  # its members may be crossing already; the next proposal follows when they have arrived
+        number = self.state.number + 1
+        ranks = world.ranks()
+        sources = [r for r, m in enumerate(target) if m.name in ranks]
+        receivers = [r for r, m in enumerate(target) if m.name not in ranks]
         new = World(
             number=number,
-            seats=tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in target),
+            seats=_seats(target),
             step=None,
-            sources=spread(needy, veterans),
-            catching_up=tuple(needy),
+            sources=assign_sources(receivers, sources),
+            catching_up=tuple(receivers),
         )
-        joining = [target[r].name for r in needy]
-        staying = set(names)
-        going = [m.name for m in seated if m.name not in staying]
-        parts = [f"{join_names(joining)} joins" if joining else "", f"{join_names(going)} leaves" if going else ""]
-        causes = [m.leaving for m in seated if m.leaving and m.name not in staying]
-        reason = " and ".join(p for p in parts if p) + (f" ({causes[0]})" if causes else "")
-        self.set(proposal=new, number=number, repeat_at=self.now + self.base.settings.lease_s)
+        reason = _change(seated, target, [target[r].name for r in receivers])
+        self.set(proposal=new, number=number, repeat_at=self.now + self.state.settings.lease_s)
         to = tuple(dict.fromkeys([s.member for s in world.seats] + names))
-        self.ask(ev.ProposeWorld(world.number, new, to, reason))
+        self.instruct(ev.ProposeWorld(world.number, new, to, reason))
 
     def repeat_proposal(self, names: Iterable[str]) -> None:
-        """Tell these, as far as they are concerned, of the world that is prepared; whoever knows it ignores that."""
-        world, proposal = self.base.world, self.base.proposal
+        """Announce the proposal again to those of these members that it concerns; those that know it ignore that."""
+        world, proposal = self.state.world, self.state.proposal
         if world is None or proposal is None:
             return
         concerned = world.ranks().keys() | proposal.ranks().keys()
         to = tuple(n for n in names if n in concerned)
         if to:
-            self.ask(ev.ProposeWorld(world.number, proposal, to, "for those who may have missed it", is_new=False))
-        self.set(repeat_at=self.now + self.base.settings.lease_s)
+            reason = "repeated for members that may have missed it"
+            self.instruct(ev.ProposeWorld(world.number, proposal, to, reason, is_new=False))
+        self.set(repeat_at=self.now + self.state.settings.lease_s)
 
     def proposed(self, number: int | None) -> World | None:
-        """The proposal, if it has this number: members may have crossed into it."""
-        proposal = self.base.proposal
+        """Return the proposal if it has this number: members may have crossed into it."""
+        proposal = self.state.proposal
         return proposal if proposal is not None and proposal.number == number else None
 
     def enter(self, proposal: World, step: int) -> None:
-        """The proposed world is live, because one of its members has crossed over."""
-        before, ranks = self.base.world, proposal.ranks()
+        """Make the proposal the live world, because one of its members has crossed into it."""
+        before, ranks = self.state.world, proposal.ranks()
         for rank, seat in enumerate(proposal.seats):
             if seat.member in self.members and self.members[seat.member].status != DONE:
                 self.update(seat.member, status=TRAINING, rank=rank, stale=False)
@@ -343,79 +348,90 @@ class MembershipDraft:
         self.set(
             world=replace(proposal, step=step),
             proposal=None,
-            step=max(self.base.step, step),
+            step=max(self.state.step, step),
             world_began_at=step,
-            joins=self.base.joins + len(proposal.sources),
+            joins=self.state.joins + len(proposal.sources),
             reason=reason,
         )
-        self.ask(ev.MembershipNote(reason))
+        self.instruct(ev.MembershipNote(reason))
 
     # --- stopping
 
     def _with_time(self, leaving: list[MemberState]) -> list[MemberState]:
-        """Those who were told to go, but can wait for somebody who is hired to take over."""
-        return [m for m in leaving if self.base.settings.replaces_members and m.stop_by > self.now]
+        """Return the members that have notice, but can still wait for a replacement."""
+        return [m for m in leaving if self.state.settings.replaces_members and m.stop_by > self.now]
 
     def _stop_for_lack_of_members(self, names: list[str]) -> None:
         cause = next((self.members[n].leaving for n in names if self.members[n].leaving), "all members leave")
-        reason = f"every member was told to go: {cause}"
-        self.stop(
-            ev.StopRequested(
-                reason,
-                checkpoint=True,
-                exit_code=exit_codes.RESUMABLE,
-                until_replaced=self.base.settings.replaces_members,
-            )
-        )
+        until_replaced = self.state.settings.replaces_members
+        reason = f"all members have notice: {cause}"
+        self.stop(ev.StopRequested(reason, True, exit_codes.RESUMABLE, until_replaced=until_replaced))
 
-    def stop(self, asked: ev.StopRequested) -> None:
-        if self.base.stopping is None:
-            self.set(stopping=asked, reason=asked.reason)
+    def stop(self, request: ev.StopRequested) -> None:
+        """Tell all members to stop, unless they have been told already."""
+        if self.state.stopping is None:
+            self.set(stopping=request, reason=request.reason)
             self.repeat_stop(self.members)
 
     def repeat_stop(self, names: Iterable[str]) -> None:
-        asked = self.base.stopping
+        """Tell these members to stop if the run is stopping."""
+        request = self.state.stopping
         to = tuple(names)
-        if asked is not None and to:
-            self.ask(ev.StopMembers(to, asked.reason, asked.checkpoint, asked.exit_code))
+        if request is not None and to:
+            self.instruct(ev.StopMembers(to, request.reason, request.checkpoint, request.exit_code))
 
     def remind(self, member: MemberState) -> None:
-        """Tell one that comes, for the first time or again, of the end: it may not have heard of it."""
+        """Tell a member that connected about a stop or the end of the training: it may not know."""
         self.repeat_stop([member.name])
-        if self.base.finished:
-            self.ask(ev.AnnounceFinished((member.name,), self.base.step))
+        if self.state.finished:
+            self.instruct(ev.AnnounceFinished((member.name,), self.state.step))
 
     # --- claims
 
     def pass_claims_on(self, gone: str) -> None:
+        """Grant the open claims of a member that is gone to the next that waits for each."""
         for name, claim in self.claims.items():
             waiting = tuple(w for w in claim.waiting if w != gone)
             if claim.holder == gone and not claim.completed:
                 heir = waiting[0] if waiting else ""
                 self.claims[name] = replace(claim, holder=heir, waiting=waiting[1:])
                 if heir:
-                    self.ask(ev.GrantClaim(heir, name))
+                    self.instruct(ev.GrantClaim(heir, name))
             else:
                 self.claims[name] = replace(claim, waiting=waiting)
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Names for a sentence; of very many, the first few."""
-    found = list(names)
-    if len(found) <= MANY:
-        return ", ".join(found)
-    return f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
+    """Return the names for a sentence, or the first few and a count if there are many."""
+    listed = list(names)
+    if len(listed) <= LISTED_IN_FULL:
+        return ", ".join(listed)
+    return f"{', '.join(listed[:LISTED_OF_MANY])} and {len(listed) - LISTED_OF_MANY} others"
 
 
-def spread(needy: list[int], good: list[int]) -> dict[int, int]:
-    """Each rank in need gets a source, in turn."""
-    return {rank: good[i % len(good)] for i, rank in enumerate(needy)} if good else {}
+def assign_sources(receivers: list[int], sources: list[int]) -> dict[int, int]:
+    """Return the source of each receiving rank; sources take turns."""
+    return {rank: sources[i % len(sources)] for i, rank in enumerate(receivers)} if sources else {}
 
 
-def difference(ours: str, theirs: str) -> str:
-    """Fingerprints are `hash` or `key=value;…`; names the first keys that differ."""
-    left = dict(part.split("=", 1) for part in ours.split(";") if "=" in part)
-    right = dict(part.split("=", 1) for part in theirs.split(";") if "=" in part)
-    keys = [k for k in (left | right) if left.get(k) != right.get(k)]
-    shown = [f"{k}: {left.get(k, 'nothing')} in the run, {right.get(k, 'nothing')} here" for k in keys[:3]]
+def difference(expected: str, actual: str) -> str:
+    """Return in which keys two fingerprints differ; a fingerprint is a hash or `key=value;…`."""
+    ours = dict(part.split("=", 1) for part in expected.split(";") if "=" in part)
+    theirs = dict(part.split("=", 1) for part in actual.split(";") if "=" in part)
+    keys = [k for k in (ours | theirs) if ours.get(k) != theirs.get(k)]
+    shown = [f"{k}: {ours.get(k, 'nothing')} in the run, {theirs.get(k, 'nothing')} here" for k in keys[:3]]
     return "; ".join(shown) or "the fingerprints differ"
+
+
+def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:
+    return tuple(Seat(m.name, m.incarnation, m.address, m.speed) for m in members)
+
+
+def _change(seated: list[MemberState], target: list[MemberState], joining: list[str]) -> str:
+    """Return how a proposed world differs from the live one, with the cause of the first member that leaves."""
+    staying = {m.name for m in target}
+    going = [m for m in seated if m.name not in staying]
+    parts = [f"{join_names(joining)} joins"] if joining else []
+    parts += [f"{join_names(m.name for m in going)} leaves"] if going else []
+    causes = [m.leaving for m in going if m.leaving]
+    return " and ".join(parts) + (f" ({causes[0]})" if causes else "")

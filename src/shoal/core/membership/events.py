@@ -1,6 +1,6 @@
-"""What can happen to the membership of a run, and what can be asked in answer.
+"""Events that change the membership of a run, and the instructions that follow from them.
 
-Events are journaled before they are acted on; instructions are carried out by the coordinator's shell.
+The coordinator journals an event before it acts on it, and then carries out the instructions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from shoal.core.world import Address, World
 
 @dataclass(frozen=True, slots=True)
 class MemberConnected:
-    """A member connected, for the first time or again (same incarnation); for `done` and `early` see MemberDone."""
+    """A member connected for the first time, or reconnected (same incarnation), and said where it is.
+
+    `world` is the world that it is in, `broken` that it has left that world after a failed exchange. `step` is the step
+    of the state that it holds. For `done` and `early` see MemberDone.
+    """
 
     member: str
     incarnation: str
@@ -31,7 +35,10 @@ class MemberConnected:
 
 @dataclass(frozen=True, slots=True)
 class MemberReady:
-    """A member can be admitted. `restored`: it was asked for a checkpoint; `step` is None if there was none."""
+    """A member has built its model and can be given a seat.
+
+    `restored` answers RestoreCheckpoint; `step` is then None if no checkpoint could be read.
+    """
 
     member: str
     fingerprint: str
@@ -42,7 +49,7 @@ class MemberReady:
 
 @dataclass(frozen=True, slots=True)
 class WorldBroken:
-    """A member's exchange failed; it holds the state of `step`, None for none."""
+    """A member's exchange failed. It holds the state of `step`, None for none, and suspects these peers."""
 
     member: str
     world: int
@@ -62,6 +69,8 @@ class WorldEntered:
 
 @dataclass(frozen=True, slots=True)
 class WorldPrepareFailed:
+    """A member could not connect a proposed world."""
+
     member: str
     world: int
     suspects: tuple[str, ...] = ()
@@ -70,7 +79,7 @@ class WorldPrepareFailed:
 
 @dataclass(frozen=True, slots=True)
 class PartCopied:
-    """A primary has given its learner all that it has; `since` says which learner."""
+    """A primary has sent its learner a complete copy; `since` identifies the learner (see PartAssignment)."""
 
     member: str
     part: int
@@ -80,7 +89,10 @@ class PartCopied:
 
 @dataclass(frozen=True, slots=True)
 class PartReleased:
-    """A primary has come to rest, so that its backup can take over; `number` is the placement that asked for it."""
+    """A primary has stopped accepting updates, so that its backup can take over.
+
+    `number` is the placement that asked for it.
+    """
 
     member: str
     part: int
@@ -89,7 +101,7 @@ class PartReleased:
 
 @dataclass(frozen=True, slots=True)
 class ServerUnreachable:
-    """A member cannot reach a server of this placement."""
+    """A member cannot reach a server of placement `number`."""
 
     member: str
     server: str
@@ -99,14 +111,16 @@ class ServerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class MemberDisconnected:
+    """A member's connection to the coordinator closed; its lease still runs."""
+
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """A member is gone: its process ended, its lease ran out, or it is `stuck`.
+    """A member is lost: its process ended, its lease expired, or it is `hung`.
 
-    The process of one that is stuck answers, but what its script does will not come to an end.
+    The process of a hung member still sends heartbeats, but its script makes no progress.
     """
 
     member: str
@@ -116,7 +130,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class NoticeReceived:
-    """A member will go away within so many seconds."""
+    """A member has to leave within `within_s` seconds."""
 
     member: str
     within_s: float
@@ -125,7 +139,7 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    """A member is gone as it said; `world` is the one that the others crossed into without it."""
+    """A member left as announced; `world` is the one that the others entered without it."""
 
     member: str
     step: int | None
@@ -134,7 +148,7 @@ class MemberLeft:
 
 @dataclass(frozen=True, slots=True)
 class MemberDone:
-    """`early` says that its script did not wait for the last step, which others may still come to."""
+    """A member's training loop ended. `early`: its script left the loop before the last step; others may go on."""
 
     member: str
     step: int
@@ -143,18 +157,24 @@ class MemberDone:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequested:
+    """A member asks for the right to do something that exactly one member does."""
+
     member: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimCompleted:
+    """The holder of a claim has done what it claimed."""
+
     member: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
+    """A checkpoint of `step` is complete at `path`."""
+
     member: str
     step: int
     path: str
@@ -162,9 +182,9 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentReported:
-    """The members of a world changed something by themselves, from `step` on; one of them tells.
+    """The members of a world changed shares, batch size or memory use by themselves, from `step` on.
 
-    `what` is shares, batch or memory; `values` are its figures by name.
+    `what` is shares, batch or memory; `values` are the figures by name. One member reports for all.
     """
 
     member: str
@@ -176,14 +196,14 @@ class AdjustmentReported:
 
 @dataclass(frozen=True, slots=True)
 class ProgressRecorded:
-    """The run has committed up to here; written now and then, not at every step."""
+    """The run has committed all steps up to this one; recorded now and then, not at every step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """`until_replaced` says that it is for lack of members only, and that the run goes on when others are there."""
+    """The run has to stop. `until_replaced`: only for lack of members; it resumes when others have joined."""
 
     reason: str
     checkpoint: bool
@@ -193,20 +213,28 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequested:
+    """The user asked for another number of members."""
+
     min_members: int
     max_members: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A wait is over: gathering members, a bench, or a proposal that nobody has crossed into yet."""
+    """A timer expired; `what` is one of:
+
+    - regroup: the first world need not wait for more members
+    - quarantine: a member may be given a seat again
+    - notice: all members have to leave, and one of them can no longer wait for replacements
+    - proposal: the proposed world was not entered yet, so it is announced again
+    """
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRestarted:
-    """All connections are gone, and every lease starts anew."""
+    """The coordinator replayed its journal: all connections are closed, and every lease restarts."""
 
 
 Event = Union[
@@ -248,7 +276,10 @@ class FormWorld:
 
 @dataclass(frozen=True, slots=True)
 class ProposeWorld:
-    """Tell these members to connect the world in the background."""
+    """Tell these members to connect a world in the background, beside world `after`.
+
+    It is not `is_new` if it is repeated for members that may have missed it.
+    """
 
     after: int
     world: World
@@ -259,6 +290,8 @@ class ProposeWorld:
 
 @dataclass(frozen=True, slots=True)
 class DissolveWorld:
+    """Tell these members that all worlds up to `number` have ended."""
+
     number: int
     to: tuple[str, ...]
     reason: str
@@ -266,7 +299,7 @@ class DissolveWorld:
 
 @dataclass(frozen=True, slots=True)
 class PublishPlacement:
-    """Tell these members who holds the parts of the state from now on."""
+    """Tell these members which servers hold the parts of the state from now on."""
 
     placement: Placement
     to: tuple[str, ...]
@@ -275,7 +308,7 @@ class PublishPlacement:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceTrainerLost:
-    """Tell these servers that a trainer is gone, so that nobody waits for it."""
+    """Tell these servers that a trainer is lost, so that no other trainer waits for it."""
 
     to: tuple[str, ...]
     member: str
@@ -285,13 +318,15 @@ class AnnounceTrainerLost:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheckpoint:
+    """Tell a member to load the newest checkpoint."""
+
     member: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RejectMember:
-    """End the connection of this incarnation with an error."""
+    """Close the connection of this incarnation with an error."""
 
     member: str
     incarnation: str
@@ -303,7 +338,7 @@ class RejectMember:
 
 @dataclass(frozen=True, slots=True)
 class EvictMember:
-    """Tell a member that it is no longer in the run, and may say hello anew."""
+    """Tell a member that it is no longer in the run; it may connect again as a new one."""
 
     member: str
     reason: str
@@ -311,6 +346,8 @@ class EvictMember:
 
 @dataclass(frozen=True, slots=True)
 class StopMembers:
+    """Tell these members to stop, after a checkpoint if `checkpoint`."""
+
     to: tuple[str, ...]
     reason: str
     checkpoint: bool
@@ -319,18 +356,24 @@ class StopMembers:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceFinished:
+    """Tell these members that the training ended at `step`."""
+
     to: tuple[str, ...]
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class GrantClaim:
+    """Tell a member that it holds a claim."""
+
     member: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceClaimCompleted:
+    """Tell these members that another member has done what they claimed."""
+
     to: tuple[str, ...]
     name: str
 

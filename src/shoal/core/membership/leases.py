@@ -1,4 +1,29 @@
-"""Which waits are over: leases, reconnections, stalls, gatherings."""
+"""Leases and timers: which members are lost, which are hung, and which other waits are over.
+
+Each member holds a lease that every heartbeat renews. `due(state, heartbeats, now)` is called many times a second and
+returns an event for each timer that has expired. It never changes the state: `decide` does that once the event is
+journaled. Three failures look alike from the coordinator, and are told apart here.
+
+**Silence.** A member whose process is stopped, or whose machine or network died, sends nothing. Its lease expires after
+`lease_s`, and it is lost. A closed connection alone loses no member, because the member may connect again, from another
+address too. But if the others cannot train before it answers, they wait only `reconnect_s` for it. Silence while the
+coordinator itself was down does not count: `CoordinatorRestarted` moves the start of every lease to that moment, and
+further for many members, because they cannot all be let in at once.
+
+**Hang.** A member that sends heartbeats may still make no progress: a deadlock in its data loader, a dead file system.
+Time alone does not prove that, since a step may take an hour. But the others wait in the exchange, and their heartbeats
+say so. If they have waited there for `hang_timeout_s`, and for 20 usual steps, each member that is not in the exchange,
+and has been in one phase for as long, is hung. If all members wait in the exchange, none is: they wait for the network.
+In a run with parameter servers a trainer waits for the slowest clock only, so a member is hung if another names it as
+the one it waits for, and it does not wait for anything itself.
+
+**The coordinator is cut off.** Its own network may fail while the members train on without it. It then hears none of
+them, and must not count them all as lost when the network is back. `CoordinatorReachability` keeps the time of the last
+message from any member. If nothing at all arrived for `silence_limit_s`, which is less than a lease, no connected
+member is lost for its silence. The excuse ends after `OWN_SILENCE_S`: then all members may really be gone, and
+other machines should be requested. When messages arrive again, members have a full lease to reconnect. A closed
+connection is not excused while the silence lasts, because the coordinator did hear of that member.
+"""
 
 from __future__ import annotations
 
@@ -18,43 +43,45 @@ from shoal.core.membership.state import (
 )
 from shoal.core.world import World
 
-# So many beats a second are as much as a coordinator wants to hear of one run.
-BEATS_PER_S = 1000
-BEATS_PER_LEASE = 4
-# What it takes members at most to find a coordinator again that was cut off, and it to let one of them and its agent
-# in, with TLS, on a slow machine.
+# The load that one run may put on a coordinator.
+HEARTBEATS_PER_S = 1000
+HEARTBEATS_PER_LEASE = 4
+# How long members need at most to find a coordinator again that was cut off, and how long it takes to let one of them
+# and its agent in, with TLS, on a slow machine.
 RECONNECT_S, RETURN_S = 4.0, 0.01
-# All who are silent for longer are lost after all, before their agents are given up and others are hired.
+# After a longer silence all members count as lost, before their agents are given up and other machines are requested.
 OWN_SILENCE_S = 15.0
+# A hang is longer than this many usual steps.
+HANG_STEPS = 20.0
 
 
 def heartbeat_s(wished_s: float, members: int, lease_s: float) -> float:
-    """How often each of so many members renews its lease: as wished, or more rarely, but often enough for its lease.
+    """Return the seconds between two heartbeats of a member: as configured, or longer if there are many members.
 
     >>> heartbeat_s(0.5, 8, 3.0), heartbeat_s(0.5, 600, 3.0), heartbeat_s(0.5, 5000, 3.0)
     (0.5, 0.6, 0.75)
     """
-    return max(wished_s, min(members / BEATS_PER_S, lease_s / BEATS_PER_LEASE))
+    return max(wished_s, min(members / HEARTBEATS_PER_S, lease_s / HEARTBEATS_PER_LEASE))
 
 
 def silence_limit_s(heartbeat_s: float, lease_s: float) -> float:
-    """How long nobody is heard before the silence is the coordinator's own; no member's lease can have run out by then.
+    """Return the seconds of silence of all members after which the coordinator takes itself for cut off.
 
-    With beats so rare that one who is left could be silent for as long, it never is.
+    No lease can have expired by then. The limit is infinite if heartbeats are so rare that a single remaining member
+    could be silent for as long.
 
     >>> silence_limit_s(0.5, 3.0), silence_limit_s(0.75, 3.0), silence_limit_s(2.0, 3.0)
     (2.0, 1.5, inf)
     """
-    quiet = lease_s - 2.0 * heartbeat_s
-    return quiet if quiet > 1.5 * heartbeat_s else inf
+    limit_s = lease_s - 2.0 * heartbeat_s
+    return limit_s if limit_s > 1.5 * heartbeat_s else inf
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorReachability:
-    """When a coordinator last received anything, and when it did so again after a silence of all members.
+    """When the coordinator last received anything of a run, and when it did so again after a long silence.
 
-    A coordinator that is cut off hears no member at all, while they train on without it. `restored_at` is the end of
-    the latest silence longer than `silence_limit_s`.
+    `restored_at` is the end of the latest silence longer than `silence_limit_s`.
     """
 
     last_received: float
@@ -69,11 +96,7 @@ class CoordinatorReachability:
         return replace(self, last_received=at, restored_at=at if silent else self.restored_at)
 
     def excuses(self, member: MemberState, state: MembershipState, now: float) -> bool:
-        """Return whether a member's silence is most likely the coordinator's own fault.
-
-        It is when no member is heard at all, or connections were only just restored. A member whose connection was
-        closed is not excused by a general silence: the coordinator heard of that.
-        """
+        """Return whether a member's silence is most likely the coordinator's own."""
         if now - self.restored_at <= max(state.settings.lease_s, RECONNECT_S) + RETURN_S * len(state.members):
             return True
         return member.connected and self.silence_limit_s < now - self.last_received <= OWN_SILENCE_S
@@ -81,29 +104,29 @@ class CoordinatorReachability:
 
 def due(
     state: MembershipState,
-    beats: Mapping[str, LastHeartbeat],
+    heartbeats: Mapping[str, LastHeartbeat],
     now: float,
-    hearing: CoordinatorReachability | None = None,
+    reachability: CoordinatorReachability | None = None,
 ) -> tuple[ev.Event, ...]:
-    """The waits that are over, as events."""
-    hearing = hearing or CoordinatorReachability(now)
+    """Return an event for every timer that has expired."""
+    reachability = reachability or CoordinatorReachability(now)
     if state.finished:
-        return tuple(_lost(state, _awaited(state), beats, now, hearing))
-    fired: list[ev.Event] = list(_lost(state, state.members.values(), beats, now, hearing))
-    fired.extend(ev.MemberLost(name, reason, hung=True) for name, reason in _stalled(state, beats, now))
+        return tuple(_lost(state, _claim_holders(state), heartbeats, now, reachability))
+    fired: list[ev.Event] = list(_lost(state, state.members.values(), heartbeats, now, reachability))
+    fired.extend(ev.MemberLost(name, reason, hung=True) for name, reason in _hung(state, heartbeats, now))
     if state.regroup_until is not None and now >= state.regroup_until:
         fired.append(ev.TimerFired("regroup"))
     elif any(0.0 < m.quarantined_until <= now for m in state.members.values()):
         fired.append(ev.TimerFired("quarantine"))
-    if state.settings.replaces_members and state.stopping is None and _last_call(state, now):
+    if state.settings.replaces_members and state.stopping is None and _must_stop(state, now):
         fired.append(ev.TimerFired("notice"))
     if state.proposal is not None and state.repeat_at is not None and now >= state.repeat_at:
         fired.append(ev.TimerFired("proposal"))
     return tuple(fired)
 
 
-def _awaited(state: MembershipState) -> list[MemberState]:
-    """Those who do something that another waits for; when all is trained, nobody else has to be there any more."""
+def _claim_holders(state: MembershipState) -> list[MemberState]:
+    """Return the members that hold a claim others wait for: after the training, only they have to stay alive."""
     names = {claim.holder for claim in state.claims.values() if claim.waiting and not claim.completed}
     return [member for name, member in state.members.items() if name in names]
 
@@ -111,89 +134,92 @@ def _awaited(state: MembershipState) -> list[MemberState]:
 def _lost(
     state: MembershipState,
     members: Iterable[MemberState],
-    beats: Mapping[str, LastHeartbeat],
+    heartbeats: Mapping[str, LastHeartbeat],
     now: float,
-    hearing: CoordinatorReachability,
+    reachability: CoordinatorReachability,
 ) -> Iterator[ev.MemberLost]:
     fresh_since = now - state.settings.lease_s
     for member in members:
-        beat = beats.get(member.name)
-        fresh = member.since >= fresh_since or (beat is not None and beat.at >= fresh_since)
+        heartbeat = heartbeats.get(member.name)
+        fresh = member.since >= fresh_since or (heartbeat is not None and heartbeat.at >= fresh_since)
         if fresh and member.disconnected_since is None:
             continue
-        reason = _why_lost(state, member, beat, now)
-        if reason and not hearing.excuses(member, state, now):
+        reason = _why_lost(state, member, heartbeat, now)
+        if reason and not reachability.excuses(member, state, now):
             yield ev.MemberLost(member.name, reason)
 
 
-def _last_call(state: MembershipState, now: float) -> bool:
-    """Whether all who train were told to go, and one of them cannot wait any longer for somebody to take over."""
+def _why_lost(state: MembershipState, member: MemberState, heartbeat: LastHeartbeat | None, now: float) -> str:
+    silent_s = now - max(heartbeat.at if heartbeat else 0.0, member.since)
+    if silent_s > state.settings.lease_s:
+        return f"lease expired after {silent_s:.1f} s of silence"
+    away_s = now - member.disconnected_since if member.disconnected_since is not None else 0.0
+    if member.status in (REGROUPING, WAITING, STARTING) and away_s > state.settings.reconnect_s:
+        return f"it did not reconnect within {state.settings.reconnect_s:g} s"
+    return ""
+
+
+def _must_stop(state: MembershipState, now: float) -> bool:
+    """Return whether all that train have notice, and one of them cannot wait for a replacement any longer."""
     staying = any(m.status == TRAINING and not m.leaving for m in state.members.values())
     return not staying and any(m.leaving and m.stop_by <= now for m in state.members.values())
 
 
-def _why_lost(state: MembershipState, member: MemberState, beat: LastHeartbeat | None, now: float) -> str:
-    silent_s = now - max(beat.at if beat else 0.0, member.since)
-    if silent_s > state.settings.lease_s:
-        return f"its lease ran out: silent for {silent_s:.1f} s"
-    away_s = now - member.disconnected_since if member.disconnected_since is not None else 0.0
-    if member.status in (REGROUPING, WAITING, STARTING) and away_s > state.settings.reconnect_s:
-        return f"it did not come back within {state.settings.reconnect_s:g} s"
-    return ""
+def _hung(state: MembershipState, heartbeats: Mapping[str, LastHeartbeat], now: float) -> list[tuple[str, str]]:
+    """Return the members that hold up all others, each with a reason."""
+    if state.placement is not None:
+        return _hung_with_ticket(state, heartbeats, now)
+    if state.world is None or not _may_hang(state.world, heartbeats, state.settings.hang_timeout_s):
+        return []
+    latest = {s.member: heartbeats[s.member] for s in state.world.seats if s.member in heartbeats}
+    waiting = {n: b for n, b in latest.items() if b.phase == "exchange"}
+    busy = {n: b for n, b in latest.items() if b.phase != "exchange"}
+    if not waiting or not busy or len(latest) < state.world.size:
+        return []
+    limit_s = _hang_limit_s(state, latest.values())
+    if min(b.phase_age_s for b in waiting.values()) < limit_s:
+        return []
+    return [
+        (name, _hang_reason(heartbeat, "all other members wait"))
+        for name, heartbeat in busy.items()
+        if heartbeat.phase_age_s >= limit_s and now - heartbeat.at < state.settings.lease_s
+    ]
 
 
-def _may_stall(world: World, beats: Mapping[str, LastHeartbeat], hang_timeout_s: float) -> bool:
-    """Whether somebody waits in the exchange, and nobody has for a short time only; asked twenty times a second."""
+def _may_hang(world: World, heartbeats: Mapping[str, LastHeartbeat], hang_timeout_s: float) -> bool:
+    """Return whether some members wait in the exchange, all of them for long: a cheap test, made 20 times a second."""
     waits = False
     for seat in world.seats:
-        beat = beats.get(seat.member)
-        if beat is None:
+        heartbeat = heartbeats.get(seat.member)
+        if heartbeat is None:
             return False
-        if beat.phase == "exchange":
-            if beat.phase_age_s < hang_timeout_s:
+        if heartbeat.phase == "exchange":
+            if heartbeat.phase_age_s < hang_timeout_s:
                 return False
             waits = True
     return waits
 
 
-def _stalled(state: MembershipState, beats: Mapping[str, LastHeartbeat], now: float) -> list[tuple[str, str]]:
-    """Members that are stuck outside the exchange while all others have long waited for them in it."""
-    if state.placement is not None:
-        return _stuck_with_a_ticket(state, beats, now)
-    if state.world is None or not _may_stall(state.world, beats, state.settings.hang_timeout_s):
-        return []
-    seen = {s.member: beats[s.member] for s in state.world.seats if s.member in beats}
-    waiting = {n: b for n, b in seen.items() if b.phase == "exchange"}
-    stuck = {n: b for n, b in seen.items() if b.phase != "exchange"}
-    if not waiting or not stuck or len(seen) < state.world.size:
-        return []
-    limit_s = max(state.settings.hang_timeout_s, 20.0 * max(b.usual_step_s for b in seen.values()))
-    if min(b.phase_age_s for b in waiting.values()) < limit_s:
-        return []
-    return [
-        (name, f"it has been in {beat.phase or 'an unknown phase'} for {beat.phase_age_s:.0f} s while the others wait")
-        for name, beat in stuck.items()
-        if beat.phase_age_s >= limit_s and now - beat.at < state.settings.lease_s
-    ]
-
-
-def _stuck_with_a_ticket(
-    state: MembershipState, beats: Mapping[str, LastHeartbeat], now: float
+def _hung_with_ticket(
+    state: MembershipState, heartbeats: Mapping[str, LastHeartbeat], now: float
 ) -> list[tuple[str, str]]:
-    """Trainers of a run with servers that do not wait for anybody, and for whom another has long waited."""
-    seen = {name: beats[name] for name, m in state.members.items() if m.status == TRAINING and name in beats}
-    if not any(beat.waits_for and beat.phase_age_s >= state.settings.hang_timeout_s for beat in seen.values()):
+    """Return the trainers of a run with servers that wait for nothing themselves, but hold up another trainer."""
+    training = [name for name, m in state.members.items() if m.status == TRAINING]
+    latest = {name: heartbeats[name] for name in training if name in heartbeats}
+    if not any(h.waits_for and h.phase_age_s >= state.settings.hang_timeout_s for h in latest.values()):
         return []
-    limit_s = max(state.settings.hang_timeout_s, 20.0 * max(beat.usual_step_s for beat in seen.values()))
-    awaited = {name for beat in seen.values() if beat.phase_age_s >= limit_s for name in beat.waits_for}
+    limit_s = _hang_limit_s(state, latest.values())
+    awaited = {name for h in latest.values() if h.phase_age_s >= limit_s for name in h.waits_for}
     return [
-        (
-            name,
-            f"it has been in {beat.phase or 'an unknown phase'} for {beat.phase_age_s:.0f} s while others wait for it",
-        )
-        for name, beat in seen.items()
-        if name in awaited
-        and not beat.waits_for
-        and beat.phase_age_s >= limit_s
-        and now - beat.at < state.settings.lease_s
+        (name, _hang_reason(h, "other trainers wait for it"))
+        for name, h in latest.items()
+        if name in awaited and not h.waits_for and h.phase_age_s >= limit_s and now - h.at < state.settings.lease_s
     ]
+
+
+def _hang_limit_s(state: MembershipState, heartbeats: Iterable[LastHeartbeat]) -> float:
+    return max(state.settings.hang_timeout_s, HANG_STEPS * max(heartbeat.usual_step_s for heartbeat in heartbeats))
+
+
+def _hang_reason(heartbeat: LastHeartbeat, waiting: str) -> str:
+    return f"stuck in {heartbeat.phase or 'an unknown phase'} for {heartbeat.phase_age_s:.0f} s while {waiting}"

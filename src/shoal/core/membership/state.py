@@ -1,4 +1,4 @@
-"""What is known of a run's members: the state that membership decides on."""
+"""State of a run's membership: its members, the live world, the proposed one, claims and progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ TRAINER, SERVER, EVALUATOR = "trainer", "server", "evaluator"
 
 @dataclass(frozen=True, slots=True)
 class MembershipSettings:
-    """The settings that membership depends on. `hires` says that others are asked for when members have to go."""
+    """The settings that membership depends on.
+
+    `regroup_s` is how long the first world waits for more than the minimum of members. `quarantine_s` is multiplied by
+    a member's failures. `replaces_members` says that machines are requested when members have to leave, so that it is
+    worth waiting for them.
+    """
 
     min_members: int = 1
     max_members: int = 1
@@ -30,9 +35,13 @@ class MembershipSettings:
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """What is known of one member. `step` is the state that it holds outside a world, None for none.
+    """One member, as the coordinator knows it.
 
-    One that is `leaving` trains on until `stop_by` if there is nobody yet to take over.
+    `order` numbers members by their first connection. The lease counts from `since` or from the last heartbeat,
+    whichever is later. `step` is the step of the state that the member holds outside a world, None if it holds none;
+    that state is `stale` if the run has trained on without it. `leaving` is the cause of its notice, "" for none; a
+    leaving member trains until `stop_by` if its replacement has not joined yet. A member with `failures` is not given a
+    seat before `quarantined_until`. `rank` is its rank in the latest world, a huge number before the first.
     """
 
     name: str
@@ -58,7 +67,10 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True)
 class ClaimState:
-    """Something that exactly one member does."""
+    """The right of exactly one member to do something once, such as writing a file.
+
+    `holder` is "" if the last one was lost and no other member waits for the claim.
+    """
 
     holder: str
     waiting: tuple[str, ...] = ()
@@ -67,9 +79,13 @@ class ClaimState:
 
 @dataclass(frozen=True, slots=True)
 class MembershipState:
-    """The membership of one run. `done_at` is the last step, once somebody has done it.
+    """The membership of one run.
 
-    `gone` are the trainers that servers were told of lately: name, incarnation, when.
+    `number` is the number of the latest world or placement, `order` that of the latest member. A proposal is announced
+    again at `repeat_at`. `restoring` is the member that was told to restore a checkpoint. The first world waits for
+    more members until `regroup_until`. `done_at` is the last step, once a member has done it; `finished` is set when no
+    member has to do it any more. `step` is the newest committed step that is known, `world_began_at` the first step of
+    the live world. `lost_trainers` are those that the servers were told of lately: name, incarnation, time.
     """
 
     settings: MembershipSettings
@@ -102,7 +118,10 @@ class MembershipState:
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeat:
-    """What a member last said of itself, and when."""
+    """A member's latest heartbeat and when it arrived.
+
+    `phase` is what the member is doing since `phase_age_s`, `waits_for` the trainers that hold it up.
+    """
 
     at: float
     world: int | None = None

@@ -1,9 +1,7 @@
-"""Who takes part in a run whose state is held by servers: the same events as `core.membership`, without worlds.
+"""Membership of a run with parameter servers: the events of `core.membership`, with placements instead of worlds.
 
-Trainers come and go freely: they are told who the servers are, and the servers are told when one is gone. What has to
-be decided is the placement of the state's parts on servers (see `core.shards`): it changes when a server comes, goes,
-has received its copy, or has come to rest so that another can take over. If a part is lost with all that held it, the
-placement is void, and the next one begins a new life from the newest checkpoint.
+Trainers join and leave freely: they are sent the placement, and the servers are told when a trainer is lost. What has
+to be decided is the placement itself. The folder's docstring has the theory.
 """
 
 from __future__ import annotations
@@ -20,84 +18,88 @@ from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAININ
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
 
-# A server that misses who is gone is itself lost, back, or replaced within about a lease.
-LATELY_LEASES = 2
+# For so many leases the loss of a trainer is repeated to a new primary of the ledger: a server that missed it has
+# reconnected, is lost or was replaced by then.
+REPEATED_LEASES = 2
 
 
 def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[MembershipState, tuple[ev.Instruction, ...]]:
-    """The next state, and what to tell whom."""
+    """Return the next state and the instructions that follow from an event."""
     draft = PlacementDraft(state, now)
     _HANDLERS[type(event)](draft, event)
     draft.advance()
-    return draft.freeze(), tuple(draft.asked)
+    return draft.result()
 
 
 class PlacementDraft(MembershipDraft):
-    """A state under change, in which placements stand for worlds."""
+    """Working copy of the membership of a run with servers."""
 
     def of_role(self, role: str, *statuses: str) -> list[MemberState]:
-        found = [m for m in self.members.values() if m.role == role and m.status in statuses]
-        return sorted(found, key=lambda m: m.order)
+        """Return the members of a role with one of these statuses, in the order in which they first connected."""
+        members = [m for m in self.members.values() if m.role == role and m.status in statuses]
+        return sorted(members, key=lambda m: m.order)
 
     def lose(self, name: str, reason: str, *, planned: bool = False) -> None:
+        """Forget a member, tell the servers if it was a trainer, and pass its claims on."""
         if name not in self.members:
             return
-        gone = self.members.pop(name)
-        if self.base.restoring == name:
+        lost = self.members.pop(name)
+        if self.state.restoring == name:
             self.set(restoring="")
         if not planned:
-            self.set(losses=self.base.losses + 1)
-            self.ask(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
-        if gone.role == TRAINER and self.base.placement is not None:
-            servers = tuple(seat.member for seat in self.base.placement.servers if seat.member in self.members)
-            self.ask(ev.AnnounceTrainerLost(servers, name, gone.incarnation, reason))
-            lately = [
-                one
-                for one in self.base.lost_trainers
-                if self.now - one[2] <= LATELY_LEASES * self.base.settings.lease_s
-            ]
-            self.set(lost_trainers=(*lately, (name, gone.incarnation, self.now)))
-        if planned and self.base.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
-            self.set(placement=None)  # it has left all in a checkpoint
-            self.let_go_of_the_state()
+            self.set(losses=self.state.losses + 1)
+            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
+        if lost.role == TRAINER and self.state.placement is not None:
+            servers = tuple(seat.member for seat in self.state.placement.servers if seat.member in self.members)
+            self.instruct(ev.AnnounceTrainerLost(servers, name, lost.incarnation, reason))
+            recent = [trainer for trainer in self.state.lost_trainers if self._is_recent(trainer[2])]
+            self.set(lost_trainers=(*recent, (name, lost.incarnation, self.now)))
+        if planned and self.state.stopping is not None and name == self.lead and not self.of_role(TRAINER, TRAINING):
+            self.set(placement=None)  # it has written the checkpoint
+            self.stop_without_state()
         self.pass_claims_on(name)
+
+    def _is_recent(self, at: float) -> bool:
+        return self.now - at <= REPEATED_LEASES * self.state.settings.lease_s
 
     @property
     def lead(self) -> str:
-        """Whoever keeps the ledger, and so writes checkpoints."""
-        placement = self.base.placement
+        """Primary of the ledger, which writes checkpoints; "" without a placement."""
+        placement = self.state.placement
         return placement.assignments[core_placement.LEDGER].primary if placement is not None else ""
 
     def advance(self) -> None:
-        if self.base.finished:
+        """Finish or stop the run, place the state, or adapt the placement, as the members allow."""
+        if self.state.finished:
             return
-        if self.base.done_at is not None and not self.of_role(TRAINER, TRAINING):
+        if self.state.done_at is not None and not self.of_role(TRAINER, TRAINING):
             self.finish()
-        elif self.base.stopping is not None:
-            self.go_on_stopping()
-        elif self.all_leave():
+        elif self.state.stopping is not None:
+            self.continue_stop()
+        elif self.all_have_notice():
             self._stop_for_lack_of_members(list(self.members))
-        elif self.base.placement is None:
+        elif self.state.placement is None:
             self.try_place()
         else:
-            self.restaff(self.base.placement)
+            self.adapt(self.state.placement)
             self.admit()
 
-    def all_leave(self) -> bool:
-        """Whether everybody was told to go, so that nobody is left to hand anything to."""
+    def all_have_notice(self) -> bool:
+        """Return whether every server and trainer has to leave, so that no server could take a part over."""
         servers, trainers = (self.of_role(role, TRAINING, WAITING) for role in (SERVER, TRAINER))
-        # Without a server there is nothing to stop with: one that was lost may be back.
-        return self.base.placement is not None and bool(servers) and all(m.leaving for m in (*servers, *trainers))
+        # Without a server no checkpoint can be written; one that was lost may come back.
+        return self.state.placement is not None and bool(servers) and all(m.leaving for m in (*servers, *trainers))
 
-    # --- the first placement of a life
+    # --- the first placement of a generation
 
     def try_place(self) -> None:
+        """Place the state on the servers that are ready, or have a checkpoint restored first."""
         able = [m for m in self.of_role(SERVER, WAITING) if m.connected and not m.leaving]
         if not able:
-            self.wait_for("waiting for a server to become ready")
+            self.wait("waiting for a server to become ready")
             return
         holder = next((m for m in able if m.step is not None and not m.stale), None)
-        if self.base.started and holder is None:
+        if self.state.started and holder is None:
             self._restore(able)
             return
         if not self.enough_of_both(able):
@@ -108,230 +110,234 @@ class PlacementDraft(MembershipDraft):
             self.place(able, holder if holder in able else None)
 
     def enough_of_both(self, servers: list[MemberState]) -> bool:
-        rules = self.base.settings
+        """Return whether there are enough servers and trainers to begin, or enough to begin after a while."""
+        settings = self.state.settings
         trainers = [m for m in self.of_role(TRAINER, WAITING, TRAINING) if m.connected]
-        if len(trainers) < rules.min_members:
+        if len(trainers) < settings.min_members:
             self.set(regroup_until=None)
-            self.wait_for(f"{len(trainers)} of at least {rules.min_members} trainers are present")
+            self.wait(f"{len(trainers)} of at least {settings.min_members} trainers are present")
             return False
-        if len(servers) >= rules.servers and (self.base.started or len(trainers) >= rules.max_members):
+        if len(servers) >= settings.servers and (self.state.started or len(trainers) >= settings.max_members):
             return True
-        if self.base.regroup_until is None:
-            self.set(regroup_until=self.now + rules.regroup_s)
-        until = self.base.regroup_until
-        return until is not None and self.now >= until
+        return self.waited_for_more()
 
     def place(self, servers: list[MemberState], holder: MemberState | None) -> None:
-        number, life = self.base.number + 1, self.base.generation + 1
+        """Begin a generation on these servers; `holder` has restored the state, None if they build it fresh."""
+        number, generation = self.state.number + 1, self.state.generation + 1
         names = [m.name for m in servers]
-        parts = 1 + max(1, self.base.settings.servers)
-        holdings = core_placement.initial(names, parts, number, holder.name if holder is not None else "")
+        parts = 1 + max(1, self.state.settings.servers)
+        assignments = core_placement.initial(names, parts, number, holder.name if holder is not None else "")
         step = (holder.step or 0) if holder is not None else 0
         reason = f"{len(names)} servers hold the parameters from step {step} on"
         for member in servers:
             self.update(member.name, status=TRAINING, stale=False, step=None)
-        self.set(started=True, regroup_until=None, generation=life, step=step)
-        self.publish(Placement(number, life, _seats(servers), holdings, fresh=holder is None), reason)
+        self.set(started=True, regroup_until=None, generation=generation, step=step)
+        self.publish(Placement(number, generation, _seats(servers), assignments, fresh=holder is None), reason)
         self.admit()
 
     # --- changes
 
-    def restaff(self, before: Placement) -> None:
-        """Adapt the placement to the servers that are there."""
+    def adapt(self, before: Placement) -> None:
+        """Publish another placement if the servers that are present call for one."""
         seated = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
         new = [m for m in self.of_role(SERVER, WAITING) if m.connected and not m.leaving]
         leaving = [m.name for m in seated if m.leaving]
-        left, came = [m.name for m in seated], [m.name for m in new]
-        holdings = core_placement.reassign(before.assignments, left, came, self.base.number + 1, leaving)
-        if holdings is None:
+        remaining, joining = [m.name for m in seated], [m.name for m in new]
+        assignments = core_placement.reassign(before.assignments, remaining, joining, self.state.number + 1, leaving)
+        if assignments is None:
             self.void(before)
             return
-        held = {name for holding in holdings for name in holding.copies}
+        held = {name for assignment in assignments for name in assignment.copies}
         staying = [m for m in (*seated, *new) if not m.leaving or m.name in held]
-        if holdings == before.assignments and _seats(staying) == before.servers:
+        if assignments == before.assignments and _seats(staying) == before.servers:
             return
         for member in new:
             self.update(member.name, status=TRAINING, step=None, stale=False)
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
-        parts = [_who(came, "joins as a server"), _who(gone, "is gone")]
-        parts += [_who(leaving, "leaves"), _who(_differently(before.assignments, holdings), "changes its part")]
+        parts = [_sentence(joining, "joins as a server"), _sentence(gone, "is gone")]
+        handing_off = _newly_handing_off(before.assignments, assignments)
+        parts += [_sentence(leaving, "leaves"), _sentence(handing_off, "hands a part to its backup")]
         reason = " and ".join(part for part in parts if part)
-        self.set(joins=self.base.joins + len(new))
-        self.publish(replace(before, servers=_seats(staying), assignments=holdings, fresh=before.fresh), reason)
+        self.set(joins=self.state.joins + len(new))
+        self.publish(replace(before, servers=_seats(staying), assignments=assignments, fresh=before.fresh), reason)
 
     def is_seated(self, seat: Seat) -> bool:
+        """Return whether the server of this seat is still the same process and serves."""
         member = self.members.get(seat.member)
         return member is not None and member.incarnation == seat.incarnation and member.status == TRAINING
 
     def void(self, before: Placement) -> None:
+        """End the generation, because a part is lost with all servers that held it."""
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
-        reason = f"a part of the state is lost with {join_names(gone)}: going back to the newest checkpoint"
+        reason = f"a part of the state is lost with {join_names(gone)}: restoring the newest checkpoint"
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=WAITING, step=None, stale=False)
         self.set(placement=None)
-        if self.base.stopping is not None:
-            self.let_go_of_the_state()
+        if self.state.stopping is not None:
+            self.stop_without_state()
             return
-        self.wait_for(reason)
+        self.wait(reason)
         self.try_place()
 
-    def let_go_of_the_state(self) -> None:
-        """While all stop, nobody brings the state back: trainers do not wait for it to take in what they have."""
+    def stop_without_state(self) -> None:
+        """Stop trainers and idle servers at once: the state is not restored during a stop, so no push can succeed."""
         self.tell_to_stop([m.name for m in self.of_role(TRAINER, STARTING, WAITING, TRAINING)], checkpoint=False)
         self.tell_to_stop([m.name for m in self.of_role(SERVER, WAITING)], checkpoint=False)
 
-    def stand_in(self, before: Placement) -> None:
-        """While all stop, backups stand in for servers that are gone, and nothing else is changed any more."""
-        left = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
-        if len(left) == len(before.servers):
+    def replace_lost_servers(self, before: Placement) -> None:
+        """Promote the backups of lost servers; during a stop nothing else about the placement changes."""
+        remaining = [self.members[seat.member] for seat in before.servers if self.is_seated(seat)]
+        if len(remaining) == len(before.servers):
             return
-        holdings = core_placement.promote_backups(before.assignments, [m.name for m in left])
-        if holdings is None:
+        assignments = core_placement.promote_backups(before.assignments, [m.name for m in remaining])
+        if assignments is None:
             self.void(before)
             return
         gone = [seat.member for seat in before.servers if not self.is_seated(seat)]
-        self.publish(replace(before, servers=_seats(left), assignments=holdings), _who(gone, "is gone"))
+        self.publish(replace(before, servers=_seats(remaining), assignments=assignments), _sentence(gone, "is gone"))
 
-    def change(self, part: int, holding: PartAssignment, reason: str) -> None:
-        placement = self.base.placement
+    def change(self, part: int, assignment: PartAssignment, reason: str) -> None:
+        """Publish a placement in which one part is assigned differently."""
+        placement = self.state.placement
         assert placement is not None
-        holdings = tuple(holding if p == part else h for p, h in enumerate(placement.assignments))
-        self.publish(replace(placement, assignments=holdings), reason)
+        assignments = tuple(assignment if p == part else a for p, a in enumerate(placement.assignments))
+        self.publish(replace(placement, assignments=assignments), reason)
 
     def publish(self, placement: Placement, reason: str) -> None:
-        """Make a placement the current one and tell everybody."""
-        placement = replace(placement, number=max(placement.number, self.base.number + 1))
-        before = self.base.placement
+        """Make a placement the current one and send it to all servers and trainers."""
+        placement = replace(placement, number=max(placement.number, self.state.number + 1))
+        before = self.state.placement
         self.set(placement=placement, number=placement.number, reason=reason)
         to = {seat.member for seat in placement.servers}
         to |= {m.name for m in self.members.values() if m.status == TRAINING}
-        self.ask(ev.PublishPlacement(placement, tuple(sorted(to)), reason))
+        self.instruct(ev.PublishPlacement(placement, tuple(sorted(to)), reason))
         if (
             before is not None
             and before.assignments[core_placement.LEDGER] != placement.assignments[core_placement.LEDGER]
         ):
-            self.repeat_gone()
+            self.repeat_lost_trainers()
 
-    def repeat_gone(self) -> None:
-        """Tell whoever keeps the ledger whom to wait for no longer: when that was told, it may not have been there."""
-        for name, incarnation, at in self.base.lost_trainers:
-            if name not in self.members and self.now - at <= LATELY_LEASES * self.base.settings.lease_s:
-                self.ask(
-                    ev.AnnounceTrainerLost(
-                        (self.lead,), name, incarnation, "whoever keeps the ledger may have missed it"
-                    )
-                )
+    def repeat_lost_trainers(self) -> None:
+        """Tell the primary of the ledger again which trainers were lost lately: it may have missed that."""
+        for name, incarnation, at in self.state.lost_trainers:
+            if name not in self.members and self._is_recent(at):
+                reason = "repeated: the server of the ledger may have missed it"
+                self.instruct(ev.AnnounceTrainerLost((self.lead,), name, incarnation, reason))
 
     def admit(self) -> None:
-        """Let trainers that are ready begin."""
-        placement, limit = self.base.placement, self.base.settings.max_members
-        if placement is None or self.base.done_at is not None:
+        """Let trainers that are ready begin, up to the maximum."""
+        placement, limit = self.state.placement, self.state.settings.max_members
+        if placement is None or self.state.done_at is not None:
             return
         room = limit - len(self.of_role(TRAINER, TRAINING))
         for member in self.of_role(TRAINER, WAITING)[: max(0, room)]:
             if member.connected and not member.leaving:
                 self.update(member.name, status=TRAINING)
-                self.set(joins=self.base.joins + 1)
-                self.ask(ev.PublishPlacement(placement, (member.name,), f"{member.name} joins as a trainer"))
+                self.set(joins=self.state.joins + 1)
+                self.instruct(ev.PublishPlacement(placement, (member.name,), f"{member.name} joins as a trainer"))
 
     # --- the end
 
     def finish(self) -> None:
-        step = self.base.done_at or 0
+        """End the training; servers are done with it too."""
+        step = self.state.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
         for member in self.of_role(SERVER, TRAINING):
             self.update(member.name, status=DONE)
         self.set(finished=True, placement=None, step=step, reason=f"finished at step {step}")
-        self.ask(ev.AnnounceFinished(others, step))
+        self.instruct(ev.AnnounceFinished(others, step))
 
-    def stop(self, asked: ev.StopRequested) -> None:
-        if self.base.stopping is None:
-            self.set(stopping=asked, reason=asked.reason)
-            told = [m.name for m in self.members.values() if m.role == TRAINER or m.status != TRAINING]
-            self.repeat_stop(told)
-            if self.base.placement is None:
-                self.let_go_of_the_state()
+    def stop(self, request: ev.StopRequested) -> None:
+        """Tell the trainers to stop, and the servers that do not serve; the others follow in `continue_stop`."""
+        if self.state.stopping is None:
+            self.set(stopping=request, reason=request.reason)
+            self.repeat_stop([m.name for m in self.members.values() if m.role == TRAINER or m.status != TRAINING])
+            if self.state.placement is None:
+                self.stop_without_state()
 
-    def go_on_stopping(self) -> None:
-        """Trainers go first; then whoever keeps the ledger writes the checkpoint; then the other servers."""
-        if self.base.placement is not None:
-            self.stand_in(self.base.placement)
+    def continue_stop(self) -> None:
+        """Stop in order: trainers, then the primary of the ledger with the checkpoint, then the other servers."""
+        if self.state.placement is not None:
+            self.replace_lost_servers(self.state.placement)
         if self.of_role(TRAINER, TRAINING):
             return
-        asked = self.base.stopping
-        assert asked is not None
-        serving = [m.name for m in self.of_role(SERVER, TRAINING) if m.leaving != asked.reason]
+        request = self.state.stopping
+        assert request is not None
+        serving = [m.name for m in self.of_role(SERVER, TRAINING) if m.leaving != request.reason]
         if self.lead in serving:
-            self.tell_to_stop([self.lead], asked.checkpoint)
+            self.tell_to_stop([self.lead], request.checkpoint)
         elif self.lead not in self.members:
             self.tell_to_stop(serving, checkpoint=False)
 
     def remind(self, member: MemberState) -> None:
-        """As of a run without servers, but these are told to stop one after the other."""
-        asked = self.base.stopping
-        if asked is not None and (
-            member.role == TRAINER or member.status != TRAINING or member.leaving == asked.reason
+        """Tell a member that connected about a stop, if its turn has come, or about the end of the training."""
+        request = self.state.stopping
+        if request is not None and (
+            member.role == TRAINER or member.status != TRAINING or member.leaving == request.reason
         ):
-            keeps = member.name == self.lead or (member.role == TRAINER and self.base.placement is not None)
-            self.tell_to_stop([member.name], asked.checkpoint and keeps)
-        if self.base.finished:
-            self.ask(ev.AnnounceFinished((member.name,), self.base.step))
+            keeps = member.name == self.lead or (member.role == TRAINER and self.state.placement is not None)
+            self.tell_to_stop([member.name], request.checkpoint and keeps)
+        if self.state.finished:
+            self.instruct(ev.AnnounceFinished((member.name,), self.state.step))
 
     def tell_to_stop(self, names: Iterable[str], checkpoint: bool) -> None:
-        """Who was told is `leaving` for the reason of the stop."""
-        asked = self.base.stopping
-        assert asked is not None
+        """Tell these members to stop, and record it: they are `leaving` for the reason of the stop."""
+        request = self.state.stopping
+        assert request is not None
         for name in names:
-            self.update(name, leaving=asked.reason)
-            self.ask(ev.StopMembers((name,), asked.reason, checkpoint, asked.exit_code))
+            self.update(name, leaving=request.reason)
+            self.instruct(ev.StopMembers((name,), request.reason, checkpoint, request.exit_code))
 
 
 def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:
     return tuple(Seat(m.name, m.incarnation, m.address) for m in members)
 
 
-def _who(names: list[str], what: str) -> str:
-    return f"{join_names(names)} {what}" if names else ""
+def _sentence(names: list[str], verb: str) -> str:
+    return f"{join_names(names)} {verb}" if names else ""
 
 
-def _differently(before: tuple[PartAssignment, ...], after: tuple[PartAssignment, ...]) -> list[str]:
-    asked = [a.primary for b, a in zip(before, after, strict=True) if a.handing_off and not b.handing_off]
-    return list(dict.fromkeys(asked))
+def _newly_handing_off(before: tuple[PartAssignment, ...], after: tuple[PartAssignment, ...]) -> list[str]:
+    """Return the primaries that are asked to hand a part off and were not before."""
+    primaries = [new.primary for old, new in zip(before, after, strict=True) if new.handing_off and not old.handing_off]
+    return list(dict.fromkeys(primaries))
 
 
-def _on_hello(draft: PlacementDraft, event: ev.MemberConnected) -> None:
-    known = draft.members.get(event.member)
-    again = known is not None and known.incarnation == event.incarnation
+def _on_connected(draft: PlacementDraft, event: ev.MemberConnected) -> None:
+    before = draft.members.get(event.member)
+    reconnected = before is not None and before.incarnation == event.incarnation
     mb.handle(draft, replace(event, done=False, broken=False))
-    placement = draft.base.placement
-    here = draft.members[event.member].incarnation == event.incarnation
-    if here and event.done and event.step is not None:
+    placement = draft.state.placement
+    accepted = draft.members[event.member].incarnation == event.incarnation
+    if accepted and event.done and event.step is not None:
         _on_done(draft, ev.MemberDone(event.member, event.step, event.early))
-    elif again and known is not None and known.status == TRAINING and placement is not None:
-        draft.ask(ev.PublishPlacement(placement, (event.member,), "it may have missed the news"))
+    elif reconnected and before is not None and before.status == TRAINING and placement is not None:
+        reason = "repeated for a member that may have missed it"
+        draft.instruct(ev.PublishPlacement(placement, (event.member,), reason))
         if event.member == draft.lead:
-            draft.repeat_gone()
+            draft.repeat_lost_trainers()
 
 
 def _on_done(draft: PlacementDraft, event: ev.MemberDone) -> None:
     if event.member in draft.members:
         draft.update(event.member, status=DONE, step=event.step)
-        draft.set(step=max(draft.base.step, event.step))
+        draft.set(step=max(draft.state.step, event.step))
         if not event.early or not draft.of_role(TRAINER, TRAINING):
             draft.set(done_at=event.step)
 
 
 def _on_copied(draft: PlacementDraft, event: ev.PartCopied) -> None:
-    holding = _held(draft, event.part, event.member)
-    done = core_placement.complete_copy(holding, event.to, event.since) if holding is not None else None
-    if done is not None and event.to in draft.members:
-        draft.change(event.part, done, f"{event.to} has a copy of {_name(event.part)}")
+    assignment = _assignment(draft, event.part, event.member)
+    copied = core_placement.complete_copy(assignment, event.to, event.since) if assignment is not None else None
+    if copied is not None and event.to in draft.members:
+        draft.change(event.part, copied, f"{event.to} has a copy of {_name(event.part)}")
 
 
-def _on_yielded(draft: PlacementDraft, event: ev.PartReleased) -> None:
-    holding = _held(draft, event.part, event.member)
-    if holding is not None and holding.handing_off and holding.backup:
-        draft.change(event.part, core_placement.swap(holding), f"{holding.backup} takes {_name(event.part)} over")
+def _on_released(draft: PlacementDraft, event: ev.PartReleased) -> None:
+    assignment = _assignment(draft, event.part, event.member)
+    if assignment is not None and assignment.handing_off and assignment.backup:
+        reason = f"{assignment.backup} takes over {_name(event.part)}"
+        draft.change(event.part, core_placement.swap(assignment), reason)
 
 
 def _on_unreachable(draft: PlacementDraft, event: ev.ServerUnreachable) -> None:
@@ -342,13 +348,13 @@ def _on_unreachable(draft: PlacementDraft, event: ev.ServerUnreachable) -> None:
     if not server.connected:
         draft.lose(event.server, f"its connections to the coordinator and to {event.member} both broke")
         return
-    placement = draft.base.placement
+    placement = draft.state.placement
     if placement is None or event.number != placement.number:
         return
-    for part, holding in enumerate(placement.assignments):
-        if holding.primary == event.member and event.server in (holding.backup, holding.learner):
+    for part, assignment in enumerate(placement.assignments):
+        if assignment.primary == event.member and event.server in (assignment.backup, assignment.learner):
             reason = f"{event.member} cannot reach {event.server}: {event.cause}"
-            draft.change(part, core_placement.drop_replica(holding, event.server), reason)
+            draft.change(part, core_placement.drop_replica(assignment, event.server), reason)
             return
 
 
@@ -361,46 +367,47 @@ def _on_disconnected(draft: PlacementDraft, event: ev.MemberDisconnected) -> Non
         draft.lose(event.member, "its connections to the coordinator and to a peer both broke")
 
 
-def _held(draft: PlacementDraft, part: int, primary: str) -> PartAssignment | None:
-    placement = draft.base.placement
+def _assignment(draft: PlacementDraft, part: int, primary: str) -> PartAssignment | None:
+    """Return the assignment of a part, None unless this member is its primary."""
+    placement = draft.state.placement
     if placement is None or not 0 <= part < len(placement.assignments):
         return None
-    holding = placement.assignments[part]
-    return holding if holding.primary == primary else None
+    assignment = placement.assignments[part]
+    return assignment if assignment.primary == primary else None
 
 
 def _name(part: int) -> str:
     return "the ledger" if part == core_placement.LEDGER else f"shard {part}"
 
 
-def _as_ever(draft: PlacementDraft, event: ev.Event) -> None:
+def _as_without_servers(draft: PlacementDraft, event: ev.Event) -> None:
     mb.handle(draft, event)
 
 
 def _ignore(_draft: PlacementDraft, _event: ev.Event) -> None:
-    """There are no worlds here."""
+    """Ignore events of worlds, which a run with servers does not have."""
 
 
 _HANDLERS: dict[type, Callable[[PlacementDraft, Any], None]] = {
-    ev.MemberConnected: _on_hello,
-    ev.MemberReady: _as_ever,
+    ev.MemberConnected: _on_connected,
+    ev.MemberReady: _as_without_servers,
     ev.WorldBroken: _ignore,
     ev.WorldEntered: _ignore,
     ev.WorldPrepareFailed: _ignore,
     ev.PartCopied: _on_copied,
-    ev.PartReleased: _on_yielded,
+    ev.PartReleased: _on_released,
     ev.ServerUnreachable: _on_unreachable,
     ev.MemberDisconnected: _on_disconnected,
-    ev.MemberLost: _as_ever,
-    ev.NoticeReceived: _as_ever,
-    ev.MemberLeft: _as_ever,
+    ev.MemberLost: _as_without_servers,
+    ev.NoticeReceived: _as_without_servers,
+    ev.MemberLeft: _as_without_servers,
     ev.MemberDone: _on_done,
-    ev.ClaimRequested: _as_ever,
-    ev.ClaimCompleted: _as_ever,
-    ev.CheckpointWritten: _as_ever,
-    ev.ProgressRecorded: _as_ever,
-    ev.StopRequested: _as_ever,
-    ev.ScaleRequested: _as_ever,
-    ev.TimerFired: _as_ever,
-    ev.CoordinatorRestarted: _as_ever,
+    ev.ClaimRequested: _as_without_servers,
+    ev.ClaimCompleted: _as_without_servers,
+    ev.CheckpointWritten: _as_without_servers,
+    ev.ProgressRecorded: _as_without_servers,
+    ev.StopRequested: _as_without_servers,
+    ev.ScaleRequested: _as_without_servers,
+    ev.TimerFired: _as_without_servers,
+    ev.CoordinatorRestarted: _as_without_servers,
 }

@@ -25,7 +25,7 @@ def test_exit_code_follows_the_status(status: str, code: int | None, expected: i
 def test_lost_member_is_shown_with_its_cost() -> None:
     story = [
         story_line(1, "FormWorld", world=1, step=0),
-        story_line(3, "DissolveWorld", world=1, reason="local/0 lost touch with local/1", at=110.0),
+        story_line(3, "DissolveWorld", world=1, reason="local/0 lost its connection to local/1", at=110.0),
         story_line(4, "WorldBroken", member="local/0", world=1, step=40, at=110.01),
         story_line(5, "FormWorld", world=2, step=40, at=110.021),
         story_line(6, "ProcessExited", member="local/1", reason="killed by signal 9", at=110.03),

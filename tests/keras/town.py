@@ -39,11 +39,11 @@ class Placed(ServedSession):
         told = MemberEnvironment("http://127.0.0.1:9", "", "town", name, "1", "127.0.0.1", {}, settings, where, role)
         CoordinatorClient.__init__(self, told, Credentials("token"))
         self._link = Silent()
-        self.serves = role == "server"
+        self.is_server = role == "server"
         self.placement = None
-        self.adopted = self.gone = self.heard_of = lambda *_told: None
-        self.outstanding = list
-        self._restore_asked, self._failure = False, None
+        self.on_placement = self.on_trainer_lost = lambda *_told: None
+        self.unconfirmed = list
+        self._restore_requested, self._failure = False, None
         self.peers = Peers(b"token", "town", name, "1", "127.0.0.1")
         self.address = self.peers.address
         self.writes = name == "trainer-0"
@@ -62,7 +62,7 @@ class Placed(ServedSession):
     def place(self, placement: Placement) -> None:
         with self._changed:
             self.placement = placement
-            self.adopted(placement)
+            self.on_placement(placement)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ def town(
         try:
             results[session.me] = body(session)
         except MemberExit as over:
-            if not session.serves:
+            if not session.is_server:
                 failures.append(over)
         except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that asked
             failures.append(error)

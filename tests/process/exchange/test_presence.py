@@ -59,24 +59,24 @@ def test_however_often_the_same_member_is_named_there_is_one_connection(
 ) -> None:
     presence, first, second = watchers
     for _ in range(20):
-        presence.show(first.seat)
+        presence.connect_to(first.seat)
     until(lambda: first.socks)
     kept = first.socks[0]
     for _ in range(20):
-        presence.show(first.seat)
+        presence.connect_to(first.seat)
     time.sleep(0.3)
     assert first.socks == [kept]
     assert first.most == 1
-    presence.show(second.seat)
+    presence.connect_to(second.seat)
     until(lambda: second.socks and not first.socks)
-    presence.show(None)
+    presence.connect_to(None)
     until(lambda: not second.socks)
     presence.close()
 
 
 def test_a_lost_connection_is_made_anew(watchers: tuple[LivenessConnection, Watcher, Watcher]) -> None:
     presence, first, _ = watchers
-    presence.show(first.seat)
+    presence.connect_to(first.seat)
     until(lambda: first.socks)
     lost = first.socks[0]
     lost.shutdown(socket.SHUT_RDWR)
@@ -95,8 +95,8 @@ def test_whoever_cannot_be_reached_is_tried_again() -> None:
         return mine
 
     presence = LivenessConnection(call)
-    presence.show(Seat("m1", "first", Address("127.0.0.1", 1)))
-    until(lambda: presence._held is not None)
+    presence.connect_to(Seat("m1", "first", Address("127.0.0.1", 1)))
+    until(lambda: presence._open is not None)
     presence.close()
     assert its.recv(1) == b"", "it hears that we are gone"
     its.close()

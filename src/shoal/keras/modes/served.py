@@ -178,9 +178,9 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         samples = current.micro_batches[current.index].samples
         current.backwards += 1
         current.weight += samples
-        if current.on_last_micro_batch and self._slow is not None:
-            self._slow.before_exchange(current.samples, samples)
-            self._slow.after_backward()
+        if current.on_last_micro_batch and self._slowdown is not None:
+            self._slowdown.before_exchange(current.samples, samples)
+            self._slowdown.after_backward()
         alone = len(current.micro_batches) == 1
         for variable, gradient in zip(variables, gradients, strict=True):
             key = self._key_of(variable)

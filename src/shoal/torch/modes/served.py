@@ -43,7 +43,7 @@ class TorchServedTrainer(TicketLoop):
         self.schedulers: list[Any] = []
         self._layout: TorchShardLayout | None = None
         self._gathered = MicroBatchSums()
-        self._slowdown = 0
+        self._schedule_unit = 0
 
     # --- what the loop asks
 
@@ -62,7 +62,7 @@ class TorchServedTrainer(TicketLoop):
     def _gradients(self, current: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         layout = self._layout
         assert layout is not None
-        return {part: gradients_of(layout, part, current.weight, self._slowdown) for part in layout.parts}
+        return {part: gradients_of(layout, part, current.weight, self._schedule_unit) for part in layout.parts}
 
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
@@ -83,7 +83,7 @@ class TorchServedTrainer(TicketLoop):
             self._clear()
         # How the script calls its schedulers, as its batches show.
         if current.scheduled:
-            self._slowdown = PER_STEP if not current.last_of_epoch else self._slowdown or PER_EPOCH
+            self._schedule_unit = PER_STEP if not current.last_of_epoch else self._schedule_unit or PER_EPOCH
 
     def _clear(self) -> None:
         assert self.model is not None
@@ -111,8 +111,8 @@ class TorchServedTrainer(TicketLoop):
         current.weight += own
         if own:
             current.loss = current.loss + loss.detach() * own
-        if current.on_last_micro_batch and self._slow is not None:
-            self._slow.before_exchange(current.samples, samples)
+        if current.on_last_micro_batch and self._slowdown is not None:
+            self._slowdown.before_exchange(current.samples, samples)
         try:
             self._go_back(current, loss, own)
         except (MemoryError, RuntimeError) as error:
@@ -137,8 +137,8 @@ class TorchServedTrainer(TicketLoop):
         for parameter in self.model.parameters():
             if parameter.grad is not None and current.weight > 0:
                 parameter.grad.div_(current.weight)
-        if self._slow is not None:
-            self._slow.after_backward()
+        if self._slowdown is not None:
+            self._slowdown.after_backward()
 
     # --- what guards ask (see shoal.torch.gradients.guards)
 

@@ -1,6 +1,6 @@
-"""A trainer's side of the servers: it asks for tickets, pulls parameters and pushes gradients.
+"""Trainer's client of the servers: requests tickets, pulls parameters and pushes gradients.
 
-Whatever breaks on the way is asked again, of whoever answers for it by then: servers take each ticket in only once.
+A call that fails is repeated, to whichever server is the primary by then; servers apply each ticket only once.
 """
 
 from __future__ import annotations
@@ -30,81 +30,87 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL
 from shoal.worker.transport.sockets import disown, shut
 
-PAUSE_S = 0.05
+RETRY_S = 0.05
+ROLLED_BACK = "the state went back to a checkpoint"
 
 
 class TicketAbandoned(Exception):  # noqa: N818 - it is an event of the run, not a mistake
-    """What this trainer was doing does not count: others do it, or the state went back to a checkpoint."""
+    """This trainer's ticket no longer counts: another trainer has it, or the state went back to a checkpoint."""
 
 
 class ServerClient:
-    """The connections of one trainer to the servers; used by one thread."""
+    """Connections of one trainer to the servers; used by its main thread.
+
+    `placement` is the placement in use. `waits_for` are the trainers that the ledger makes this one wait for.
+    """
 
     def __init__(self, session: ServedSession) -> None:
         self._session = session
         self._socks: dict[str, tuple[str, socket.socket]] = {}
         self._guard = threading.Lock()
-        self._dialled: tuple[str, str, threading.Event] | None = None
+        self._connecting: tuple[str, str, threading.Event] | None = None
         self._reported: set[tuple[str, int]] = set()
-        self._presence = LivenessConnection(self._be_seen_by)
+        self._liveness = LivenessConnection(self._connect_liveness)
         self.placement: Placement | None = None
         self.waits_for: tuple[str, ...] = ()
-        session.adopted = self._adopted
+        session.on_placement = self._on_placement
 
-    # --- what the training loop asks
+    # --- calls of the training loop
 
     def wait_for_servers(self) -> Placement:
-        """The newest placement; waits for the first."""
+        """Return the newest placement; block until there is one."""
         if self._session.placement is None or self.placement is None:
-            self.placement = self._session.newer_placement(0)
+            self.placement = self._session.wait_for_placement(after=0)
         return self._take_newest()
 
-    def turn(self, done: Ticket | None, seconds: float, wants: bool = True) -> ServerReply:
-        """Say what is finished and get the next ticket; waits as long as it takes, unless we have to go."""
-        life, began = self.wait_for_servers().generation, time.monotonic()
+    def request_ticket(self, done: Ticket | None, seconds: float, wants: bool = True) -> ServerReply:
+        """Report the finished ticket, if any, and block for the next one, unless `wants` is False.
+
+        Return the reply "granted" or "over", or any if `wants` is False. Raise TicketAbandoned if the generation ends,
+        and MemberExit if this trainer has to leave meanwhile.
+        """
+        generation, began = self.wait_for_servers().generation, time.monotonic()
         while True:
             placement = self._take_newest()
-            if placement.generation != life:
-                raise TicketAbandoned("the state went back to a checkpoint")
-            call = TicketRequest(life, placement.number, done, seconds, wants)
-            (answer, _), *_ = self._ask({LEDGER: (call, ())})
-            if answer.kind in ("granted", "over"):
+            if placement.generation != generation:
+                raise TicketAbandoned(ROLLED_BACK)
+            call = TicketRequest(generation, placement.number, done, seconds, wants)
+            (reply, _), *_ = self._call({LEDGER: (call, ())})
+            if reply.kind in ("granted", "over"):
                 self.waits_for = ()
-                self._catch_up(answer.number)
-                return answer
-            self.waits_for = answer.whom
+                self._wait_for_number(reply.number)
+                return reply
+            self.waits_for = reply.whom
             if not wants:
-                return answer
+                return reply
             done = None
-            self._session.set_phase(f"waiting: {answer.reason}"[:200], began)
-            self._session.raise_if_over()
+            self._session.set_phase(f"waiting: {reply.reason}"[:200], began)
+            self._session.raise_if_ended()
 
     def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, memoryview | None]]:
-        """The parameters of every part that has another version than we have, with their versions."""
-        life = self.wait_for_servers().generation
+        """Return the version of every part, with its parameters where that differs from `versions`, else None."""
+        generation = self.wait_for_servers().generation
         parts = range(1, len(self.wait_for_servers().assignments))
-        answers = self._ask({part: (PullParameters(life, part, versions.get(part, -1)), ()) for part in parts})
-        found: dict[int, tuple[int, memoryview | None]] = {}
-        for part, (answer, body) in zip(parts, answers, strict=True):
-            found[part] = (answer.version, None if answer.kind == "same" else body)
-        return found
+        replies = self._call({part: (PullParameters(generation, part, versions.get(part, -1)), ()) for part in parts})
+        pulled: dict[int, tuple[int, memoryview | None]] = {}
+        for part, (reply, body) in zip(parts, replies, strict=True):
+            pulled[part] = (reply.version, None if reply.kind == "same" else body)
+        return pulled
 
-    def push(self, granted: TicketGranted, life: int, gradients: Mapping[int, tuple[bytes, Sequence[Raw]]]) -> None:
-        """Give every part its gradient; returns when all have taken it in."""
-        self._ask(
+    def push(
+        self, granted: TicketGranted, generation: int, gradients: Mapping[int, tuple[bytes, Sequence[Raw]]]
+    ) -> None:
+        """Push the gradient of a ticket to every part; return when all parts have applied it."""
+        clocks = (granted.clock, granted.min_clock, granted.first_open_step)
+        self._call(
             {
-                part: (
-                    PushGradients(
-                        life, part, granted.ticket, granted.clock, granted.min_clock, granted.first_open_step, how
-                    ),
-                    body,
-                )
-                for part, (how, body) in gradients.items()
+                part: (PushGradients(generation, part, granted.ticket, *clocks, layout), body)
+                for part, (layout, body) in gradients.items()
             }
         )
 
-    def bye(self) -> None:
-        """We go, holding nothing."""
+    def disconnect(self) -> None:
+        """Tell the ledger that this trainer leaves without a ticket; do nothing if the ledger is out of reach."""
         placement = self._session.placement
         if placement is not None:
             try:
@@ -114,35 +120,34 @@ class ServerClient:
                 return
 
     def close(self) -> None:
-        self._presence.close()
+        self._liveness.close()
         with self._guard:
             for _, sock in self._socks.values():
                 disown(sock)
             self._socks.clear()
 
-    # --- asking until it is answered
+    # --- calls, repeated until they are answered
 
-    def _ask(self, calls: Mapping[int, tuple[ServerCall, Sequence[Raw]]]) -> list[tuple[ServerReply, memoryview]]:
-        """The answers of the parts' primaries, in the order of the calls."""
-        answers: dict[int, tuple[ServerReply, memoryview]] = {}
+    def _call(self, calls: Mapping[int, tuple[ServerCall, Sequence[Raw]]]) -> list[tuple[ServerReply, memoryview]]:
+        """Return the replies of the parts' primaries in the order of the calls; raise TicketAbandoned on refusal."""
+        replies: dict[int, tuple[ServerReply, memoryview]] = {}
         began = time.monotonic()
-        while len(answers) < len(calls):
+        while len(replies) < len(calls):
             placement = self._take_newest()
-            waiting = {part: call for part, call in calls.items() if part not in answers}
-            for part, answered in self._ask_once(placement, waiting).items():
-                kind = answered[0].kind
-                if kind in ("void", "stale", "refused"):
-                    raise TicketAbandoned(answered[0].reason)
-                if kind != "moved":
-                    answers[part] = answered
-            if len(answers) < len(calls):
-                self._await_news(placement, began)
-        return [answers[part] for part in calls]
+            waiting = {part: call for part, call in calls.items() if part not in replies}
+            for part, (reply, body) in self._call_once(placement, waiting).items():
+                if reply.kind in ("void", "stale", "refused"):
+                    raise TicketAbandoned(reply.reason)
+                if reply.kind != "moved":
+                    replies[part] = (reply, body)
+            if len(replies) < len(calls):
+                self._wait_before_retry(placement, began)
+        return [replies[part] for part in calls]
 
-    def _ask_once(
+    def _call_once(
         self, placement: Placement, calls: Mapping[int, tuple[ServerCall, Sequence[Raw]]]
     ) -> dict[int, tuple[ServerReply, memoryview]]:
-        """Send all calls, then take the answers, so that the servers work at the same time."""
+        """Send all calls before reading any reply, so that the servers work in parallel."""
         sent: list[tuple[int, str, socket.socket]] = []
         broken: set[str] = set()
         for part, (call, body) in calls.items():
@@ -155,89 +160,92 @@ class ServerClient:
                 sent.append((part, server, sock))
             except (OSError, ExchangeBroken) as error:
                 broken.add(server)
-                self._lost(placement, server, str(error))
-        found: dict[int, tuple[ServerReply, memoryview]] = {}
+                self._on_server_lost(placement, server, str(error))
+        replies: dict[int, tuple[ServerReply, memoryview]] = {}
         for part, server, sock in sent:
             if server in broken:
                 continue
             try:
-                found[part] = rpc.receive_answer(sock)
+                replies[part] = rpc.receive_reply(sock)
             except OSError as error:
                 broken.add(server)
-                self._lost(placement, server, str(error))
-        return found
+                self._on_server_lost(placement, server, str(error))
+        return replies
 
-    def _await_news(self, placement: Placement, since: float) -> None:
-        """Somebody was not there: go on when the coordinator says who is, or try again after a breath."""
+    def _wait_before_retry(self, placement: Placement, since: float) -> None:
+        """Pause until news arrives or a short time has passed; raise if the call has become pointless."""
         self._session.set_phase("waiting for a server", since)
-        self._session.pause(PAUSE_S)
+        self._session.pause(RETRY_S)
         newest = self._session.placement
         if newest is not None and newest.generation != placement.generation:
-            raise TicketAbandoned("the state went back to a checkpoint")
+            raise TicketAbandoned(ROLLED_BACK)
         if self._session.finished:
-            self._session.raise_if_over()
+            self._session.raise_if_ended()
         if newest is None or newest.number == placement.number:
             stop = self._session.stop
-            # Where no checkpoint is to be written, or can be, nothing that is still pushed is kept.
+            # In a stopping run, a push is worth retrying only if its state can still get into a checkpoint.
             if self._session.overdue() or (stop is not None and (newest is None or not stop.checkpoint)):
-                self._session.raise_if_over()
+                self._session.raise_if_ended()
 
-    def _catch_up(self, number: int) -> None:
-        """Know at least the placement that somebody's finished ticket was taken in under."""
+    def _wait_for_number(self, number: int) -> None:
+        """Block until this trainer knows at least placement `number`, under which a finished ticket was recorded."""
         while self._take_newest().number < number:
-            self._session.pause(PAUSE_S)
-            self._session.raise_if_over()
+            self._session.pause(RETRY_S)
+            self._session.raise_if_ended()
 
     def _take_newest(self) -> Placement:
         newest = self._session.placement
         if newest is None:
-            newest = self._session.newer_placement(0)
+            newest = self._session.wait_for_placement(after=0)
         if self.placement is None or newest.number > self.placement.number:
             self.placement = newest
         return self.placement
 
-    def _lost(self, placement: Placement, server: str, cause: str) -> None:
+    def _on_server_lost(self, placement: Placement, server: str, cause: str) -> None:
+        """Close the connection and report the server, once per placement."""
         with self._guard:
-            known = self._socks.pop(server, None)
-        if known is not None:
-            disown(known[1])
+            connection = self._socks.pop(server, None)
+        if connection is not None:
+            disown(connection[1])
         newest = self._session.placement
         if newest is not None and newest.number == placement.number and (server, newest.number) not in self._reported:
-            self._reported = {(server, newest.number)} | {one for one in self._reported if one[1] == newest.number}
-            self._session.say(messages.ServerUnreachableMsg(server, placement.number, cause))
+            current = {report for report in self._reported if report[1] == newest.number}
+            self._reported = {(server, newest.number)} | current
+            self._session.send(messages.ServerUnreachableMsg(server, placement.number, cause))
 
     def _sock(self, placement: Placement, server: str) -> socket.socket:
         seat = placement.seat_of(server)
         if seat is None:
-            raise ExchangeBroken(f"{server} is no server any more")
+            raise ExchangeBroken(f"{server} is no longer a server")
         with self._guard:
-            known = self._socks.get(server)
-        if known is not None and known[0] == seat.incarnation:
-            return known[1]
+            connection = self._socks.get(server)
+        if connection is not None and connection[0] == seat.incarnation:
+            return connection[1]
         cancelled = threading.Event()
         with self._guard:
-            self._dialled = (server, seat.incarnation, cancelled)
+            self._connecting = (server, seat.incarnation, cancelled)
         sock = self._session.peers.connect(
             CALL, placement.number, seat, self._session.settings.connect_timeout_s, cancelled
         )
         with self._guard:
-            self._socks[server], self._dialled = (seat.incarnation, sock), None
+            self._socks[server], self._connecting = (seat.incarnation, sock), None
         return sock
 
-    def _adopted(self, placement: Placement | None) -> None:
-        """In the link's thread: nobody waits for the answer of a server that is not one any more."""
+    def _on_placement(self, placement: Placement | None) -> None:
+        """Close connections to replaced servers, so that no call waits for them; called in the uplink's thread."""
 
-        def is_gone(server: str, incarnation: str) -> bool:
+        def is_replaced(server: str, incarnation: str) -> bool:
             seat = placement.seat_of(server) if placement is not None else None
             return seat is None or seat.incarnation != incarnation
 
         with self._guard:
             for server, (incarnation, sock) in self._socks.items():
-                if is_gone(server, incarnation):
+                if is_replaced(server, incarnation):
                     shut(sock)
-            if self._dialled is not None and is_gone(*self._dialled[:2]):
-                self._dialled[2].set()
-        self._presence.show(placement.seat_of(placement.assignments[LEDGER].primary) if placement is not None else None)
+            if self._connecting is not None and is_replaced(*self._connecting[:2]):
+                self._connecting[2].set()
+        ledger_seat = placement.seat_of(placement.assignments[LEDGER].primary) if placement is not None else None
+        self._liveness.connect_to(ledger_seat)
 
-    def _be_seen_by(self, seat: Seat) -> socket.socket:
+    def _connect_liveness(self, seat: Seat) -> socket.socket:
         return self._session.peers.connect(CALL, 0, seat, self._session.settings.connect_timeout_s, threading.Event())

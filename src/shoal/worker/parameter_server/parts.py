@@ -1,8 +1,8 @@
-"""The parts of the state that a server holds: the ledger, and shards of the parameters.
+"""Parts of the state that a server holds: the ticket ledger, and shards of the parameters.
 
-A part changes by entries, one after another, and every copy of it takes in the same entries in the same order. The
-order of a part is decided under its lock by its primary; `memory` guards only the bytes, so that readers need not wait
-for what the primary waits for.
+A part changes by updates, one after another, and every copy of it applies the same updates in the same order. The
+primary decides that order under `lock`. `memory` guards only the bytes, so that readers need not wait for what the
+primary waits for.
 """
 
 from __future__ import annotations
@@ -25,54 +25,57 @@ if TYPE_CHECKING:
 
 
 class ShardStore(Protocol):
-    """A framework's side of a server: the parameters and whatever changes them."""
+    """A framework's side of a server: parameters by part, and the optimizers that change them."""
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        """Take in the gradient of a ticket."""
+        """Apply the gradient of a ticket; `how` is the framework's description of the bytes in `body`."""
 
     def version(self, part: int) -> int:
-        """How often the parameters of a part have changed."""
+        """Return how often the parameters of a part have changed."""
 
     def parameters(self, part: int) -> list[Bytes]:
-        """The parameters of a part, as copies."""
+        """Return copies of a part's parameters."""
 
     def capture(self, part: int) -> tuple[bytes, list[Bytes]]:
-        """All of a part, as copies."""
+        """Return a header and copies of everything in a part, including optimizer state."""
 
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
-        """Take over all of a part."""
+        """Replace everything in a part by what `capture` returned elsewhere."""
 
     def reset(self, part: int) -> None:
-        """Be as the script built it."""
+        """Reset the shard to the values the script initialised it with."""
 
 
 class ReplicatedPart(ABC):
-    """One part of the state, and the copies that others are given of it."""
+    """One copy of one part. On the primary, `replicas` are the senders to the other copies.
 
-    def __init__(self, number: int, life: int) -> None:
-        self.number, self.life = number, life
+    A `released` part takes no more updates, so that its backup can take over. A `discarded` one is no longer valid.
+    """
+
+    def __init__(self, number: int, generation: int) -> None:
+        self.number, self.generation = number, generation
         self.version = 0
-        self.resting = False
-        self.gone = False
+        self.released = False
+        self.discarded = False
         self.lock = threading.RLock()
         self.memory = threading.RLock()
         self.replicas: dict[str, ReplicaSender] = {}
 
     @abstractmethod
-    def apply(self, what: bytes, body: memoryview) -> None:
-        """Take in one entry."""
+    def apply(self, update: bytes, body: memoryview) -> None:
+        """Apply one update and increment the version."""
 
     @abstractmethod
     def capture(self) -> tuple[bytes, list[Bytes]]:
-        """All of it, as copies."""
+        """Return a description and copies of the whole part."""
 
     @abstractmethod
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:
-        """Take over all of it."""
+        """Replace the whole part by what `capture` returned elsewhere."""
 
 
 class _AppliedTickets(msgspec.Struct):
-    """What a shard remembers of the tickets that it has taken in."""
+    """Tickets that a shard has applied, as stored in its copies, and the header of its store."""
 
     taken: list[tuple[int, int]]
     settled: int
@@ -81,60 +84,61 @@ class _AppliedTickets(msgspec.Struct):
 
 
 def shard_header(meta: bytes) -> bytes:
-    """What the vault said of a captured shard."""
+    """Return the shard store's header from the description of a captured shard."""
     return msgspec.msgpack.decode(meta, type=_AppliedTickets).header
 
 
 class ParameterShard(ReplicatedPart):
-    """Some of the parameters. `taken` are the tickets that are in them, as far as they could come again.
+    """Shard of the parameters, and the tickets it contains.
 
-    `floor` is the slowest clock that a bound ever counted on. Whoever is below it is not counted on any more, and its
-    gradient is too old.
+    `applied` are the keys of the tickets that could still be pushed again; all tickets of steps before `settled` are
+    finished and need no entry. `floor` is the slowest clock that the staleness bound ever counted on. A gradient below
+    it is too old: the ledger no longer waits for the trainer that computed it.
     """
 
-    def __init__(self, number: int, life: int, vault: ShardStore) -> None:
-        super().__init__(number, life)
-        self.taken: set[tuple[int, int]] = set()
+    def __init__(self, number: int, generation: int, store: ShardStore) -> None:
+        super().__init__(number, generation)
+        self.applied: set[tuple[int, int]] = set()
         self.settled = 0
         self.floor = 0
-        self._vault = vault
+        self._store = store
 
     def has(self, ticket: Ticket) -> bool:
-        return ticket.step < self.settled or ticket.key in self.taken
+        """Return whether this ticket has been applied already."""
+        return ticket.step < self.settled or ticket.key in self.applied
 
-    def apply(self, what: bytes, body: memoryview) -> None:
-        push = msgspec.msgpack.decode(what, type=PushGradients)
+    def apply(self, update: bytes, body: memoryview) -> None:
+        push = msgspec.msgpack.decode(update, type=PushGradients)
         with self.memory:
-            self._vault.apply(self.number, push.how, push.ticket.samples, body)
-            self.taken.add(push.ticket.key)
+            self._store.apply(self.number, push.layout, push.ticket.samples, body)
+            self.applied.add(push.ticket.key)
             self.floor = max(self.floor, push.low)
             if push.settled > self.settled:
                 self.settled = push.settled
-                self.taken = {key for key in self.taken if key[0] >= push.settled}
+                self.applied = {key for key in self.applied if key[0] >= push.settled}
             self.version += 1
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
         with self.memory:
-            header, buffers = self._vault.capture(self.number)
-            return msgspec.msgpack.encode(
-                _AppliedTickets(sorted(self.taken), self.settled, self.floor, header)
-            ), buffers
+            header, buffers = self._store.capture(self.number)
+            tickets = _AppliedTickets(sorted(self.applied), self.settled, self.floor, header)
+            return msgspec.msgpack.encode(tickets), buffers
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:
-        tally = msgspec.msgpack.decode(meta, type=_AppliedTickets)
+        tickets = msgspec.msgpack.decode(meta, type=_AppliedTickets)
         with self.memory:
-            self._vault.install(self.number, tally.header, buffers)
-            self.taken, self.settled, self.floor = set(tally.taken), tally.settled, tally.floor
+            self._store.install(self.number, tickets.header, buffers)
+            self.applied, self.settled, self.floor = set(tickets.taken), tickets.settled, tickets.floor
 
     def read(self, version: int) -> tuple[int, list[Bytes]]:
-        """The version of the parameters, and they themselves if they are not those of `version`."""
+        """Return the version of the parameters, and copies of them unless it is `version`."""
         with self.memory:
-            found = self._vault.version(self.number)
-            return found, [] if found == version else self._vault.parameters(self.number)
+            current = self._store.version(self.number)
+            return current, [] if current == version else self._store.parameters(self.number)
 
 
 class LedgerUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of the ledger: a trainer's current, or that it is gone."""
+    """Update of the ledger: a trainer's request, or (`gone`) that the trainer has left."""
 
     member: str
     session: str
@@ -145,30 +149,33 @@ class LedgerUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LedgerPart(ReplicatedPart):
-    """The ledger of tickets."""
+    """The ticket ledger as a part.
 
-    def __init__(self, number: int, life: int, ledger: TicketLedger, sizes: BatchSizes) -> None:
-        super().__init__(number, life)
+    `seen_number` is the newest placement that a finished ticket was reported under.
+    """
+
+    def __init__(self, number: int, generation: int, ledger: TicketLedger, sizes: BatchSizes) -> None:
+        super().__init__(number, generation)
         self.ledger = ledger
         self.seen_number = 0
         self.changed = threading.Condition(self.lock)
         self._sizes = sizes
 
-    def outcome(self, step: LedgerUpdate) -> tuple[TicketLedger, Outcome]:
-        """What would follow from an entry."""
-        if step.gone:
-            return ticket_ledger.remove(self.ledger, step.member, step.session), ticket_ledger.TrainerUnknown()
-        joined = ticket_ledger.join(self.ledger, step.member, step.session)
+    def outcome(self, update: LedgerUpdate) -> tuple[TicketLedger, Outcome]:
+        """Return the ledger after an update, and what it grants the trainer; change nothing."""
+        if update.gone:
+            return ticket_ledger.remove(self.ledger, update.member, update.session), ticket_ledger.TrainerUnknown()
+        joined = ticket_ledger.join(self.ledger, update.member, update.session)
         return ticket_ledger.advance(
-            joined, self._sizes, step.member, step.session, step.done, step.seconds, step.wants
+            joined, self._sizes, update.member, update.session, update.done, update.seconds, update.wants
         )
 
-    def apply(self, what: bytes, body: memoryview) -> None:  # noqa: ARG002
-        self.ledger, _ = self.outcome(msgspec.msgpack.decode(what, type=LedgerUpdate))
+    def apply(self, update: bytes, body: memoryview) -> None:  # noqa: ARG002
+        self.ledger, _ = self.outcome(msgspec.msgpack.decode(update, type=LedgerUpdate))
         self.version += 1
 
     def capture(self) -> tuple[bytes, list[Bytes]]:
-        # What is marked is for the checkpoint that is being gathered here, and would be kept elsewhere for ever.
+        # The list belongs to the checkpoint that this server gathers; no other copy would ever clear it.
         return msgspec.msgpack.encode(replace(self.ledger, open_at_checkpoint=None)), []
 
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:  # noqa: ARG002

@@ -1,8 +1,7 @@
-"""The parts that a server holds by the placement in force, and how a change gets onto all copies of one.
+"""Parts that a server holds under the current placement, and how an update reaches all copies of a part.
 
-What a trainer is told has happened, has happened on the backup too: a primary acknowledges only when the backup has
-taken the change in, or when the coordinator has said in a newer placement that there is none. So a server that was
-replaced without knowing it can promise nothing to anybody.
+The guarantee: whatever a trainer was told has happened, has happened on the backup too. See the folder's docstring for
+the protocol and for the order of the locks.
 """
 
 from __future__ import annotations
@@ -23,178 +22,190 @@ from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.transport.handshake import COPY
 from shoal.worker.transport.snapshot import Bytes
 
-BREATH_S = 0.5
+# Least time between two reports of the same unreachable server.
+REPORT_INTERVAL_S = 0.5
 
 
 class ReplicatedParts:
-    """The parts that this member holds, by number."""
+    """The parts of this member by number, and the senders to their replicas on other servers."""
 
-    def __init__(self, session: ServedSession, vault: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
-        self._session, self._vault, self._sizes, self._new_ledger = session, vault, sizes, ledger
+    def __init__(self, session: ServedSession, store: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
+        self._session, self._store, self._sizes, self._initial_ledger = session, store, sizes, ledger
         self._parts: dict[int, ReplicatedPart] = {}
         self._replicas: dict[tuple[int, str], ReplicaSender] = {}
-        self._insisted_at = 0.0
+        self._reported_at = 0.0
         self._restored: dict[int, tuple[bytes, list[Bytes]]] = {}
         self._placement: Placement | None = None
         self._changed = threading.Condition()
         self._closed = False
 
     @property
-    def holds(self) -> bool:
-        """Whether there is anything here."""
+    def holds_parts(self) -> bool:
         return bool(self._parts)
 
-    # --- placements, from the link's thread
+    # --- placements, in the uplink's thread
 
     def adopt(self, placement: Placement | None) -> None:
-        """Hold what a placement says, and no more."""
+        """Hold exactly the parts that a placement assigns to this server; None means none."""
         with self._changed:
             before, self._placement = self._placement, placement
             if placement is None or (before is not None and before.generation != placement.generation):
-                self._forget(list(self._parts))
+                self._discard(list(self._parts))
             if placement is not None:
-                self._hold(placement)
+                self._apply_placement(placement)
             self._changed.notify_all()
-        self._wake()
+        self._wake_ledger_waiters()
 
-    def _hold(self, placement: Placement) -> None:
+    def _apply_placement(self, placement: Placement) -> None:
         me = self._session.me
-        mine = placement.held_by(me)
-        self._forget([number for number in self._parts if number not in mine])
-        for number in mine:
-            holding = placement.assignments[number]
-            if holding.primary == me:
-                part = self._parts.get(number) or self._first(number, placement)
-                self._equip(part, holding, placement)
-            elif (part_held := self._parts.get(number)) is not None:
-                self._drop_replicas(part_held, ())
+        assigned = placement.held_by(me)
+        self._discard([number for number in self._parts if number not in assigned])
+        for number in assigned:
+            assignment = placement.assignments[number]
+            if assignment.primary == me:
+                part = self._parts.get(number) or self._create_first(number, placement)
+                self._update_replicas(part, assignment, placement)
+            elif (copy := self._parts.get(number)) is not None:
+                self._drop_replicas(copy, ())
         self._restored.clear()
 
-    def _first(self, number: int, placement: Placement) -> ReplicatedPart:
-        """A part at the beginning of a life: as the script built it, or as the checkpoint has it."""
-        part = self._make(number, placement.generation)
+    def _create_first(self, number: int, placement: Placement) -> ReplicatedPart:
+        """Create a part at the start of a generation: from the checkpoint, else as the script built it."""
+        part = self._new_part(number, placement.generation)
         if number not in self._restored and not placement.fresh:
-            # Better to die, so that whoever has a copy takes over, than to make something up.
-            self._session.fail(RuntimeError(f"part {number} is not here, though placement {placement.number} says so"))
+            # Fail rather than invent a state: another server may have a copy and take over.
+            self._session.fail(
+                RuntimeError(
+                    f"part {number} is missing, but placement {placement.number} makes this server its primary"
+                )
+            )
         if number in self._restored:
             part.install(*self._restored[number])
         self._parts[number] = part
         return part
 
-    def _make(self, number: int, life: int) -> ReplicatedPart:
+    def _new_part(self, number: int, generation: int) -> ReplicatedPart:
         if number == LEDGER:
-            return LedgerPart(number, life, self._new_ledger, self._sizes)
+            return LedgerPart(number, generation, self._initial_ledger, self._sizes)
         if number not in self._restored:
-            self._vault.reset(number)
-        return ParameterShard(number, life, self._vault)
+            self._store.reset(number)
+        return ParameterShard(number, generation, self._store)
 
-    def _equip(self, part: ReplicatedPart, holding: PartAssignment, placement: Placement) -> None:
-        wanted = tuple(name for name in (holding.backup, holding.learner) if name)
+    def _update_replicas(self, part: ReplicatedPart, assignment: PartAssignment, placement: Placement) -> None:
+        """Replicate to the assigned backup and learner only, and release the part if it is to be handed off."""
+        wanted = tuple(name for name in (assignment.backup, assignment.learner) if name)
         self._drop_replicas(part, wanted, placement)
         for name in wanted:
             seat = placement.seat_of(name)
             if seat is not None and (part.number, name) not in self._replicas:
-                self._start_replica(part, seat, holding, placement, complete=name == holding.backup)
-        if holding.handing_off and not part.resting:
-            threading.Thread(target=self._come_to_rest, args=(part, placement.number), daemon=True).start()
-        elif not holding.handing_off:
-            part.resting = False
+                self._start_replica(part, seat, assignment, placement, complete=name == assignment.backup)
+        if assignment.handing_off and not part.released:
+            threading.Thread(target=self._release, args=(part, placement.number), daemon=True).start()
+        elif not assignment.handing_off:
+            part.released = False
 
     def _start_replica(
-        self, part: ReplicatedPart, seat: Seat, holding: PartAssignment, placement: Placement, complete: bool
+        self, part: ReplicatedPart, seat: Seat, assignment: PartAssignment, placement: Placement, complete: bool
     ) -> None:
         replica = ReplicaSender(
             part,
             seat,
-            holding.since,
+            assignment.since,
             placement.number,
             complete,
             self._connect,
-            self._copied,
-            self._lost_touch,
+            self._on_replica_complete,
+            self._on_replica_lost,
         )
         self._replicas[part.number, seat.member] = replica
         replica.start()
 
     def _drop_replicas(self, part: ReplicatedPart, wanted: Sequence[str], placement: Placement | None = None) -> None:
-        """Let go of copies that are not wanted, or that another process is to have."""
+        """Close replicas of a part that are not wanted, have failed, or belong to another process or assignment."""
         for (number, name), replica in list(self._replicas.items()):
             if number != part.number:
                 continue
             fits = name in wanted and placement is not None and placement.seat_of(name) == replica.seat
-            if fits and not replica.failed and placement is not None and _same(placement.assignments[number], replica):
+            if (
+                fits
+                and not replica.failed
+                and placement is not None
+                and _matches(placement.assignments[number], replica)
+            ):
                 continue
             del self._replicas[number, name]
             replica.close()
             part.replicas.pop(name, None)
 
-    def _forget(self, numbers: Sequence[int]) -> None:
+    def _discard(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             part = self._parts.pop(number)
-            part.gone = True
+            part.discarded = True
             self._drop_replicas(part, ())
 
     def _connect(self, seat: Seat, cancelled: threading.Event) -> socket.socket:
         number = self._placement.number if self._placement is not None else 0
         return self._session.peers.connect(COPY, number, seat, self._session.settings.connect_timeout_s, cancelled)
 
-    def _copied(self, part: ReplicatedPart, seat: Seat, since: int) -> None:
-        self._session.say(messages.PartCopiedMsg(part.number, seat.member, since))
+    def _on_replica_complete(self, part: ReplicatedPart, seat: Seat, since: int) -> None:
+        self._session.send(messages.PartCopiedMsg(part.number, seat.member, since))
         with self._changed:
             self._changed.notify_all()
 
-    def _lost_touch(self, part: ReplicatedPart, seat: Seat, cause: str) -> None:
-        """A copy is lost; the coordinator says what follows."""
+    def _on_replica_lost(self, part: ReplicatedPart, seat: Seat, cause: str) -> None:
+        """Report a lost replica; the coordinator answers with another placement."""
         with self._changed:
             placement = self._placement
-            needed = placement is not None and placement.assignments[part.number].backup == seat.member
+            is_backup = placement is not None and placement.assignments[part.number].backup == seat.member
             self._changed.notify_all()
-        if not needed:
-            time.sleep(BREATH_S)
-        self._report(seat.member, cause)
+        if not is_backup:
+            time.sleep(REPORT_INTERVAL_S)
+        self._report_unreachable(seat.member, cause)
 
-    def _report(self, server: str, cause: str) -> None:
+    def _report_unreachable(self, server: str, cause: str) -> None:
         placement = self._placement
         if placement is not None and placement.seat_of(server) is not None:
-            self._session.say(messages.ServerUnreachableMsg(server, placement.number, cause))
+            self._session.send(messages.ServerUnreachableMsg(server, placement.number, cause))
 
-    def _come_to_rest(self, part: ReplicatedPart, number: int) -> None:
+    def _release(self, part: ReplicatedPart, number: int) -> None:
+        """Take no more updates of a part, and report that its backup may become primary."""
         with part.lock:
-            # Whoever had the lock before has been acknowledged by the backup, so both hold the same now.
-            part.resting = True
-        self._session.say(messages.PartReleasedMsg(part.number, number))
+            # Earlier holders of the lock waited for the backup's acknowledgement, so both copies are equal now.
+            part.released = True
+        self._session.send(messages.PartReleasedMsg(part.number, number))
 
-    def outstanding(self) -> list[Message]:
-        """What the coordinator may not have heard, because it was away; said again with every hello."""
-        placement, found = self._placement, list[Message]()
+    def unconfirmed(self) -> list[Message]:
+        """Return reports that the coordinator may have missed while it was away; sent again with every hello."""
+        placement, reports = self._placement, list[Message]()
         if placement is None:
-            return found
+            return reports
         for (number, name), replica in list(self._replicas.items()):
-            holding = placement.assignments[number]
-            if replica.complete and not replica.failed and holding.learner == name and holding.since == replica.since:
-                found.append(messages.PartCopiedMsg(number, name, replica.since))
+            assignment = placement.assignments[number]
+            is_learner = assignment.learner == name and assignment.since == replica.since
+            if replica.complete and not replica.failed and is_learner:
+                reports.append(messages.PartCopiedMsg(number, name, replica.since))
         for number, part in list(self._parts.items()):
-            if part.resting and placement.assignments[number].handing_off:
-                found.append(messages.PartReleasedMsg(number, placement.number))
-        return found
+            if part.released and placement.assignments[number].handing_off:
+                reports.append(messages.PartReleasedMsg(number, placement.number))
+        return reports
 
     def restore(self, parts: dict[int, tuple[bytes, list[Bytes]]]) -> None:
-        """Be the holder of this state in the placement that is to come."""
+        """Start the next generation from these parts of a checkpoint."""
         with self._changed:
-            self._forget(list(self._parts))
+            self._discard(list(self._parts))
             self._restored = parts
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Discard all parts and close their replicas."""
         with self._changed:
             self._closed = True
             self._placement = None
-            self._forget(list(self._parts))
+            self._discard(list(self._parts))
             self._changed.notify_all()
-        self._wake()
+        self._wake_ledger_waiters()
 
-    def _wake(self) -> None:
-        """Let those who wait for the ledger look whether it is still here."""
+    def _wake_ledger_waiters(self) -> None:
+        """Wake threads that wait for the ledger, so that they re-check who owns it."""
         part = self._parts.get(LEDGER)
         if isinstance(part, LedgerPart) and part.lock.acquire(timeout=0.01):
             try:
@@ -202,26 +213,26 @@ class ReplicatedParts:
             finally:
                 part.lock.release()
 
-    # --- committing
+    # --- updates, under the part's lock
 
-    def _commit(self, part: ReplicatedPart, what: bytes, body: memoryview) -> bool:
-        """Make a change here and on the backup; under the part's lock. False if this server is not the primary."""
-        if not self._backup_attached(part):
+    def _commit(self, part: ReplicatedPart, update: bytes, body: memoryview) -> bool:
+        """Apply an update here and on the replicas; return False if this server is no longer the primary."""
+        if not self._wait_for_backup(part):
             return False
-        sent = [(replica, replica.put(what, part.version + 1, body)) for replica in list(part.replicas.values())]
-        part.apply(what, body)
-        for replica, entry in sent:
-            if not self._taken_in(part, replica, entry):
-                # What was changed here was promised to nobody; but it was changed, so this copy is worth nothing now.
-                part.gone = True
+        sent = [(replica, replica.put(update, part.version + 1, body)) for replica in list(part.replicas.values())]
+        part.apply(update, body)
+        for replica, pending in sent:
+            if not self._wait_for_acknowledgement(part, replica, pending):
+                # The update was promised to no trainer, but this copy contains it and has diverged: discard the copy.
+                part.discarded = True
                 with self._changed:
                     if self._parts.get(part.number) is part:
-                        self._forget([part.number])
+                        self._discard([part.number])
                 return False
         return True
 
-    def _backup_attached(self, part: ReplicatedPart) -> bool:
-        """Wait until there is a connection to the backup, if there is one; False if we are not the primary."""
+    def _wait_for_backup(self, part: ReplicatedPart) -> bool:
+        """Block until the backup, if there is one, is connected; return False if this server is not the primary."""
         while True:
             with self._changed:
                 if not self._is_primary(part) or self._placement is None:
@@ -229,58 +240,60 @@ class ReplicatedParts:
                 backup = self._placement.assignments[part.number].backup
                 if not backup or backup in part.replicas:
                     return True
-                found = self._replicas.get((part.number, backup))
+                replica = self._replicas.get((part.number, backup))
                 self._changed.wait(0.02)
-            if found is None or found.failed:
-                self._insist(backup, found.failed if found is not None else "there is no connection to it")
+            if replica is None or replica.failed:
+                self._report_again(backup, replica.failed if replica is not None else "not connected")
 
-    def _insist(self, server: str, cause: str) -> None:
-        """Say again whom we cannot reach: the coordinator may have been busy with another placement.
+    def _report_again(self, server: str, cause: str) -> None:
+        """Repeat the report of an unreachable server: the coordinator may have been busy with another placement.
 
-        Never under `_changed`: whoever hears the coordinator has the session's lock, and then wants that one.
+        Never call it under `_changed`: the uplink's thread holds the session's lock when it asks for that one.
         """
         now = time.monotonic()
-        if now - self._insisted_at > BREATH_S:
-            self._insisted_at = now
-            self._report(server, cause)
+        if now - self._reported_at > REPORT_INTERVAL_S:
+            self._reported_at = now
+            self._report_unreachable(server, cause)
 
-    def _taken_in(self, part: ReplicatedPart, replica: ReplicaSender, entry: PendingUpdate) -> bool:
+    def _wait_for_acknowledgement(self, part: ReplicatedPart, replica: ReplicaSender, pending: PendingUpdate) -> bool:
+        """Block until the replica has the update or no longer counts; return False if this server is replaced."""
         name = replica.seat.member
-        while not entry.done.wait(0.05):
+        while not pending.done.wait(0.05):
             if not replica.complete:
                 return True
             if not self._is_primary(part):
                 return False
-        if not entry.failed or not replica.complete:
+        if not pending.failed or not replica.complete:
             return True
         while True:
             with self._changed:
                 if not self._is_primary(part) or self._placement is None:
                     return False
-                if not _same(self._placement.assignments[part.number], replica):
+                if not _matches(self._placement.assignments[part.number], replica):
                     return True
                 self._changed.wait(0.1)
-            self._insist(name, entry.failed)
+            self._report_again(name, pending.failed)
 
     def _is_primary(self, part: ReplicatedPart) -> bool:
         placement = self._placement
         return (
-            not part.gone
+            not part.discarded
             and not self._closed
             and placement is not None
-            and placement.generation == part.life
+            and placement.generation == part.generation
             and placement.assignments[part.number].primary == self._session.me
         )
 
-    def _primary(self, number: int, life: int, *, resting: bool = False) -> ReplicatedPart | None:
-        """The part, if this server answers for it."""
+    def _primary_part(self, number: int, generation: int, *, even_released: bool = False) -> ReplicatedPart | None:
+        """Return the part if this server answers for it, else None."""
         part = self._parts.get(number)
-        if part is None or part.life != life or not self._is_primary(part) or (part.resting and not resting):
+        if part is None or part.generation != generation or not self._is_primary(part):
             return None
-        return part
+        return part if even_released or not part.released else None
 
 
-def _same(holding: PartAssignment, replica: ReplicaSender) -> bool:
-    """Whether this is the copy that the holding means, and not an earlier one on the same server."""
+def _matches(assignment: PartAssignment, replica: ReplicaSender) -> bool:
+    """Return whether the assignment means this replica, and not an earlier one on the same server."""
     name = replica.seat.member
-    return (name == holding.backup and replica.complete) or (name == holding.learner and replica.since == holding.since)
+    is_learner = name == assignment.learner and replica.since == assignment.since
+    return (name == assignment.backup and replica.complete) or is_learner

@@ -1,4 +1,4 @@
-"""How a primary keeps one other copy of a part up to date."""
+"""Replication of one part to one other server."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Connect = Callable[[Seat, threading.Event], socket.socket]
 
 @dataclass(eq=False, slots=True)
 class PendingUpdate:
-    """An entry on its way to a copy."""
+    """Update on its way to a replica; `done` is set when it is acknowledged or has `failed`."""
 
-    entry: ReplicateUpdate
+    call: ReplicateUpdate
     body: memoryview
     done: threading.Event = field(default_factory=threading.Event)
     failed: str = ""
 
 
 class ReplicaSender:
-    """The copy of a part on one other server; entries are sent in a thread of their own, and acknowledged in order.
+    """Sends the updates of a part to one other server, in a thread of its own; they are acknowledged in order.
 
-    A copy that is `complete` has all that the primary has; from then on nothing counts that it did not take in. Until
-    then it is given a copy, and then what has happened since, without anybody waiting for it.
+    A `complete` replica has all that the primary has, and from then on no update counts that it did not apply. Until
+    then it is given a copy and the updates since, and nobody waits for it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ReplicaSender:
         self.failed = ""
         self._part, self._number = part, number
         self._connect, self._on_complete, self._on_lost = connect, on_complete, on_lost
-        self._entries: queue.Queue[PendingUpdate | None] = queue.Queue()
+        self._queue: queue.Queue[PendingUpdate | None] = queue.Queue()
         self._cancelled = threading.Event()
         self._guard = threading.Lock()
         self._sock: socket.socket | None = None
@@ -61,43 +61,44 @@ class ReplicaSender:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, what: bytes, version: int, body: memoryview) -> PendingUpdate:
-        """Send an entry; call it under the part's lock."""
-        sent = PendingUpdate(ReplicateUpdate(self._part.life, self._part.number, self._number, version, what), body)
+    def put(self, update: bytes, version: int, body: memoryview) -> PendingUpdate:
+        """Queue an update; call it under the part's lock."""
+        call = ReplicateUpdate(self._part.generation, self._part.number, self._number, version, update)
+        pending = PendingUpdate(call, body)
         with self._guard:
             if self.failed:
-                sent.failed = self.failed
-                sent.done.set()
+                pending.failed = self.failed
+                pending.done.set()
             else:
-                self._entries.put(sent)
-        return sent
+                self._queue.put(pending)
+        return pending
 
     def close(self) -> None:
-        """Give the copy up."""
+        """Stop replicating; updates that are not acknowledged fail."""
         self._cancelled.set()
-        self._fail("it is not needed any more")
+        self._fail("the replica is no longer needed")
         if self._sock is not None:
             shut(self._sock)
-        self._entries.put(None)
+        self._queue.put(None)
 
     def _run(self) -> None:
         sock = None
         try:
             sock = self._sock = self._connect(self.seat, self._cancelled)
             if self.complete:
-                # Without the lock: whoever has it may be waiting for us.
+                # Without the part's lock, whose holder may be waiting for this very connection.
                 self._part.replicas[self.seat.member] = self
             else:
-                self._give_copy(sock)
+                self._send_copy(sock)
             while not self._cancelled.is_set():
-                self._complete_if_idle()
-                sent = self._entries.get()
-                if sent is None:
+                self._complete_if_caught_up()
+                pending = self._queue.get()
+                if pending is None:
                     return
-                self._in_flight = sent
-                self._ask(sock, sent.entry, [sent.body])
+                self._in_flight = pending
+                self._call(sock, pending.call, [pending.body])
                 self._in_flight = None
-                sent.done.set()
+                pending.done.set()
         except (OSError, ExchangeBroken) as error:
             lost = not self._cancelled.is_set()
             self._fail(str(error))
@@ -107,42 +108,42 @@ class ReplicaSender:
             if sock is not None:
                 disown(sock)
 
-    def _give_copy(self, sock: socket.socket) -> None:
+    def _send_copy(self, sock: socket.socket) -> None:
         part = self._part
         with part.lock:
             meta, buffers = part.capture()
             version = part.version
             part.replicas[self.seat.member] = self
         sizes = tuple(len(buffer) for buffer in buffers)
-        self._ask(sock, InstallReplica(part.life, part.number, self._number, version, meta, sizes), buffers)
+        self._call(sock, InstallReplica(part.generation, part.number, self._number, version, meta, sizes), buffers)
 
-    def _complete_if_idle(self) -> None:
+    def _complete_if_caught_up(self) -> None:
         if self.complete:
-            return  # and whoever has the lock may be waiting for us
+            return  # without taking the lock, whose holder may be waiting for us
         with self._part.lock:
-            if self.complete or not self._entries.empty() or self._cancelled.is_set():
+            if self.complete or not self._queue.empty() or self._cancelled.is_set():
                 return
             self.complete = True
         self._on_complete(self._part, self.seat, self.since)
 
-    def _ask(self, sock: socket.socket, call: rpc.ServerCall, parts: Sequence[rpc.Raw]) -> None:
-        rpc.send(sock, call, parts)
-        answer, _ = rpc.receive_answer(sock)
-        if answer.kind != "done":
-            raise ExchangeBroken(f"{self.seat.member} refused: {answer.reason or answer.kind}", (self.seat.member,))
+    def _call(self, sock: socket.socket, call: rpc.ServerCall, buffers: Sequence[rpc.Raw]) -> None:
+        rpc.send(sock, call, buffers)
+        reply, _ = rpc.receive_reply(sock)
+        if reply.kind != "done":
+            raise ExchangeBroken(f"{self.seat.member} refused: {reply.reason or reply.kind}", (self.seat.member,))
 
     def _fail(self, why: str) -> None:
-        """Nothing more arrives there; tell whoever waits for it."""
+        """Fail every update that is queued or in flight, and wake the threads that wait for them."""
         with self._guard:
             self.failed = self.failed or why
-            if (sent := self._in_flight) is not None and not sent.done.is_set():
-                sent.failed = self.failed
-                sent.done.set()
+            if (pending := self._in_flight) is not None and not pending.done.is_set():
+                pending.failed = self.failed
+                pending.done.set()
             while True:
                 try:
-                    sent = self._entries.get_nowait()
+                    pending = self._queue.get_nowait()
                 except queue.Empty:
                     return
-                if sent is not None:
-                    sent.failed = self.failed
-                    sent.done.set()
+                if pending is not None:
+                    pending.failed = self.failed
+                    pending.done.set()

@@ -1,4 +1,4 @@
-"""Calls between members and servers, as they travel: a small header, then as many raw bytes as it announces."""
+"""Calls between members and servers on the wire: a prefix, a small header, then as many raw bytes as it announces."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ Raw = Union[bytes, bytearray, memoryview, NDArray[np.uint8]]
 
 
 class ServerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all calls. `life` is the life of the state that the caller means."""
+    """Base of all calls; `generation` is that of the state which the caller means."""
 
-    life: int
+    generation: int
 
 
 class TicketRequest(ServerCall, frozen=True):
-    """A trainer has finished a ticket, or not, and wants another, or not. `number` is the placement that it knows."""
+    """Reports a finished ticket, if any, and asks for the next one, if `wants`.
+
+    `number` is that of the newest placement which the trainer knows.
+    """
 
     number: int
     done: Ticket | None
@@ -37,18 +40,18 @@ class TicketRequest(ServerCall, frozen=True):
 
 
 class PushGradients(ServerCall, frozen=True):
-    """The gradient of a ticket, for one part; `how` is the framework's own description of the bytes that follow."""
+    """Gradient of a ticket for one part; `layout` is the framework's description of the bytes that follow."""
 
     part: int
     ticket: Ticket
     clock: int
     low: int
     settled: int
-    how: bytes
+    layout: bytes
 
 
 class PullParameters(ServerCall, frozen=True):
-    """Asks for the parameters of a part, unless they are still those of `version`."""
+    """Asks for the parameters of a part, unless their version is still `version`."""
 
     part: int
     version: int
@@ -61,7 +64,7 @@ class FetchPart(ServerCall, frozen=True):
 
 
 class InstallReplica(ServerCall, frozen=True):
-    """A copy of a part from its primary; what follows is entries."""
+    """Copy of a part from its primary; updates follow."""
 
     part: int
     number: int
@@ -71,20 +74,33 @@ class InstallReplica(ServerCall, frozen=True):
 
 
 class ReplicateUpdate(ServerCall, frozen=True):
-    """One change of a part, which its primary has made or is about to make; `what` is what `Part.apply` takes."""
+    """Update of a part that its primary makes; `update` is the argument of `ReplicatedPart.apply`."""
 
     part: int
     number: int
     version: int
-    what: bytes
+    update: bytes
 
 
 class Disconnect(ServerCall, frozen=True):
-    """A trainer goes, and holds no ticket."""
+    """A trainer leaves, and holds no ticket."""
 
 
 class ServerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server answers. `kind` is done, granted, wait, over, same, moved, void, stale or refused."""
+    """Reply of a server.
+
+    | kind    | meaning                                                                       |
+    | ------- | ----------------------------------------------------------------------------- |
+    | done    | the call took effect, or had done so before                                   |
+    | granted | `granted` is the next ticket                                                  |
+    | wait    | no ticket now; ask again (`reason`, `whom`: the trainers that are waited for) |
+    | over    | every ticket is finished                                                      |
+    | same    | the parameters still have the version that the trainer has                    |
+    | moved   | another server is the primary; ask that one                                   |
+    | void    | the generation is over; drop the ticket                                       |
+    | stale   | the gradient is too old; drop the ticket                                      |
+    | refused | the call makes no sense here                                                  |
+    """
 
     kind: str
     reason: str = ""
@@ -103,17 +119,17 @@ AnyCall = Union[TicketRequest, PushGradients, PullParameters, FetchPart, Install
 
 _encoder = msgspec.msgpack.Encoder()
 _calls = msgspec.msgpack.Decoder(AnyCall)
-_answers = msgspec.msgpack.Decoder(ServerReply)
+_replies = msgspec.msgpack.Decoder(ServerReply)
 
 
 class MalformedFrame(OSError):  # noqa: N818 - the peer's fault, not ours
-    """The peer sent something that is no frame; the connection is of no use any more."""
+    """The peer sent bytes that are not a frame; the connection cannot be used any further."""
 
 
-def send(sock: socket.socket, header: msgspec.Struct, parts: Sequence[Raw] = ()) -> None:
-    """Send one frame; the parts follow each other without gaps."""
+def send(sock: socket.socket, header: msgspec.Struct, buffers: Sequence[Raw] = ()) -> None:
+    """Send one frame; the buffers follow the header without gaps."""
     packed = _encoder.encode(header)
-    views = [memoryview(part).cast("B") for part in parts if len(part)]  # type: ignore[arg-type]
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]  # type: ignore[arg-type]
     total_bytes = sum(len(view) for view in views)
     sock.sendall(_PREFIX.pack(_MAGIC, len(packed), total_bytes) + packed, socket.MSG_MORE if views else 0)
     for view in views:
@@ -121,44 +137,44 @@ def send(sock: socket.socket, header: msgspec.Struct, parts: Sequence[Raw] = ())
 
 
 def receive_call(sock: socket.socket) -> tuple[AnyCall, memoryview]:
-    """The next call and its bytes."""
+    """Block for the next call; return it with its bytes."""
     packed, body = _receive(sock)
     return _decode(_calls, packed), body
 
 
-def receive_answer(sock: socket.socket) -> tuple[ServerReply, memoryview]:
-    """The answer to a call and its bytes."""
+def receive_reply(sock: socket.socket) -> tuple[ServerReply, memoryview]:
+    """Block for the reply to a call; return it with its bytes."""
     packed, body = _receive(sock)
-    return _decode(_answers, packed), body
+    return _decode(_replies, packed), body
 
 
-def slices(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """The parts of a body."""
+def split_body(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Return the consecutive buffers of a body; raise MalformedFrame if their sizes do not add up to it."""
     if sum(sizes) != len(body):
-        raise MalformedFrame(f"{len(body)} bytes where {sum(sizes)} were announced")
-    found, start = [], 0
+        raise MalformedFrame(f"expected {sum(sizes)} bytes, got {len(body)}")
+    buffers, start = [], 0
     for size in sizes:
-        found.append(body[start : start + size])
+        buffers.append(body[start : start + size])
         start += size
-    return found
+    return buffers
 
 
 def _receive(sock: socket.socket) -> tuple[memoryview, memoryview]:
-    magic, header_bytes, body_bytes = _PREFIX.unpack(_exactly(sock, _PREFIX.size))
+    magic, header_bytes, body_bytes = _PREFIX.unpack(_receive_exactly(sock, _PREFIX.size))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if magic != _MAGIC or header_bytes > HEADER_LIMIT_BYTES or body_bytes > memory_bytes:
-        raise MalformedFrame("a frame that is none")
-    return _exactly(sock, header_bytes), _exactly(sock, body_bytes)
+        raise MalformedFrame("invalid frame prefix")
+    return _receive_exactly(sock, header_bytes), _receive_exactly(sock, body_bytes)
 
 
-def _exactly(sock: socket.socket, count: int) -> memoryview:
+def _receive_exactly(sock: socket.socket, count: int) -> memoryview:
     data = memoryview(bytearray(count))
-    got = 0
-    while got < count:
-        received = sock.recv_into(data[got:])
+    filled = 0
+    while filled < count:
+        received = sock.recv_into(data[filled:])
         if received == 0:
             raise ConnectionResetError("the peer closed the connection")
-        got += received
+        filled += received
     return data
 
 
@@ -166,4 +182,4 @@ def _decode(decoder: Any, packed: memoryview) -> Any:
     try:
         return decoder.decode(packed)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise MalformedFrame(f"a malformed frame: {error}") from error
+        raise MalformedFrame(f"invalid frame header: {error}") from error

@@ -1,4 +1,4 @@
-"""One member's part in a run whose state is held by servers: it hears of placements, and goes when it is told to."""
+"""Session of a member in a run with parameter servers, trainer or server: follows placements, leaves when told to."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.snapshot import Bytes
 from shoal.worker.transport.sockets import disown
 
-WRITING = "write what callbacks write"
+# Name of the claim that elects the trainer whose callbacks write files.
+WRITER_CLAIM = "write what callbacks write"
 
 
 class ServedSession(CoordinatorClient):
-    """A member of a run that has servers: a trainer or a server."""
+    """Session of a trainer or a server; it has no world, so rank, size and exchange are those of a lone member.
+
+    `on_placement`, `on_trainer_lost` and `unconfirmed` are set by the client or the server that uses the session. They
+    are called in the uplink's thread, under the session's lock.
+    """
 
     rank = 0
     size = 1
@@ -40,16 +45,17 @@ class ServedSession(CoordinatorClient):
     flags = 0
     reason = ""
     exchange = None
+    status: Callable[[], dict[str, Any]]
 
     def __init__(self, environment: MemberEnvironment) -> None:
         access = credentials.read(environment.token_file)
         super().__init__(environment, access)
-        self.serves = environment.role == SERVER
+        self.is_server = environment.role == SERVER
         self.placement: Placement | None = None
-        self.adopted: Callable[[Placement | None], None] = lambda _placement: None
-        self.gone: Callable[[str, str], None] = lambda _member, _incarnation: None
-        self.outstanding: Callable[[], list[Message]] = list
-        self._restore_asked = False
+        self.on_placement: Callable[[Placement | None], None] = lambda _placement: None
+        self.on_trainer_lost: Callable[[str, str], None] = lambda _member, _incarnation: None
+        self.unconfirmed: Callable[[], list[Message]] = list
+        self._restore_requested = False
         self._failure: Exception | None = None
         self.peers = Peers(
             access.token.encode(),
@@ -65,30 +71,37 @@ class ServedSession(CoordinatorClient):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this trainer is the one that writes files; if it goes, it is another's turn."""
-        return not self.serves and self.try_claim(WRITING)
+        """Whether this is the trainer that writes files; if it leaves, another one is elected."""
+        return not self.is_server and self.try_claim(WRITER_CLAIM)
 
     def begin(self, fingerprint: str) -> None:
-        """The model is built: ask to be admitted."""
+        """Ask to be admitted, with the fingerprint of the model that the script has built."""
         with self._changed:
             self._fingerprint, self._ready = fingerprint, True
-            self._say(messages.ReadyMsg(fingerprint, self.step if self.serves else None))
+            self._say(messages.ReadyMsg(fingerprint, self.step if self.is_server else None))
         self.set_phase("waiting")
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._say(message)
 
-    def done(self, step: int) -> None:
-        """Every ticket is finished."""
+    def report_done(self, step: int) -> None:
+        """Report that every ticket is finished."""
         with self._changed:
             self.step, self._done = step, True
             self._say(messages.DoneMsg(step))
         self.set_phase("done")
 
-    def restored(self, step: int | None) -> None:
-        """The checkpoint that was asked for is loaded, or there is none."""
+    def leave_loop(self) -> None:
+        """Report that the script left its loop early; the others continue without this member."""
         with self._changed:
-            self._restore_asked = False
+            self._done = self._quit = True
+            self._say(messages.DoneMsg(self.step or 0, early=True))
+        self.set_phase("done")
+
+    def report_restored(self, step: int | None) -> None:
+        """Report the step of the checkpoint that the coordinator asked to load; None if there is none."""
+        with self._changed:
+            self._restore_requested = False
             self._say(messages.ReadyMsg(self._fingerprint, step, restored=True))
 
     # --- waiting, in the main thread
@@ -98,8 +111,8 @@ class ServedSession(CoordinatorClient):
         return self._finished
 
     @property
-    def restore_asked(self) -> bool:
-        return self._restore_asked
+    def restore_requested(self) -> bool:
+        return self._restore_requested
 
     @property
     def stop(self) -> messages.StopMsg | None:
@@ -107,25 +120,27 @@ class ServedSession(CoordinatorClient):
 
     @property
     def leaving(self) -> str:
-        """Why this member was told to go, empty if it was not."""
+        """Reason why this member has to leave, empty if it does not."""
         return self._leaving[1] if self._leaving is not None else ""
 
     def overdue(self, margin_s: float = 2.0) -> bool:
-        """Whether the time that this member was given to go is almost over."""
+        """Return whether this member has to leave within `margin_s` seconds."""
         return self._leaving is not None and time.monotonic() > self._leaving[0] - margin_s
 
     def pause(self, seconds: float) -> None:
-        """Wait until something is heard, or for so long."""
+        """Block until a message arrives, but at most `seconds`; raise errors of other threads."""
         with self._changed:
             self._raise_error()
             self._changed.wait(seconds)
             self._raise_error()
 
-    def newer_placement(self, than: int) -> Placement:
-        """Wait for a placement with a larger number; raise RunOver if the run ends, or we have to go, before."""
+    def wait_for_placement(self, after: int) -> Placement:
+        """Block for a placement numbered above `after`; raise MemberExit if the run ends or we must leave before."""
         with self._changed:
-            self._wait_until(lambda: self._interrupted() or self._number() > than, "the coordinator to place the state")
-            self.raise_if_over()
+            self._wait_until(
+                lambda: self._interrupted() or self._number() > after, "the coordinator to place the state"
+            )
+            self.raise_if_ended()
             assert self.placement is not None
             return self.placement
 
@@ -135,24 +150,25 @@ class ServedSession(CoordinatorClient):
     def _interrupted(self) -> bool:
         return self._finished or self._stop is not None or self._leaving is not None
 
-    def raise_if_over(self) -> None:
-        """For trainers, between tickets: go if we were told to."""
+    def raise_if_ended(self) -> None:
+        """Raise MemberExit if the run has ended or this trainer has to leave; call it between tickets."""
         self._raise_error()
         if self._finished:
-            raise self.goodbye(0, "the run has finished")
+            raise self.exit(0, "the run has finished")
         if self._stop is not None:
             self._say(messages.LeftMsg(self.step))
-            raise self.goodbye(self._stop.exit_code, f"stopped: {self._stop.reason}")
+            raise self.exit(self._stop.exit_code, f"stopped: {self._stop.reason}")
         if self._leaving is not None:
             self._say(messages.LeftMsg(self.step))
-            raise self.goodbye(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
+            raise self.exit(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
-    def goodbye(self, exit_code: int, reason: str) -> MemberExit:
+    def exit(self, exit_code: int, reason: str) -> MemberExit:
+        """Print why this process ends and return the exception that ends it."""
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
         return MemberExit(exit_code, reason)
 
     def fail(self, error: Exception) -> None:
-        """Something went wrong in a thread of ours; the main thread raises it."""
+        """Let the main thread raise an error of another thread."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -163,43 +179,43 @@ class ServedSession(CoordinatorClient):
         if self._failure is not None:
             raise self._failure
 
-    # --- hearing, in the link's thread
+    # --- messages, in the uplink's thread
 
     def _hello(self) -> list[Message]:
-        return super()._hello() + self.outstanding()
+        return super()._hello() + self.unconfirmed()
 
     def _on_placement(self, message: messages.PlacementMsg) -> None:
         if message.placement.number <= self._number():
             return
         self.placement, self.reason = message.placement, message.reason
-        self.adopted(message.placement)
+        self.on_placement(message.placement)
 
     def _on_trainerlost(self, message: messages.TrainerLostMsg) -> None:
-        self.gone(message.member, message.incarnation)
+        self.on_trainer_lost(message.member, message.incarnation)
 
     def _on_restore(self, _message: messages.RestoreMsg) -> None:
-        self._restore_asked = True
+        self._restore_requested = True
 
     def _on_evicted(self, _message: messages.EvictedMsg) -> None:
-        self._claims.pop(WRITING, None)
+        self._claims.pop(WRITER_CLAIM, None)
         self.placement = None
-        self.adopted(None)
+        self.on_placement(None)
         self._say_hello_again()
 
     # --- peers
 
     def fetch(self, call: rpc.ServerCall, seat: Seat) -> tuple[bytes, list[Bytes]] | None:
-        """A copy of something from another server, None if it cannot be had now."""
+        """Return a copy of a part from another server, None if it is out of reach just now."""
         try:
-            sock = self.peers.connect(COPY, call.life, seat, self.settings.connect_timeout_s, threading.Event())
+            sock = self.peers.connect(COPY, call.generation, seat, self.settings.connect_timeout_s, threading.Event())
         except ExchangeBroken:
             return None
         try:
             rpc.send(sock, call)
-            answer, body = rpc.receive_answer(sock)
-            if answer.kind != "done":
+            reply, body = rpc.receive_reply(sock)
+            if reply.kind != "done":
                 return None
-            return answer.meta, [np.frombuffer(piece, np.uint8) for piece in rpc.slices(body, answer.sizes)]
+            return reply.meta, [np.frombuffer(buffer, np.uint8) for buffer in rpc.split_body(body, reply.sizes)]
         except OSError:
             return None
         finally:
@@ -208,14 +224,3 @@ class ServedSession(CoordinatorClient):
     def close(self) -> None:
         self._link.close()
         self.peers.close()
-
-    # --- what a run asks of any session
-
-    def leave_loop(self) -> None:
-        """The script left its loop: the others go on without this member."""
-        with self._changed:
-            self._done = self._quit = True
-            self._say(messages.DoneMsg(self.step or 0, early=True))
-        self.set_phase("done")
-
-    status: Callable[[], dict[str, Any]]

@@ -1,6 +1,7 @@
-"""A server: it answers trainers, and takes in what primaries send to the copies that it keeps for them.
+"""Parameter server: serves pull, push and ticket requests for the parts it holds.
 
-Every connection has a thread of its own.
+Every connection has a thread of its own. Connections of trainers carry their requests; connections of primaries carry
+the copies and updates of the parts that this server replicates for them.
 """
 
 from __future__ import annotations
@@ -38,275 +39,287 @@ from shoal.worker.transport.handshake import CALL, COPY, PeerHello
 from shoal.worker.transport.snapshot import Bytes
 from shoal.worker.transport.sockets import disown
 
-POLL_S = 0.5
-NEWS_S = 5.0
+# How long a ticket request may wait before the trainer is told the reason and asks again.
+LONG_POLL_S = 0.5
+# How long to wait for a placement that a primary knows already.
+PLACEMENT_WAIT_S = 5.0
 
-log = logging.getLogger("shoal.serving")
+log = logging.getLogger("shoal.parameter_server")
 
-MOVED = ServerReply("moved", "this server does not answer for that part")
-VOID = ServerReply("void", "that life of the state is over")
+MOVED = ServerReply("moved", "this server is not the primary of that part")
+VOID = ServerReply("void", "that generation of the state is over")
 Reply = tuple[ServerReply, Sequence[Raw]]
 
 
 class ParameterServer(ReplicatedParts):
-    """A shelf that answers."""
+    """Server of the parts that the placement assigns to this member.
 
-    def __init__(self, session: ServedSession, vault: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
-        super().__init__(session, vault, sizes, ledger)
-        self._callers: Counter[tuple[str, str]] = Counter()
-        self._unseen: dict[str, float] = {}
-        self.sealed = True
+    `may_end` is False while a final checkpoint is still to be written: until then trainers are not told that training
+    is over, because all servers exit as soon as they are.
+    """
+
+    def __init__(self, session: ServedSession, store: ShardStore, sizes: BatchSizes, ledger: TicketLedger) -> None:
+        super().__init__(session, store, sizes, ledger)
+        self._connections: Counter[tuple[str, str]] = Counter()
+        self._disconnected_since: dict[str, float] = {}
+        self.may_end = True
         session.peers.serve(CALL, self._serve_trainer)
         session.peers.serve(COPY, self._serve_primary)
 
-    # --- what the coordinator says of trainers and checkpoints
+    # --- liveness of trainers
 
-    def gone(self, member: str, incarnation: str) -> None:
-        """The coordinator has given a trainer up."""
-        threading.Thread(target=self._drop, args=(member, incarnation), daemon=True).start()
+    def on_trainer_lost(self, member: str, incarnation: str) -> None:
+        """Drop a trainer that the coordinator has given up."""
+        threading.Thread(target=self._drop_trainer, args=(member, incarnation), daemon=True).start()
 
-    def watch(self) -> None:
-        """Drop trainers that the ledger counts on, but that have not been connected for a lease.
+    def drop_disconnected_trainers(self) -> None:
+        """Drop trainers in the ledger that have had no connection for a lease.
 
-        A connection that ends is no death: of those the coordinator tells, unless it is away.
+        A closed connection alone does not mean a dead trainer. Deaths are reported by the coordinator; this covers the
+        time in which the coordinator is down.
         """
         part = self._parts.get(LEDGER)
-        if not isinstance(part, LedgerPart) or self._primary(LEDGER, part.life) is not part:
-            self._unseen.clear()
+        if not isinstance(part, LedgerPart) or self._primary_part(LEDGER, part.generation) is not part:
+            self._disconnected_since.clear()
             return
         now = time.monotonic()
         for name, trainer in list(part.ledger.trainers.items()):
-            if self.connected(name, trainer.session):
-                self._unseen.pop(name, None)
-            elif now - self._unseen.setdefault(name, now) > self._session.settings.lease_s:
-                del self._unseen[name]
-                log.warning("nobody waits for %s any more: it has not been connected for a lease", name)
-                self._drop(name, trainer.session)
+            if self.is_connected(name, trainer.session):
+                self._disconnected_since.pop(name, None)
+            elif now - self._disconnected_since.setdefault(name, now) > self._session.settings.lease_s:
+                del self._disconnected_since[name]
+                log.warning("dropped trainer %s: not connected for %g s", name, self._session.settings.lease_s)
+                self._drop_trainer(name, trainer.session)
 
-    def connected(self, member: str, session: str) -> bool:
-        """Whether a trainer has a connection to this server."""
-        return self._callers[member, session] > 0
+    def is_connected(self, member: str, session: str) -> bool:
+        """Return whether a trainer has a connection to this server."""
+        return self._connections[member, session] > 0
+
+    # --- checkpoints
 
     @property
-    def leads(self) -> bool:
-        """Whether this server keeps the ledger, and so writes the checkpoints."""
+    def owns_ledger(self) -> bool:
+        """Whether this server is the ledger's primary, and so writes the checkpoints."""
         part = self._parts.get(LEDGER)
-        return part is not None and self._primary(LEDGER, part.life) is part
+        return part is not None and self._primary_part(LEDGER, part.generation) is part
 
     @property
     def ledger(self) -> TicketLedger | None:
         part = self._parts.get(LEDGER)
         return part.ledger if isinstance(part, LedgerPart) else None
 
-    def gather(self) -> dict[int, tuple[bytes, list[Bytes]]] | None:
-        """A copy of the whole state that can be gone on from; None if it cannot be had now."""
+    def gather_state(self) -> dict[int, tuple[bytes, list[Bytes]]] | None:
+        """Return a copy of all parts that training can resume from; None if a part is out of reach just now.
+
+        The ledger is marked first and the shards are copied after it, so a shard may contain tickets that the saved
+        ledger counts as unfinished. Shards remember the tickets they contain, so those are not applied again.
+        """
         part, placement = self._parts.get(LEDGER), self._placement
-        if not isinstance(part, LedgerPart) or placement is None or not self.leads:
+        if not isinstance(part, LedgerPart) or placement is None or not self.owns_ledger:
             return None
         with part.lock:
             part.ledger = ticket_ledger.begin_checkpoint(part.ledger)
-        found: dict[int, tuple[bytes, list[Bytes]]] = {}
+        copies: dict[int, tuple[bytes, list[Bytes]]] = {}
         try:
             for number in range(1, len(placement.assignments)):
                 copy = self._copy_of(number, placement)
                 if copy is None:
                     return None
-                found[number] = copy
+                copies[number] = copy
         finally:
             with part.lock:
                 saved = ticket_ledger.at_checkpoint(part.ledger)
                 part.ledger = replace(part.ledger, open_at_checkpoint=None)
-        found[LEDGER] = (msgspec.msgpack.encode(saved), [])
-        return found
+        copies[LEDGER] = (msgspec.msgpack.encode(saved), [])
+        return copies
 
     def _copy_of(self, number: int, placement: Placement) -> tuple[bytes, list[Bytes]] | None:
-        holding = placement.assignments[number]
-        if holding.primary == self._session.me:
+        assignment = placement.assignments[number]
+        if assignment.primary == self._session.me:
             part = self._parts.get(number)
             return part.capture() if part is not None else None
-        seat = placement.seat_of(holding.primary)
+        seat = placement.seat_of(assignment.primary)
         if seat is None:
             return None
         return self._session.fetch(FetchPart(placement.generation, number), seat)
 
-    # --- trainers
+    # --- calls of trainers
 
     def _serve_trainer(self, hello: PeerHello, sock: socket.socket) -> None:
         member, session = hello.member, hello.incarnation
         with self._changed:
-            self._callers[member, session] += 1
+            self._connections[member, session] += 1
         try:
             while True:
                 call, body = rpc.receive_call(sock)
-                answer, parts = self._answer(hello, call, body)
-                rpc.send(sock, answer, parts)
+                reply, buffers = self._answer(hello, call, body)
+                rpc.send(sock, reply, buffers)
         except OSError as error:
-            log.debug("%s is not connected any more: %s", member, error)
+            log.debug("trainer %s disconnected: %s", member, error)
         except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
             self._session.fail(error)
         finally:
             disown(sock)
             with self._changed:
-                self._callers[member, session] -= 1
+                self._connections[member, session] -= 1
 
     def _answer(self, hello: PeerHello, call: AnyCall, body: memoryview) -> Reply:
         if isinstance(call, TicketRequest):
-            return self._turn(hello, call), ()
+            return self._request_ticket(hello, call), ()
         if isinstance(call, PushGradients):
             return self._push(call, body), ()
         if isinstance(call, PullParameters):
             return self._pull(call)
         if isinstance(call, Disconnect):
-            self._drop(hello.member, hello.incarnation)
+            self._drop_trainer(hello.member, hello.incarnation)
             return ServerReply("done"), ()
         if isinstance(call, FetchPart):
             return self._fetch(call)
-        return ServerReply("refused", "trainers do not say this"), ()
+        return ServerReply("refused", "not a call of a trainer"), ()
 
-    def _turn(self, hello: PeerHello, call: TicketRequest) -> ServerReply:
-        part = self._primary(LEDGER, call.life)
+    def _request_ticket(self, hello: PeerHello, call: TicketRequest) -> ServerReply:
+        part = self._primary_part(LEDGER, call.generation)
         if not isinstance(part, LedgerPart):
-            return self._not_here(call.life)
-        done, deadline = call.done, time.monotonic() + POLL_S
+            return self._not_primary(call.generation)
+        done, deadline = call.done, time.monotonic() + LONG_POLL_S
         while True:
             with part.lock:
-                if self._primary(LEDGER, call.life) is not part:
-                    return self._not_here(call.life)
+                if self._primary_part(LEDGER, call.generation) is not part:
+                    return self._not_primary(call.generation)
                 part.seen_number = max(part.seen_number, call.number)
-                step = LedgerUpdate(hello.member, hello.incarnation, done, call.seconds, call.wants)
-                ledger, outcome = part.outcome(step)
-                if ledger != part.ledger and not self._enter(part, step):
+                update = LedgerUpdate(hello.member, hello.incarnation, done, call.seconds, call.wants)
+                ledger, outcome = part.outcome(update)
+                if ledger != part.ledger and not self._update_ledger(part, update):
                     return MOVED
                 done = None
-                answer = self._told(part, outcome)
-                if answer.kind != "wait" or not call.wants or time.monotonic() > deadline:
-                    return answer
-                part.changed.wait(min(0.1, POLL_S))
+                reply = self._ticket_reply(part, outcome)
+                if reply.kind != "wait" or not call.wants or time.monotonic() > deadline:
+                    return reply
+                part.changed.wait(min(0.1, LONG_POLL_S))
 
-    def _told(self, part: LedgerPart, outcome: ticket_ledger.Outcome) -> ServerReply:
+    def _ticket_reply(self, part: LedgerPart, outcome: ticket_ledger.Outcome) -> ServerReply:
         number = part.seen_number
         if isinstance(outcome, ticket_ledger.TicketGranted):
             return ServerReply("granted", granted=outcome, number=number)
-        if isinstance(outcome, ticket_ledger.TicketsExhausted) and not self.sealed:
-            # Once trainers are told, all servers end, and nobody is left to write the state.
-            return ServerReply("wait", "the last checkpoint is written")
+        if isinstance(outcome, ticket_ledger.TicketsExhausted) and not self.may_end:
+            return ServerReply("wait", "the last checkpoint is being written")
         if isinstance(outcome, ticket_ledger.TicketsExhausted):
             return ServerReply("over", finished_samples=outcome.finished_samples, number=number)
         if isinstance(outcome, ticket_ledger.TicketDelayed):
             return ServerReply(
                 "wait", outcome.reason, clock=outcome.clock, low=outcome.min_clock, whom=outcome.waits_for
             )
-        return ServerReply("wait", "it is not in the ledger")
+        return ServerReply("wait", "this trainer is not in the ledger")
 
-    def _drop(self, member: str, session: str) -> None:
+    def _drop_trainer(self, member: str, session: str) -> None:
         part = self._parts.get(LEDGER)
         if isinstance(part, LedgerPart):
             with part.lock:
-                known = part.ledger.trainers.get(member)
-                mine = self._primary(LEDGER, part.life) is part
-                if known is not None and known.session == session and mine:
-                    self._enter(part, LedgerUpdate(member, session, gone=True))
+                trainer = part.ledger.trainers.get(member)
+                is_primary = self._primary_part(LEDGER, part.generation) is part
+                if trainer is not None and trainer.session == session and is_primary:
+                    self._update_ledger(part, LedgerUpdate(member, session, gone=True))
 
-    def _enter(self, part: LedgerPart, step: LedgerUpdate) -> bool:
-        """Write an entry of the ledger; False if this server turns out not to keep it any more."""
-        done = self._commit(part, msgspec.msgpack.encode(step), memoryview(b""))
+    def _update_ledger(self, part: LedgerPart, update: LedgerUpdate) -> bool:
+        """Commit an update of the ledger; return False if this server is no longer its primary."""
+        committed = self._commit(part, msgspec.msgpack.encode(update), memoryview(b""))
         part.changed.notify_all()
-        return done
+        return committed
 
     def _push(self, call: PushGradients, body: memoryview) -> ServerReply:
-        part = self._primary(call.part, call.life)
+        part = self._primary_part(call.part, call.generation)
         if not isinstance(part, ParameterShard):
-            return self._not_here(call.life)
+            return self._not_primary(call.generation)
         with part.lock:
-            if self._primary(call.part, call.life) is not part:
-                return self._not_here(call.life)
+            if self._primary_part(call.part, call.generation) is not part:
+                return self._not_primary(call.generation)
             if part.has(call.ticket):
                 return ServerReply("done", version=part.version)
-            if self._new_ledger.bound is not None and call.clock < part.floor:
+            if self._initial_ledger.bound is not None and call.clock < part.floor:
                 return ServerReply("stale", f"clock {call.clock} is behind {part.floor}, which all others have reached")
             if not self._commit(part, msgspec.msgpack.encode(call), body):
                 return MOVED
             return ServerReply("done", version=part.version)
 
     def _pull(self, call: PullParameters) -> Reply:
-        part = self._primary(call.part, call.life, resting=True)
+        part = self._primary_part(call.part, call.generation, even_released=True)
         if not isinstance(part, ParameterShard):
-            return self._not_here(call.life), ()
+            return self._not_primary(call.generation), ()
         version, buffers = part.read(call.version)
         sizes = tuple(len(buffer) for buffer in buffers)
         return ServerReply("done" if buffers else "same", version=version, sizes=sizes), buffers
 
     def _fetch(self, call: FetchPart) -> Reply:
-        part = self._primary(call.part, call.life, resting=True)
+        part = self._primary_part(call.part, call.generation, even_released=True)
         if part is None:
-            return self._not_here(call.life), ()
+            return self._not_primary(call.generation), ()
         meta, buffers = part.capture()
         return ServerReply("done", meta=meta, sizes=tuple(len(buffer) for buffer in buffers)), buffers
 
-    def _not_here(self, life: int) -> ServerReply:
+    def _not_primary(self, generation: int) -> ServerReply:
         placement = self._placement
-        return VOID if placement is not None and placement.generation > life else MOVED
+        return VOID if placement is not None and placement.generation > generation else MOVED
 
-    # --- primaries that keep their copies here
+    # --- calls of primaries that replicate to this server
 
     def _serve_primary(self, hello: PeerHello, sock: socket.socket) -> None:
         try:
             while True:
                 call, body = rpc.receive_call(sock)
                 if isinstance(call, InstallReplica):
-                    answer = self._install(hello.member, call, body)
+                    reply = self._install_replica(hello.member, call, body)
                 elif isinstance(call, ReplicateUpdate):
-                    answer = self._take_in(hello.member, call, body)
+                    reply = self._apply_update(hello.member, call, body)
                 elif isinstance(call, FetchPart):
-                    answer, parts = self._fetch(call)
-                    rpc.send(sock, answer, parts)
+                    reply, buffers = self._fetch(call)
+                    rpc.send(sock, reply, buffers)
                     continue
                 else:
-                    answer = ServerReply("refused", "primaries do not say this")
-                rpc.send(sock, answer)
+                    reply = ServerReply("refused", "not a call of a primary")
+                rpc.send(sock, reply)
         except OSError as error:
-            log.debug("%s keeps no copy here any more: %s", hello.member, error)
+            log.debug("primary %s disconnected: %s", hello.member, error)
         except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
             self._session.fail(error)
         finally:
             disown(sock)
 
-    def _keeps_here(self, primary: str, number: int, part: int, life: int) -> bool:
-        """Whether that member may change our copy; waits for the news if it knows a later placement than we do."""
-        deadline = time.monotonic() + NEWS_S
+    def _may_replicate(self, primary: str, number: int, part: int, generation: int) -> bool:
+        """Return whether that member may change our copy; wait for its placement if it knows a newer one."""
+        deadline = time.monotonic() + PLACEMENT_WAIT_S
         with self._changed:
             while self._placement is None or self._placement.number < number:
                 if self._closed or time.monotonic() > deadline:
                     return False
                 self._changed.wait(0.1)
-            holding = self._placement.assignments[part]
-            copies = (holding.backup, holding.learner)
-            return self._placement.generation == life and holding.primary == primary and self._session.me in copies
+            assignment = self._placement.assignments[part]
+            holds_copy = self._session.me in (assignment.backup, assignment.learner)
+            return self._placement.generation == generation and assignment.primary == primary and holds_copy
 
-    def _install(self, primary: str, call: InstallReplica, body: memoryview) -> ServerReply:
-        if not self._keeps_here(primary, call.number, call.part, call.life):
+    def _install_replica(self, primary: str, call: InstallReplica, body: memoryview) -> ServerReply:
+        if not self._may_replicate(primary, call.number, call.part, call.generation):
             return MOVED
         part: ReplicatedPart
         if call.part == LEDGER:
-            part = LedgerPart(call.part, call.life, self._new_ledger, self._sizes)
+            part = LedgerPart(call.part, call.generation, self._initial_ledger, self._sizes)
         else:
-            part = ParameterShard(call.part, call.life, self._vault)
-        part.install(call.meta, rpc.slices(body, call.sizes))
+            part = ParameterShard(call.part, call.generation, self._store)
+        part.install(call.meta, rpc.split_body(body, call.sizes))
         part.version = call.version
         with self._changed:
             if (old := self._parts.get(call.part)) is not None:
-                old.gone = True
+                old.discarded = True
             self._parts[call.part] = part
         return ServerReply("done")
 
-    def _take_in(self, primary: str, call: ReplicateUpdate, body: memoryview) -> ServerReply:
-        if not self._keeps_here(primary, call.number, call.part, call.life):
+    def _apply_update(self, primary: str, call: ReplicateUpdate, body: memoryview) -> ServerReply:
+        if not self._may_replicate(primary, call.number, call.part, call.generation):
             return MOVED
         part = self._parts.get(call.part)
-        if part is None or part.life != call.life:
-            return ServerReply("refused", "there is no copy here")
+        if part is None or part.generation != call.generation:
+            return ServerReply("refused", "this server has no copy of the part")
         with part.memory:
             if call.version != part.version + 1:
-                return ServerReply("refused", f"entry {call.version} does not follow {part.version}")
-            part.apply(call.what, body)
+                return ServerReply("refused", f"update {call.version} does not follow version {part.version}")
+            part.apply(call.update, body)
         return ServerReply("done")

@@ -1,7 +1,7 @@
-"""A state that servers hold in parts, as one checkpoint, and how an evaluator reads it.
+"""Checkpoint of a state that servers hold in parts, and how an evaluator reads it.
 
-Part 0 is the ledger, the others are shards of the parameters (see `core.shards`). An evaluator has no use for the
-ledger, nor for what trains the parameters: it loads the shards into the model that its script has built.
+Part 0 is the ledger, the others are shards of the parameters (see `core.placement`). An evaluator needs neither the
+ledger nor the optimizer state: it loads the shards into the model that its script has built.
 """
 
 from __future__ import annotations
@@ -17,54 +17,52 @@ from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server.parts import shard_header
-from shoal.worker.parameter_server.served_session import ServedSession
-from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.training.training_state import StateCodec
+from shoal.worker.training.training_state import CheckpointingSession, StateCodec
 from shoal.worker.transport.snapshot import Bytes
 
-# By number, what describes a part and its buffers.
+# Description and buffers of each part, by its number.
 Parts: TypeAlias = dict[int, tuple[bytes, list[Bytes]]]
 
-# Loads shards, as a framework's vault captured them, into the parts of the script's state by name.
+# Loads shards, as a framework's shard store captured them, into the parts of the script's state by name.
 Load: TypeAlias = Callable[[Mapping[str, Any], Parts], None]
 
 
 class _ShardedHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a checkpoint: for each part its own, and how many of the buffers are its."""
+    """Header of a checkpoint: for each part its number, its own header, and how many buffers belong to it."""
 
     parts: list[tuple[int, bytes, int]]
 
 
 def join_parts(parts: Parts) -> tuple[bytes, list[Bytes]]:
-    """All parts as one header with buffers."""
+    """Return all parts as one header with buffers."""
     header = _ShardedHeader([(part, meta, len(buffers)) for part, (meta, buffers) in sorted(parts.items())])
-    return msgspec.msgpack.encode(header), [one for _, (_, owned) in sorted(parts.items()) for one in owned]
+    return msgspec.msgpack.encode(header), [buffer for _, (_, buffers) in sorted(parts.items()) for buffer in buffers]
 
 
 def split_parts(header: bytes, buffers: list[Bytes]) -> Parts:
-    """The parts that make up a whole."""
+    """Return the parts that `join_parts` joined; raise StateMalformed if it was something else."""
     try:
         described = msgspec.msgpack.decode(header, type=_ShardedHeader).parts
     except (msgspec.DecodeError, ValueError) as error:
         raise StateMalformed(
-            "this is no checkpoint of servers",
+            "not a checkpoint of parameter servers",
             why=str(error),
-            do="go on with the --sync that the run was started with",
+            do="continue with the --sync that the run was started with",
         ) from error
-    if sum(count for _, _, count in described) != len(buffers):
-        raise StateMalformed("the buffers of a checkpoint are not those that its header describes")
-    left = iter(buffers)
-    return {part: (meta, [np.asarray(next(left)) for _ in range(count)]) for part, meta, count in described}
+    expected = sum(count for _, _, count in described)
+    if expected != len(buffers):
+        raise StateMalformed(f"checkpoint is corrupt: expected {expected} buffers, got {len(buffers)}")
+    remaining = iter(buffers)
+    return {part: (meta, [np.asarray(next(remaining)) for _ in range(count)]) for part, meta, count in described}
 
 
-def checkpoint_codec(session: Session | ServedSession | StandaloneSession, usual: StateCodec, load: Load) -> StateCodec:
-    """How this process reads the checkpoints of its run: an evaluator beside servers reads theirs."""
+def checkpoint_codec(session: CheckpointingSession, usual: StateCodec, load: Load) -> StateCodec:
+    """Return the codec for this process: an evaluator beside servers reads theirs, all others the usual one."""
     if not isinstance(session, EvaluatorSession) or not sync_mode.parse(session.settings.sync).served:
         return usual
 
     def restore(parts: Mapping[str, Any], header: bytes, buffers: list[Bytes]) -> None:
-        found = split_parts(header, buffers)
-        load(parts, {n: (shard_header(meta), owned) for n, (meta, owned) in found.items() if n != LEDGER})
+        saved = split_parts(header, buffers)
+        load(parts, {n: (shard_header(meta), owned) for n, (meta, owned) in saved.items() if n != LEDGER})
 
     return StateCodec(usual.capture, restore)

@@ -35,7 +35,7 @@ from shoal.core.world import Address, World
 from shoal.wire import agent_messages, codec, credentials
 from shoal.wire import member_messages as ms
 from shoal.wire.protocol import PROTOCOL, Message
-from shoal.worker.session.uplink import ASKS_PER_SILENCE, OPEN_TIMEOUT_S, RETRY_S
+from shoal.worker.session.uplink import OPEN_TIMEOUT_S, PINGS_PER_SILENCE, RETRY_S
 
 CONNECTING_AT_ONCE = 16
 AGENT_CONNECT_S = 5.0
@@ -180,7 +180,7 @@ class Member:
             spent=ms.StepTimes(0.01, 0.4, 0.05, 0.04),
             batch=8192,
         )
-        asks = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / ASKS_PER_SILENCE
+        asks = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / PINGS_PER_SILENCE
         ping = [(9, step.to_bytes(4, "big"))] if asks else []
         self.socket.send((2, codec.from_member.encode(beat)), *ping)
         self.crowd.counts["HeartbeatMsg"] += 1

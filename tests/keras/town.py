@@ -38,7 +38,7 @@ class Placed(ServedSession):
     def __init__(self, name: str, role: str, settings: RunSettings, where: str) -> None:
         told = MemberEnvironment("http://127.0.0.1:9", "", "town", name, "1", "127.0.0.1", {}, settings, where, role)
         CoordinatorClient.__init__(self, told, Credentials("token"))
-        self._link = Silent()
+        self._uplink = Silent()
         self.is_server = role == "server"
         self.placement = None
         self.on_placement = self.on_trainer_lost = lambda *_told: None

@@ -22,12 +22,12 @@ def main(pack: str) -> None:
         raise IncompleteEnvironment("shoal.experiment was started outside a run", do="start it with shoal.run")
     # For code that reads it. It lists no other members: they change, and they connect through Shoal.
     os.environ.setdefault("TF_CONFIG", standalone_tf_config(member.role, member.member))
-    where = Path(manifest.THERE if member.apart else pack)
+    where = Path(manifest.THERE if member.upload_dir else pack)
     contents = manifest.read(where, credentials.read(member.token_file).token)
     files.check(contents.files, Path.cwd())
-    if member.apart:
+    if member.upload_dir:
         files.check(contents.modules, where / manifest.MODULES)
-    experiment = _call_experiment_fn(contents, where, apart=bool(member.apart))
+    experiment = _call_experiment_fn(contents, where, apart=bool(member.upload_dir))
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
     import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not member.values.evaluator)

@@ -13,8 +13,8 @@ from typing import TypeVar
 from shoal.core.world import Address, Seat, World
 from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.ring import Ring
+from shoal.worker.session.member_worlds import StateProvider
 from shoal.worker.session.standalone import StandaloneSession
-from shoal.worker.session.worlds import StateProvider
 
 T = TypeVar("T")
 

@@ -62,7 +62,7 @@ class BaseRun(ABC):
         if self._session.claim(name):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             write()
-            output_upload.bring_back(self._session.environment, path)
+            output_upload.upload_output(self._session.environment, path)
             self._session.complete_claim(name)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def checkpoint_directory(member: environment.MemberEnvironment) -> str:
     configured = member.values.checkpoint_to
     if configured and configured != SCHEME:
         return f"{configured.rstrip('/')}/{member.run}"
-    parent = f"{SCHEME}{member.run}" if configured == SCHEME else member.store or member.run_dir
+    parent = f"{SCHEME}{member.run}" if configured == SCHEME else member.checkpoint_store or member.run_dir
     return os.path.join(parent, "checkpoints")
 
 

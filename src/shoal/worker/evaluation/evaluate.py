@@ -136,7 +136,7 @@ def _evaluate_newest(
     if better and request.export:
         session.set_phase("exporting")
         export_model(request.export, write)
-        output_upload.bring_back(session.environment, request.export)
+        output_upload.upload_output(session.environment, request.export)
     exported = request.export if better else ""
     session.client.report(messages.EvaluatedMsg(step, finite, request.best, request.patience, exported))
     return step, value if better else best

@@ -57,11 +57,16 @@ class EvaluatorClient(CoordinatorClient):
 
     def __init__(self, environment: MemberEnvironment) -> None:
         super().__init__(environment, credentials.read(environment.token_file))
+        self._handlers |= {
+            messages.EvaluationStatusMsg: self._on_evaluation_status,
+            messages.CheckpointWrittenMsg: self._on_checkpoint_written,
+            messages.EvictedMsg: self._on_evicted,
+        }
         self.address = Address(environment.host, 0)
         self.announced: tuple[int, float] | None = None
         self._evaluation_status: messages.EvaluationStatusMsg | None = None
         self._unconfirmed: messages.EvaluatedMsg | None = None
-        self._link.open()
+        self._uplink.open()
 
     @property
     def training_finished(self) -> bool:
@@ -82,7 +87,7 @@ class EvaluatorClient(CoordinatorClient):
         """Send an evaluation; it is repeated on every reconnect until the coordinator confirms it."""
         with self._changed:
             self._unconfirmed = result
-            self._say(result)
+            self._send(result)
 
     def wait_until_confirmed(self) -> None:
         """Block until the coordinator has confirmed the last report, or this process has to leave."""
@@ -103,7 +108,7 @@ class EvaluatorClient(CoordinatorClient):
         if self._error is not None:
             raise self._error
         if self._leaving is not None:
-            self._say(messages.LeftMsg(self.step))
+            self._send(messages.LeftMsg(self.step))
             raise self.exit(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
     def exit(self, exit_code: int, reason: str) -> MemberExit:
@@ -112,20 +117,20 @@ class EvaluatorClient(CoordinatorClient):
         return MemberExit(exit_code, reason)
 
     def close(self) -> None:
-        self._link.close()
+        self._uplink.close()
 
     def _hello(self) -> list[Message]:
         return super()._hello() + ([self._unconfirmed] if self._unconfirmed is not None else [])
 
     # --- messages, in the uplink's thread
 
-    def _on_evaluationstatus(self, message: messages.EvaluationStatusMsg) -> None:
+    def _on_evaluation_status(self, message: messages.EvaluationStatusMsg) -> None:
         self._evaluation_status = message
         if self._unconfirmed is not None and message.step == self._unconfirmed.step:
             self._unconfirmed = None
 
-    def _on_checkpointwritten(self, message: messages.CheckpointWrittenMsg) -> None:
+    def _on_checkpoint_written(self, message: messages.CheckpointWrittenMsg) -> None:
         self.announced = (message.step, time.monotonic())
 
     def _on_evicted(self, _message: messages.EvictedMsg) -> None:
-        self._say_hello_again()
+        self._send_hello()

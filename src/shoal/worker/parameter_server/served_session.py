@@ -50,6 +50,12 @@ class ServedSession(CoordinatorClient):
     def __init__(self, environment: MemberEnvironment) -> None:
         access = credentials.read(environment.token_file)
         super().__init__(environment, access)
+        self._handlers |= {
+            messages.PlacementMsg: self._on_placement,
+            messages.TrainerLostMsg: self._on_trainer_lost,
+            messages.RestoreMsg: self._on_restore,
+            messages.EvictedMsg: self._on_evicted,
+        }
         self.is_server = environment.role == SERVER
         self.placement: Placement | None = None
         self.on_placement: Callable[[Placement | None], None] = lambda _placement: None
@@ -64,10 +70,10 @@ class ServedSession(CoordinatorClient):
             environment.incarnation,
             environment.host,
             port_range(self.settings.ports),
-            others=environment.others,
+            others=environment.other_hosts,
         )
         self.address = self.peers.address
-        self._link.open()
+        self._uplink.open()
 
     @property
     def is_writer(self) -> bool:
@@ -78,31 +84,31 @@ class ServedSession(CoordinatorClient):
         """Ask to be admitted, with the fingerprint of the model that the script has built."""
         with self._changed:
             self._fingerprint, self._ready = fingerprint, True
-            self._say(messages.ReadyMsg(fingerprint, self.step if self.is_server else None))
+            self._send(messages.ReadyMsg(fingerprint, self.step if self.is_server else None))
         self.set_phase("waiting")
 
     def send(self, message: Message) -> None:
-        self._say(message)
+        self._send(message)
 
     def report_done(self, step: int) -> None:
         """Report that every ticket is finished."""
         with self._changed:
             self.step, self._done = step, True
-            self._say(messages.DoneMsg(step))
+            self._send(messages.DoneMsg(step))
         self.set_phase("done")
 
     def leave_loop(self) -> None:
         """Report that the script left its loop early; the others continue without this member."""
         with self._changed:
-            self._done = self._quit = True
-            self._say(messages.DoneMsg(self.step or 0, early=True))
+            self._done = self._left_loop = True
+            self._send(messages.DoneMsg(self.step or 0, early=True))
         self.set_phase("done")
 
     def report_restored(self, step: int | None) -> None:
         """Report the step of the checkpoint that the coordinator asked to load; None if there is none."""
         with self._changed:
             self._restore_requested = False
-            self._say(messages.ReadyMsg(self._fingerprint, step, restored=True))
+            self._send(messages.ReadyMsg(self._fingerprint, step, restored=True))
 
     # --- waiting, in the main thread
 
@@ -156,10 +162,10 @@ class ServedSession(CoordinatorClient):
         if self._finished:
             raise self.exit(0, "the run has finished")
         if self._stop is not None:
-            self._say(messages.LeftMsg(self.step))
+            self._send(messages.LeftMsg(self.step))
             raise self.exit(self._stop.exit_code, f"stopped: {self._stop.reason}")
         if self._leaving is not None:
-            self._say(messages.LeftMsg(self.step))
+            self._send(messages.LeftMsg(self.step))
             raise self.exit(exit_codes.RESUMABLE, f"left the run: {self._leaving[1]}")
 
     def exit(self, exit_code: int, reason: str) -> MemberExit:
@@ -190,7 +196,7 @@ class ServedSession(CoordinatorClient):
         self.placement, self.reason = message.placement, message.reason
         self.on_placement(message.placement)
 
-    def _on_trainerlost(self, message: messages.TrainerLostMsg) -> None:
+    def _on_trainer_lost(self, message: messages.TrainerLostMsg) -> None:
         self.on_trainer_lost(message.member, message.incarnation)
 
     def _on_restore(self, _message: messages.RestoreMsg) -> None:
@@ -200,7 +206,7 @@ class ServedSession(CoordinatorClient):
         self._claims.pop(WRITER_CLAIM, None)
         self.placement = None
         self.on_placement(None)
-        self._say_hello_again()
+        self._send_hello()
 
     # --- peers
 
@@ -222,5 +228,5 @@ class ServedSession(CoordinatorClient):
             disown(sock)
 
     def close(self) -> None:
-        self._link.close()
+        self._uplink.close()
         self.peers.close()

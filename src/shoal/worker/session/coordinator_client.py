@@ -1,7 +1,7 @@
-"""What a member says to its coordinator and hears from it, apart from worlds: hello, beats, claims, notices, the end.
+"""A member's messages to and from the coordinator, except those about worlds: hello, heartbeats, claims, notices.
 
-Everything is said under one lock, so that nothing is said between a hello and the state that it described. What was
-said while the line was down is said again with the next hello.
+Every message is sent under one lock, so that none slips between a hello and the state that it described. What was sent
+while the connection was down is sent again after the next hello.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from shoal.wire.protocol import PROTOCOL, Message, RejectedMsg
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.uplink import MemberUplink
 
-TELL_AFTER_S = (5.0, 30.0)
+# When to print first, and then how often, what a blocked member waits for.
+REPORT_WAIT_AFTER_S = (5.0, 30.0)
+
+REQUESTED, GRANTED, COMPLETED, DONE_ELSEWHERE = "requested", "granted", "completed", "done elsewhere"
 
 
 class CoordinatorClient:
-    """One member's exchange of messages with the coordinator; a session adds the worlds."""
+    """One member's exchange of messages with the coordinator; subclasses add handlers to `_handlers`."""
 
     address: Address
 
@@ -43,91 +46,100 @@ class CoordinatorClient:
         self._speed = 0.0
         self._ready = False
         self._broken = False
-        self._applying = self._expelled = False
-        self._done = self._quit = False
+        self._applying = self._evicted_while_applying = False
+        self._done = self._left_loop = False
         self._finished = False
         self._stop: messages.StopMsg | None = None
         self._leaving: tuple[float, str] | None = None
         self._claims: dict[str, str] = {}
-        self._decided: dict[str, messages.AdjustmentMsg] = {}
+        self._adjustments: dict[str, messages.AdjustmentMsg] = {}
         self._error: errors.ShoalError | None = None
         self._phase, self._phase_since = "starting", time.monotonic()
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {
+            messages.WelcomeMsg: self._on_welcome,
+            RejectedMsg: self._on_rejected,
+            messages.StopMsg: self._on_stop,
+            messages.RunFinishedMsg: self._on_run_finished,
+            messages.LeavingMsg: self._on_leaving,
+            messages.ClaimGrantedMsg: self._on_claim_granted,
+            messages.ClaimAlreadyDoneMsg: self._on_claim_already_done,
+        }
         heartbeat_s, lease_s = self.settings.heartbeat_s, self.settings.lease_s
-        self._link = MemberUplink(environment.url, access, self._greet, self._heard, self._beat, heartbeat_s, lease_s)
+        self._uplink = MemberUplink(
+            environment.url, access, self._on_connect, self._on_message, self._heartbeat, heartbeat_s, lease_s
+        )
 
     def set_phase(self, name: str, since: float | None = None) -> None:
-        """Say what the main thread is doing from now on, or since then."""
+        """Set what the main thread is doing, from now on or since a monotonic time; heartbeats report it."""
         self._phase, self._phase_since = name, time.monotonic() if since is None else since
 
     def leave(self, within_s: float, cause: str) -> None:
-        """We were told to go away: hand over and go, at the next step boundary that all agree on.
+        """Note that this member must leave within so many seconds; it does at the next step boundary all agree on.
 
-        Of several notices the one that leaves the least time counts.
+        Of several notices the one with the earliest deadline counts.
         """
-        by = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         with self._changed:
-            if self._leaving is None or by < self._leaving[0]:
-                self._leaving = (by, cause)
-                self._say(messages.LeavingMsg(within_s, cause))
+            if self._leaving is None or deadline < self._leaving[0]:
+                self._leaving = (deadline, cause)
+                self._send(messages.LeavingMsg(within_s, cause))
                 self._changed.notify_all()
 
     def claim(self, name: str) -> bool:
-        """Wait until it is our turn to do something once (True), or until somebody has done it (False)."""
+        """Block until this member may do something once (True), or until another member has done it (False)."""
         with self._changed:
-            if name not in self._claims:
-                self._claims[name] = "asked"
-                self._say(messages.ClaimMsg(name))
-            self._wait_until(lambda: self._claims[name] != "asked", f"the member that does {name!r}")
-            return self._claims[name] == "granted"
+            self._request_claim(name)
+            self._wait_until(lambda: self._claims[name] != REQUESTED, f"the member that does {name!r}")
+            return self._claims[name] == GRANTED
 
     def try_claim(self, name: str) -> bool:
-        """Whether it is our turn to do something that is never done; asks for it, and does not wait."""
+        """Request a claim that is never completed; return at once whether this member holds it now."""
         with self._changed:
-            if name not in self._claims:
-                self._claims[name] = "asked"
-                self._say(messages.ClaimMsg(name))
-            return self._claims[name] == "granted"
+            self._request_claim(name)
+            return self._claims[name] == GRANTED
 
     def complete_claim(self, name: str) -> None:
+        """Report that what was claimed is done, so that no other member does it."""
         with self._changed:
-            self._claims[name] = "fulfilled"
-            self._say(messages.ClaimDoneMsg(name))
+            self._claims[name] = COMPLETED
+            self._send(messages.ClaimDoneMsg(name))
 
     def report_checkpoint(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
-        self._say(messages.CheckpointWrittenMsg(step, path, size_bytes, seconds))
+        self._send(messages.CheckpointWrittenMsg(step, path, size_bytes, seconds))
 
     def report_adjustment(
         self, step: int, what: str, values: dict[str, int], reason: str, *, send: bool = True
     ) -> None:
-        """Remember what the members have changed by themselves, and tell it, unless somebody else does."""
+        """Record what all members changed alike; `send` it unless another member does."""
         with self._changed:
-            self._decided[what] = messages.AdjustmentMsg(step, what, values, reason)
+            self._adjustments[what] = messages.AdjustmentMsg(step, what, values, reason)
             if send:
-                self._say(self._decided[what])
+                self._send(self._adjustments[what])
 
     def report_exception(self, error: BaseException, text: str) -> None:
-        """The user's code raised: say so before its effects are felt."""
+        """Report an exception of the user's code, before the process ends and peers see only a lost connection."""
         code = error.code if isinstance(error, errors.ShoalError) else ""
-        self._say(messages.ExceptionRaisedMsg(type(error).__name__, str(error)[:2000], text[-20_000:], code))
+        self._send(messages.ExceptionRaisedMsg(type(error).__name__, str(error)[:2000], text[-20_000:], code))
 
-    # --- saying
+    # --- sending
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         with self._changed:
-            self._link.send(message)
+            self._uplink.send(message)
 
-    def _greet(self, say: Callable[[Message], None], attach: Callable[[], None]) -> None:
+    def _on_connect(self, send: Callable[[Message], None], attach: Callable[[], None]) -> None:
         with self._changed:
             for message in self._hello():
-                say(message)
+                send(message)
             attach()
 
-    def _say_hello_again(self) -> None:
+    def _send_hello(self) -> None:
         with self._changed:
             for message in self._hello():
-                self._say(message)
+                self._send(message)
 
     def _hello(self) -> list[Message]:
+        """Return the hello and what must be sent again after it."""
         world = self.world.number if self.world is not None else None
         hello = messages.MemberHelloMsg(
             protocol=PROTOCOL,
@@ -142,22 +154,22 @@ class CoordinatorClient:
             broken=self._broken and not self._applying,
             done=self._done,
             role=self.environment.role,
-            early=self._quit,
+            early=self._left_loop,
         )
-        said: list[Message] = [hello]
+        outgoing: list[Message] = [hello]
         if self._ready and world is None:
-            said.append(self._readiness())
+            outgoing.append(self._readiness())
         if self._leaving is not None:
-            said.append(messages.LeavingMsg(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
-        said += [messages.ClaimMsg(name) for name, state in self._claims.items() if state == "asked"]
-        said += [messages.ClaimDoneMsg(name) for name, state in self._claims.items() if state == "fulfilled"]
-        said += self._decided.values()
-        return said
+            outgoing.append(messages.LeavingMsg(max(0.0, self._leaving[0] - time.monotonic()), self._leaving[1]))
+        outgoing += [messages.ClaimMsg(name) for name, state in self._claims.items() if state == REQUESTED]
+        outgoing += [messages.ClaimDoneMsg(name) for name, state in self._claims.items() if state == COMPLETED]
+        outgoing += self._adjustments.values()
+        return outgoing
 
     def _readiness(self, *, restored: bool = False) -> messages.ReadyMsg:
         return messages.ReadyMsg(self._fingerprint, self.step, restored, self._speed)
 
-    def _beat(self) -> messages.HeartbeatMsg:
+    def _heartbeat(self) -> messages.HeartbeatMsg:
         world = self.world
         return messages.HeartbeatMsg(
             world=world.number if world is not None else None,
@@ -167,16 +179,20 @@ class CoordinatorClient:
             **self.status(),
         )
 
-    # --- hearing, in the link's thread
+    def _request_claim(self, name: str) -> None:
+        if name not in self._claims:
+            self._claims[name] = REQUESTED
+            self._send(messages.ClaimMsg(name))
 
-    def _heard(self, message: Any) -> None:
+    # --- handling messages, in the uplink's thread
+
+    def _on_message(self, message: Any) -> None:
         with self._changed:
-            handler = getattr(self, f"_on_{type(message).__name__.removesuffix('Msg').lower()}")
-            handler(message)
+            self._handlers[type(message)](message)
             self._changed.notify_all()
 
     def _on_welcome(self, message: messages.WelcomeMsg) -> None:
-        self._link.heartbeat_s = message.heartbeat_s
+        self._uplink.heartbeat_s = message.heartbeat_s
 
     def _on_rejected(self, message: RejectedMsg) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)
@@ -184,31 +200,32 @@ class CoordinatorClient:
     def _on_stop(self, message: messages.StopMsg) -> None:
         self._stop = message
 
-    def _on_runfinished(self, _message: messages.RunFinishedMsg) -> None:
+    def _on_run_finished(self, _message: messages.RunFinishedMsg) -> None:
         self._finished = True
 
     def _on_leaving(self, message: messages.LeavingMsg) -> None:
         self.leave(message.within_s, message.cause)
 
-    def _on_claimgranted(self, message: messages.ClaimGrantedMsg) -> None:
-        if self._claims.get(message.name) == "asked":
-            self._claims[message.name] = "granted"
+    def _on_claim_granted(self, message: messages.ClaimGrantedMsg) -> None:
+        if self._claims.get(message.name) == REQUESTED:
+            self._claims[message.name] = GRANTED
 
-    def _on_claimalreadydone(self, message: messages.ClaimAlreadyDoneMsg) -> None:
-        self._claims[message.name] = "elsewhere"
+    def _on_claim_already_done(self, message: messages.ClaimAlreadyDoneMsg) -> None:
+        self._claims[message.name] = DONE_ELSEWHERE
 
     # --- waiting
 
-    def _wait_until(self, ready: Callable[[], bool], whom: str) -> None:
-        """Wait on the lock that the caller holds; say whom we wait for when it takes long."""
+    def _wait_until(self, ready: Callable[[], bool], awaited: str) -> None:
+        """Block on the lock that the caller holds; print what is awaited when it takes long. Raise a rejection."""
         since = time.monotonic()
-        tell_at = since + TELL_AFTER_S[0]
+        report_at = since + REPORT_WAIT_AFTER_S[0]
         while not ready() and self._error is None:
             self._changed.wait(0.2)
             now = time.monotonic()
-            if now >= tell_at:
-                tell_at = now + TELL_AFTER_S[1]
-                where = f"; not reached for {self._link.down_for_s:.0f} s" if self._link.down_for_s else ""
-                sys.stderr.write(f"shoal: {self.me}: waiting for {whom} since {now - since:.0f} s{where}\n")
+            if now >= report_at:
+                report_at = now + REPORT_WAIT_AFTER_S[1]
+                down_s = self._uplink.down_for_s
+                where = f"; no connection for {down_s:.0f} s" if down_s else ""
+                sys.stderr.write(f"shoal: {self.me}: waiting for {awaited} since {now - since:.0f} s{where}\n")
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""What the agent told this member through its environment; environment variables are read only here."""
+"""Configuration of a member, passed by its agent in environment variables; they are read only here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.store.blob_store import CoordinatorAccess
 
 @dataclass(frozen=True, slots=True)
 class MemberEnvironment:
-    """Who this member is, and where its coordinator is; `values` are the settings, checked and complete.
+    """Identity of this member and the address of its coordinator; `values` are the settings, checked and complete.
 
-    `host` and `others` are the addresses at which its peers may reach it; `grace_s` is how long it may take to hand
-    over once it is told to go, 0 if nobody has said so. `store` is where checkpoints go if this machine does not see
-    the run's directory; `apart` is what stands here for the directory of who started the run, if this machine does not
-    see that: what is saved there goes back.
+    `host` and `other_hosts` are the addresses at which its peers may reach it. `grace_s` is how long it may take to
+    leave after a notice, 0 if unknown. `checkpoint_store` is where checkpoints go if this machine does not see the
+    run's directory. `upload_dir` is the local copy of the user's directory if this machine does not see that one:
+    files saved below it are uploaded.
     """
 
     url: str
@@ -34,9 +34,9 @@ class MemberEnvironment:
     role: str = "trainer"
     speed: float = 0.0
     grace_s: float = 0.0
-    others: tuple[str, ...] = ()
-    store: str = ""
-    apart: str = ""
+    other_hosts: tuple[str, ...] = ()
+    checkpoint_store: str = ""
+    upload_dir: str = ""
 
     @property
     def access(self) -> CoordinatorAccess:
@@ -44,28 +44,28 @@ class MemberEnvironment:
 
 
 def read(environ: Mapping[str, str]) -> MemberEnvironment | None:
-    """This member's environment, or None if it was not started by an agent: then it is a run of one."""
+    """Return this member's environment, or None if no agent started it: then it trains alone."""
     url = environ.get("SHOAL_URL")
     if not url:
         return None
     settings = _decode(environ.get("SHOAL_SETTINGS") or "{}")
-    host, *others = _need(environ, "SHOAL_HOST").split(",")
+    host, *other_hosts = _require(environ, "SHOAL_HOST").split(",")
     return MemberEnvironment(
         url=url,
-        token_file=_need(environ, "SHOAL_TOKEN_FILE"),
-        run=_need(environ, "SHOAL_RUN"),
-        member=_need(environ, "SHOAL_MEMBER"),
-        incarnation=_need(environ, "SHOAL_INCARNATION"),
+        token_file=_require(environ, "SHOAL_TOKEN_FILE"),
+        run=_require(environ, "SHOAL_RUN"),
+        member=_require(environ, "SHOAL_MEMBER"),
+        incarnation=_require(environ, "SHOAL_INCARNATION"),
         host=host,
         settings=settings,
         values=parse_settings(settings),
-        run_dir=_need(environ, "SHOAL_RUN_DIR"),
+        run_dir=_require(environ, "SHOAL_RUN_DIR"),
         role=environ.get("SHOAL_ROLE") or "trainer",
-        speed=_number(environ.get("SHOAL_SPEED", "")),
-        grace_s=_number(environ.get("SHOAL_GRACE_S", "")),
-        others=tuple(others),
-        store=environ.get("SHOAL_STORE", ""),
-        apart=environ.get("SHOAL_APART", ""),
+        speed=_positive(environ.get("SHOAL_SPEED", "")),
+        grace_s=_positive(environ.get("SHOAL_GRACE_S", "")),
+        other_hosts=tuple(other_hosts),
+        checkpoint_store=environ.get("SHOAL_STORE", ""),
+        upload_dir=environ.get("SHOAL_APART", ""),
     )
 
 
@@ -76,8 +76,8 @@ def _decode(text: str) -> dict[str, Value]:
         raise BadSettings("SHOAL_SETTINGS is not a JSON object of plain values", why=str(error)) from error
 
 
-def _number(text: str) -> float:
-    """A guess that cannot be read is no guess."""
+def _positive(text: str) -> float:
+    """Return a positive number, or 0 if the text is not one: these variables are only estimates."""
     try:
         value = float(text)
     except ValueError:
@@ -85,12 +85,12 @@ def _number(text: str) -> float:
     return value if 0.0 < value < float("inf") else 0.0
 
 
-def _need(environ: Mapping[str, str], name: str) -> str:
+def _require(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         raise IncompleteEnvironment(
             f"{name} is not set",
-            why="SHOAL_URL is, so this process should have been started by an agent",
+            why="SHOAL_URL is set, so an agent should have started this process with all variables",
             do="start it with shoal run, or unset SHOAL_URL to train alone",
         )
     return value

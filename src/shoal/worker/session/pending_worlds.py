@@ -1,4 +1,9 @@
-"""Worlds that are being connected, each in a thread of its own, until they can be entered or are given up."""
+"""Worlds that are being connected, each in a thread of its own, until they can be entered or are given up.
+
+There are two kinds. An *immediate* world is entered as soon as it is connected: the first one, or the one after a
+break. A *planned* world follows the current one at a step boundary that all members agree on. At most one of each kind
+is being connected at a time; a new immediate world cancels both.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,14 @@ from shoal.worker.collectives.exchange import Exchange, OnBreak
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 Connect = Callable[[World, float, threading.Event, OnBreak], Exchange]
-"""Builds the exchange of a world within so many seconds, unless it is cancelled."""
+"""Connects the exchange of a world within so many seconds, unless it is cancelled; raises ExchangeBroken."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWorld:
-    """A world that can be entered. `after` is the world that it follows at a step boundary, None to enter at once.
+    """A world that can be entered. `after` is the world that it follows at a step boundary, None for an immediate one.
 
-    Without an exchange it is a world that goes on without us.
+    Without an exchange it is a world that has no seat for this member.
     """
 
     world: World
@@ -35,75 +40,78 @@ class PendingWorld:
         return self.after is not None
 
 
-def drop(entrance: PendingWorld | None) -> None:
-    """Give an entrance up, so that the others who connected it see that we will not come."""
-    if entrance is not None and entrance.exchange is not None:
-        entrance.exchange.abort("this world will not be")
+def abandon(pending: PendingWorld | None) -> None:
+    """Abort the exchange of a pending world, so that its other members notice that we will not enter it."""
+    if pending is not None and pending.exchange is not None:
+        pending.exchange.abort("this world was given up before it was entered")
 
 
 class PendingWorlds:
-    """Connects at most one world to enter at once and one to follow it; `build` makes their exchanges.
+    """Connects at most one immediate and one planned world; `build` connects their exchanges.
 
-    `opened(entrance)` says whether it is still wanted; `failed(world, after, broken)` is told of those that could not
-    be connected and were not given up; `broke(number, suspects, cause)` of neighbours that are lost later.
+    The callbacks run in the connecting threads. `on_connected(pending, cancelled)` returns whether the world is still
+    wanted; `on_failed(world, after, broken)` reports one that could not be connected and was not cancelled;
+    `on_broken(number, suspects, cause)` reports a neighbour that is lost later.
     """
 
     def __init__(
         self,
         build: Connect,
         connect_timeout_s: float,
-        opened: Callable[[PendingWorld, threading.Event], bool],
-        failed: Callable[[World, int | None, ExchangeBroken], None],
-        broke: Callable[[int, tuple[str, ...], str], None],
+        on_connected: Callable[[PendingWorld, threading.Event], bool],
+        on_failed: Callable[[World, int | None, ExchangeBroken], None],
+        on_broken: Callable[[int, tuple[str, ...], str], None],
     ) -> None:
-        self.build, self._connect_s = build, connect_timeout_s
-        self._opened, self._failed, self._broke = opened, failed, broke
-        self._under_way: dict[bool, tuple[int, threading.Event]] = {}
+        self.build, self._connect_timeout_s = build, connect_timeout_s
+        self._on_connected, self._on_failed, self._on_broken = on_connected, on_failed, on_broken
+        # By kind, planned or not: the number of the world, and the event that cancels its thread.
+        self._connecting: dict[bool, tuple[int, threading.Event]] = {}
 
     def connect(self, world: World, after: int | None) -> None:
-        """Begin to connect a world; an earlier one of its kind is given up, and with a world to enter now, both are."""
-        self.give_up(planned=True)
+        """Start connecting a world; cancel an earlier one of its kind, and both kinds if this one is immediate."""
+        self.cancel(planned=True)
         if after is None:
-            self.give_up(planned=False)
+            self.cancel(planned=False)
         cancelled = threading.Event()
-        self._under_way[after is not None] = (world.number, cancelled)
+        self._connecting[after is not None] = (world.number, cancelled)
         work = partial(self._connect, world, after, cancelled)
         threading.Thread(target=work, name=f"shoal-world-{world.number}", daemon=True).start()
 
-    def connects(self, number: int) -> bool:
-        """Whether a world of this number is being connected."""
-        return any(found == number for found, _ in self._under_way.values())
+    def is_connecting(self, number: int) -> bool:
+        """Return whether the world of this number is being connected."""
+        return any(connecting == number for connecting, _ in self._connecting.values())
 
     @property
-    def at_once(self) -> int | None:
-        """The number of the world that is being connected to be entered at once."""
-        return self._under_way[False][0] if False in self._under_way else None
+    def immediate(self) -> int | None:
+        """The number of the immediate world that is being connected, None if there is none."""
+        return self._connecting[False][0] if False in self._connecting else None
 
-    def give_up(self, planned: bool) -> None:
-        number_and_event = self._under_way.pop(planned, None)
+    def cancel(self, planned: bool) -> None:
+        """Stop connecting the world of one kind, if any."""
+        number_and_event = self._connecting.pop(planned, None)
         if number_and_event is not None:
             number_and_event[1].set()
 
-    def give_up_to(self, number: int) -> None:
-        """Give up every world up to this number."""
-        for planned, (found, _) in list(self._under_way.items()):
-            if found <= number:
-                self.give_up(planned)
+    def cancel_up_to(self, number: int) -> None:
+        """Stop connecting every world up to this number."""
+        for planned, (connecting, _) in list(self._connecting.items()):
+            if connecting <= number:
+                self.cancel(planned)
 
     def _connect(self, world: World, after: int | None, cancelled: threading.Event) -> None:
         try:
-            exchange = self.build(world, self._connect_s, cancelled, partial(self._broke, world.number))
+            exchange = self.build(world, self._connect_timeout_s, cancelled, partial(self._on_broken, world.number))
         except ExchangeBroken as broken:
-            self._is_over(cancelled)
+            self._forget(cancelled)
             if not cancelled.is_set():
-                self._failed(world, after, broken)
+                self._on_failed(world, after, broken)
             return
-        entrance = PendingWorld(world, exchange, after)
-        if not self._opened(entrance, cancelled):
-            drop(entrance)
-        self._is_over(cancelled)
+        pending = PendingWorld(world, exchange, after)
+        if not self._on_connected(pending, cancelled):
+            abandon(pending)
+        self._forget(cancelled)
 
-    def _is_over(self, cancelled: threading.Event) -> None:
-        for planned, (_, event) in list(self._under_way.items()):
+    def _forget(self, cancelled: threading.Event) -> None:
+        for planned, (_, event) in list(self._connecting.items()):
             if event is cancelled:
-                self._under_way.pop(planned, None)
+                self._connecting.pop(planned, None)

@@ -1,7 +1,7 @@
-"""One member's part in a run: it enters worlds, crosses into the next, and goes when it is told to.
+"""A member's part in a run, as its main thread sees it: enter worlds, cross into the next one, leave when told.
 
-The main thread trains and calls `turn` between steps. The link's thread hears the coordinator, and every world is
-connected in a thread of its own, so that training never waits for a connection that somebody else may not make.
+The training loop calls `next_step` between steps; everything else happens inside it. The package docstring has the
+theory: states, invariants, threads and the lock.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import time
 from dataclasses import replace
 
 from shoal import exit_codes
-from shoal.core import step_report as pulses
+from shoal.core import step_report
+from shoal.core.step_report import StepReport
 from shoal.core.world import World
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.collectives.ring import Ring
-from shoal.worker.session.pending_worlds import Connect, PendingWorld, drop
-from shoal.worker.session.worlds import MemberWorlds, StateProvider
+from shoal.worker.session.member_worlds import MemberWorlds, StateProvider
+from shoal.worker.session.pending_worlds import Connect, PendingWorld, abandon
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.snapshot import Snapshot
 
+# How long a member that leaves waits for the others to cross into the next world.
 FAREWELL_S = 5.0
+# How long the only holder of the state waits outside a world for a member to give it to.
 HAND_OVER_S = 2.0
 FOREVER_S = 7 * 24 * 3600.0
 
@@ -37,28 +40,30 @@ class MemberExit(SystemExit):
 
 
 class Session(MemberWorlds):
-    """A member of a run that has a coordinator, as its main thread sees it."""
+    """A member of a run that has a coordinator; all methods are for the main thread."""
 
-    # --- what the training loop calls
+    # --- called by the training loop
 
     def use_exchange(self, build: Connect) -> None:
-        """Let gradients travel over something else than our own ring."""
-        self._entrances.build = build
+        """Connect worlds with `build` instead of the built-in ring."""
+        self._pending_worlds.build = build
 
-    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:
-        """The model is built: ask to be admitted. The agent has an idea of the speed of CPUs only."""
+    def begin(self, fingerprint: str, training_state: StateProvider, on_cpu: bool = True) -> None:
+        """Report that the model is built and ask to be admitted; the agent's speed estimate holds for CPUs only."""
         with self._changed:
-            self._fingerprint, self._keeper, self._ready = fingerprint, keeper, True
+            self._fingerprint, self._state, self._ready = fingerprint, training_state, True
             self._speed = self.environment.speed if on_cpu else 0.0
-            self._say(self._readiness())
+            self._send(self._readiness())
         self.set_phase("waiting")
 
     @property
     def broken(self) -> bool:
+        """Whether the current world is broken."""
         return self._broken
 
     @property
     def size(self) -> int:
+        """The number of members in the current world."""
         return self.world.size if self.world is not None else 1
 
     @property
@@ -66,46 +71,47 @@ class Session(MemberWorlds):
         """Whether this member writes the checkpoints of its world."""
         return self.rank == 0
 
+    @property
+    def flags(self) -> int:
+        """The flags of this member's next step report."""
+        return step_report.STOP if self._stop is not None else 0
+
     def next_step(self) -> int:
-        """Make sure that we are in a world with the state of a step, whatever it takes; the step to train next."""
+        """Block until this member is in a world and holds its state; return the next step."""
         while True:
             self._raise_if_over()
             if self.world is not None and not self._broken:
-                if self._agreed is not None:
-                    self._cross(self._agreed)
+                if self._agreed_world is not None:
+                    self._cross(self._agreed_world)
                     continue
                 if self._stop_agreed:
-                    self._obey_stop()
+                    self._stop_at_boundary()
                 if self.step is not None:
                     return self.step
             self._recover()
 
     def prepared_world(self) -> int:
-        """The number of the proposed world that could be entered after this step, 0 for none.
+        """Return the number of the planned world that could be entered after this step, 0 for none.
 
-        Once announced it is kept until the pulses of the step have told whether all go there.
+        Once returned, it is kept until the reports of the step have shown whether all members go there.
         """
         with self._changed:
             self._announced = self._prepared
-            return self._announced.world.number if self._announced is not None else 0
+            return self._announced.number if self._announced is not None else 0
 
-    @property
-    def flags(self) -> int:
-        return pulses.STOP if self._stop is not None else 0
-
-    def on_step_reports(self, everybody: tuple[pulses.StepReport, ...]) -> None:
-        """Note what the pulses of a step say about its end; it holds once the step is committed."""
-        last = self._keeper is not None and self._keeper.is_last_step(everybody)
+    def on_step_reports(self, reports: tuple[StepReport, ...]) -> None:
+        """Note what the reports of a step agree on: a change of world, or a stop; it takes effect after the commit."""
+        last = self._state is not None and self._state.is_last_step(reports)
         with self._changed:
-            self._agreed = None if last else pulses.agreed_world(everybody)
-            self._stop_agreed = any(p.flags & pulses.STOP for p in everybody)
-            if self._agreed is None and self._announced is not self._prepared:
-                drop(self._announced)
+            self._agreed_world = None if last else step_report.agreed_world(reports)
+            self._stop_agreed = any(report.flags & step_report.STOP for report in reports)
+            if self._agreed_world is None and self._announced is not self._prepared:
+                abandon(self._announced)
                 self._announced = None
 
     def begin_commit(self) -> bool:
-        """Whether the gradient of this step may be applied; if so, nothing is said about the step before `commit`."""
-        self._wait_for_a_fresh_lease()
+        """Return whether the gradient of this step may be applied; if so, nothing is reported until `commit`."""
+        self._wait_for_lease()
         with self._changed:
             if self._broken or self.world is None:
                 return False
@@ -114,31 +120,31 @@ class Session(MemberWorlds):
         return True
 
     def before_change(self) -> None:
-        """The state is about to change: what others have yet to read of it is copied."""
+        """Copy what joiners have yet to read of the state, because it is about to change."""
         if self._offered is not None:
             self._offered.freeze()
             self._offered = None
 
     def commit(self) -> None:
-        """The gradient was applied: the step counts."""
+        """Count the step: its gradient was applied."""
         with self._changed:
             assert self.step is not None
             self.step += 1
             self._applying = False
-            if self._expelled:
-                self._come_anew()
+            if self._evicted_while_applying:
+                self._rejoin()
             elif self._broken:
-                self._answer()
-        retired, self._retired = self._retired, None
+                self._report_broken()
+        retired, self._retired_exchange = self._retired_exchange, None
         if retired is not None:
             retired.close()
 
     def fail(self, broken: ExchangeBroken) -> None:
-        """The exchange of this step failed."""
+        """Break the current world, because the exchange of this step failed."""
         self._break_world(broken.suspects, broken.cause)
 
     def finish(self) -> bool:
-        """Whether every member of this world has committed the last step; if not, take another turn."""
+        """Return whether every member of this world has committed the last step; if not, call `next_step` again."""
         exchange = self.exchange
         self._finishing = True
         try:
@@ -150,216 +156,225 @@ class Session(MemberWorlds):
             return False
         with self._changed:
             self._done = True
-            self._say(messages.DoneMsg(self.step or 0))
+            self._send(messages.DoneMsg(self.step or 0))
         self.set_phase("done")
         return True
 
     def leave_loop(self) -> None:
-        """The script left its loop before the last step: the others go on without this member."""
+        """Report that the script left its loop before the last step; the other members continue without this one."""
         with self._changed:
-            self._finishing = self._done = self._quit = True
-            self._say(messages.DoneMsg(self.step or 0, early=True))
+            self._finishing = self._done = self._left_loop = True
+            self._send(messages.DoneMsg(self.step or 0, early=True))
             if self.exchange is not None:
                 self.exchange.abort("its script left the training loop")
         self.set_phase("done")
 
     def close(self) -> None:
+        """Close every exchange and the connections to coordinator and peers."""
         with self._changed:
-            exchanges = [self.exchange, self._retired]
-            exchanges += [e.exchange for e in (self._prepared, self._formed) if e is not None]
+            exchanges = [self.exchange, self._retired_exchange]
+            exchanges += [pending.exchange for pending in (self._prepared, self._to_enter) if pending is not None]
         for exchange in exchanges:
             if exchange is not None:
                 exchange.close()
-        self._link.close()
+        self._uplink.close()
         self.peers.close()
 
-    # --- changing worlds, in the main thread
+    # --- entering a world after a start or a break
 
     def _recover(self) -> None:
-        """Wait for a world and enter it; one that cannot be entered is reported, and the next is waited for."""
+        """Wait for an instruction and carry it out: enter a world, or restore a checkpoint."""
         self.set_phase("waiting")
         with self._changed:
-            self._wait_until(self._something_to_do, "the coordinator to form a world")
-            entrance, self._formed = self._formed, None
-            restore, self._restore_asked = self._restore_asked, False
+            self._wait_until(self._has_instruction, "the coordinator to form a world")
+            pending, self._to_enter = self._to_enter, None
+            restore, self._restore_requested = self._restore_requested, False
         self._raise_if_over()
-        if restore and self._keeper is not None:
-            self.step = self._keeper.restore()
-            self._say(self._readiness(restored=True))
-        elif entrance is not None:
-            self._enter(entrance)
+        if restore and self._state is not None:
+            self.step = self._state.restore()
+            self._send(self._readiness(restored=True))
+        elif pending is not None:
+            self._enter(pending)
 
-    def _something_to_do(self) -> bool:
-        going = self._leaving is not None or self._stop is not None
-        return self._formed is not None or self._restore_asked or self._finished or (going and self._may_go())
+    def _has_instruction(self) -> bool:
+        if self._to_enter is not None or self._restore_requested or self._finished:
+            return True
+        return (self._leaving is not None or self._stop is not None) and self._may_leave()
 
-    def _may_go(self) -> bool:
-        """Whether nobody needs us outside a world: the only holder of the state waits to hand it over."""
-        if self.step is None or self._link.down_for_s:
+    def _may_leave(self) -> bool:
+        """Return whether this member may leave from outside a world; the only holder of the state waits a while."""
+        if self.step is None or self._uplink.down_for_s:
             return True
         waited_s = time.monotonic() - self._phase_since
         return (self._stop is not None and self._leaving is not None) or waited_s > HAND_OVER_S
 
-    def _enter(self, entrance: PendingWorld) -> None:
-        world, rank = entrance.world, entrance.world.rank_of(self.me)
+    def _enter(self, pending: PendingWorld) -> None:
+        """Enter a connected world, and receive its state first if this member lacks it; report it if that fails."""
+        world, rank = pending.world, pending.world.rank_of(self.me)
         assert rank is not None
         cancelled = threading.Event()
         with self._changed:
-            if world.number <= self._over_up_to:
-                drop(entrance)
+            if world.number <= self._ended_up_to:
+                abandon(pending)
                 return
-            self._entering = (entrance, cancelled)
+            self._entering = (pending, cancelled)
         step = 0 if world.fresh else self.step
-        entrance = self._shadowed(entrance, rank)
+        pending = self._with_catch_up(pending, rank)
         try:
             if rank in world.sources:
-                step = self._receive(world, rank, cancelled)
+                step = self._receive_state(world, rank, cancelled)
         except ExchangeBroken as broken:
-            drop(entrance)
+            abandon(pending)
             with self._changed:
                 self._entering = None
-                if world.number <= self._over_up_to:
-                    self._say(messages.WorldBrokenMsg(world.number, self.step))
+                if world.number <= self._ended_up_to:
+                    self._send(messages.WorldBrokenMsg(world.number, self.step))
                 elif not cancelled.is_set():
-                    self._tell_unconnected(world, entrance.after, broken)
+                    self._report_unconnected(world, pending.after, broken)
             return
         with self._changed:
             self._entering = None
             self.step = step
             if cancelled.is_set():
-                drop(entrance)
-                self._say(messages.WorldBrokenMsg(world.number, self.step))
+                abandon(pending)
+                self._send(messages.WorldBrokenMsg(world.number, self.step))
                 return
-            self._take_over(entrance, rank)
-            if entrance.planned:
-                self._say(messages.WorldEnteredMsg(world.number, _known(self.step)))
-        self._offer(world, rank)
+            self._adopt(pending, rank)
+            if pending.planned:
+                self._send(messages.WorldEnteredMsg(world.number, _held_step(self.step)))
+        self._offer_state(world, rank)
 
-    def _shadowed(self, entrance: PendingWorld, rank: int) -> PendingWorld:
-        """Let a shadow take part while our state is on its way, if we are not expected to compute yet."""
-        real, keeper = entrance.exchange, self._keeper
-        zero_buffers = (
-            keeper.zero_buffers()
-            if keeper is not None and self._may_shadow and rank in entrance.world.catching_up
-            else None
-        )
-        if keeper is None or zero_buffers is None or not isinstance(real, Ring):
-            return entrance
-        return replace(entrance, exchange=CatchUpExchange(real, zero_buffers, keeper.is_last_step))
+    def _with_catch_up(self, pending: PendingWorld, rank: int) -> PendingWorld:
+        """Let a `CatchUpExchange` take part while the state is on its way, if this rank has no share yet."""
+        ring, state = pending.exchange, self._state
+        if state is None or not self._may_catch_up or rank not in pending.world.catching_up:
+            return pending
+        zero_buffers = state.zero_buffers()
+        if zero_buffers is None or not isinstance(ring, Ring):
+            return pending
+        return replace(pending, exchange=CatchUpExchange(ring, zero_buffers, state.is_last_step))
 
-    def _receive(self, world: World, rank: int, cancelled: threading.Event) -> int:
+    def _receive_state(self, world: World, rank: int, cancelled: threading.Event) -> int:
         self.set_phase("receiving state")
         received = self.peers.fetch_state(world, world.sources[rank], FOREVER_S, cancelled)
-        assert self._keeper is not None
-        self._keeper.load(received.header, received.buffers)
+        assert self._state is not None
+        self._state.load(received.header, received.buffers)
         return received.step
 
+    # --- crossing into the next world at a step boundary
+
     def _cross(self, number: int) -> None:
-        """Everybody has prepared the same world: leave the old one for it, or leave altogether."""
+        """Switch to the world that all members have prepared, or leave if it has no seat for this one."""
         with self._changed:
-            entrance, self._announced, self._agreed = self._announced, None, None
-            if self._broken or entrance is None or entrance.world.number != number:
+            pending, self._announced, self._agreed_world = self._announced, None, None
+            if self._broken or pending is None or pending.number != number:
                 return
-            rank = entrance.world.rank_of(self.me)
+            rank = pending.world.rank_of(self.me)
             old = self.exchange
             if rank is not None:
-                self._retired = old
-                self._take_over(entrance, rank)
-                self._say(messages.WorldEnteredMsg(number, _known(self.step)))
-                early, self._early = self._early, None
+                self._retired_exchange = old
+                self._adopt(pending, rank)
+                self._send(messages.WorldEnteredMsg(number, _held_step(self.step)))
+                early, self._early_proposal = self._early_proposal, None
                 if early is not None:
-                    self._on_prepareworld(early)
+                    self._on_prepare_world(early)
         if rank is None:
-            self._go_after(old, number)
+            self._leave_after_crossing(old, number)
         else:
-            self._offer(entrance.world, rank)
+            self._offer_state(pending.world, rank)
 
-    def _take_over(self, entrance: PendingWorld, rank: int) -> None:
-        self.world, self.rank, self.exchange = entrance.world, rank, entrance.exchange
+    def _adopt(self, pending: PendingWorld, rank: int) -> None:
+        """Make a pending world the current one."""
+        self.world, self.rank, self.exchange = pending.world, rank, pending.exchange
         if rank == 0:
-            # Whoever was to tell what was decided may be gone; what is known already is not told twice.
-            for decision in self._decided.values():
-                self._say(decision)
-        self._broken, self._agreed, self._stop_agreed, self._finishing = False, None, False, False
+            # The member that was to report an adjustment may be gone; the coordinator ignores what it knows.
+            for adjustment in self._adjustments.values():
+                self._send(adjustment)
+        self._broken, self._agreed_world, self._stop_agreed, self._finishing = False, None, False, False
         self._announced = None
-        if self._prepared is not None and self._prepared.after != entrance.number:
-            if self._prepared is not entrance:
-                drop(self._prepared)
+        if self._prepared is not None and self._prepared.after != pending.number:
+            if self._prepared is not pending:
+                abandon(self._prepared)
             self._prepared = None
 
-    def _offer(self, world: World, rank: int) -> None:
-        """Let those that need the state read it, while we already compute the next step."""
+    def _offer_state(self, world: World, rank: int) -> None:
+        """Let joiners read the state in the background, while this member computes the next step."""
         readers = [world.seats[r].member for r, source in world.sources.items() if source == rank]
-        if readers and self._keeper is not None:
-            header, buffers = self._keeper.capture()
-            snapshot = Snapshot(_known(self.step), header, buffers, len(readers))
+        if readers and self._state is not None:
+            header, buffers = self._state.capture()
+            snapshot = Snapshot(_held_step(self.step), header, buffers, len(readers))
             self.peers.offer_state(world.number, snapshot, readers)
             snapshot.freeze_soon()
             self._offered = snapshot
 
-    def _go_after(self, old: Exchange | None, number: int) -> None:
-        """We are not in the next world. Stay until the others have crossed, so that nobody sees us vanish."""
+    # --- leaving
+
+    def _leave_after_crossing(self, old: Exchange | None, number: int) -> None:
+        """Stay until the others have crossed into a world without this member, then leave or become a spare."""
         if self._leaving is not None:
-            self._say(messages.LeftMsg(self.step, number))
+            self._send(messages.LeftMsg(self.step, number))
         deadline = time.monotonic() + FAREWELL_S
         while old is not None and time.monotonic() < deadline and getattr(old, "broken", None) is None:
             time.sleep(0.002)
         if self._leaving is not None:
-            raise self._goodbye(exit_codes.RESUMABLE, f"left the run at step {self.step}: {self._leaving[1]}")
+            raise self._exit(exit_codes.RESUMABLE, f"left the run at step {self.step}: {self._leaving[1]}")
         with self._changed:
-            # A spare now: the state that we hold grows old, and we wait to be admitted again.
+            # A spare from now on: its state becomes stale, and it waits to be admitted again.
             self.world, self.exchange, self.step = None, None, None
-            self._say_hello_again()
+            self._send_hello()
 
-    def _obey_stop(self) -> None:
+    def _stop_at_boundary(self) -> None:
+        """Leave because all members agreed to stop; the writer checkpoints first."""
         stop = self._stop
-        if (stop is None or stop.checkpoint) and self.is_writer and self._keeper is not None:
+        if (stop is None or stop.checkpoint) and self.is_writer and self._state is not None:
             self.set_phase("checkpoint")
-            self._keeper.checkpoint_now()
-        self._say(messages.LeftMsg(self.step))
+            self._state.checkpoint_now()
+        self._send(messages.LeftMsg(self.step))
         code = stop.exit_code if stop is not None else exit_codes.RESUMABLE
-        raise self._goodbye(code, f"stopped at step {self.step}: {stop.reason if stop else 'the run stops'}")
+        raise self._exit(code, f"stopped at step {self.step}: {stop.reason if stop else 'the run stops'}")
+
+    def _leave_while_waiting(self) -> None:
+        """Leave from outside a world; checkpoint first if this member holds a state and was asked to."""
+        stop = self._stop
+        if stop is not None and stop.checkpoint and self.step is not None and self._state is not None:
+            self._state.checkpoint_now()
+        self._send(messages.LeftMsg(self.step))
+        why = stop.reason if stop is not None else self._leaving[1] if self._leaving is not None else ""
+        code = stop.exit_code if stop is not None else exit_codes.RESUMABLE
+        raise self._exit(code, f"left while waiting for a world: {why}")
 
     def _raise_if_over(self) -> None:
+        """Raise if the coordinator rejected this member, the run has finished, or it is time to leave."""
         if self._error is not None:
             raise self._error
         idle = self.world is None or self._broken
         if idle and self._finished:
-            raise self._goodbye(0, "the run has finished")
-        if idle and self._formed is None and (self._stop or self._leaving) and self._may_go():
-            self._go_from_outside()
-        if not idle and self._leaving is not None and self._nobody_answers(self._leaving[0]):
-            raise self._goodbye(exit_codes.RESUMABLE, f"left at step {self.step} without the coordinator's help")
+            raise self._exit(0, "the run has finished")
+        if idle and self._to_enter is None and (self._stop or self._leaving) and self._may_leave():
+            self._leave_while_waiting()
+        if not idle and self._leaving is not None and self._must_leave_alone(self._leaving[0]):
+            raise self._exit(exit_codes.RESUMABLE, f"left at step {self.step} without the coordinator's help")
 
-    def _nobody_answers(self, deadline: float) -> bool:
-        return self._link.down_for_s > 1.0 or time.monotonic() > deadline
+    def _must_leave_alone(self, deadline: float) -> bool:
+        return self._uplink.down_for_s > 1.0 or time.monotonic() > deadline
 
-    def _go_from_outside(self) -> None:
-        stop = self._stop
-        if stop is not None and stop.checkpoint and self.step is not None and self._keeper is not None:
-            self._keeper.checkpoint_now()
-        self._say(messages.LeftMsg(self.step))
-        why = stop.reason if stop is not None else self._leaving[1] if self._leaving is not None else ""
-        code = stop.exit_code if stop is not None else exit_codes.RESUMABLE
-        raise self._goodbye(code, f"left while waiting for a world: {why}")
-
-    def _goodbye(self, exit_code: int, reason: str) -> MemberExit:
+    def _exit(self, exit_code: int, reason: str) -> MemberExit:
         sys.stderr.write(f"shoal: {self.me}: {reason}\n")
         return MemberExit(exit_code, reason)
 
-    def _wait_for_a_fresh_lease(self) -> None:
-        """A world of one has no peer that would notice that it is cut off, so it must not outlive its lease."""
-        if self.size > 1 or self._link.may_step_alone(self.settings.lease_s):
+    def _wait_for_lease(self) -> None:
+        """Block while a world of one has no fresh lease: no peer would notice that this member is cut off."""
+        if self.size > 1 or self._uplink.may_step_alone(self.settings.lease_s):
             return
         self.set_phase("lease")
         with self._changed:
             self._wait_until(
-                lambda: self._broken or self.size > 1 or self._link.may_step_alone(self.settings.lease_s),
+                lambda: self._broken or self.size > 1 or self._uplink.may_step_alone(self.settings.lease_s),
                 "the coordinator to renew the lease",
             )
 
 
-def _known(step: int | None) -> int:
-    """A member that is in a world, or hands its state over, holds the state of a step."""
+def _held_step(step: int | None) -> int:
+    """Return the step whose state this member holds; in a world there always is one."""
     assert step is not None
     return step

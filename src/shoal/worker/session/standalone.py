@@ -1,4 +1,4 @@
-"""A run of one, without coordinator or network: the same script, started by hand."""
+"""Session of a script that was started by hand: a run of one, without coordinator or network."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.settings import RunSettings
 from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.session.environment import MemberEnvironment
-from shoal.worker.session.worlds import StateProvider
+from shoal.worker.session.member_worlds import StateProvider
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
 
 
 class StandaloneSession:
-    """What a Session is to a member of a run, to a process that is alone."""
+    """Stand-in for a `Session` in a process without peers: every request is granted, every report is dropped."""
 
     me = "alone"
     rank = 0
@@ -36,11 +36,11 @@ class StandaloneSession:
         self.step: int | None = 0
         self.status: Callable[[], dict[str, Any]] = dict
 
-    def begin(self, fingerprint: str, keeper: StateProvider, on_cpu: bool = True) -> None:
-        """Nobody has to agree."""
+    def begin(self, fingerprint: str, training_state: StateProvider, on_cpu: bool = True) -> None:
+        """Do nothing: there is no coordinator to admit this member."""
 
     def set_phase(self, name: str) -> None:
-        """Nobody asks."""
+        """Do nothing: there are no heartbeats."""
 
     def next_step(self) -> int:
         return self.step or 0
@@ -48,11 +48,11 @@ class StandaloneSession:
     def prepared_world(self) -> int:
         return 0
 
-    def on_step_reports(self, everybody: tuple[StepReport, ...]) -> None:
-        """There is nothing to agree on."""
+    def on_step_reports(self, reports: tuple[StepReport, ...]) -> None:
+        """Do nothing: the world never changes."""
 
     def before_change(self) -> None:
-        """Nobody reads the state."""
+        """Do nothing: no peer reads the state."""
 
     def begin_commit(self) -> bool:
         return True
@@ -67,21 +67,21 @@ class StandaloneSession:
         return True
 
     def leave_loop(self) -> None:
-        """Nobody goes on."""
+        """Do nothing: no other member continues."""
 
     def claim(self, name: str) -> bool:  # noqa: ARG002
         return True
 
     def complete_claim(self, name: str) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other member waits for it."""
 
     def report_checkpoint(self, step: int, path: str, size_bytes: int, seconds: float) -> None:
-        """Nobody keeps count."""
+        """Do nothing: there is no coordinator."""
 
     def report_adjustment(
         self, step: int, what: str, values: dict[str, int], reason: str, *, send: bool = True
     ) -> None:
-        """Nobody asks why."""
+        """Do nothing: there is no coordinator."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

@@ -1,6 +1,8 @@
-"""A member's line to the coordinator: it finds it again whenever it is lost, and renews the lease.
+"""A member's WebSocket to the coordinator: reconnects whenever it is lost, and renews the lease.
 
-Training never waits for it. What must not be lost while the line is down is said again in the next hello.
+Training never waits for it. What must not be lost while it is down is sent again after the next hello. Every heartbeat
+renews the lease at the coordinator; now and then one carries a ping. A coordinator that does not answer for longer than
+a lease is treated as lost, and the member connects again: a half-open TCP connection would otherwise never be noticed.
 """
 
 from __future__ import annotations
@@ -23,40 +25,41 @@ from shoal.wire.protocol import Message, RejectedMsg
 
 RETRY_S = (0.05, 0.1, 0.2, 0.4)
 OPEN_TIMEOUT_S = 3.0
-ASKS_PER_SILENCE = 4
+PINGS_PER_SILENCE = 4
 
 
 class MemberUplink:
-    """One WebSocket after another, in a thread of its own.
+    """One WebSocket after another: one thread connects and receives, another sends heartbeats.
 
-    `greet(say, attach)` says hello on a new socket and attaches it; nothing else is sent on it before.
+    `on_connect(send, attach)` sends the hello on a new socket and then attaches it; nothing is sent on it before.
+    `on_message` handles every message, in the receiving thread. `heartbeat` returns the next heartbeat.
     """
 
     def __init__(
         self,
         url: str,
         access: credentials.Credentials,
-        greet: Callable[[Callable[[Message], None], Callable[[], None]], None],
-        heard: Callable[[Any], None],
-        beat: Callable[[], messages.HeartbeatMsg],
+        on_connect: Callable[[Callable[[Message], None], Callable[[], None]], None],
+        on_message: Callable[[Any], None],
+        heartbeat: Callable[[], messages.HeartbeatMsg],
         heartbeat_s: float,
-        silence_s: float,
+        silence_limit_s: float,
     ) -> None:
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/v1/member"
         self._access = access
-        self._greet = greet
-        self._heard = heard
-        self._beat = beat
+        self._on_connect = on_connect
+        self._on_message = on_message
+        self._heartbeat = heartbeat
         self.heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._silence_limit_s = silence_limit_s
         self._socket: ClientConnection | None = None
         self._pong_at = 0.0
         self._refused_at = 0.0
         self._down_since: float | None = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._listen, name="shoal-link", daemon=True),
-            threading.Thread(target=self._renew, name="shoal-beat", daemon=True),
+            threading.Thread(target=self._receive, name="shoal-uplink", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="shoal-heartbeat", daemon=True),
         ]
 
     def open(self) -> None:
@@ -65,19 +68,19 @@ class MemberUplink:
 
     @property
     def down_for_s(self) -> float:
-        """How long the coordinator has not been reached, 0 if it is."""
+        """Seconds since the connection was lost, 0 while it is up."""
         since = self._down_since
         return 0.0 if since is None else time.monotonic() - since
 
     def may_step_alone(self, lease_s: float) -> bool:
-        """Whether a world of one may commit: its lease is fresh, or nobody is there who could form another world.
+        """Return whether a world of one may commit: its lease is fresh, or no coordinator could form another world.
 
-        A refused connection means that the coordinator's process is down; silence might mean that only we are cut off.
+        A refused connection means that the coordinator's process is down. Silence may mean that only we are cut off.
         """
         return time.monotonic() - max(self._pong_at, self._refused_at) < lease_s
 
     def send(self, message: Message) -> bool:
-        """Send now if the line is up; False if it is not."""
+        """Send a message if the connection is up; return whether it was sent."""
         socket = self._socket
         if socket is None:
             return False
@@ -88,29 +91,29 @@ class MemberUplink:
         return True
 
     def close(self) -> None:
-        """Hang up, after a last beat: the figures of the end are those that people look at."""
+        """Close after a last heartbeat, so that the final figures reach the coordinator."""
         self._closing.set()
-        self.send(self._beat())
+        self.send(self._heartbeat())
         socket = self._socket
         if socket is not None:
             socket.close()
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         attempt = 0
         while not self._closing.is_set():
             try:
                 with self._connect() as socket:
                     attempt = 0
                     self._pong_at = time.monotonic()
-                    self._greet(partial(_say, socket), partial(self._attach, socket))
+                    self._on_connect(partial(_send, socket), partial(self._attach, socket))
                     for frame in socket:
-                        self._heard(codec.to_member.decode(frame))
+                        self._on_message(codec.to_member.decode(frame))
             except ConnectionRefusedError:
                 self._refused_at = time.monotonic()
             except websockets.exceptions.InvalidStatus as error:
-                self._heard(_refusal(error))
+                self._on_message(_rejection(error))
             except (OSError, websockets.exceptions.WebSocketException, BadMessage):
-                pass  # the next attempt says hello again, with all that the coordinator must know
+                pass  # the next hello tells the coordinator everything it must know
             self._socket = None
             if self._down_since is None:
                 self._down_since = time.monotonic()
@@ -133,35 +136,35 @@ class MemberUplink:
             max_size=codec.MAX_MESSAGE_BYTES,
         )
 
-    def _asks(self) -> bool:
-        """Whether it is time to see that the coordinator still answers; not with every beat, it has many to answer."""
-        return time.monotonic() - self._pong_at > self._silence_s / ASKS_PER_SILENCE
+    def _is_ping_due(self) -> bool:
+        """Return whether to ping with the next heartbeat; not with each one, the coordinator has many members."""
+        return time.monotonic() - self._pong_at > self._silence_limit_s / PINGS_PER_SILENCE
 
-    def _renew(self) -> None:
-        """Beat, and hang up on a coordinator that no longer answers, so that it is sought anew."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats, and close the connection when the coordinator no longer answers pings."""
         while not self._closing.wait(self.heartbeat_s):
             socket = self._socket
             if socket is None:
                 continue
-            if not self._asks():
-                self.send(self._beat())
+            if not self._is_ping_due():
+                self.send(self._heartbeat())
                 continue
             try:
                 with _in_one_packet(socket):
-                    if not self.send(self._beat()):
+                    if not self.send(self._heartbeat()):
                         continue
-                    answered = socket.ping(ack_on_close=False)
+                    pong = socket.ping(ack_on_close=False)
             except (OSError, websockets.exceptions.WebSocketException):
                 continue
-            if answered.wait(self.heartbeat_s):
+            if pong.wait(self.heartbeat_s):
                 self._pong_at = time.monotonic()
-            elif time.monotonic() - self._pong_at > self._silence_s:
+            elif time.monotonic() - self._pong_at > self._silence_limit_s:
                 socket.close_socket()
 
 
 @contextlib.contextmanager
 def _in_one_packet(socket: ClientConnection) -> Iterator[None]:
-    """Let the coordinator be woken once for all that is sent meanwhile, where the system can do that."""
+    """Send everything written inside in one packet, where the system can, so that the coordinator wakes up once."""
     cork = getattr(sockets, "TCP_CORK", None)
     if cork is None:
         yield
@@ -174,11 +177,11 @@ def _in_one_packet(socket: ClientConnection) -> Iterator[None]:
             socket.socket.setsockopt(sockets.IPPROTO_TCP, cork, 0)
 
 
-def _say(socket: ClientConnection, message: Message) -> None:
+def _send(socket: ClientConnection, message: Message) -> None:
     socket.send(codec.from_member.encode(message))
 
 
-def _refusal(error: websockets.exceptions.InvalidStatus) -> RejectedMsg:
+def _rejection(error: websockets.exceptions.InvalidStatus) -> RejectedMsg:
     status = error.response.status_code
     if status in (401, 403):
         return RejectedMsg(

@@ -1,4 +1,4 @@
-"""The command line: verbs, options, exit codes, and what `--help` costs."""
+"""The command line: verbs, options, exit codes, and the cost of `--help`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP_CPU_S = 0.150
 
 
 def options_of(command: click.Command) -> list[str]:
-    """Arguments and options, one a line, as a user types them."""
+    """Return arguments and options, one per line, as a user types them."""
     lines = []
     for parameter in command.params:
         if isinstance(parameter, click.Option):
@@ -40,19 +40,19 @@ def test_verbs_and_options_are_frozen(frozen: Callable[[str, str], None]) -> Non
     frozen("cli.txt", "\n".join(lines))
 
 
-def test_the_exit_code_of_each_end_of_a_run_is_frozen(frozen: Callable[[str, str], None]) -> None:
+def test_exit_code_of_each_final_status_is_frozen(frozen: Callable[[str, str], None]) -> None:
     frozen("exit_codes.txt", "\n".join(f"{status}: {code}" for status, code in EXIT_CODES.items()))
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_summary_of_a_verb_is_its_own_first_sentence(verb: str) -> None:
+def test_summary_of_a_verb_is_the_first_line_of_its_help(verb: str) -> None:
     command = shoal.get_command(click.Context(shoal), verb)
     assert command is not None
     assert (command.help or "").partition("\n")[0] == VERBS[verb]
-    assert {"--json", "--quiet", "--verbose"} <= {name for one in command.params for name in one.opts}
+    assert {"--json", "--quiet", "--verbose"} <= {name for parameter in command.params for name in parameter.opts}
 
 
-def test_every_error_code_is_used_once() -> None:
+def test_error_codes_are_unique() -> None:
     from shoal import errors
 
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShoalError)]
@@ -61,7 +61,7 @@ def test_every_error_code_is_used_once() -> None:
 
 
 def measured(*arguments: str) -> tuple[str, float, set[str]]:
-    """What a command prints, the CPU seconds that it takes, and the heavy modules that it loads."""
+    """Return what a command prints, its CPU seconds, and the heavy modules that it loads."""
     script = (
         "import os, sys, json\n"
         "from shoal.cli.main import run\n"
@@ -77,7 +77,7 @@ def measured(*arguments: str) -> tuple[str, float, set[str]]:
 
 
 def test_help_is_cheap_and_loads_nothing_heavy() -> None:
-    # The least of three: others use the processor too, and what is spent on cache misses is not ours.
+    # The least of three: other processes cost us cache misses.
     runs = [measured("--help") for _ in range(3)]
     assert all(not loaded for _, _, loaded in runs)
     assert min(used_s for _, used_s, _ in runs) < HELP_CPU_S
@@ -104,18 +104,18 @@ def test_ps_needs_no_framework_and_no_server(tmp_path: object) -> None:
     [
         (["rnu"], 2),
         (["run"], 2),
-        (["run", "nobody.py"], 2),
+        (["run", "missing.py"], 2),
         (["run", "-n", "0", __file__], 2),
         (["run", "-n", "3:2", __file__], 2),
         (["run", "-n", "many", __file__], 2),
         (["run", "--set", "leas_s=1", __file__], 3),
         (["run", "--set", "lease_s=soon", __file__], 3),
         (["run", "--compat", "horovod", __file__], 2),
-        (["run", "-m", "nobody.has.this"], 2),
-        (["status", "nobody"], 2),
-        (["stop", "nobody"], 2),
-        (["resume", "nobody"], 2),
-        (["scale", "nobody", "2:1"], 2),
+        (["run", "-m", "missing.inner.module"], 2),
+        (["status", "missing"], 2),
+        (["stop", "missing"], 2),
+        (["resume", "missing"], 2),
+        (["scale", "missing", "2:1"], 2),
         (["explain", "S999"], 2),
         (["status", "--url", "http://127.0.0.1:9"], 2),
         (["status", "--url", "nonsense", "--token-file", __file__], 2),
@@ -126,7 +126,7 @@ def test_ps_needs_no_framework_and_no_server(tmp_path: object) -> None:
         (["completion", "bash"], 0),
     ],
 )
-def test_what_cannot_be_done_ends_with_its_own_code_and_leaves_nothing(
+def test_command_ends_with_its_exit_code_and_creates_nothing(
     arguments: list[str],
     code: int,
     tmp_path: object,
@@ -135,11 +135,11 @@ def test_what_cannot_be_done_ends_with_its_own_code_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", f"{tmp_path}/home")
     assert run_line(arguments) == code
-    said = capsys.readouterr().err
-    assert ("error[S" in said) == (code != 0)
+    errors = capsys.readouterr().err
+    assert ("error[S" in errors) == (code != 0)
     assert not os.path.exists(f"{tmp_path}/home")
 
 
-def test_errors_are_json_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_json_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_line(["explain", "--json", "S999"]) == 2
     assert json.loads(capsys.readouterr().err)["code"] == "S115"

@@ -1,21 +1,17 @@
-"""Commands as users give them, each in a home of its own, with nothing left behind."""
+"""Commands as users give them, each in a home of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-PATIENCE_S = 60.0
+from tests.process.shoal_home import TIMEOUT_S, ShoalHome
 
 SCRIPTS = {
     "hello.py": "import os\nprint('hello from', os.environ['SHOAL_MEMBER'], flush=True)\n",
@@ -33,40 +29,39 @@ SCRIPTS = {
 }
 
 
-class Stage:
-    """A home, a working directory with scripts, and the commands that were started there."""
+class Stage(ShoalHome):
+    """A working directory with scripts, in which `shoal` commands run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.home = path / "home"
+        # These scripts need no torch, and importing it would take most of the tests' time.
+        super().__init__(path, SHOAL_PRELOAD="json")
         for name, text in SCRIPTS.items():
             (path / name).write_text(text)
-        # These scripts need no torch, and importing it would take most of the tests' time.
-        ours = {"SHOAL_HOME": str(self.home), "SHOAL_PRELOAD": "json", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-        self.environ = {**os.environ, **ours}
-        self._started: list[subprocess.Popen[str]] = []
 
-    def shoal(self, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    def shoal(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
         return subprocess.run(
             [sys.executable, "-m", "shoal.cli.main", *arguments],
-            **self._where(),
+            cwd=self.path,
+            env=self.environ,
+            text=True,
             capture_output=True,
             timeout=timeout_s,
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command in a session of its own; its output goes to files."""
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.cli.main", *arguments],
-            **self._where(),
+            cwd=self.path,
+            env=self.environ,
+            text=True,
             stdout=(self.path / "out").open("w"),
             stderr=(self.path / "err").open("w"),
             start_new_session=True,
         )
-        self._started.append(process)
+        self.started.append(process)
         return process
-
-    def _where(self) -> dict[str, Any]:
-        return {"cwd": self.path, "env": self.environ, "text": True}
 
     def out(self) -> str:
         return (self.path / "out").read_text()
@@ -75,47 +70,17 @@ class Stage:
         return json.loads(self.shoal(*arguments, "--json").stdout)
 
     def runs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.json("ps")
-        return found
+        views: list[dict[str, Any]] = self.json("ps")
+        return views
 
     def directory(self) -> Path:
-        (found,) = (self.home / "coordinators").iterdir()
-        return found
-
-    def processes(self) -> list[psutil.Process]:
-        """Every process that names this home: supervisors, coordinators, agents, warm processes, members."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                named = any(str(self.home) in word for word in process.cmdline())
-                inside = process.environ().get("SHOAL_HOME") == str(self.home)
-                if (named or inside) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        """Return the directory of the only coordinator."""
+        (directory,) = (self.home / "coordinators").iterdir()
+        return directory
 
     def process(self, module: str) -> psutil.Process:
-        """The first process of a module: shoal.agent or shoal.coordinator."""
+        """Return the oldest process of a module: shoal.agent or shoal.coordinator."""
         return min((p for p in self.processes() if module in p.cmdline()), key=lambda p: p.create_time())
-
-    def wait(self, what: str, reached: Callable[[], object]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < until, (
-                f"waited in vain until {what}\n{self.out()}\n{(self.path / 'err').read_text()}"
-            )
-            time.sleep(0.1)
-
-    def all_gone(self) -> bool:
-        return not self.processes()
-
-    def close(self) -> None:
-        for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        for left in self.processes():
-            with contextlib.suppress(psutil.Error):
-                left.kill()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A script that knows nothing of Shoal: torch.distributed from the environment, DDP, checkpoints of its own."""
+"""A script that does not use Shoal: torch.distributed from the environment, DDP, checkpoints of its own."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def main() -> None:
             os.replace(OUT / "part", CHECKPOINT)
         dist.barrier()
         record("epoch", epoch=epoch)
-        # Not at its end before the test is done with it.
+        # The test decides when the last epochs may run.
         while epoch == 3 and (OUT / "hold").exists():
             time.sleep(0.05)
     total = torch.cat([p.detach().flatten() for p in model.parameters()]).sum()

@@ -1,4 +1,4 @@
-"""Unmodified scripts run too: not without a restart, but without a change to them."""
+"""Unmodified scripts under `shoal run --compat`, which restarts them when members change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 class Unmodified(Stage):
-    """A script of another world under `shoal run --compat`."""
+    """A script that does not use Shoal, under `shoal run --compat`."""
 
     def __init__(self, kind: str, script: str, *args: Any, **plan: Any) -> None:
         self.kind = kind
@@ -39,7 +39,7 @@ def unmodified(*args: Any, **plan: Any) -> Iterator[Unmodified]:
         stage.close()
 
 
-def test_a_torchrun_script_runs_as_it_is(tmp_path: Path) -> None:
+def test_torchrun_script_runs_unmodified(tmp_path: Path) -> None:
     with unmodified("torchrun", "ddp.py", tmp_path, "2:3", epochs=3, pause_s=0.0) as run:
         run.finish()
         ready = run.of("ready")
@@ -50,7 +50,7 @@ def test_a_torchrun_script_runs_as_it_is(tmp_path: Path) -> None:
         assert "local/1 | trained as rank" in run.output
 
 
-def test_a_killed_process_starts_all_anew_and_the_story_says_why(tmp_path: Path) -> None:
+def test_killed_process_restarts_the_group_with_a_reason(tmp_path: Path) -> None:
     with unmodified("torchrun", "ddp.py", tmp_path, "2:3", epochs=12, pause_s=0.25) as run:
         run.until(lambda: len(run.of("epoch")) >= 6, "two epochs")
         victim = run.of("ready")[1]
@@ -60,39 +60,39 @@ def test_a_killed_process_starts_all_anew_and_the_story_says_why(tmp_path: Path)
         again = run.of("ready", restarts=1)
         assert len(again) == 3
         assert not {e["pid"] for e in again} & before, "a process outlived the restart"
-        assert {e["first"] for e in again} != {0}, "its own checkpoint was not used"
-        assert {e["port"] for e in again} != {victim["port"]}, "the old meeting point may still be taken"
+        assert {e["first"] for e in again} != {0}, "the script did not use its own checkpoint"
+        assert {e["port"] for e in again} != {victim["port"]}, "the old port may still be in use"
         assert len({e["sum"] for e in run.of("done")}) == 1
         assert {e["restarts"] for e in run.of("done")} == {1}
-        (told,) = restarts_told(run)
-        assert "signal 9" in told
+        (note,) = restart_notes(run)
+        assert "signal 9" in note
 
 
-def test_a_script_that_always_fails_is_not_started_for_ever(tmp_path: Path) -> None:
+def test_script_that_always_fails_is_not_restarted_for_ever(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text("import os\nassert os.environ['RANK'] != '1', 'rank one is wrong'\nimport time\ntime.sleep(60)\n")
     settings = ("restarts.user=1", "backoff_s=0.05")
     with unmodified("torchrun", str(script), tmp_path / "stage", "2:2", settings) as run:
         run.finish(exit_code=1)
         assert "rank one is wrong" in run.output
-        assert len(restarts_told(run)) == 1
+        assert len(restart_notes(run)) == 1
 
 
-def test_a_tf_config_script_finds_its_cluster_and_other_ports_after_a_restart(tmp_path: Path) -> None:
+def test_tf_config_script_gets_its_cluster_and_new_ports_after_a_restart(tmp_path: Path) -> None:
     with unmodified("tf", "tf.py", tmp_path, "2:2") as run:
-        run.until(lambda: run.output.count("met all 2") == 2, "both to have met")
+        run.until(lambda: run.output.count("met all 2") == 2, "both workers to connect")
         first = run.of("ready")
         check_cluster(first, 2)
         os.kill(first[0]["pid"], signal.SIGKILL)
-        run.until(lambda: run.output.count("met all 2") == 4, "both to have met again")
+        run.until(lambda: run.output.count("met all 2") == 4, "both workers to connect again")
         second = run.of("ready")[2:]
         check_cluster(second, 2)
-        assert not workers_of(first) & workers_of(second), "they meet on ports that may still be taken"
+        assert not workers_of(first) & workers_of(second), "the old ports may still be in use"
         (run.records / "go").touch()
         run.finish()
 
 
-def restarts_told(run: Stage) -> list[str]:
+def restart_notes(run: Stage) -> list[str]:
     return [line for line in run.output.splitlines() if line.startswith("shoal: all members are started anew: ")]
 
 

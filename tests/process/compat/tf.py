@@ -1,4 +1,4 @@
-"""A script that knows TF_CONFIG only: it listens where it is told to, and waits for all the others there."""
+"""A script that uses only TF_CONFIG: it listens at its own address and connects to all other workers."""
 
 import json
 import os

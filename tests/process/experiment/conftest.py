@@ -1,23 +1,18 @@
-"""Python programs that call `shoal.run`, each in a home of its own, with nothing left behind."""
+"""Python programs that call `shoal.run`, each in a home of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from tests.process.shoal_home import TIMEOUT_S, ShoalHome
 
-PATIENCE_S = 90.0
-
-# A function of the program itself; what it needs it imports, as members do not share the program's names.
+# A function of the program itself. It imports what it needs, because members do not share the program's names.
 EXPERIMENT = """
 import json, os, sys
 import shoal
@@ -35,23 +30,17 @@ def experiment_fn():
         data=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), size=32, epochs=EPOCHS, evaluation=worst,
         save="model.pt")
 
-def tell(**what):
-    print("TOLD " + json.dumps(what), flush=True)
+def report(**fields):
+    print("REPORT " + json.dumps(fields), flush=True)
 
 """
 
 
-class Stage:
-    """A home and a working directory, and the programs that were started there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.home = path, path / "home"
-        ours = {"SHOAL_HOME": str(self.home), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-        self.environ = {**os.environ, **ours}
-        self._started: list[subprocess.Popen[str]] = []
+class Stage(ShoalHome):
+    """A working directory in which programs with an experiment run."""
 
     def begin(self, text: str, *options: str, epochs: int = 3) -> subprocess.Popen[str]:
-        """A program with the experiment and this text, as a file or (with -i) as somebody types it."""
+        """Start a program with the experiment and this text: as a file, or with -i from standard input."""
         program = EXPERIMENT.replace("EPOCHS", str(epochs)) + text
         script = self.path / "program.py"
         script.write_text(program)
@@ -65,61 +54,32 @@ class Stage:
             env=self.environ,
             text=True,
         )
-        self._started.append(process)
+        self.started.append(process)
         return process
 
     def finish(
-        self, process: subprocess.Popen[str], exit_code: int = 0, patience_s: float = PATIENCE_S
+        self, process: subprocess.Popen[str], exit_code: int = 0, timeout_s: float = TIMEOUT_S
     ) -> list[dict[str, Any]]:
-        """What the program told, when it has ended."""
-        process.wait(patience_s)
+        """Wait for the end of the program and of all processes; return what the program reported."""
+        process.wait(timeout_s)
         assert process.returncode == exit_code, self.output
-        self.wait("all is gone", lambda: not self.processes())
-        return self.told()
+        self.wait("all processes have ended", self.has_no_processes)
+        return self.reports()
 
-    def told(self) -> list[dict[str, Any]]:
-        lines = [line for line in (self.path / "out").read_text().splitlines() if line.startswith("TOLD ")]
-        return [json.loads(line.removeprefix("TOLD ")) for line in lines]
-
-    @property
-    def output(self) -> str:
-        return (self.path / "out").read_text() + (self.path / "err").read_text()
+    def reports(self) -> list[dict[str, Any]]:
+        lines = [line for line in (self.path / "out").read_text().splitlines() if line.startswith("REPORT ")]
+        return [json.loads(line.removeprefix("REPORT ")) for line in lines]
 
     def shoal(self, *arguments: str) -> Any:
+        """Run a `shoal` command; return its JSON."""
         ran = subprocess.run(
             [sys.executable, "-m", "shoal.cli.main", "--json", *arguments],
             env=self.environ,
             capture_output=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=True,
         )
         return json.loads(ran.stdout)
-
-    def processes(self) -> list[psutil.Process]:
-        """Every process that names this home."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                named = any(str(self.home) in word for word in process.cmdline())
-                inside = process.environ().get("SHOAL_HOME") == str(self.home)
-                if (named or inside) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def wait(self, what: str, reached: Callable[[], object]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < until, f"waited in vain until {what}\n{self.output}"
-            time.sleep(0.1)
-
-    def close(self) -> None:
-        for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        for left in self.processes():
-            with contextlib.suppress(psutil.Error):
-                left.kill()
 
 
 @pytest.fixture

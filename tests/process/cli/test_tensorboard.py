@@ -1,4 +1,4 @@
-"""What a real run leaves for TensorBoard."""
+"""Event files of real runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.report.event_reader import Event, read_folder, series
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 STEPS = 120
-# The loss of a step is known beforehand: every sample pulls the one weight from 0 towards 1.
+# The loss of each step can be computed: every sample pulls the only weight from 0 towards 1.
 SCRIPT = f"""
 import os
 import time
@@ -41,8 +41,8 @@ def loss_of(step: int) -> float:
 
 
 def folder(stage: Any) -> Path:
-    (found,) = (stage.directory() / "runs").glob("*/tensorboard")
-    return Path(found)
+    (path,) = (stage.directory() / "runs").glob("*/tensorboard")
+    return Path(path)
 
 
 def written(stage: Any) -> bytes:
@@ -50,20 +50,20 @@ def written(stage: Any) -> bytes:
 
 
 def check_losses(events: list[Event]) -> dict[int, float]:
-    """Members tell the loss of a step along with the next one, and a beat may be sent in between."""
-    found = series(events, "training/loss")
-    for step, loss in found.items():
+    """Check each loss; a member reports it with its next step, so a heartbeat may carry the one before."""
+    losses = series(events, "training/loss")
+    for step, loss in losses.items():
         near = [loss_of(number) for number in (step - 2, step - 1, step)]
-        assert any(loss == pytest.approx(one, rel=1e-3) for one in near), (step, loss)
-    return found
+        assert any(loss == pytest.approx(expected, rel=1e-3) for expected in near), (step, loss)
+    return losses
 
 
-def test_a_run_leaves_event_files_that_a_killed_coordinator_goes_on_with(stage: Any) -> None:
+def test_restarted_coordinator_continues_the_event_files(stage: Any) -> None:
     (stage.path / "train.py").write_text(SCRIPT)
     process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
-    stage.wait("there are figures", lambda: b"training/loss" in written(stage))
+    stage.wait("a loss is written", lambda: b"training/loss" in written(stage))
     stage.process("shoal.coordinator").kill()
-    stage.wait("all are back", lambda: stage.out().count("found the coordinator again") == 2)
+    stage.wait("both members reconnect", lambda: stage.out().count("found the coordinator again") == 2)
     (stage.path / "go").touch()
     assert process.wait(120) == 0, stage.out()
     events = read_folder(folder(stage))
@@ -71,7 +71,7 @@ def test_a_run_leaves_event_files_that_a_killed_coordinator_goes_on_with(stage: 
     losses = check_losses(events)
     assert len(losses) > 1
     assert losses[STEPS] == pytest.approx(loss_of(STEPS - 2), rel=1e-3)
-    # Ranks are given in the order in which members became ready; before its first step a member has no share.
+    # Ranks follow the order in which members became ready; before its first step a member has no share.
     shares = [set(series(events, f"shares/{member}").values()) - {0.0} for member in ("local/0", "local/1")]
     assert sorted(shares, key=max) == [{2.0}, {6.0}]
     assert set(series(events, "world/size").values()) <= {1.0, 2.0}
@@ -93,9 +93,9 @@ def test_event_files_can_be_switched_off(stage: Any) -> None:
     assert not list((stage.directory() / "runs").glob("*/tensorboard"))
 
 
-def test_a_run_whose_event_files_cannot_be_written_says_so_and_goes_on(stage: Any) -> None:
+def test_run_without_writable_event_files_reports_it_and_continues(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
-    stage.wait("there is a file", lambda: written(stage))
+    stage.wait("a file is written", lambda: written(stage))
     where = folder(stage)
     process.terminate()
     assert process.wait(60) == 75, stage.out()

@@ -1,4 +1,4 @@
-"""`shoal.run` with an evaluator that dies, comes late, or cannot do what it should: the training goes on."""
+"""`shoal.run` with an evaluator that dies, is late or fails: the training continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(400)]
 
-# `evaluate` is what the evaluator does in the place of the experiment's own evaluation, which it is given.
+# `evaluate` replaces the experiment's own evaluation, which it gets as its first argument.
 PROGRAM = """
 import dataclasses, os, signal, time
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     run = shoal.run(evaluated, roles=roles, checkpoint_every_steps=4, backoff_s=0.05, {settings})
     view = run.wait(280)
     found = view.evaluation
-    tell(status=run.status(), exit_code=view.exit_code, step=view.step, losses=view.losses, story=str(run.story()),
+    report(status=run.status(), exit_code=view.exit_code, step=view.step, losses=view.losses, story=str(run.story()),
          logs=run.logs(), files=sorted(path.name for path in run.directory.iterdir()), worlds=view.world or 0,
          evaluated=found.step if found else None, best=found.best_step if found else None,
          metrics=run.metrics())
@@ -48,7 +48,7 @@ def evaluate(own, model):
 
 LATE = """
 def evaluate(own, model):
-    # The trainer writes it when it is done; the first evaluation takes longer than all of the training.
+    # The trainer writes it at its end, so the first evaluation takes longer than all of the training.
     until = time.monotonic() + 60
     while not os.path.exists("model.pt") and time.monotonic() < until:
         time.sleep(0.05)
@@ -59,35 +59,35 @@ def evaluate(own, model):
 
 def ran(stage: Any, evaluate: str, *, differs: bool = False, export: str | None = None, settings: str = "") -> Any:
     text = PROGRAM.format(evaluate=evaluate, differs=differs, export=export, settings=settings)
-    # Evaluators give way to everybody, other tests included.
-    (told,) = stage.finish(stage.begin(text), patience_s=300)
-    assert (told["status"], told["exit_code"], told["step"]) == ("done", 0, 9), told["story"]
-    assert told["losses"] == 0, "a trainer was lost"
-    assert "model.pt" in told["files"], "the training did not come to its end"
-    return told
+    # Evaluators run at low priority, also beside other tests.
+    (report,) = stage.finish(stage.begin(text), timeout_s=300)
+    assert (report["status"], report["exit_code"], report["step"]) == ("done", 0, 9), report["story"]
+    assert report["losses"] == 0, "a trainer was lost"
+    assert "model.pt" in report["files"], "the training did not finish"
+    return report
 
 
-def test_an_evaluator_that_is_killed_comes_back_and_scores_the_end(stage: Any) -> None:
-    told = ran(stage, DIES_ONCE)
-    assert "died" in told["files"]
-    assert told["evaluated"] == 9
-    assert "worst" in told["metrics"]
-    assert told["story"].count("local/evaluator-0 runs as process") == 2
+def test_killed_evaluator_is_restarted_and_evaluates_the_last_checkpoint(stage: Any) -> None:
+    report = ran(stage, DIES_ONCE)
+    assert "died" in report["files"]
+    assert report["evaluated"] == 9
+    assert "worst" in report["metrics"]
+    assert report["story"].count("local/evaluator-0 runs as process") == 2
 
 
-def test_a_run_waits_for_an_evaluator_that_has_not_scored_its_last_checkpoint_and_tells_of_nan(stage: Any) -> None:
-    told = ran(stage, LATE, export="best.pt")
-    assert "late True" in told["logs"]
-    assert told["evaluated"] == 9
-    assert "best.pt" in told["files"]
-    assert "only the evaluator is waited for" in told["story"]
-    assert "odd of step 9 is no number" in told["logs"]
-    assert "worst" in told["metrics"]
-    assert "odd" not in told["metrics"]
+def test_run_waits_for_the_last_evaluation_and_reports_a_metric_that_is_not_finite(stage: Any) -> None:
+    report = ran(stage, LATE, export="best.pt")
+    assert "late True" in report["logs"]
+    assert report["evaluated"] == 9
+    assert "best.pt" in report["files"]
+    assert "only the evaluator is waited for" in report["story"]
+    assert "odd of step 9 is no number" in report["logs"]
+    assert "worst" in report["metrics"]
+    assert "odd" not in report["metrics"]
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "how", "said"),
+    ("evaluate", "options", "message"),
     [
         (AS_IT_IS, {"differs": True}, "error[S320] the evaluator's model differs from the run's"),
         ("def evaluate(own, model): raise ValueError('no such data')", {}, "ValueError: no such data"),
@@ -95,10 +95,10 @@ def test_a_run_waits_for_an_evaluator_that_has_not_scored_its_last_checkpoint_an
         (AS_IT_IS, {"export": "/dev/null/best.pt"}, "error[S502] the best model could not be written to /dev/null"),
     ],
 )
-def test_whatever_the_evaluator_cannot_do_the_training_goes_on(
-    stage: Any, evaluate: str, how: dict[str, Any], said: str
+def test_training_continues_without_an_evaluator_that_fails(
+    stage: Any, evaluate: str, options: dict[str, Any], message: str
 ) -> None:
-    told = ran(stage, evaluate, settings="restarts_user=0", **how)
-    assert told["evaluated"] is None
-    assert "the training goes on without its evaluator" in told["story"]
-    assert said in told["story"], "the reason is not told"
+    report = ran(stage, evaluate, settings="restarts_user=0", **options)
+    assert report["evaluated"] is None
+    assert "the training goes on without its evaluator" in report["story"]
+    assert message in report["story"], "the reason is missing"

@@ -1,4 +1,4 @@
-"""`shoal.run` on machines that see nothing of the disk of who calls it."""
+"""`shoal.run` on machines that do not share the caller's disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
         checkpoint_every_steps=3, preload="torch,shoal.torch", notice_grace_s=3)
     view = run.wait(180)
     work = run.directory
-    tell(status=view.status, step=view.checkpoint_step, logs=run.logs(), story=str(run.story()),
+    report(status=view.status, step=view.checkpoint_step, logs=run.logs(), story=str(run.story()),
          checkpoint=view.checkpoint_path, tensorboard=view.tensorboard, run_dir=view.directory,
          again=run.fetch(), apart=run.fetch("elsewhere"), saved=(work / "models/last.pt").is_file())
 """
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def elsewhere(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place with machines and a library, neither of which is in the project."""
+    """Create a directory outside the project for machines, with a library that only the caller can import."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     texts = {
         "shoal.toml": POOL.format(machines=elsewhere / "machines"),
@@ -73,23 +73,21 @@ def elsewhere(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return elsewhere
 
 
-def test_a_function_its_files_and_its_modules_go_there_and_what_it_saves_comes_back(
-    stage: Any, elsewhere: Path
-) -> None:
+def test_function_files_and_modules_are_uploaded_and_outputs_downloaded(stage: Any, elsewhere: Path) -> None:
     machines = elsewhere / "machines"
-    # Agents must not find the library by the variable that we have it from.
+    # Agents must not find the library through the variable that the program found it with.
     program = "import os\nos.environ['PYTHONPATH'] = os.environ['PYTHONPATH'].partition(':')[2]\n" + PROGRAM
-    (told,) = stage.finish(stage.begin(program), patience_s=200)
-    assert told["status"] == "done", told["story"]
+    (report,) = stage.finish(stage.begin(program), timeout_s=200)
+    assert report["status"] == "done", report["story"]
     assert "shoal: sending " in stage.output
-    worked_in = {line.partition(" | in ")[2] for line in told["logs"].splitlines() if " | in " in line}
+    worked_in = {line.partition(" | in ")[2] for line in report["logs"].splitlines() if " | in " in line}
     assert len(worked_in) == 2
-    assert all(Path(one).is_relative_to(machines) for one in worked_in)
-    assert not [path for path in machines.rglob("token*") if "project" in path.parts], "a token was sent along"
-    assert told["saved"], told["logs"]
-    assert (told["again"], told["apart"]) == ([], ["models/last.pt"])
-    run_dir = Path(told["run_dir"])
+    assert all(Path(directory).is_relative_to(machines) for directory in worked_in)
+    assert not [path for path in machines.rglob("token*") if "project" in path.parts], "a token was uploaded"
+    assert report["saved"], report["logs"]
+    assert (report["again"], report["apart"]) == ([], ["models/last.pt"])
+    run_dir = Path(report["run_dir"])
     assert list((run_dir / "uploads").iterdir()) == []
-    assert Path(told["checkpoint"]).parent == run_dir / "checkpoints"
-    assert checkpoint.read(open_store(str(run_dir / "checkpoints"))).entry.step == told["step"] > 0
-    assert list(Path(told["tensorboard"]).rglob("events.*"))
+    assert Path(report["checkpoint"]).parent == run_dir / "checkpoints"
+    assert checkpoint.read(open_store(str(run_dir / "checkpoints"))).entry.step == report["step"] > 0
+    assert list(Path(report["tensorboard"]).rglob("events.*"))

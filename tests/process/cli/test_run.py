@@ -12,12 +12,12 @@ import pytest
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
-def test_a_run_shows_its_members_lines_and_leaves_no_process(stage: Any) -> None:
+def test_run_shows_the_output_of_its_members_and_leaves_no_process(stage: Any) -> None:
     ran = stage.shoal("run", "-n", "2", "--name", "greet", "hello.py")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "local/0 | hello from local/0" in ran.stdout
     assert "local/1 | hello from local/1" in ran.stdout
-    assert stage.all_gone()
+    assert stage.has_no_processes()
     (view,) = stage.runs()
     assert (view["name"], view["status"], view["exit_code"]) == ("greet", "done", 0)
     assert "hello from local/1" in stage.shoal("logs", "greet", "--member", "local/1").stdout
@@ -25,65 +25,86 @@ def test_a_run_shows_its_members_lines_and_leaves_no_process(stage: Any) -> None
     assert "greet" in stage.shoal("status", "gre").stdout
 
 
-def test_a_script_that_raises_ends_with_one_and_its_cause_first(stage: Any) -> None:
+def test_environment_variables_reach_the_members(stage: Any) -> None:
+    (stage.path / "env.py").write_text("import os\nprint('got', os.environ['A'], os.environ['B'], flush=True)\n")
+    (stage.path / "shoal.toml").write_text('[pool.near]\nengine = "local"\n')
+    for where in ((), ("--on", "near"), ("--compat", "torchrun")):
+        ran = stage.shoal("run", *where, "--env", "A=1", "--env", "B=two words", "env.py")
+        assert "| got 1 two words" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_advice_for_a_finished_run_is_true(stage: Any) -> None:
+    (stage.path / "silent.py").write_text("pass\n")
+    ran = stage.shoal("run", "silent.py")
+    assert "logs        none: no member printed anything" in ran.stdout
+    scaled = stage.shoal("scale", "silent", "2")
+    assert (scaled.returncode, "shoal run -n 2:2 silent.py" in scaled.stderr) == (2, True)
+    unknown = stage.shoal("logs", "silent", "--member", "local/7")
+    assert (unknown.returncode, "its members are local/0" in unknown.stderr) == (2, True)
+    assert stage.json("config", "silent")["preload"] == "json"
+
+
+def test_script_that_raises_ends_with_exit_code_1_and_its_cause_first(stage: Any) -> None:
     ran = stage.shoal("run", "--set", "restarts.user=0", "raise.py")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stderr.startswith("cause       local/0: ValueError: no such thing")
-    assert stage.all_gone()
+    assert stage.has_no_processes()
 
 
-def test_nothing_outlives_a_killed_shoal_run(stage: Any) -> None:
+def test_no_process_outlives_a_killed_shoal_run(stage: Any) -> None:
     process = stage.start("run", "-n", "2", "wait.py")
     stage.wait("members run", lambda: stage.out().count("| waiting") == 2)
     process.kill()
     process.wait()
-    stage.wait("all processes are gone", stage.all_gone)
+    stage.wait("all processes have ended", stage.has_no_processes)
     assert [view["status"] for view in stage.runs()] == ["resumable"]
 
 
-def test_a_killed_coordinator_comes_back_at_its_address(stage: Any) -> None:
+def test_killed_coordinator_is_restarted_at_its_address(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
     stage.wait("the member runs", lambda: "| pid" in stage.out())
     url = (stage.directory() / "url").read_text()
     stage.process("shoal.coordinator").kill()
-    stage.wait("it is said", lambda: "the coordinator died (killed by SIGKILL) and was restarted" in stage.out())
+    stage.wait(
+        "the restart is reported", lambda: "the coordinator died (killed by SIGKILL) and was restarted" in stage.out()
+    )
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
     assert (stage.directory() / "url").read_text() == url
     assert stage.out().count("| pid") == 1, "the member was restarted"
 
 
-def test_a_killed_agent_comes_back_and_so_do_its_members(stage: Any) -> None:
+def test_killed_agent_is_restarted_with_its_members(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
     stage.wait("the member runs", lambda: "| pid" in stage.out())
     stage.process("shoal.agent").kill()
     stage.wait("the member runs again", lambda: stage.out().count("| pid") == 2)
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
-    stage.wait("all processes are gone", stage.all_gone)
+    stage.wait("all processes have ended", stage.has_no_processes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_an_interrupt_stops_the_run_in_order(stage: Any, number: signal.Signals) -> None:
+def test_first_signal_stops_the_run_cleanly(stage: Any, number: signal.Signals) -> None:
     process = stage.start("run", "wait.py")
     stage.wait("the member runs", lambda: "| waiting" in stage.out())
     process.send_signal(number)
     assert process.wait(90) == 75, stage.out()
-    assert "shoal resume wait-" in stage.out()
-    stage.wait("all processes are gone", stage.all_gone)
+    assert "starts over at step 0: there is no checkpoint" in stage.out()
+    stage.wait("all processes have ended", stage.has_no_processes)
 
 
-def test_a_second_interrupt_ends_it_now(stage: Any) -> None:
+def test_second_signal_stops_the_run_at_once(stage: Any) -> None:
     process = stage.start("run", "stubborn.py")
     stage.wait("the member runs", lambda: "| waiting" in stage.out())
     process.send_signal(signal.SIGINT)
-    stage.wait("the first is understood", lambda: "stopping after a checkpoint" in stage.out())
+    stage.wait("the first signal is handled", lambda: "stopping after a checkpoint" in stage.out())
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0, stage.out()
-    stage.wait("all processes are gone", stage.all_gone)
+    stage.wait("all processes have ended", stage.has_no_processes)
 
 
-def test_a_detached_run_lives_until_it_is_stopped(stage: Any) -> None:
+def test_detached_run_trains_until_it_is_stopped(stage: Any) -> None:
     ran = stage.shoal("run", "--detach", "--json", "wait.py")
     assert ran.returncode == 0, ran.stderr
     (view,) = stage.runs()
@@ -92,20 +113,22 @@ def test_a_detached_run_lives_until_it_is_stopped(stage: Any) -> None:
     assert [node["agent"]["agent"] for node in stage.json("nodes")] == ["local"]
     stopped = stage.shoal("stop", view["run"], "--now")
     assert stopped.returncode == 0, stopped.stderr
-    stage.wait("all processes are gone", stage.all_gone)
-    assert [one["status"] for one in stage.runs()] == ["stopped"]
+    assert "no checkpoint" in stopped.stdout
+    assert "starts over at step 0" in stopped.stdout
+    stage.wait("all processes have ended", stage.has_no_processes)
+    assert [view["status"] for view in stage.runs()] == ["stopped"]
 
 
-def test_a_detached_run_has_its_coordinator_restarted_too(stage: Any) -> None:
+def test_coordinator_of_a_detached_run_is_restarted(stage: Any) -> None:
     assert stage.shoal("run", "--detach", "until.py", str(stage.path / "go")).returncode == 0
     stage.wait("the member runs", lambda: "pid" in stage.shoal("logs").stdout)
     stage.process("shoal.coordinator").kill()
     (stage.path / "go").touch()
     stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
-    stage.wait("all processes are gone", stage.all_gone)
+    stage.wait("all processes have ended", stage.has_no_processes)
 
 
-def test_scale_adds_members(stage: Any) -> None:
+def test_scale_adds_members_without_a_restart(stage: Any) -> None:
     process = stage.start("run", "-n", "1:1", "until.py", str(stage.path / "go"))
     stage.wait("the member runs", lambda: stage.out().count("| pid") == 1)
     scaled = stage.shoal("scale", "until", "1:2")
@@ -115,12 +138,14 @@ def test_scale_adds_members(stage: Any) -> None:
     assert process.wait(60) == 0
 
 
-def test_a_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> None:
+def test_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
     stage.wait("the member runs", lambda: "| pid" in stage.out())
     assert stage.shoal("stop", "until", "--now").returncode == 0
     assert process.wait(60) == 75
-    assert stage.shoal("scale", "until", "2").returncode == 2
+    scaled = stage.shoal("scale", "until", "2")
+    assert scaled.returncode == 2
+    assert "shoal resume until-" in scaled.stderr
     process = stage.start("resume", "until", "-n", "2")
     stage.wait("two members run", lambda: stage.out().count("| pid") == 2)
     (stage.path / "go").touch()
@@ -128,7 +153,7 @@ def test_a_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> 
     assert [view["status"] for view in stage.runs()] == ["done"]
 
 
-def test_a_run_on_a_pool_is_not_resumed_by_a_coordinator_that_is_about_to_end(stage: Any) -> None:
+def test_resume_does_not_use_a_coordinator_that_is_shutting_down(stage: Any) -> None:
     (stage.path / "shoal.toml").write_text('[pool.near]\nengine = "local"\n')
     process = stage.start("run", "--on", "near", "until.py", str(stage.path / "go"))
     stage.wait("the member runs", lambda: "| pid" in stage.out())
@@ -136,17 +161,17 @@ def test_a_run_on_a_pool_is_not_resumed_by_a_coordinator_that_is_about_to_end(st
     assert stage.shoal("stop", "until", "--now").returncode == 0
     resumed = stage.start("resume", "until", "--detach")
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # Nobody ends that coordinator yet, so that whoever took it for one that stays would be done by now.
+        # The stopped supervisor keeps that coordinator up; a resume that used it would return by now.
         resumed.wait(5)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(60) == 75, "the run had ended for who started it"
+    assert process.wait(60) == 75, "the command that started the run saw it end"
     assert resumed.wait(60) == 0
     (stage.path / "go").touch()
     stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
-    stage.wait("all processes are gone", stage.all_gone)
+    stage.wait("all processes have ended", stage.has_no_processes)
 
 
-def test_a_module_runs_too(stage: Any) -> None:
+def test_module_is_run_like_a_script(stage: Any) -> None:
     package = stage.path / "mine"
     package.mkdir()
     (package / "__init__.py").touch()

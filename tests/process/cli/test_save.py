@@ -1,4 +1,4 @@
-"""What scripts save while they train."""
+"""Files that scripts save while they train."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ run.save("model.pt", {"step": run.step})
 """
 
 
-def test_a_file_that_is_saved_in_every_epoch_is_the_newest(stage: Any) -> None:
+def test_file_saved_in_every_epoch_is_replaced(stage: Any) -> None:
     torch = pytest.importorskip("torch")
     (stage.path / "saves.py").write_text(SCRIPT)
     ran = stage.shoal("run", "-n", "2", "saves.py", timeout_s=150)

@@ -35,13 +35,13 @@ def test_environment_variables_reach_the_members(stage: Any) -> None:
 
 def test_advice_for_a_finished_run_is_true(stage: Any) -> None:
     (stage.path / "silent.py").write_text("pass\n")
-    ran = stage.shoal("run", "silent.py")
+    ran = stage.shoal("run", "--set", "lease_s=7", "silent.py")
     assert "logs        none: no member printed anything" in ran.stdout
     scaled = stage.shoal("scale", "silent", "2")
     assert (scaled.returncode, "shoal run -n 2:2 silent.py" in scaled.stderr) == (2, True)
     unknown = stage.shoal("logs", "silent", "--member", "local/7")
     assert (unknown.returncode, "its members are local/0" in unknown.stderr) == (2, True)
-    assert stage.json("config", "silent")["preload"] == "json"
+    assert stage.json("config", "silent")["lease_s"] == 7
 
 
 def test_script_that_raises_ends_with_exit_code_1_and_its_cause_first(stage: Any) -> None:

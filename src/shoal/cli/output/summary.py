@@ -28,14 +28,16 @@ VICTIMS_SHOWN = 3
 REPORTED_WITHIN_S = 1.0
 PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
-STARTED_OVER = re.compile(r"(\d+) steps are (?:done again|repeated)")
+STARTED_OVER = re.compile(r"training starts over and repeats (\d+) steps")
+RESTORED = re.compile(r"restored the checkpoint of step (\d+)")
 
 
 class WorldChange(msgspec.Struct, frozen=True):
     """One change of the world, and what it cost; a planned one (`formed_s` None) interrupts no step.
 
     `steps_lost` are committed steps whose state no surviving member had; `steps_repeated` is how many of them the run
-    has done again since.
+    has done again since. After the loss of all members (`restored`) both are the least that is known, since the last
+    steps of a killed member may never have been reported.
     """
 
     world: int
@@ -44,6 +46,7 @@ class WorldChange(msgspec.Struct, frozen=True):
     formed_s: float | None
     steps_lost: int
     steps_repeated: int = 0
+    restored: bool = False
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -156,7 +159,7 @@ def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_st
     result: list[WorldChange] = []
     planned: dict[int, str] = {}
     broken_at: float | None = None
-    cause, broken_step, worlds = "", 0, 0
+    cause, broken_step, worlds, restored = "", 0, 0, False
     for line in story:
         if line.kind in ("WorldBroken", "DissolveWorld", "ProcessExited") and broken_at is None and worlds:
             # A member that left cleanly interrupted no step.
@@ -173,13 +176,16 @@ def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_st
                 number, step = line.world or 0, line.step or 0
                 lost = max(0, broken_step - step, reached.get(number, 0) - step)
                 text = _lost_members(story, line.at) or cause
-                result.append(WorldChange(number, line.step, text, line.at - (broken_at or line.at), lost))
-            worlds, broken_at, cause, broken_step = worlds + 1, None, "", 0
+                formed_s = line.at - (broken_at or line.at)
+                result.append(WorldChange(number, line.step, text, formed_s, lost, restored=restored))
+            worlds, broken_at, cause, broken_step, restored = worlds + 1, None, "", 0, False
         elif entered := ENTERED.match(line.text):
             number = int(entered[1])
             result.append(WorldChange(number, int(entered[2]), planned.get(number, ""), None, 0))
         elif started_over := STARTED_OVER.search(line.text):
             broken_step = max(broken_step, int(started_over[1]))
+        elif RESTORED.search(line.text):
+            restored = True
     return tuple(_with_repeated(change, result[index + 1 :], last_step) for index, change in enumerate(result))
 
 
@@ -267,8 +273,14 @@ def _place(change: WorldChange) -> str:
 def _cost(change: WorldChange) -> str:
     if change.formed_s is None:
         return " (planned: no step was interrupted)"
-    lost = f"{change.steps_lost} step{'' if change.steps_lost == 1 else 's'} lost"
-    return f" (new world after {table.span(change.formed_s)}; {lost}, {change.steps_repeated} repeated)"
+    lost = f"{change.steps_lost} step{'' if change.steps_lost == 1 else 's'} lost, {change.steps_repeated} repeated"
+    if change.restored:
+        lost = (
+            f"restored a checkpoint: at least {lost}"
+            if change.steps_lost
+            else "restored a checkpoint: later steps lost"
+        )
+    return f" (new world after {table.span(change.formed_s)}; {lost})"
 
 
 def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[str, ...]]:

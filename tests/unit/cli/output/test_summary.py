@@ -65,6 +65,18 @@ def test_steps_lost_with_all_members_are_counted_from_the_last_progress() -> Non
     assert [change.steps_lost for change in summary.changes(story, {2: 40}, 200)] == [0]
 
 
+def test_restored_checkpoint_never_counts_as_no_loss() -> None:
+    story = [
+        story_line(1, "FormWorld", world=1, step=0),
+        story_line(2, "MembershipNote", "local/0 restored the checkpoint of step 40"),
+        story_line(3, "FormWorld", world=2, step=40),
+    ]
+    unseen = summary.text(summary.summarise(run_view(step=200), story, reached={2: 40}))
+    assert "; restored a checkpoint: later steps lost)" in unseen
+    seen = summary.text(summary.summarise(run_view(step=200), story, reached={2: 45}))
+    assert "; restored a checkpoint: at least 5 steps lost, 5 repeated)" in seen
+
+
 def test_start_over_without_a_checkpoint_counts_the_steps_of_its_note() -> None:
     state = membership.MembershipState(
         membership.MembershipSettings(min_members=1, max_members=1), step=80, started=True, restoring="a"

@@ -1,4 +1,4 @@
-"""A supervisor waits for its coordinator until all machines are released."""
+"""How a supervisor starts and stops its coordinator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import ServiceFailed
 from shoal.launch import supervisor as launch_supervisor
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import Supervisor
@@ -45,3 +46,12 @@ def test_coordinator_is_not_killed_before_its_machines_are_released(
     assert "releasing" in notes[0]
     assert "this may take" in notes[0]
     assert not supervisor._coordinator.running()
+
+
+def test_failed_start_names_a_log_that_exists(tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", "raise SystemExit('port taken')")
+    supervisor = Supervisor(LaunchPlan(str(tmp_path / "new"), argv, (), creates_directory=True))
+    with pytest.raises(ServiceFailed) as failed:
+        supervisor.open()
+    assert failed.value.why == "port taken"
+    assert Path(failed.value.where).read_text() == "port taken\n"

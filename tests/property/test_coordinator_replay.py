@@ -162,8 +162,8 @@ class Fleet(RuleBasedStateMachine):
     def nothing_was_left_undone(self) -> None:
         """So that what changes nothing about who should exist need not be thought about."""
         draft = FleetDraft(self.runs.fleet, self.now)
-        draft.advance()
-        assert (draft.asked, draft.freeze()) == ([], self.runs.fleet)
+        fl.advance(draft)
+        assert (draft.instructions, draft.freeze()) == ([], self.runs.fleet)
 
     @invariant()
     def incarnations_are_never_used_twice(self) -> None:

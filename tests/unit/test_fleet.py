@@ -216,7 +216,7 @@ def test_a_member_that_speaks_again_is_left_alone() -> None:
 def test_a_member_that_does_not_fit_is_not_tried_again_and_harms_nobody() -> None:
     fleet = with_run(2, 3)
     told = fleet.exit("lab/2", "refused", "another model").of(fe.FleetNote)
-    assert ["lab/2 is not started again" in i.text for i in told] == [True]
+    assert ["lab/2 is not restarted" in i.text for i in told] == [True]
     assert fleet.started() == []
     (failed,) = fleet.exit("lab/1", "refused", "another model").of(fe.MarkRunFailed)
     assert (failed.exit_code, "another model" in failed.reason) == (1, True)
@@ -253,7 +253,7 @@ def test_a_run_is_not_done_if_nobody_came_to_the_end_of_the_script() -> None:
     fleet.exit("lab/0", "infrastructure")
     [ended] = fleet.exit("lab/1", "infrastructure").of(fe.MarkRunEnded)
     assert ended.exit_code == 75
-    assert "nobody came to the end of the script: lab/1" in ended.reason
+    assert "no member reached the end of the script: lab/1" in ended.reason
 
 
 def test_a_run_is_done_if_one_of_its_members_came_to_the_end_of_the_script() -> None:
@@ -267,14 +267,14 @@ def test_a_run_is_not_done_if_its_machine_is_lost_before_the_end_of_the_script()
     fleet = with_run(1, 1).on(fe.RunFinished("r")).on(fe.AgentDisconnected("lab"))
     [ended] = fleet.wait(11.0).of(fe.MarkRunEnded)
     assert ended.exit_code == 75
-    assert "nobody came to the end of the script: lab/0: agent lab is lost" in ended.reason
+    assert "no member reached the end of the script: lab/0: agent lab is lost" in ended.reason
 
 
 def test_a_run_is_not_done_if_its_agent_ended_its_member_before_the_end_of_the_script() -> None:
     fleet = with_run(1, 1).on(fe.RunFinished("r"))
     [ended] = fleet.exit("lab/0", "asked", "the agent ends").of(fe.MarkRunEnded)
     assert ended.exit_code == 75
-    assert "nobody came to the end of the script: lab/0: the agent ends" in ended.reason
+    assert "no member reached the end of the script: lab/0: the agent ends" in ended.reason
 
 
 def test_a_run_is_done_if_its_member_came_to_the_end_of_the_script_when_its_agent_ended_it() -> None:
@@ -393,7 +393,7 @@ def test_a_lost_worker_starts_chief_and_servers_anew_too() -> None:
     fleet = with_parameter_servers()
     fleet.exit("lab/1", "infrastructure", "killed by signal 9")
     assert {i.member for i in fleet.of(fe.StopProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
-    assert fleet.of(fe.FleetNote)[0].text == "all members are started anew: lab/1 ended: killed by signal 9"
+    assert fleet.of(fe.FleetNote)[0].text == "all members restart: lab/1 ended: killed by signal 9"
     for member in ("lab/chief-0", "lab/server-0", "lab/0"):
         fleet.exit(member, "asked")
     assert len(fleet.started()) == 4
@@ -441,7 +441,7 @@ def test_an_evaluator_that_fails_too_often_costs_the_run_nothing() -> None:
     fleet.exit("lab/evaluator-0", "user", "ValueError")
     assert fleet.process("lab/evaluator-0").status == fl.GIVEN_UP
     assert not fleet.of(fe.MarkRunFailed)
-    assert "goes on without its evaluator" in fleet.of(fe.FleetNote)[0].text
+    assert "continues without its evaluator" in fleet.of(fe.FleetNote)[0].text
     assert fleet.wait(10_000.0).started() == []
 
 

@@ -212,7 +212,7 @@ def _now(run: RunState, runs: CoordinatorState) -> tuple[str, str, int]:
         return run.state_name, run.reason, world.size if world is not None else _trainers(run)
     running = [p for p in runs.fleet.of_run(run.name) if p.status in (fl.RUNNING, fl.DONE)]
     if wanted.restart_reason:
-        return "waiting", f"all members are started anew: {wanted.restart_reason}", 0
+        return "waiting", f"all members restart: {wanted.restart_reason}", 0
     if running:
         return "training", f"{len(running)} members of an unmodified script, start {wanted.generation}", len(running)
     return "starting", f"waiting for at least {wanted.min_members} places", 0

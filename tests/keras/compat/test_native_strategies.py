@@ -38,7 +38,7 @@ class Unmodified(RunUnderTest):
     def told(self) -> list[str]:
         """What the story says of restarts."""
         story = self.shoal("why", self.name)
-        return [line["text"] for line in story if line["text"].startswith("all members are started anew")]
+        return [line["text"] for line in story if line["text"].startswith("all members restart")]
 
 
 @contextlib.contextmanager

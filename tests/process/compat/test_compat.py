@@ -93,7 +93,7 @@ def test_tf_config_script_gets_its_cluster_and_new_ports_after_a_restart(tmp_pat
 
 
 def restart_notes(run: Stage) -> list[str]:
-    return [line for line in run.output.splitlines() if line.startswith("shoal: all members are ")]
+    return [line for line in run.output.splitlines() if line.startswith("shoal: all members restart: ")]
 
 
 def check_cluster(ready: list[dict[str, Any]], size: int) -> None:

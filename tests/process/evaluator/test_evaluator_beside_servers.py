@@ -64,5 +64,5 @@ def test_another_model_harms_the_evaluator_only(tmp_path: Path) -> None:
         run.finish()
         assert "error[S320] the evaluator's model differs from the run's" in run.output
         assert "only here: body.weight float32[1, 9]; only there: float32[1, 8]" in run.output
-        assert "the training goes on without its evaluator" in run.output
+        assert "training continues without its evaluator" in run.output
         assert len(of(run, "done")) == 1

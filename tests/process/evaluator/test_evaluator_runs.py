@@ -153,7 +153,7 @@ def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, ba
         assert run.step() == 23
         assert code in run.output
         assert words in run.output
-        assert "the training goes on without its evaluator" in run.output
+        assert "training continues without its evaluator" in run.output
         assert len(run.worlds()) == 1
 
 

@@ -100,5 +100,5 @@ def test_training_continues_without_an_evaluator_that_fails(
 ) -> None:
     report = ran(stage, evaluate, settings="restarts_user=0", **options)
     assert report["evaluated"] is None
-    assert "the training goes on without its evaluator" in report["story"]
+    assert "training continues without its evaluator" in report["story"]
     assert message in report["story"], "the reason is missing"

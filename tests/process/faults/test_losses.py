@@ -62,7 +62,7 @@ def test_a_run_is_not_done_if_its_last_member_dies_before_it_has_saved_the_model
     deaths = [{"member": "local/0", "step": 32, "point": "at the end"}]
     with staged(tmp_path, "1:1", ("checkpoint.every_steps=20",), die=deaths) as run:
         run.finish(exit_code=75)
-        assert "nobody came to the end of the script: local/0" in run.output
+        assert "no member reached the end of the script: local/0" in run.output
         run.process = run.start("resume", run.shoal("ps", "--all")[0]["run"])
         run.finish()
         run.check()

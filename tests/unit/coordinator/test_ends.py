@@ -46,7 +46,7 @@ def test_a_spare_that_is_told_of_the_end_has_not_come_to_the_end_of_the_script()
     run.exit("lab/1", "done")
     run.exit("lab/0", "infrastructure")
     assert (run.run.status, run.run.exit_code) == ("resumable", 75)
-    assert "nobody came to the end of the script: lab/0" in run.run.reason
+    assert "no member reached the end of the script: lab/0" in run.run.reason
 
 
 def test_a_spare_that_fails_when_others_have_trained_to_the_end_fails_nobody() -> None:

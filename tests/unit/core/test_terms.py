@@ -53,7 +53,7 @@ def test_a_place_must_be_large_enough_if_its_size_is_known() -> None:
 def test_a_role_that_is_larger_than_a_place_is_refused_before_anything_is_hired() -> None:
     pools = {"spot": PoolInfo("spot", "slurm", limit=4, slots=2, sized=True, cpus=4, memory_bytes=8 << 30)}
     fleet_requirements.check_size("trainer", MachineRequirements(("spot",), cpus=2, memory_bytes=4 << 30), pools)
-    with pytest.raises(SlotTooSmall, match="a trainer needs 3 cpus, and a place of pool spot has 2"):
+    with pytest.raises(SlotTooSmall, match="a trainer needs 3 cpus, but a slot in pool spot has 2"):
         fleet_requirements.check_size("trainer", MachineRequirements(("spot",), cpus=3), pools)
     with pytest.raises(SlotTooSmall):
         fleet_requirements.check_size("server", MachineRequirements(("spot",), memory_bytes=5 << 30), pools)

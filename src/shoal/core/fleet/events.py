@@ -1,4 +1,4 @@
-"""What can happen to agents and member processes, and what can be asked in answer."""
+"""Events of agents and member processes, and the instructions that follow from them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ DEFAULT_RESTARTS = restart_policy.RestartLimits()
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStarted:
-    """The coordinator began, or began again; `salt` makes the incarnations of this life unlike those of any other."""
+    """The coordinator started; `salt` keeps its incarnations apart from those of earlier starts."""
 
     salt: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConnected:
-    """An agent connected; `members` are the processes alive under it, as (run, member, incarnation).
+    """An agent connected; `members` are the processes alive under it: (run, member, incarnation).
 
-    `successor` says that it is another process than the agent of that name before, whose members died with it. `pool`
-    is where its machine was hired, empty if it came by itself; `size` is what each of its places was asked to have.
+    `successor`: it is another process than the agent of that name before, whose members died with it. `pool` is the
+    pool that its machine was requested from, "" for an agent that was started by hand; `size` is the requested size of
+    a slot.
     """
 
     agent: str
@@ -40,11 +41,15 @@ class AgentConnected:
 
 @dataclass(frozen=True, slots=True)
 class AgentDisconnected:
+    """An agent's connection closed; its processes may still run."""
+
     agent: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgentNotice:
+    """An agent's machine will shut down within `within_s` seconds."""
+
     agent: str
     within_s: float
     cause: str
@@ -52,9 +57,10 @@ class AgentNotice:
 
 @dataclass(frozen=True, slots=True)
 class RunRequested:
-    """`terms` say for each role which machines it may use: all, if nothing is said.
+    """A run was submitted, or resumed.
 
-    `ports` are those that its members may listen on, such as 29400-29499; empty for any.
+    `requirements` says for each role which machines it may use; a role that is not named may use all. `ports` is the
+    range that its members may listen on, such as 29400-29499; "" for any.
     """
 
     run: str
@@ -71,6 +77,8 @@ class RunRequested:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStarted:
+    """An agent started a process; `warm` if it was forked from a warm one."""
+
     run: str
     member: str
     incarnation: str
@@ -80,9 +88,9 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """`cause` is one of: done, user, infrastructure, preempted, asked, refused, and idle.
+    """A process ended. `cause` is done, user, infrastructure, preempted, asked, refused or idle.
 
-    `idle` is not the agent's word: others had trained to the end, and it was told that it was not needed.
+    The agent never reports *idle*: the coordinator told this member that others had finished without it.
     """
 
     run: str
@@ -96,7 +104,10 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class MemberUnresponsive:
-    """The member was lost, but nobody said that its process ended; `stuck` says why that must not be waited for."""
+    """A member was lost, but its process was not reported as ended.
+
+    `hung` is the reason if it makes no progress; such a process is replaced at once.
+    """
 
     run: str
     member: str
@@ -105,13 +116,15 @@ class MemberUnresponsive:
 
 @dataclass(frozen=True, slots=True)
 class MemberResponsive:
+    """A lost member connected again."""
+
     run: str
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedMembersChanged:
-    """Members that take part without a process that an agent answers for."""
+    """The members changed that take part without a process under an agent."""
 
     run: str
     unmanaged: tuple[str, ...]
@@ -119,7 +132,7 @@ class UnmanagedMembersChanged:
 
 @dataclass(frozen=True, slots=True)
 class RunScaled:
-    """`keep` are the members to keep if some have to go."""
+    """A run wants another number of members; those in `keep` are stopped last."""
 
     run: str
     min_members: int
@@ -129,7 +142,7 @@ class RunScaled:
 
 @dataclass(frozen=True, slots=True)
 class RunStopping:
-    """The members were told to stop; `idle` are those that hold nothing worth waiting for."""
+    """The members of a run were told to stop; those in `idle` hold nothing worth waiting for."""
 
     run: str
     exit_code: int
@@ -147,7 +160,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class RunInfeasible:
-    """A run cannot begin: there are no machines for it."""
+    """A run cannot begin: no pool can provide its machines."""
 
     run: str
     reason: str
@@ -155,7 +168,17 @@ class RunInfeasible:
 
 @dataclass(frozen=True, slots=True)
 class FleetTimerExpired:
-    """A wait for an agent, a run or a process is over; `what` says which."""
+    """A timer of an agent, a run or a process expired; `what` is one of:
+
+    - agent: a disconnected agent did not reconnect
+    - notice: a notice did not come true
+    - grace: a run did not stop in time
+    - no agents: a run has lost all members and agents
+    - group restart: the pause before a group restart is over
+    - backoff: a process may be restarted
+    - unresponsive: a process is alive, but its member has been silent for long
+    - missing: a process that its agent did not list is not reported as ended either
+    """
 
     what: str
     run: str = ""
@@ -186,7 +209,7 @@ Event = Union[
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """`env` is what only this process needs, beyond what every member is given."""
+    """Start a process; `env` is what only this process needs, beyond what every member is given."""
 
     agent: str
     run: str
@@ -199,6 +222,8 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class StopProcess:
+    """Stop a process: SIGTERM, then SIGKILL after `grace_s`."""
+
     agent: str
     run: str
     member: str
@@ -209,6 +234,8 @@ class StopProcess:
 
 @dataclass(frozen=True, slots=True)
 class MarkRunFailed:
+    """The run failed."""
+
     run: str
     reason: str
     exit_code: int
@@ -216,6 +243,8 @@ class MarkRunFailed:
 
 @dataclass(frozen=True, slots=True)
 class MarkRunEnded:
+    """The run ended, done or resumable."""
+
     run: str
     reason: str
     exit_code: int
@@ -223,7 +252,7 @@ class MarkRunEnded:
 
 @dataclass(frozen=True, slots=True)
 class MarkTrainingFinished:
-    """Whoever trained is gone: what there is now to evaluate is all that there will be."""
+    """All trainers have ended: no further checkpoint will have to be evaluated."""
 
     run: str
 

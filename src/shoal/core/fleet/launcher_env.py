@@ -1,4 +1,8 @@
-"""What unmodified torchrun and TF_CONFIG scripts find in their environment."""
+"""Launcher environment: the variables that unmodified torchrun and TF_CONFIG scripts read.
+
+Ranks are ordered by agent, so that those of one machine are neighbours. Ports are derived from the run and the number
+of restarts: a restarted group does not meet the ports of its predecessor, which may still be closing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ TASKS = {"trainer": "worker", "evaluator": "evaluator", "server": "ps"}
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """Where one rank runs."""
+    """Agent and host of one rank."""
 
     agent: str
     host: str
@@ -26,14 +30,14 @@ class RankHost:
 
 @dataclass(frozen=True, slots=True)
 class TfTask:
-    """What one rank is in TF_CONFIG."""
+    """Task of one rank in TF_CONFIG."""
 
     type: str
     index: int
 
 
 def evaluator_unsupported(kind: str, where: str = "") -> BadRole:
-    """Why an unmodified script is not evaluated, and what to do instead."""
+    """Return the error for an evaluator beside an unmodified script."""
     return BadRole(
         f"an unmodified script (--compat {kind}) cannot have an evaluator",
         where=where,
@@ -43,7 +47,7 @@ def evaluator_unsupported(kind: str, where: str = "") -> BadRole:
 
 
 def tf_tasks(kind: str, count: int, servers: int) -> tuple[TfTask, ...]:
-    """What each of so many ranks is: all are workers, but with ps the first ones are the chief and the servers."""
+    """Return the task of each rank: all are workers, but with ps the first are the chief and the servers."""
     if kind != PS:
         return tuple(TfTask("worker", index) for index in range(count))
     first = (TfTask("chief", 0), *(TfTask("ps", index) for index in range(servers)))
@@ -54,34 +58,34 @@ def launcher_environments(
     kind: str,
     run: str,
     salt: str,
-    places: Sequence[RankHost],
+    hosts: Sequence[RankHost],
     restarts: int,
     max_restarts: int,
     servers: int = 0,
     span: range = ANY_PORTS,
 ) -> list[tuple[tuple[str, str], ...]]:
-    """The environment of each rank; `kind` is torchrun, tf or ps. Every restart meets on other ports of the span."""
-    agents = list(dict.fromkeys(place.agent for place in places))
-    ordered = sorted(range(len(places)), key=lambda i: agents.index(places[i].agent))
-    first = zlib.crc32(f"{salt} {run} {restarts}".encode()) % max(1, len(span) - len(places))
+    """Return the environment of each rank; `kind` is torchrun, tf or ps. Every restart uses other ports of the span."""
+    agents = list(dict.fromkeys(host.agent for host in hosts))
+    ordered = sorted(range(len(hosts)), key=lambda i: agents.index(hosts[i].agent))
+    first = zlib.crc32(f"{salt} {run} {restarts}".encode()) % max(1, len(span) - len(hosts))
     ports = {i: span[(first + rank) % len(span)] for rank, i in enumerate(ordered)}
-    envs: list[tuple[tuple[str, str], ...]] = [()] * len(places)
-    given = tf_tasks(kind, len(places), servers)
+    envs: list[tuple[tuple[str, str], ...]] = [()] * len(hosts)
+    given = tf_tasks(kind, len(hosts), servers)
     cluster: dict[str, list[str]] = {}
-    for i, task in zip(ordered, given, strict=True):
-        cluster.setdefault(task.type, []).append(addresses.host_port(places[i].host, ports[i]))
+    for i, tf_task in zip(ordered, given, strict=True):
+        cluster.setdefault(tf_task.type, []).append(addresses.host_port(hosts[i].host, ports[i]))
     for rank, i in enumerate(ordered):
         if kind in (TF, PS):
-            mine = {"type": given[rank].type, "index": given[rank].index}
-            pairs = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": mine})}
+            task = {"type": given[rank].type, "index": given[rank].index}
+            pairs = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
         else:
-            pairs = _torchrun(run, places, ordered, rank, agents, restarts, max_restarts, ports[ordered[0]])
+            pairs = _torchrun(run, hosts, ordered, rank, agents, restarts, max_restarts, ports[ordered[0]])
         envs[i] = (("SHOAL_COMPAT", "1"), *pairs.items())
     return envs
 
 
 def standalone_tf_config(role: str, member: str) -> str:
-    """TF_CONFIG of an elastic member: what it is, in a cluster that has nobody else in it."""
+    """Return the TF_CONFIG of an elastic member: its own task, in a cluster without other members."""
     number = member.rpartition("/")[2].rpartition("-")[2]
     task = {"type": TASKS[role], "index": int(number) if number.isdecimal() else 0}
     return json.dumps({"cluster": {}, "task": task})
@@ -89,7 +93,7 @@ def standalone_tf_config(role: str, member: str) -> str:
 
 def _torchrun(
     run: str,
-    places: Sequence[RankHost],
+    hosts: Sequence[RankHost],
     ordered: Sequence[int],
     rank: int,
     agents: Sequence[str],
@@ -97,18 +101,18 @@ def _torchrun(
     max_restarts: int,
     port: int,
 ) -> dict[str, str]:
-    mine = places[ordered[rank]].agent
-    here = [r for r, i in enumerate(ordered) if places[i].agent == mine]
+    agent = hosts[ordered[rank]].agent
+    local = [r for r, i in enumerate(ordered) if hosts[i].agent == agent]
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(places)),
-        "LOCAL_RANK": str(here.index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(here)),
-        "GROUP_RANK": str(agents.index(mine)),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(local.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "GROUP_RANK": str(agents.index(agent)),
         "GROUP_WORLD_SIZE": str(len(agents)),
         "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(len(places)),
-        "MASTER_ADDR": places[ordered[0]].host,
+        "ROLE_WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": hosts[ordered[0]].host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

@@ -1,4 +1,4 @@
-"""What the processes of a role ask of their machines: pools, labels, and the size of a place."""
+"""Machine requirements: on which pools the processes of a role may run, and how large a slot they need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal.errors import BadLabels, SlotTooSmall
 
 @dataclass(frozen=True, slots=True)
 class MachineRequirements:
-    """On which machines processes of a role may run: those of these pools, or of any if none is named.
+    """On which machines processes of a role may run: those of `pools`, or of any pool if none is named.
 
-    `own` says that a machine that came by itself will not do, `apart` that the role has these pools for itself and not
-    because its run has them. A place whose size is known must have so much.
+    `pools_only` excludes machines whose agent was started by hand. `reserved`: the role has these pools for itself, not
+    because its run has them. `cpus` and `memory_bytes` are needed for each slot, where the size of a slot is known.
     """
 
     pools: tuple[str, ...] = ()
@@ -26,73 +26,79 @@ class MachineRequirements:
 
 @dataclass(frozen=True, slots=True)
 class SlotSize:
-    """What each place on a machine has."""
+    """Size of each slot of a machine."""
 
     cpus: int = 0
     memory_bytes: int = 0
 
 
-def admits(terms: MachineRequirements, pool: str, size: SlotSize | None) -> bool:
-    """Whether a machine of this pool, "" if it came by itself, will do; `size` is None where nobody asked for one."""
+def admits(needed: MachineRequirements, pool: str, size: SlotSize | None) -> bool:
+    """Return whether a machine meets the requirements.
+
+    `pool` is "" for a machine whose agent was started by hand; `size` is None if no size was requested.
+    """
     if not pool:
-        return not terms.pools_only
-    if terms.pools and pool not in terms.pools:
+        return not needed.pools_only
+    if needed.pools and pool not in needed.pools:
         return False
-    return size is None or (size.cpus >= terms.cpus and size.memory_bytes >= terms.memory_bytes)
+    return size is None or (size.cpus >= needed.cpus and size.memory_bytes >= needed.memory_bytes)
 
 
 def parse_where(text: str, where: str = "") -> dict[str, str]:
-    """The labels of a constraint such as ``gpu=a100,zone=b``.
+    """Return the labels of a constraint such as ``gpu=a100,zone=b``; raise BadLabels if it is malformed.
 
     >>> parse_where("gpu=a100, zone=b")
     {'gpu': 'a100', 'zone': 'b'}
     """
-    found: dict[str, str] = {}
-    for part in (one.strip() for one in text.split(",")):
+    labels: dict[str, str] = {}
+    for part in (label.strip() for label in text.split(",")):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not part:
             continue
         if not name or not equals or not value:
-            raise BadLabels(f"{part!r} is no label", where=where, do="write NAME=VALUE, such as gpu=a100")
-        if found.get(name, value) != value:
-            raise BadLabels(f"{name} cannot be {found[name]} and {value} at once", where=where)
-        found[name] = value
-    return found
+            raise BadLabels(f"invalid label {part!r}", where=where, do="write NAME=VALUE, such as gpu=a100")
+        if labels.get(name, value) != value:
+            raise BadLabels(f"label {name} is given twice: {labels[name]} and {value}", where=where)
+        labels[name] = value
+    return labels
 
 
-def matching(pools: Iterable[PoolInfo], names: tuple[str, ...], wanted: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of the pools named, or of all, whose machines carry these labels; if none was named, the cheapest first."""
-    known = {pool.name: pool for pool in pools}
-    if not wanted:
+def matching(pools: Iterable[PoolInfo], names: tuple[str, ...], labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return those of the named pools, or of all, whose machines have these labels; raise BadLabels if none has.
+
+    Without names, the cheapest pool comes first; without labels, the names are returned as they are.
+    """
+    by_name = {pool.name: pool for pool in pools}
+    if not labels:
         return names
-    chosen = names or tuple(sorted(known, key=lambda name: known[name].price_per_h))
-    fit = tuple(n for n in chosen if n in known and wanted.items() <= dict(known[n].labels).items())
+    chosen = names or tuple(sorted(by_name, key=lambda name: by_name[name].price_per_h))
+    fit = tuple(n for n in chosen if n in by_name and labels.items() <= dict(by_name[n].labels).items())
     if not fit:
-        asked = ",".join(f"{name}={value}" for name, value in wanted.items())
+        wanted = ",".join(f"{name}={value}" for name, value in labels.items())
         raise BadLabels(
-            f"no pool has machines with {asked}",
-            why=_labels_of(known[name] for name in chosen if name in known) or "no pool is described",
+            f"no pool has machines with {wanted}",
+            why=_describe(by_name[name] for name in chosen if name in by_name) or "no pool is described",
             do="correct --where, or add labels to a [pool.NAME]",
         )
     return fit
 
 
-def _labels_of(pools: Iterable[PoolInfo]) -> str:
-    shown = {pool.name: ",".join(f"{name}={value}" for name, value in pool.labels.items()) for pool in pools}
-    return "; ".join(f"{name} has {labels or 'no labels'}" for name, labels in shown.items())
+def _describe(pools: Iterable[PoolInfo]) -> str:
+    labels = {pool.name: ",".join(f"{name}={value}" for name, value in pool.labels.items()) for pool in pools}
+    return "; ".join(f"{name} has {text or 'no labels'}" for name, text in labels.items())
 
 
-def check_size(role: str, terms: MachineRequirements, pools: Mapping[str, PoolInfo]) -> None:
-    """An error for a role that does not fit into the places of a pool that says itself how large they are."""
-    for pool in (pools[name] for name in terms.pools if name in pools):
+def check_size(role: str, needed: MachineRequirements, pools: Mapping[str, PoolInfo]) -> None:
+    """Raise SlotTooSmall if a role does not fit into the slots of a pool that states their size."""
+    for pool in (pools[name] for name in needed.pools if name in pools):
         for what, each, have in (
-            ("cpus", terms.cpus, pool.cpus // pool.slots),
-            ("bytes of memory", terms.memory_bytes, pool.memory_bytes // pool.slots),
+            ("cpus", needed.cpus, pool.cpus // pool.slots),
+            ("bytes of memory", needed.memory_bytes, pool.memory_bytes // pool.slots),
         ):
             if have and each > have:
                 raise SlotTooSmall(
-                    f"a {role} needs {each} {what}, and a place of pool {pool.name} has {have}",
+                    f"a {role} needs {each} {what}, but a slot in pool {pool.name} has {have}",
                     where=f"[pool.{pool.name}]",
-                    why=f"its machines are asked for with as much for {pool.slots} places",
-                    do="let the pool say more or nothing, give it fewer slots, or ask for less",
+                    why=f"its machines are requested with as much for {pool.slots} slots",
+                    do="state a larger size for the pool or none, give it fewer slots, or ask for less",
                 )

@@ -1,7 +1,7 @@
-"""How often a member is started again, and how soon.
+"""Restart policy: whether and when a member that ended is started again.
 
-The user's errors, the machines' failures and preemptions are counted apart: a bug should stop a run soon, a bad
-network late, and a spot market never. Nothing is held against anybody for good: only a window of time counts.
+Errors of the user's code, failures of machines and preemptions have separate limits: a bug should stop a run soon, a
+bad network late, and a spot market never. Only exits within a window of time count, so no member is given up for good.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ Cause = Literal["user", "infrastructure", "preempted"]
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """`user` and `infrastructure` are restarts allowed within `window_s`; `healthy_s` alive forgives the back-off."""
+    """Restarts allowed within `window_s`, by cause, and the pause before each.
+
+    The pause doubles from `backoff_s` to `backoff_max_s`; a process that lived for `healthy_s` starts again from zero.
+    """
 
     user: int = 2
     infrastructure: int = 10
@@ -27,7 +30,7 @@ class RestartLimits:
 
 @dataclass(frozen=True, slots=True)
 class PastExit:
-    """An earlier end of a member, and why."""
+    """An earlier exit of a member, and its cause."""
 
     at: float
     cause: str
@@ -35,12 +38,16 @@ class PastExit:
 
 @dataclass(frozen=True, slots=True)
 class RestartAfter:
+    """Restart the member after so many seconds."""
+
     after_s: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopRestarting:
+    """Do not restart the member: it reached a limit."""
+
     reason: str
 
 
@@ -48,33 +55,33 @@ Decision = Union[RestartAfter, StopRestarting]
 
 
 def decide(history: Sequence[PastExit], cause: Cause, now: float, settings: RestartLimits) -> Decision:
-    """Whether to start a member again that just ended by `cause`; `history` is what happened before, oldest first.
+    """Return whether to restart a member that just ended by `cause`; `history` are its earlier exits, oldest first.
 
-    >>> decide([], "infrastructure", 0.0, BudgetSettings())
-    Restart(after_s=0.0, reason='restart 1 of at most 10 after infrastructure failures')
+    >>> decide([], "infrastructure", 0.0, RestartLimits())
+    RestartAfter(after_s=0.0, reason='restart 1 of at most 10 after infrastructure failures')
     """
     if cause == "preempted":
-        return RestartAfter(0.0, "preemption is nobody's fault: restarts are unlimited")
+        return RestartAfter(0.0, "restarts after a preemption are unlimited")
     allowed = settings.user if cause == "user" else settings.infrastructure
     name = "errors of the user's code" if cause == "user" else "infrastructure failures"
-    spent = sum(loss.cause == cause and now - loss.at < settings.window_s for loss in history)
-    if spent >= allowed:
+    used = sum(past.cause == cause and now - past.at < settings.window_s for past in history)
+    if used >= allowed:
         if allowed == 0:
             return StopRestarting(f"no restarts are allowed after {name}")
-        return StopRestarting(f"{spent + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
-    return RestartAfter(_pause_s(history, now, settings), f"restart {spent + 1} of at most {allowed} after {name}")
+        return StopRestarting(f"{used + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
+    return RestartAfter(_pause_s(history, now, settings), f"restart {used + 1} of at most {allowed} after {name}")
 
 
 def _pause_s(history: Sequence[PastExit], now: float, settings: RestartLimits) -> float:
-    """At once the first time; then doubling for every failure that came soon after the one before."""
+    """Return the pause before a restart: none at first, then doubled for each failure soon after the one before."""
     in_a_row = 0
     later = now
-    for loss in reversed(history):
-        if later - loss.at >= settings.healthy_s:
+    for past in reversed(history):
+        if later - past.at >= settings.healthy_s:
             break
-        if loss.cause in ("user", "infrastructure"):
+        if past.cause in ("user", "infrastructure"):
             in_a_row += 1
-            later = loss.at
+            later = past.at
     if in_a_row == 0:
         return 0.0
     return float(min(settings.backoff_max_s, settings.backoff_s * 2.0 ** min(in_a_row - 1, 60)))

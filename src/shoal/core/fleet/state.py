@@ -1,4 +1,4 @@
-"""The processes of runs, the agents that they are under, and what each run wants; values only."""
+"""State of the fleet: agents with their slots, runs with what they want, and processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
 
 @lru_cache(maxsize=1 << 14)
 def role_of(member: str) -> str:
-    """What a process does in its run; names are given here, and tell."""
+    """Return the role of a member, which is part of its name."""
     last = member.rpartition("/")[2]
     return next((role for role, mark in MARKS.items() if last.startswith(mark)), TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetTimeouts:
-    """How long things are waited for."""
+    """How long the fleet waits, in seconds.
+
+    `unresponsive_s` for a silent member whose process runs, `agent_s` for a disconnected agent, `no_agents_s` before a
+    run without agents ends, `missing_s` for the exit of a process that its agent did not list, `give_up_s` before a
+    member that failed too often is tried again, and `grace_s` for a process to stop.
+    """
 
     unresponsive_s: float = 10.0
     agent_s: float = 10.0
@@ -40,7 +45,10 @@ class FleetTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """An agent; `slots` is how many members it offers, None for as many as asked, `size` what a place there has."""
+    """An agent. `slots` is how many members it offers, None for any number; `size` is the size of a slot, if known.
+
+    `notice` is why its machine will shut down, "" if it will not. Agents are ordered by their first connection.
+    """
 
     name: str
     slots: int | None
@@ -59,7 +67,11 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A member's process. `until` is the end of its back-off; `again` says why it is ended only to be started anew."""
+    """A member's process.
+
+    `until` is the end of its back-off. `restart_reason` says why it is stopped only to be restarted. `missing_since` is
+    when its agent reconnected without it.
+    """
 
     run: str
     member: str
@@ -83,83 +95,86 @@ class ProcessState:
 
     @property
     def is_chief(self) -> bool:
-        """Whether it is the chief of a script with parameter servers, which is done when the chief is."""
+        """Whether it is the chief of a script with parameter servers; the script is done when the chief is."""
         return self.member.rpartition("/")[2].startswith(CHIEF_MARK)
 
 
 class ProcessTable(dict[tuple[str, str], ProcessState]):
-    """Processes by run and member, and at hand by run and by agent, so that nobody looks at a thousand to find one.
+    """Processes by run and member, with indexes by run and by agent, so that lookups do not scan thousands.
 
-    What is in here changes by assigning, `del` and `pop` only.
+    Change it only by assignment, `del` and `pop`, which keep the indexes true.
     """
 
-    __slots__ = ("_by_run", "_scoring", "_taken")
+    __slots__ = ("_by_run", "_evaluators", "_slots_used")
 
-    def __init__(self, known: Mapping[tuple[str, str], ProcessState] = {}) -> None:
+    def __init__(self, processes: Mapping[tuple[str, str], ProcessState] = {}) -> None:
         super().__init__()
         self._by_run: dict[str, dict[str, ProcessState]] = {}
-        self._taken: dict[str, int] = {}
-        self._scoring: dict[str, frozenset[tuple[str, str]]] = {}
-        for key, p in known.items():
+        self._slots_used: dict[str, int] = {}
+        self._evaluators: dict[str, frozenset[tuple[str, str]]] = {}
+        for key, p in processes.items():
             self[key] = p
 
     def copy(self) -> ProcessTable:
         twin = ProcessTable()
         dict.update(twin, self)
         twin._by_run = {run: dict(members) for run, members in self._by_run.items()}
-        twin._taken, twin._scoring = dict(self._taken), dict(self._scoring)
+        twin._slots_used, twin._evaluators = dict(self._slots_used), dict(self._evaluators)
         return twin
 
     def of_run(self, run: str) -> Mapping[str, ProcessState]:
-        """The processes of a run, by member."""
+        """Return the processes of a run, by member."""
         return self._by_run.get(run, {})
 
     def slots_used(self, agent: str) -> int:
-        """How many processes of an agent train or serve."""
-        return self._taken.get(agent, 0)
+        """Return how many processes of an agent train or serve."""
+        return self._slots_used.get(agent, 0)
 
     def evaluators(self, agent: str) -> list[ProcessState]:
-        """The evaluators of an agent."""
-        return [self[key] for key in sorted(self._scoring.get(agent, ()))]
+        """Return the evaluators of an agent."""
+        return [self[key] for key in sorted(self._evaluators.get(agent, ()))]
 
     def __setitem__(self, key: tuple[str, str], p: ProcessState) -> None:
-        self._count(self.get(key), -1)
+        self._index(self.get(key), -1)
         super().__setitem__(key, p)
         self._by_run.setdefault(key[0], {})[key[1]] = p
-        self._count(p, 1)
+        self._index(p, 1)
 
     def __delitem__(self, key: tuple[str, str]) -> None:
-        self._count(self[key], -1)
+        self._index(self[key], -1)
         super().__delitem__(key)
         del self._by_run[key[0]][key[1]]
         if not self._by_run[key[0]]:
             del self._by_run[key[0]]
 
     def pop(self, key: tuple[str, str], default: ProcessState | None = None) -> ProcessState | None:  # type: ignore[override]
-        found = self.get(key, default)
+        p = self.get(key, default)
         if key in self:
             del self[key]
-        return found
+        return p
 
-    def _count(self, p: ProcessState | None, change: int) -> None:
+    def _index(self, p: ProcessState | None, change: int) -> None:
         if p is None:
             return
         if p.role == EVALUATOR:
-            known, one = self._scoring.get(p.agent, frozenset()), {(p.run, p.member)}
-            self._scoring[p.agent] = known | one if change > 0 else known - one
+            keys, key = self._evaluators.get(p.agent, frozenset()), {(p.run, p.member)}
+            self._evaluators[p.agent] = keys | key if change > 0 else keys - key
         else:
-            self._taken[p.agent] = self._taken.get(p.agent, 0) + change
-            if not self._taken[p.agent]:
-                del self._taken[p.agent]
+            self._slots_used[p.agent] = self._slots_used.get(p.agent, 0) + change
+            if not self._slots_used[p.agent]:
+                del self._slots_used[p.agent]
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredRun:
-    """What a run wants. `regroup` says why a compat run's processes are all being started anew.
+    """What a run wants, and how far it is.
 
-    `finished` says that the last step is done, `trained` that nobody trains any more, and only evaluators are waited
-    for. Runs of higher `priority` get places first. `terms` are those of each role that has some. `fell` names who died
-    after the last step, on the way to the end of the script.
+    `finished`: the last step is committed. `trained`: only evaluators are waited for. `died_after_training` names a
+    trainer that died after the last step, before the end of its script. `seen`: a process was started once.
+    `preempted`: its latest losses were machines taken away. `losses` are past exits by member, for the restart policy.
+    Runs of higher `priority` get slots first. `requirements` are those of each role that has some. For unmodified
+    scripts, `generation` counts starts of the group, `restart_reason` says why all processes are being restarted, and
+    `restart_at` when at the earliest.
     """
 
     run: str
@@ -189,38 +204,39 @@ class DesiredRun:
     priority: int = 0
 
     def has_own_pools(self, role: str) -> bool:
-        """Whether a role has pools for itself, and so a place of its own there."""
+        """Return whether a role has pools of its own, and so its processes take slots there."""
         return self.requirements_of(role).reserved
 
     def requirements_of(self, role: str) -> MachineRequirements:
+        """Return on which machines processes of a role may run."""
         return self.requirements.get(role, MachineRequirements())
 
     @property
     def reserved(self) -> frozenset[str]:
-        """Pools that some role has for itself; who may train anywhere does not train there."""
-        return frozenset(pool for terms in self.requirements.values() if terms.reserved for pool in terms.pools)
+        """Pools that a role has for itself; processes that may run anywhere do not run there."""
+        return frozenset(pool for needed in self.requirements.values() if needed.reserved for pool in needed.pools)
 
     @property
     def max_slots(self) -> int:
-        """How many places it could use at most where its trainers are."""
+        """Slots that it could use at most where its trainers are."""
         if self.compat:
             return self.max_members + self.extra_processes
         return self.max_members + (0 if self.has_own_pools(SERVER) else self.servers)
 
     @property
     def min_slots(self) -> int:
-        """How few of these it can do with."""
+        """Slots that it needs at least where its trainers are."""
         return self.max_slots - self.max_members + self.min_members
 
     @property
     def extra_processes(self) -> int:
-        """How many processes a compat run has besides those that are counted as its members: chief and servers."""
+        """Processes of an unmodified script that do not count as members: chief and servers."""
         return 1 + self.servers if self.compat == PS else 0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """All agents, runs and processes of a coordinator."""
+    """All agents, runs and processes of a coordinator; `salt` and `count` make incarnations unique."""
 
     timeouts: FleetTimeouts = FleetTimeouts()
     salt: str = ""

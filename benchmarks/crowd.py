@@ -270,7 +270,7 @@ class Crowd:
                 PROTOCOL, shoal.__version__, name, machine, os.getpid(), 1, self._under(name)
             )
             with contextlib.suppress(OSError, TimeoutError, WebSocketException):
-                await link.converse(hello, self._welcomed, lambda order: self._obey(name, order))
+                await link.serve(hello, self._welcomed, lambda order: self._obey(name, order))
             pause_s = min(1.6 * pause_s, 2.0) if pause_s else 0.1
             await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
 

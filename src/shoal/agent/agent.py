@@ -1,6 +1,31 @@
-"""The agent: joins members and coordinator together, and outlives losing either.
+"""Agent: connects the members of one machine with the coordinator, and outlives losing either.
 
-Members go on while the coordinator is away; what happens meanwhile is told when it is back.
+What it owns. One agent per machine (or allocation) owns a directory with logs and project files, the warm process, and
+every process below that. No other process starts or ends members: the coordinator only sends instructions
+(`StartMemberMsg`, `StopMemberMsg`, `ShutDownMsg`), and decides about restarts from the exits that the agent reports.
+
+While the coordinator is away. Members train on without it, so the agent keeps them and reconnects with growing pauses.
+Whatever happens meanwhile waits in the `Outbox` and is sent after the reconnect: exits always, log lines as far as they
+fit. On reconnect the agent lists the members it has, so that both sides agree again. There are limits: without
+members, the agent exits after `idle_s` (sooner if it never found the coordinator, since the machine may cost
+money); with members, it ends them after `orphan_timeout_s`, if that is set.
+
+How members are ended for sure. Every way to end leads through the same steps: SIGTERM to each member, the grace period
+in which it hands over, SIGKILL to its process tree, and at last SIGKILL to everything below the agent. Each layer
+covers the failure of the one before:
+
+- A member ignores SIGTERM: its tree is killed after the grace period.
+- A member dies and leaves processes: the zygote kills them, as it is their new parent.
+- The zygote dies: the kernel kills its members, and the agent kills what is left, as it is the next subreaper.
+- The agent is killed: the zygote sees its socket close and kills everything.
+- Both are killed: the next agent in this directory finds what is left by a mark in the environment.
+- The process that started the agent disappears: the lifeline, a pipe from it, closes, and the agent ends everything.
+
+Ways to end: SIGTERM, SIGINT or SIGHUP (a second one skips the grace period), the lifeline, `ShutDownMsg`, and a
+coordinator that stays away for too long.
+
+Notices. A notice source (`notices`) or a signal announces the end of the machine. The coordinator is told, and lets the
+members leave between two steps; only if it cannot be reached does the agent signal them itself.
 """
 
 from __future__ import annotations
@@ -48,19 +73,20 @@ log = logging.getLogger("shoal.agent")
 
 _RETRY_MIN_S = 0.1
 _RETRY_MAX_S = 2.0
-_SAY_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 _ORPHAN_GRACE_S = 2.0
-_FIRST_S = 180.0
-_LAST_WORDS_S = 2.0
+_FIRST_CONNECT_S = 180.0
+_FLUSH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How to run an agent. `idle_s` is how long one without members looks for a lost coordinator.
+    """Settings of an agent.
 
-    `url` may name several, with commas: the first that answers as the coordinator is taken.
-    `orphan_timeout_s` is how long one with members does, before it ends them and itself: for ever, if it is None.
-    `apart` says that this machine does not see the disk of who started the run.
+    `url` may be several addresses of the coordinator, separated by commas: the first that answers is used. Without
+    members, the agent looks for a lost coordinator for `idle_s`; with members for `orphan_timeout_s`, None for no
+    limit. `apart` says that this machine does not share the disk of the machine that started the run. `lifeline` is the
+    descriptor of a pipe whose end ends the agent.
     """
 
     url: str
@@ -81,62 +107,64 @@ class AgentSettings:
 
 
 class Agent:
-    """One per machine; `live` returns the exit code of the process."""
+    """The agent of one machine; `run` returns the exit code of its process."""
 
     def __init__(self, settings: AgentSettings, environ: dict[str, str]) -> None:
         self._settings = settings
         self._outbox = Outbox()
         urls = addresses.split_list(settings.url)
-        self._link = AgentUplink(urls, settings.token_file, settings.connect_timeout_s, self._outbox)
-        self._source = notices.source(settings.notice_source, settings.notice_url) if settings.notice_source else None
-        home = AgentContext(
-            url=self._link.url,
+        self._uplink = AgentUplink(urls, settings.token_file, settings.connect_timeout_s, self._outbox)
+        self._source = (
+            notices.open_source(settings.notice_source, settings.notice_url) if settings.notice_source else None
+        )
+        context = AgentContext(
+            url=self._uplink.url,
             token_file=os.path.abspath(settings.token_file),
             directory=settings.directory,
             slots=settings.slots,
             interface=settings.interface,
             environ={**environ, orphan_cleanup.MARK: str(settings.directory)},
-            cache=_home(environ) / "cache" / "blobs",
+            cache=_shoal_home(environ) / "cache" / "blobs",
             apart=settings.apart,
             grace_s=settings.grace_s,
         )
-        self._members = MemberProcesses(home, settings.preload, self._outbox)
-        self._examination: MachineCheck | None = None
+        self._members = MemberProcesses(context, settings.preload, self._outbox)
+        self._machine_check: MachineCheck | None = None
         self._ending = asyncio.Event()
-        self._end_now = asyncio.Event()
+        self._second_signal = asyncio.Event()
         self._grace_s = settings.grace_s
-        self._why_ending = ""
-        self._conversations = 0
+        self._end_reason = ""
+        self._connects = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._random = random.Random()
 
-    async def live(self) -> int:
-        """Until told to go, or the coordinator stays away for too long."""
+    async def run(self) -> int:
+        """Serve until told to end, or until the coordinator stays away for too long; return the exit code."""
         self._make_directory()
-        # Held until this process is gone: whoever gets it then knows that nobody else ends what is left of us.
+        # Held until this process ends: the agent that gets it next knows that it alone ends what is left of us.
         if orphan_cleanup.hold(self._settings.directory) is not None:
             await orphan_cleanup.clean_up_after(self._settings.directory)
         self._machine = machine_info.machine(self._settings.name)
         self._members.open()
-        self._listen_to_signals()
-        link = asyncio.create_task(self._stay_linked())
-        self._in_background(self._members.follow_logs())
-        self._in_background(self._members.watch_memory())
+        self._install_signal_handlers()
+        uplink = asyncio.create_task(self._stay_connected())
+        self._start_task(self._members.follow_logs())
+        self._start_task(self._members.watch_memory())
         if self._source is not None:
-            self._in_background(self._watch_for_notices(self._source))
+            self._start_task(self._watch_for_notices(self._source))
         ending = asyncio.create_task(self._ending.wait())
         try:
-            await asyncio.wait({link, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if link.done():
-                link.result()
-            await self._leave()
-            await self._tell_the_rest()
+            await asyncio.wait({uplink, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if uplink.done():
+                uplink.result()
+            await self._await_members()
+            await self._flush_outbox()
         finally:
-            await self._members.end_all(0.0, "the agent ends")
+            await self._members.stop_all(0.0, "the agent ends")
             await self._members.warm.close()
-            if self._examination is not None:
-                self._examination.close()
-            for task in (link, ending, *self._tasks):
+            if self._machine_check is not None:
+                self._machine_check.close()
+            for task in (uplink, ending, *self._tasks):
                 task.cancel()
         return 0
 
@@ -145,15 +173,15 @@ class Agent:
             (self._settings.directory / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise HomeUnusable(
-                "the agent cannot keep logs",
+                "the agent cannot create its log directory",
                 where=str(self._settings.directory),
                 why=str(error),
-                do="give another --dir",
+                do="use another --dir",
             ) from error
 
-    # --- ways to be told to go
+    # --- ways to end
 
-    def _listen_to_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
@@ -164,7 +192,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         if self._ending.is_set():
-            self._end_now.set()
+            self._second_signal.set()
             return
         name = signal.Signals(number).name
         self._outbox.put(MachineNoticeMsg(self._settings.grace_s, name, f"the agent received {name}"))
@@ -176,69 +204,70 @@ class Agent:
             return
         asyncio.get_running_loop().remove_reader(descriptor)
         self._members.notice_all()
-        self._end("the process that started this agent is gone", min(_ORPHAN_GRACE_S, self._settings.grace_s))
+        self._end("the process that started this agent has ended", min(_ORPHAN_GRACE_S, self._settings.grace_s))
 
     def _end(self, why: str, grace_s: float) -> None:
         log.info("ending: %s", why)
-        self._why_ending = why
+        self._end_reason = why
         self._grace_s = grace_s
         self._ending.set()
 
-    async def _leave(self) -> None:
-        """Give the members their time to hand over, unless told a second time."""
-        gone = asyncio.create_task(self._members.all_gone(self._grace_s))
-        hurry = asyncio.create_task(self._end_now.wait())
-        await asyncio.wait({gone, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, hurry):
+    async def _await_members(self) -> None:
+        """Wait for the members to hand over, at most the grace period or until a second signal; then kill them."""
+        all_ended = asyncio.create_task(self._members.all_ended(self._grace_s))
+        second_signal = asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait({all_ended, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (all_ended, second_signal):
             task.cancel()
-        await self._members.end_all(0.0, f"the agent ends: {self._why_ending}")
+        await self._members.stop_all(0.0, f"the agent ends: {self._end_reason}")
 
-    async def _tell_the_rest(self) -> None:
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while self._link.linked and len(self._outbox) and time.monotonic() < deadline:
+    async def _flush_outbox(self) -> None:
+        """Wait until everything is sent, at most `_FLUSH_S` seconds."""
+        deadline = time.monotonic() + _FLUSH_S
+        while self._uplink.connected and len(self._outbox) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def _watch_for_notices(self, source: notices.NoticeSource) -> None:
         async for notice in source.notices():
             log.warning("notice from %s: %s, within %.0f s", notice.source, notice.detail, notice.within_s)
             self._outbox.put(MachineNoticeMsg(notice.within_s, notice.source, notice.detail))
-            if not self._link.linked:
+            if not self._uplink.connected:
                 self._members.notice_all()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._on_task_done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the agent failed", exc_info=error)
 
     # --- the coordinator
 
-    async def _stay_linked(self) -> None:
-        """Connect again and again, for as long as members live or the patience of an idle agent lasts."""
+    async def _stay_connected(self) -> None:
+        """Reconnect for as long as members live, or until an idle agent has waited long enough; then raise."""
         away_since = time.time()
         pause_s = _RETRY_MIN_S
-        say_at = 0.0
+        log_at = 0.0
         while True:
-            conversations = self._conversations
-            why = await self._link_once()
+            connects = self._connects
+            why = await self._connect_once()
             if self._ending.is_set():
                 await asyncio.Event().wait()
-            if self._conversations > conversations:
-                away_since, pause_s, say_at = time.time(), _RETRY_MIN_S, 0.0
-            # Who never found the coordinator most likely never will, and somebody may pay for the machine.
-            patience_s = self._settings.idle_s if self._conversations else min(self._settings.idle_s, _FIRST_S)
-            until = max(away_since, self._members.last_exit) + patience_s
+            if self._connects > connects:
+                away_since, pause_s, log_at = time.time(), _RETRY_MIN_S, 0.0
+            # An agent that never found the coordinator most likely never will, and its machine may cost money.
+            longest_s = self._settings.idle_s if self._connects else min(self._settings.idle_s, _FIRST_CONNECT_S)
+            until = max(away_since, self._members.last_exit) + longest_s
             if not len(self._members) and time.time() > until:
                 several = "," in self._settings.url
                 where = "at any of its addresses" if several else f"at {self._settings.url}"
                 raise (NoCoordinatorAddress if several else CoordinatorUnreachable)(
-                    f"the coordinator did not answer {where} for {patience_s:.0f} s",
+                    f"the coordinator did not answer {where} for {longest_s:.0f} s",
                     why=why,
-                    do="start it again; or open its port for this machine, or set address to one that leads to it",
+                    do="start it again; or open its port for this machine, or set address to one that reaches it",
                 )
             if (
                 self._settings.orphan_timeout_s is not None
@@ -247,33 +276,33 @@ class Agent:
                 self._members.notice_all()
                 self._end(f"no coordinator answered for {self._settings.orphan_timeout_s:g} s", self._settings.grace_s)
                 continue
-            if time.time() >= say_at:
-                self._say_waiting(away_since, until, why)
-                say_at = time.time() + _SAY_EVERY_S
+            if time.time() >= log_at:
+                self._log_waiting(away_since, until, why)
+                log_at = time.time() + _LOG_EVERY_S
             await asyncio.sleep(pause_s * self._random.uniform(0.7, 1.3))
             pause_s = min(pause_s * 1.6, _RETRY_MAX_S)
 
-    async def _link_once(self) -> str:
-        """One conversation; says why it ended. Who is refused the first time need not try again."""
+    async def _connect_once(self) -> str:
+        """Serve one connection; return why it ended. Raise if the first one is rejected: retrying would not help."""
         try:
-            await self._link.converse(self._hello(), self._welcomed, self._obey)
+            await self._uplink.serve(self._hello(), self._on_welcome, self._carry_out)
         except (OSError, TimeoutError, WebSocketException) as error:
             return connect_errors.in_words(error)
         except MembershipError as error:
-            if not self._conversations and not len(self._members):
+            if not self._connects and not len(self._members):
                 raise
             return error.what
         return "it closed the connection"
 
-    def _say_waiting(self, since: float, until: float, why: str) -> None:
+    def _log_waiting(self, since: float, until: float, why: str) -> None:
         living = len(self._members)
         end = f"for as long as {living} members live" if living else f"until {_clock(until)}"
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
-    def _welcomed(self, welcome: AgentWelcomeMsg) -> None:
-        log.info("linked to coordinator %s at %s", welcome.coordinator, self._link.url)
-        self._members.reached(self._link.url)
-        self._conversations += 1
+    def _on_welcome(self, welcome: AgentWelcomeMsg) -> None:
+        log.info("connected to coordinator %s at %s", welcome.coordinator, self._uplink.url)
+        self._members.use_url(self._uplink.url)
+        self._connects += 1
 
     def _hello(self) -> AgentHelloMsg:
         return AgentHelloMsg(
@@ -286,44 +315,44 @@ class Agent:
             members=self._members.names,
         )
 
-    def _obey(self, message: ToAgent) -> None:
+    def _carry_out(self, message: ToAgent) -> None:
         match message:
             case StartMemberMsg():
                 if not self._ending.is_set():
-                    self._in_background(self._members.start(message))
+                    self._start_task(self._members.start(message))
             case StopMemberMsg():
                 name = (message.run, message.member, message.incarnation)
-                self._in_background(self._members.end(name, message.grace_s, message.reason))
+                self._start_task(self._members.stop(name, message.grace_s, message.reason))
             case ShutDownMsg():
-                self._in_background(self._shut_down(message.reason))
+                self._start_task(self._shut_down(message.reason))
             case RunCheckMsg():
-                self._in_background(self._examine(message, time.time()))
+                self._start_task(self._run_check(message, time.time()))
             case AgentWelcomeMsg() | RejectedMsg():
                 pass
 
-    async def _examine(self, asked: RunCheckMsg, received: float) -> None:
-        """Look, in a thread, and tell; what is examined goes on."""
-        self._examination = self._examination or self._examiner()
-        finding = await self._examination.answer(asked.question, received, self._link.round_trips)
-        self._outbox.put(CheckResultMsg(asked.number, finding))
+    async def _run_check(self, request: RunCheckMsg, received: float) -> None:
+        """Check this machine in a thread, while members go on, and report the result."""
+        self._machine_check = self._machine_check or self._new_machine_check()
+        result = await self._machine_check.run(request.question, received, self._uplink.round_trips)
+        self._outbox.put(CheckResultMsg(request.number, result))
 
-    def _examiner(self) -> MachineCheck:
-        # Few agents are ever examined, and it needs what members need: NumPy is not to hold up the start of all.
+    def _new_machine_check(self) -> MachineCheck:
+        # Imported late: few agents are ever checked, and NumPy would delay the start of all of them.
         from shoal.agent.machine_check import MachineCheck
 
         return MachineCheck(
             credentials.read(self._settings.token_file).token,
             self._settings.name,
             self._settings.directory,
-            lambda interface: machine_info.hosts_to_announce(self._link.url, interface or self._settings.interface),
+            lambda interface: machine_info.hosts_to_announce(self._uplink.url, interface or self._settings.interface),
         )
 
     async def _shut_down(self, reason: str) -> None:
-        await self._members.end_all(self._settings.grace_s, reason)
+        await self._members.stop_all(self._settings.grace_s, reason)
         self._end(reason, 0.0)
 
 
-def _home(environ: dict[str, str]) -> Path:
+def _shoal_home(environ: dict[str, str]) -> Path:
     return Path(environ.get("SHOAL_HOME") or Path.home() / ".shoal")
 
 
@@ -332,13 +361,13 @@ def _clock(at: float) -> str:
 
 
 def run(settings: AgentSettings, environ: dict[str, str]) -> int:
-    """Live until told to go; what ends the agent early is said on stderr, with the exit code of the error."""
+    """Run an agent; return its exit code. An error that ends it early is logged, and its exit code returned."""
     try:
-        return asyncio.run(_live(settings, environ))
+        return asyncio.run(_run(settings, environ))
     except ShoalError as error:
         log.error("%s", error)
         return error.exit_code
 
 
-async def _live(settings: AgentSettings, environ: dict[str, str]) -> int:
-    return await Agent(settings, environ).live()
+async def _run(settings: AgentSettings, environ: dict[str, str]) -> int:
+    return await Agent(settings, environ).run()

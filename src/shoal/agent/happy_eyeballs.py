@@ -1,4 +1,9 @@
-"""Tries several ways side by side, and takes the first that leads where it should."""
+"""Connection to the first of several addresses that works, as in "happy eyeballs" (RFC 8305).
+
+Addresses are tried in order. The next one is started when one has failed, or has not answered for `STAGGER_S`; so if
+the first answers, no other is tried. One that answers gets `PROOF_S` more to prove that it is the coordinator: with a
+thousand agents connecting at once it is slow, and must not be asked twice.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +17,43 @@ STAGGER_S = 0.25
 PROOF_S = 3.0
 
 
-class NoUrlReachable(Exception):  # noqa: N818 - what it holds are the errors
-    """Every way failed; `failures` says how each did."""
+class NoUrlReachable(Exception):  # noqa: N818 - it carries the errors
+    """No address worked; `failures` has the error of each."""
 
     def __init__(self, failures: dict[str, Exception]) -> None:
-        super().__init__(", ".join(f"{way}: {error}" for way, error in failures.items()))
+        super().__init__(", ".join(f"{url}: {error}" for url, error in failures.items()))
         self.failures = failures
 
 
 async def first(
-    ways: Sequence[str],
+    urls: Sequence[str],
     open_: Callable[[str, Callable[[], None]], Awaitable[T]],
     close: Callable[[T], Awaitable[object]],
     stagger_s: float = STAGGER_S,
     proof_s: float = PROOF_S,
 ) -> tuple[str, T]:
-    """The first way that opens, and what it opened; others that open as well are closed again.
+    """Return the first address that opens, and what `open_` returned; close others that open as well.
 
-    The next way is begun when one has failed, or has not answered for a moment: if the first answers, it is the only
-    one that is tried. `open_` is given a way and what to call as soon as somebody answers there at all; then there is
-    more time, because a coordinator to which a thousand agents come at once is slow, and not to be asked twice.
+    `open_` gets an address and a function to call as soon as any answer arrives. Raise `NoUrlReachable` if all fail.
     """
     clock = asyncio.get_running_loop().time
-    waiting, next_at = list(ways), 0.0
+    waiting, next_at = list(urls), 0.0
     tasks: dict[asyncio.Future[T], str] = {}
     failures: dict[str, Exception] = {}
 
-    def answered() -> None:
+    def on_answer() -> None:
         nonlocal next_at
         next_at = clock() + proof_s
 
     try:
         while waiting or tasks:
             if waiting and (not tasks or clock() >= next_at):
-                way, next_at = waiting.pop(0), clock() + stagger_s
-                tasks[asyncio.ensure_future(open_(way, answered))] = way
+                url, next_at = waiting.pop(0), clock() + stagger_s
+                tasks[asyncio.ensure_future(open_(url, on_answer))] = url
             within_s = max(0.0, next_at - clock()) if waiting else None
             done, _ = await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-            # In the order in which they were begun: of two that are there, the better one.
-            for task in [one for one in tasks if one in done]:
+            # In the order of the addresses: the earlier is the better one.
+            for task in [task for task in tasks if task in done]:
                 error = task.exception()
                 if error is None:
                     return tasks.pop(task), task.result()

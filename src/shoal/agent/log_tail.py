@@ -1,4 +1,8 @@
-"""What members print: whole in files, and in bounded batches of clean lines to the coordinator."""
+"""Log tail: follows what members print to their files, and cuts it into bounded batches of clean lines.
+
+The file has everything. The coordinator gets at most `LINES_PER_S`, with a mark where lines were left out, but always
+the last lines before an exit.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,22 @@ LAST_LINES = 100
 _READ_BYTES = 256 << 10
 _PENDING_BYTES = 64 << 10
 _BEHIND_BYTES = 4 << 20
-# Tabs and the escape of colours stay; whatever else moves the cursor or rings a bell goes.
+# Tabs and the escape character of colours stay; other control characters could disturb a terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\u0080-\u009f]")
 
 
 class LineSplitter:
-    """Turns bytes as they come into clean lines; holds back the last, unfinished one."""
+    """Turns chunks of bytes into clean lines; keeps the last, unfinished one."""
 
     def __init__(self) -> None:
         self._pending = b""
         self._skipped = 0
 
     def feed(self, data: bytes) -> list[str]:
+        """Add bytes; return the lines that they complete."""
         *whole, rest = (self._pending + data).split(b"\n")
         lines = [self._clean(line) for line in whole]
-        # A progress bar rewrites its line with \r for hours: only what it shows now is kept.
+        # A progress bar rewrites its line with \r for hours: keep only its latest state.
         rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         if len(rest) > _PENDING_BYTES:
             self._skipped += len(rest) - LINE_CHARACTERS * 4
@@ -40,7 +45,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[str]:
-        """What is left when nothing more comes."""
+        """Return the unfinished line at the end of the file, if any."""
         rest, self._pending = self._pending, b""
         return [self._clean(rest)] if rest else []
 
@@ -55,32 +60,32 @@ class LineSplitter:
 
 
 class LogRateLimit:
-    """How many lines a member may still send now; it refills with time."""
+    """Token bucket that limits the lines a member may send."""
 
     def __init__(self, per_s: float = LINES_PER_S, burst: float = BURST_LINES) -> None:
         self._per_s = per_s
         self._burst = burst
-        self._left = burst
+        self._tokens = burst
         self._at = 0.0
         self._dropped = 0
-        self._held: deque[str] = deque(maxlen=LAST_LINES)
+        self._last_dropped: deque[str] = deque(maxlen=LAST_LINES)
 
-    def pass_on(self, lines: list[str], now: float, last: bool = False) -> list[str]:
-        """Those lines that may go, with a mark where some were left out; the last words of all always go."""
-        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._per_s)
+    def admit(self, lines: list[str], now: float, last: bool = False) -> list[str]:
+        """Return the lines that may be sent, with a mark where some were dropped; with `last`, also the last lines."""
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._per_s)
         self._at = now
-        passed = lines[: int(self._left)]
-        self._left -= len(passed)
-        shown: list[str] = []
-        if passed:
-            shown = [*self._mark(self._dropped), *passed]
+        admitted = lines[: int(self._tokens)]
+        self._tokens -= len(admitted)
+        sent: list[str] = []
+        if admitted:
+            sent = [*self._mark(self._dropped), *admitted]
             self._dropped = 0
-            self._held.clear()
-        self._dropped += len(lines) - len(passed)
-        self._held.extend(lines[len(passed) :])
+            self._last_dropped.clear()
+        self._dropped += len(lines) - len(admitted)
+        self._last_dropped.extend(lines[len(admitted) :])
         if last:
-            shown += [*self._mark(self._dropped - len(self._held)), *self._held]
-        return shown
+            sent += [*self._mark(self._dropped - len(self._last_dropped)), *self._last_dropped]
+        return sent
 
     @staticmethod
     def _mark(dropped: int) -> list[str]:
@@ -88,38 +93,38 @@ class LogRateLimit:
 
 
 def batches(lines: list[str]) -> list[tuple[str, ...]]:
-    """Cut lines into batches that fit into one message."""
-    found: list[tuple[str, ...]] = []
+    """Cut lines into batches that fit into one message each."""
+    full: list[tuple[str, ...]] = []
     batch: list[str] = []
     size = 0
     for line in lines:
         if batch and (len(batch) >= BATCH_LINES or size + len(line) > BATCH_CHARACTERS):
-            found.append(tuple(batch))
+            full.append(tuple(batch))
             batch, size = [], 0
         batch.append(line)
         size += len(line)
-    return [*found, tuple(batch)] if batch else found
+    return [*full, tuple(batch)] if batch else full
 
 
 class LogTail:
-    """Follows one member's file."""
+    """Reader that follows one member's log file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
         self._lines = LineSplitter()
-        self._allowance = LogRateLimit()
-        self._last = ""
+        self._rate_limit = LogRateLimit()
+        self._last_line = ""
 
     @property
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line that was not empty."""
-        return self._last
+        return self._last_line
 
     def read(self, now: float, last: bool = False) -> list[str]:
-        """New lines since the last call; with `last`, all that is left."""
+        """Return new lines since the last call; with `last`, read to the end of the file."""
         lines: list[str] = []
-        # There is no file before the start, and a disk may fail: that costs lines, but must not cost the agent.
+        # The file may not exist yet, and a disk may fail: that may cost lines, but not the agent.
         with contextlib.suppress(OSError):
             lines += self._catch_up()
             while data := self._read_some():
@@ -128,21 +133,21 @@ class LogTail:
                     break
         if last:
             lines += self._lines.finish()
-        self._last = next((line.strip() for line in reversed(lines) if line.strip()), self._last)
-        return self._allowance.pass_on(lines, now, last) if lines or last else []
+        self._last_line = next((line.strip() for line in reversed(lines) if line.strip()), self._last_line)
+        return self._rate_limit.admit(lines, now, last) if lines or last else []
 
     def _catch_up(self) -> list[str]:
-        """Skip what nobody could read anyway if a member writes too fast for us; begin anew if it was emptied."""
+        """Skip ahead if a member writes faster than we read; start over if the file was truncated."""
         if self._descriptor is None:
             return []
-        here, size = os.lseek(self._descriptor, 0, os.SEEK_CUR), os.fstat(self._descriptor).st_size
-        if size < here:
+        position, size = os.lseek(self._descriptor, 0, os.SEEK_CUR), os.fstat(self._descriptor).st_size
+        if size < position:
             os.lseek(self._descriptor, 0, os.SEEK_SET)
-        if size - here <= _BEHIND_BYTES:
+        if size - position <= _BEHIND_BYTES:
             return []
         os.lseek(self._descriptor, size - _READ_BYTES, os.SEEK_SET)
         rest = self._lines.finish()
-        return [*rest, f"… {size - _READ_BYTES - here} bytes are in the member's file only"]
+        return [*rest, f"… {size - _READ_BYTES - position} bytes are in the member's file only"]
 
     def close(self) -> None:
         if self._descriptor is not None:

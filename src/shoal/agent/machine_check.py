@@ -1,4 +1,7 @@
-"""What this machine is like, and whether others can be reached from it, over the very connections of members."""
+"""Machine check for `shoal doctor`: facts about this machine, and whether it reaches its peers.
+
+It uses the same listener, handshake and addresses as members do, so that a check that succeeds is worth something.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import disown
 
 RoundTrips = Callable[[int], Awaitable[list[float]]]
-"""Takes so many round trips to the coordinator, in seconds."""
+"""Measures round-trip times to the coordinator, in seconds."""
 
 ROUND_TRIPS = 5
 RUN = "shoal doctor"
-LIFE = "doctor"
-# What is imported, and under which names it is installed.
+INCARNATION = "doctor"
+# Modules, and the names of the distributions that provide them.
 PACKAGES = {
     "shoal": ("shoal-train",),
     "numpy": ("numpy",),
@@ -45,36 +48,36 @@ PACKAGES = {
     "keras": ("keras",),
 }
 REACH_S = 3.0
-QUIET_S = 10.0
+SOCKET_TIMEOUT_S = 10.0
 PINGS = 15
-MOST_BYTES = 256 << 20
-AT_ONCE = 8
-_PIECE_BYTES = 1 << 20
+MAX_STREAM_BYTES = 256 << 20
+PARALLEL = 8
+_CHUNK_BYTES = 1 << 20
 _PING, _STREAM = b"p", b"s"
 
 
 class MachineCheck:
-    """Answers what is asked of this machine; it listens from the first question on, until it is closed."""
+    """Runs checks on this machine. From the first one on it listens for peers, until it is closed."""
 
     def __init__(self, token: str, agent: str, directory: Path, hosts: Callable[[str], tuple[str, ...]]) -> None:
         self._token, self._agent, self._directory, self._hosts = token, agent, directory, hosts
-        self._ports: list[Peers] = []
+        self._peers: list[Peers] = []
         self._numbers = count(1)
 
-    async def answer(self, question: CheckRequest, received: float, trips: RoundTrips) -> CheckResult:
-        """Look in a thread: what is examined goes on meanwhile."""
-        if question.peer:
-            attempts = await asyncio.to_thread(self.attempts, question)
+    async def run(self, request: CheckRequest, received: float, round_trips: RoundTrips) -> CheckResult:
+        """Run a check in a thread, so that the agent is not blocked; return its result."""
+        if request.peer:
+            attempts = await asyncio.to_thread(self.attempts, request)
             return CheckResult(received, time.time(), attempts=attempts)
-        facts = await asyncio.to_thread(self.facts, question)
-        facts = msgspec.structs.replace(facts, round_trips_s=tuple(await trips(ROUND_TRIPS)))
+        facts = await asyncio.to_thread(self.facts, request)
+        facts = msgspec.structs.replace(facts, round_trips_s=tuple(await round_trips(ROUND_TRIPS)))
         return CheckResult(received, time.time(), facts)
 
-    def facts(self, question: CheckRequest) -> MachineFacts:
-        """All but the round trips, and listen where members would."""
+    def facts(self, request: CheckRequest) -> MachineFacts:
+        """Listen where members would, and return all facts but the round trips."""
         trouble = ""
         try:
-            listens = self._listen(question)
+            listens = self._listen(request)
         except (ShoalError, OSError) as error:
             listens, trouble = (), error.what if isinstance(error, ShoalError) else str(error)
             trouble += f": {error.why}" if isinstance(error, ShoalError) and error.why else ""
@@ -91,72 +94,74 @@ class MachineCheck:
             trouble=trouble,
         )
 
-    def attempts(self, question: CheckRequest) -> tuple[ConnectAttempt, ...]:
-        """Each address of a peer, tried by itself; the first that answers is measured."""
-        port = self._ports[0] if self._ports else self._open(question.interface, None)
-        tried = [Address(host, one.port) for one in question.addresses for host in one.hosts]
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = list(threads.map(lambda address: self._try(port, question.peer, address), tried))
-        for at, attempt in enumerate(found):
+    def attempts(self, request: CheckRequest) -> tuple[ConnectAttempt, ...]:
+        """Try each address of a peer; measure the first that answers."""
+        peers = self._peers[0] if self._peers else self._open(request.interface, None)
+        addresses = [Address(host, address.port) for address in request.addresses for host in address.hosts]
+        with ThreadPoolExecutor(PARALLEL) as threads:
+            attempts = list(threads.map(lambda address: self._try(peers, request.peer, address), addresses))
+        for at, attempt in enumerate(attempts):
             if not attempt.cause:
-                found[at] = self._measure(port, question, attempt)
+                attempts[at] = self._measure(peers, request, attempt)
                 break
-        return tuple(found)
+        return tuple(attempts)
 
     def close(self) -> None:
-        for port in self._ports:
-            port.close()
-        self._ports.clear()
+        for peers in self._peers:
+            peers.close()
+        self._peers.clear()
 
-    def _listen(self, question: CheckRequest) -> tuple[Address, ...]:
-        """On the first, the middle and the last port of a range that are free, or on any."""
+    def _listen(self, request: CheckRequest) -> tuple[Address, ...]:
+        """Listen on the first, middle and last free port of the range, or on any port; return the addresses."""
         self.close()
-        span = port_range(question.ports)
+        span = port_range(request.ports)
         if span is None:
-            return (self._open(question.interface, None).address,)
+            return (self._open(request.interface, None).address,)
         middle = span[len(span) // 2]
         parts = (span, range(middle, span.stop), range(span.stop - 1, span.start - 1, -1))
-        found: list[Address] = []
+        addresses: list[Address] = []
         for part in parts if len(span) > 2 else parts[:1]:
-            if not any(one.port in part[:1] for one in found):
-                found.append(self._open(question.interface, part).address)
-        return tuple(found)
+            if not any(address.port in part[:1] for address in addresses):
+                addresses.append(self._open(request.interface, part).address)
+        return tuple(addresses)
 
     def _open(self, interface: str, ports: range | None) -> Peers:
         host, *others = self._hosts(interface)
-        port = Peers(self._token.encode(), RUN, self._agent, LIFE, host, ports, others=others)
-        port.serve(CALL, lambda _, sock: _answer(sock))
-        self._ports.append(port)
-        return port
+        peers = Peers(self._token.encode(), RUN, self._agent, INCARNATION, host, ports, others=others)
+        peers.serve(CALL, lambda _, sock: _serve(sock))
+        self._peers.append(peers)
+        return peers
 
-    def _call(self, port: Peers, peer: str, address: Address) -> socket.socket:
-        seat = Seat(peer, LIFE, address)
-        sock = port.connect(CALL, next(self._numbers), seat, REACH_S, threading.Event())
-        sock.settimeout(QUIET_S)
+    def _connect(self, peers: Peers, peer: str, address: Address) -> socket.socket:
+        seat = Seat(peer, INCARNATION, address)
+        sock = peers.connect(CALL, next(self._numbers), seat, REACH_S, threading.Event())
+        sock.settimeout(SOCKET_TIMEOUT_S)
         return sock
 
-    def _try(self, port: Peers, peer: str, address: Address) -> ConnectAttempt:
+    def _try(self, peers: Peers, peer: str, address: Address) -> ConnectAttempt:
         began = time.monotonic()
         try:
-            disown(self._call(port, peer, address))
+            disown(self._connect(peers, peer, address))
         except ExchangeBroken as broken:
-            none = broken.__cause__
-            error = none.failures[address.host] if isinstance(none, NoAddressReachable) else TimeoutError()
+            failure = broken.__cause__
+            error = failure.failures[address.host] if isinstance(failure, NoAddressReachable) else TimeoutError()
             cause = connect_errors.cause_of(error)
-            more = f" ({error})" if cause in ("somebody else", "broken") and str(error) else ""
+            more = f" ({error})" if cause in ("wrong peer", "broken") and str(error) else ""
             return ConnectAttempt(address.host, address.port, cause, connect_errors.WORDS[cause] + more)
         return ConnectAttempt(address.host, address.port, connect_s=time.monotonic() - began)
 
-    def _measure(self, port: Peers, question: CheckRequest, attempt: ConnectAttempt) -> ConnectAttempt:
+    def _measure(self, peers: Peers, request: CheckRequest, attempt: ConnectAttempt) -> ConnectAttempt:
         try:
-            sock = self._call(port, question.peer, Address(attempt.host, attempt.port))
+            sock = self._connect(peers, request.peer, Address(attempt.host, attempt.port))
             try:
                 round_trip_s = statistics.median(_ping(sock) for _ in range(PINGS))
-                bytes_per_s = _stream(sock, question.lasting_s)
+                bytes_per_s = _stream(sock, request.lasting_s)
             finally:
                 disown(sock)
         except (ExchangeBroken, OSError) as error:
-            return ConnectAttempt(attempt.host, attempt.port, "broken", f"it answered, and broke when used: {error}")
+            return ConnectAttempt(
+                attempt.host, attempt.port, "broken", f"it answered, but broke during the measurement: {error}"
+            )
         return ConnectAttempt(
             attempt.host,
             attempt.port,
@@ -170,36 +175,36 @@ def _ping(sock: socket.socket) -> float:
     began = time.perf_counter()
     sock.sendall(_PING)
     if sock.recv(1) != _PING:
-        raise OSError("it hung up")
+        raise OSError("the peer closed the connection")
     return time.perf_counter() - began
 
 
 def _stream(sock: socket.socket, lasting_s: float) -> float:
-    """Bytes in a second that arrive there: until the time is over, or there were enough."""
-    piece, sent, began = bytes(_PIECE_BYTES), 0, time.perf_counter()
+    """Return the bytes per second that arrive at the peer, measured for `lasting_s` or `MAX_STREAM_BYTES`."""
+    chunk, sent, began = bytes(_CHUNK_BYTES), 0, time.perf_counter()
     sock.sendall(_STREAM)
-    while sent < MOST_BYTES and time.perf_counter() - began < lasting_s:
-        sent += sock.send(piece)
+    while sent < MAX_STREAM_BYTES and time.perf_counter() - began < lasting_s:
+        sent += sock.send(chunk)
     sock.shutdown(socket.SHUT_WR)
-    told = b""
-    while len(told) < 8 and (heard := sock.recv(8 - len(told))):
-        told += heard
-    arrived = int.from_bytes(told, "big")
+    reply = b""
+    while len(reply) < 8 and (data := sock.recv(8 - len(reply))):
+        reply += data
+    arrived = int.from_bytes(reply, "big")
     if arrived != sent:
         raise OSError(f"{arrived} of {sent} bytes arrived")
     return sent / max(time.perf_counter() - began, 1e-9)
 
 
-def _answer(sock: socket.socket) -> None:
-    """The other side: every ping comes back, and of a stream how many bytes it had."""
+def _serve(sock: socket.socket) -> None:
+    """Answer a peer's check: echo every ping, and reply to a stream with the number of its bytes."""
     try:
-        sock.settimeout(QUIET_S)
-        while (said := sock.recv(1)) == _PING:
-            sock.sendall(said)
-        if said == _STREAM:
-            buffer, arrived = bytearray(_PIECE_BYTES), 0
-            while heard := sock.recv_into(buffer):
-                arrived += heard
+        sock.settimeout(SOCKET_TIMEOUT_S)
+        while (command := sock.recv(1)) == _PING:
+            sock.sendall(command)
+        if command == _STREAM:
+            buffer, arrived = bytearray(_CHUNK_BYTES), 0
+            while count := sock.recv_into(buffer):
+                arrived += count
             sock.sendall(arrived.to_bytes(8, "big"))
     except OSError:
         return
@@ -208,9 +213,9 @@ def _answer(sock: socket.socket) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, installed in PACKAGES.items():
-        for one in installed:
+    versions: dict[str, str] = {}
+    for name, distributions in PACKAGES.items():
+        for distribution in distributions:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found.setdefault(name, importlib.metadata.version(one))
-    return found
+                versions.setdefault(name, importlib.metadata.version(distribution))
+    return versions

@@ -1,4 +1,4 @@
-"""What machine this is: cores and memory that we may use, devices, addresses; and which address to announce."""
+"""Information about this machine: usable cores and memory, devices, and the addresses to announce to peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBE_ROUNDS = 500
 
 
 def machine(name: str, root: Path = Path("/")) -> MachineInfo:
-    """All that the coordinator wants to know of this machine."""
+    """Return the description of this machine for the coordinator."""
     return MachineInfo(
         name=name,
         cores=cores(root),
@@ -39,18 +39,18 @@ def machine(name: str, root: Path = Path("/")) -> MachineInfo:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Cores that we may run on and have the quota for, at least one."""
+    """Return how many cores this process may use, by affinity and control-group quota; at least one."""
     allowed = len(os.sched_getaffinity(0))
     return max(1, min(allowed, math.floor(_cpu_quota(root))))
 
 
 def _cpu_quota(root: Path) -> float:
     limits = [math.inf]
-    for place in _cgroup_places(root, "cpu"):
-        match _numbers(place / "cpu.max"):
+    for directory in _cgroup_directories(root, "cpu"):
+        match _numbers(directory / "cpu.max"):
             case [quota, period] if period > 0:
                 limits.append(quota / period)
-        quota_us, period_us = _numbers(place / "cpu.cfs_quota_us"), _numbers(place / "cpu.cfs_period_us")
+        quota_us, period_us = _numbers(directory / "cpu.cfs_quota_us"), _numbers(directory / "cpu.cfs_period_us")
         if quota_us and period_us and quota_us[0] > 0 and period_us[0] > 0:
             limits.append(quota_us[0] / period_us[0])
     least = min(limits)
@@ -58,13 +58,13 @@ def _cpu_quota(root: Path) -> float:
 
 
 def core_speed(lasting_s: float = 0.15, clock: Callable[[], float] = time.perf_counter) -> float:
-    """How fast one core of this machine multiplies small matrices, in arbitrary units: the best of several tries.
+    """Return how fast one core multiplies small matrices, in arbitrary units: the best of several attempts.
 
-    Only comparisons between machines mean anything; training corrects them from its first steps on.
+    It only serves to compare machines, as the first estimate of speeds, which training corrects from its first steps.
     """
     import numpy as np
 
-    # So small that no library spreads it over threads.
+    # Small enough that no library uses several threads.
     matrix = np.full((64, 64), 0.5, dtype=np.float32)
     best, ends = 0.0, clock() + lasting_s
     while clock() < ends:
@@ -76,11 +76,11 @@ def core_speed(lasting_s: float = 0.15, clock: Callable[[], float] = time.perf_c
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that we may use: the machine's, or less if the control group says so."""
+    """Return the usable memory: the machine's, or less if a control group limits it."""
     limits = [psutil.virtual_memory().total]
-    for place in _cgroup_places(root, "memory"):
+    for directory in _cgroup_directories(root, "memory"):
         for file in ("memory.max", "memory.limit_in_bytes"):
-            if (numbers := _numbers(place / file)) and 0 < numbers[0] < _NO_LIMIT_BYTES:
+            if (numbers := _numbers(directory / file)) and 0 < numbers[0] < _NO_LIMIT_BYTES:
                 limits.append(int(numbers[0]))
     return min(limits)
 
@@ -90,11 +90,11 @@ def memory_free_bytes() -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory; only differences mean anything."""
+    """Return how many processes the kernel has killed for lack of memory; only differences are meaningful."""
     count = 0
     files = [root / "proc/vmstat"]
-    for place in _cgroup_places(root, "memory"):
-        files += [place / "memory.events", place / "memory.oom_control"]
+    for directory in _cgroup_directories(root, "memory"):
+        files += [directory / "memory.events", directory / "memory.oom_control"]
     for file in files:
         for line in _text(file).splitlines():
             key, _, value = line.partition(" ")
@@ -103,9 +103,9 @@ def oom_kills(root: Path = Path("/")) -> int:
     return count
 
 
-def _cgroup_places(root: Path, controller: str) -> list[Path]:
-    """The directories of our control group, of version 1 and 2, and of all its parents."""
-    places: list[Path] = []
+def _cgroup_directories(root: Path, controller: str) -> list[Path]:
+    """Return the directories of our control group and all its parents, for cgroup versions 1 and 2."""
+    directories: list[Path] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -117,57 +117,57 @@ def _cgroup_places(root: Path, controller: str) -> list[Path]:
             continue
         inner = Path(path.lstrip("/"))
         for top in dict.fromkeys(tops):
-            places += [top / part for part in (inner, *inner.parents)]
-    return list(dict.fromkeys(places))
+            directories += [top / part for part in (inner, *inner.parents)]
+    return list(dict.fromkeys(directories))
 
 
 def devices(root: Path = Path("/")) -> tuple[str, ...]:
-    """Names of the NVIDIA devices, without a framework: from the driver's files, else from nvidia-smi."""
-    found = []
+    """Return the names of NVIDIA devices, from the driver's files or from nvidia-smi; needs no framework."""
+    models = []
     for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         model = [line.partition(":")[2].strip() for line in _text(file).splitlines() if line.startswith("Model:")]
-        found += model[:1]
-    return tuple(found) or _asked_nvidia_smi()
+        models += model[:1]
+    return tuple(models) or _nvidia_smi_devices()
 
 
-def _asked_nvidia_smi() -> tuple[str, ...]:
+def _nvidia_smi_devices() -> tuple[str, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
     command = [program, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
 
 
 def addresses() -> tuple[str, ...]:
-    """Addresses of all interfaces that are up, other machines' first choice first."""
-    known = interfaces.interfaces()
-    others = tuple(address for one in known for address in one.addresses)
-    return tuple(dict.fromkeys((*candidates(known, interfaces.outward()), *others)))
+    """Return the addresses of all interfaces that are up, the most useful to other machines first."""
+    active = interfaces.interfaces()
+    others = tuple(address for interface in active for address in interface.addresses)
+    return tuple(dict.fromkeys((*candidates(active, interfaces.outward()), *others)))
 
 
 def address_of(interface: str) -> str:
-    """The address of a named interface, IPv4 before IPv6."""
-    known = psutil.net_if_addrs()
-    entries = known.get(interface, [])
+    """Return the address of a named interface, IPv4 before IPv6; raise `PeerUnreachable` if there is none."""
+    existing = psutil.net_if_addrs()
+    entries = existing.get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in entries:
             if entry.family == family and "%" not in entry.address:
                 return entry.address
     raise PeerUnreachable(
-        f"there is no interface {interface!r} with an address on this machine",
-        why=f"there are {', '.join(sorted(known))}",
-        do="set interface to one of these, or leave it empty",
+        f"unknown network interface {interface!r}, or it has no address",
+        why=f"this machine has {', '.join(sorted(existing))}",
+        do="set interface to one of them, or leave it empty",
     )
 
 
 def hosts_to_announce(url: str, interface: str = "") -> tuple[str, ...]:
-    """The addresses under which members here may be reached by those who use the same coordinator, likeliest first.
+    """Return the addresses at which peers can reach members of this machine, likeliest first.
 
-    A coordinator that speaks no TLS serves this machine alone.
+    A coordinator without TLS serves only its own machine, so the loopback address is enough.
     """
     if interface:
         return (address_of(interface),)
@@ -181,15 +181,15 @@ def hosts_to_announce(url: str, interface: str = "") -> tuple[str, ...]:
 
 
 def _local_address_towards(host: str, port: int) -> str:
-    """The address that the kernel would send from."""
+    """Return the address that the kernel would send from; raise `PeerUnreachable` if there is no route."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise PeerUnreachable(f"the host {host!r} has no address", why=str(error), do="check its URL") from error
-    found = interfaces.towards(host, port)
-    if not found:
-        raise PeerUnreachable(f"there is no route to the coordinator at {host}", do="check its URL, or set interface")
-    return found
+        raise PeerUnreachable(f"cannot resolve host {host!r}", why=str(error), do="check its URL") from error
+    address = interfaces.towards(host, port)
+    if not address:
+        raise PeerUnreachable(f"no route to the coordinator at {host}", do="check its URL, or set interface")
+    return address
 
 
 def _is_loopback(text: str) -> bool:
@@ -207,7 +207,7 @@ def _text(path: Path) -> str:
 
 
 def _numbers(path: Path) -> list[float]:
-    """The numbers in a small file; empty if it says "max" or anything else."""
+    """Return the numbers in a small file; empty if it holds anything else, such as "max"."""
     try:
         return [float(word) for word in _text(path).split()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""The members under an agent: started on order, followed, ended for sure, and each exit told with its cause."""
+"""Members of an agent: starts them through the warm process, follows their logs, ends them, reports their exits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from shoal.wire.agent_messages import LogLinesMsg, MemberExitedMsg, MemberStarte
 log = logging.getLogger("shoal.agent")
 
 START_WITHIN_S = 300.0
-_LOOK_S = 0.08
-_WEIGH_S = 0.5
+_LOG_POLL_S = 0.08
+_MEMORY_POLL_S = 0.5
 _DETAIL_CHARACTERS = 2000
-STORE = "coordinator://"
-# An interpreter reads these once, when it starts; a fork of a warm one would not see them.
+COORDINATOR_STORE = "coordinator://"
+# An interpreter reads these only when it starts, so a fork of the warm process would not see them.
 _COLD_VARIABLES = (
     "LD_PRELOAD",
     "LD_LIBRARY_PATH",
@@ -49,9 +49,10 @@ _COLD_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What all members under this agent have in common. `apart` says that this machine sees nothing of the user's disk.
+    """What all members of this agent have in common.
 
-    `cache` keeps what runs send along; `grace_s` is how long members have to hand over.
+    `apart` says that this machine does not share the user's disk. `cache` is the directory for project files; `grace_s`
+    is how long members have to hand over.
     """
 
     url: str
@@ -67,48 +68,52 @@ class AgentContext:
 
 @dataclass(slots=True)
 class MemberProcess:
-    """One live member."""
+    """One member that is starting or alive.
 
-    order: StartMemberMsg
+    `stop_reason` and `limit_exceeded` say why this agent ended it, `had_notice` that it was told to leave. `started`
+    and `ended` are set when that has happened; a member that never started has both.
+    """
+
+    request: StartMemberMsg
     tail: log_tail.LogTail
     why_path: Path
     oom_kills: int
     process: psutil.Process | None = None
     warm: bool = True
-    asked: str = ""
-    over: str = ""
-    noticed: bool = False
-    born: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_reason: str = ""
+    limit_exceeded: str = ""
+    had_notice: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> tuple[str, str, str]:
-        return (self.order.run, self.order.member, self.order.incarnation)
+        return (self.request.run, self.request.member, self.request.incarnation)
 
 
 class MemberProcesses:
-    """Everybody who lives under this agent."""
+    """All members of this agent, by the key of their incarnation."""
 
-    def __init__(self, home: AgentContext, preload: tuple[str, ...], outbox: Outbox) -> None:
-        self._home = home
-        self._url = home.url
+    def __init__(self, context: AgentContext, preload: tuple[str, ...], outbox: Outbox) -> None:
+        self._context = context
+        self._url = context.url
         self._outbox = outbox
-        self._luggage = ProjectCache(home.url, home.token_file, home.cache, home.directory / "runs")
+        self._projects = ProjectCache(context.url, context.token_file, context.cache, context.directory / "runs")
         self._alive: dict[str, MemberProcess] = {}
         self._cores = machine_info.cores()
         self._core_speed = 0.0
         self.last_exit = 0.0
-        environment = {**home.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
-        # One thread in NumPy's own library, or the warm process would have more than one from the import on.
+        environment = {**context.environ, "OMP_NUM_THREADS": str(self._threads({}, {})), "PYTHONUNBUFFERED": "1"}
+        # NumPy's library would start threads at import, and a process with threads is not safe to fork.
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._warm_environment = environment
         self.warm = WarmProcess(preload, environment, self._on_start, self._on_exit)
 
     def open(self) -> None:
-        """Start the warm process, and then measure a core beside it: a member born before that has no guess."""
+        """Start the warm process, then measure the speed of a core; members started before that have no estimate."""
         self.warm.open()
         measuring = threading.Thread(target=self._measure, name="shoal-probe", daemon=True)
-        # It would hold up the start of the warm process, for which everybody waits.
+        # Later, because it would delay the warm process, which all members wait for.
         asyncio.get_running_loop().call_soon(measuring.start)
 
     def _measure(self) -> None:
@@ -121,79 +126,67 @@ class MemberProcesses:
     def names(self) -> tuple[tuple[str, str, str], ...]:
         return tuple(member.name for member in self._alive.values())
 
-    def reached(self, url: str) -> None:
-        """The coordinator answered at this one of its URLs: members and what they need go the same way."""
-        self._url = self._luggage.url = url
+    def use_url(self, url: str) -> None:
+        """Use this address of the coordinator for new members and for project files."""
+        self._url = self._projects.url = url
 
-    async def start(self, order: StartMemberMsg) -> None:
-        """Start a member; an order that was obeyed already is answered again."""
-        key = _key(order.run, order.member, order.incarnation)
-        if known := self._alive.get(key):
-            if known.process is not None:
-                self._outbox.put(MemberStartedMsg(*known.name, known.process.pid, known.warm))
+    async def start(self, request: StartMemberMsg) -> None:
+        """Start a member; if it runs already, report its start again."""
+        key = _key(request.run, request.member, request.incarnation)
+        if existing := self._alive.get(key):
+            if existing.process is not None:
+                self._outbox.put(MemberStartedMsg(*existing.name, existing.process.pid, existing.warm))
             return
-        directory = self._home.directory / "logs" / _file_name(order.run)
-        base = f"{_file_name(order.member)}.{_file_name(order.incarnation)}"
-        member = MemberProcess(
-            order, log_tail.LogTail(directory / f"{base}.log"), directory / f"{base}.why.json", machine_info.oom_kills()
-        )
+        directory = self._context.directory / "logs" / _file_name(request.run)
+        base = f"{_file_name(request.member)}.{_file_name(request.incarnation)}"
+        tail = log_tail.LogTail(directory / f"{base}.log")
+        member = MemberProcess(request, tail, directory / f"{base}.why.json", machine_info.oom_kills())
         self._alive[key] = member
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            member.order = await self._at_home(order)
-            start = self._order(key, member, directory / f"{base}.log")
-            member.warm = not start.cold
-            await self.warm.start(start, START_WITHIN_S)
+            member.request = await localized(request, self._context, self._projects)
+            fork = self._fork_request(key, member, directory / f"{base}.log")
+            member.warm = not fork.cold
+            await self.warm.start(fork, START_WITHIN_S)
         except (ShoalError, OSError, ValueError) as error:
-            self._never_started(key, error)
-
-    async def _at_home(self, order: StartMemberMsg) -> StartMemberMsg:
-        """The order as this machine can carry it out: what it does not see of the user's disk is here, or goes back."""
-        told, run, cwd = order.env.get("SHOAL_RUN_DIR", ""), _file_name(order.run), order.cwd
-        env = dict(order.env)
-        if self._home.apart or (told and not os.path.isdir(told)):
-            env |= {"SHOAL_RUN_DIR": str(self._home.directory / "runs" / run), "SHOAL_STORE": f"{STORE}{order.run}"}
-        if order.project and (self._home.apart or not os.path.isdir(cwd)):
-            cwd = str(await asyncio.to_thread(self._luggage.lay_out, order.project, run))
-        if self._home.apart or cwd != order.cwd:
-            env["SHOAL_APART"] = cwd
-        return msgspec.structs.replace(order, cwd=cwd, env=env)
+            self._on_start_failed(key, error)
 
     def _on_start(self, key: str, pid: int) -> None:
-        born: psutil.Process | None = None
+        process: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            # It may be gone already, and its number somebody else's.
-            born = process if process.ppid() == self.warm.pid else None
+            candidate = psutil.Process(pid)
+            # The member may have ended already, and its pid may belong to another process.
+            process = candidate if candidate.ppid() == self.warm.pid else None
         if (member := self._alive.get(key)) is None:
-            # It took so long that its end was told already.
-            process_tree.signal_to([born] if born is not None else [], 9)
+            # The start took so long that it was reported as failed.
+            process_tree.signal_to([process] if process is not None else [], 9)
             return
-        member.process = born
-        log.info("%s of run %s started as process %d", member.order.member, member.order.run, pid)
+        member.process = process
+        log.info("%s of run %s started as process %d", member.request.member, member.request.run, pid)
         self._outbox.put(MemberStartedMsg(*member.name, pid, member.warm))
-        member.born.set()
-        if member.noticed:
+        member.started.set()
+        if member.had_notice:
             self._terminate(member)
 
-    def _order(self, key: str, member: MemberProcess, log_path: Path) -> zygote_messages.ForkRequest:
-        order = member.order
-        settings = _settings(order.env)
-        hosts = machine_info.hosts_to_announce(self._url, str(settings.get("interface") or self._home.interface))
-        threads = self._threads(order.env, settings)
+    def _fork_request(self, key: str, member: MemberProcess, log_path: Path) -> zygote_messages.ForkRequest:
+        """Return the request to the warm process, with the member's whole environment."""
+        request = member.request
+        settings = _settings(request.env)
+        hosts = machine_info.hosts_to_announce(self._url, str(settings.get("interface") or self._context.interface))
+        threads = self._threads(request.env, settings)
         env = {
             "SHOAL_SETTINGS": "{}",
-            "SHOAL_RUN_DIR": str(self._home.directory / "runs" / _file_name(order.run)),
+            "SHOAL_RUN_DIR": str(self._context.directory / "runs" / _file_name(request.run)),
             "OMP_NUM_THREADS": str(threads),
-            **self._home.environ,
-            **order.env,
+            **self._context.environ,
+            **request.env,
             "SHOAL_URL": self._url,
-            "SHOAL_TOKEN_FILE": self._home.token_file,
-            "SHOAL_RUN": order.run,
-            "SHOAL_MEMBER": order.member,
-            "SHOAL_INCARNATION": order.incarnation,
+            "SHOAL_TOKEN_FILE": self._context.token_file,
+            "SHOAL_RUN": request.run,
+            "SHOAL_MEMBER": request.member,
+            "SHOAL_INCARNATION": request.incarnation,
             "SHOAL_HOST": ",".join(hosts),
-            "SHOAL_GRACE_S": f"{self._home.grace_s:g}",
+            "SHOAL_GRACE_S": f"{self._context.grace_s:g}",
             "SHOAL_SPEED": f"{self._core_speed * threads:.6g}",
             "PYTHONUNBUFFERED": "1",
         }
@@ -201,9 +194,9 @@ class MemberProcesses:
         cold = cold or any(env.get(name) != self._warm_environment.get(name) for name in _COLD_VARIABLES)
         return zygote_messages.ForkRequest(
             key=key,
-            argv=order.argv,
-            module=order.module,
-            cwd=order.cwd,
+            argv=request.argv,
+            module=request.module,
+            cwd=request.cwd,
             variables={os.fsencode(name): os.fsencode(value) for name, value in env.items()},
             log_path=str(log_path),
             why_path=str(member.why_path),
@@ -212,66 +205,66 @@ class MemberProcesses:
         )
 
     def _threads(self, env: Mapping[str, str], settings: Mapping[str, object]) -> int:
-        """What the user set, else what its role was given, else the setting of the run, else a part of the cores."""
-        given = {**self._home.environ, **env}.get("OMP_NUM_THREADS", "")
-        if given.isdigit() and int(given) > 0:
-            return int(given)
-        own = env.get("SHOAL_CPUS", "")
-        if own.isdigit() and int(own) > 0:
-            return int(own)
-        wished = settings.get("threads")
-        if isinstance(wished, int) and wished > 0:
-            return wished
-        most = env.get("SHOAL_MEMBERS_MAX", "")
-        sharing = self._home.slots or (int(most) if most.isdigit() else self._cores)
+        """Return the threads of a member: OMP_NUM_THREADS, the role's cpus, the setting, or a share of the cores."""
+        omp_threads = {**self._context.environ, **env}.get("OMP_NUM_THREADS", "")
+        if omp_threads.isdigit() and int(omp_threads) > 0:
+            return int(omp_threads)
+        cpus = env.get("SHOAL_CPUS", "")
+        if cpus.isdigit() and int(cpus) > 0:
+            return int(cpus)
+        setting = settings.get("threads")
+        if isinstance(setting, int) and setting > 0:
+            return setting
+        max_members = env.get("SHOAL_MEMBERS_MAX", "")
+        sharing = self._context.slots or (int(max_members) if max_members.isdigit() else self._cores)
         return max(1, self._cores // max(1, sharing))
 
-    def _never_started(self, key: str, error: ShoalError | OSError | ValueError) -> None:
+    def _on_start_failed(self, key: str, error: ShoalError | OSError | ValueError) -> None:
         if (member := self._alive.get(key)) is None:
             return
         code = error.code if isinstance(error, ShoalError) else "S402"
         text = error.what if isinstance(error, ShoalError) else str(error)
         why = error.why if isinstance(error, WarmProcessFailed | MembershipError | ProjectDeliveryFailed) else ""
         detail = f"error[{code}] {text}" + (f": {why}" if why else "")
-        log.error("%s of run %s could not be started: %s", member.order.member, member.order.run, detail)
-        self._forget_unborn(key, "infrastructure", detail)
+        log.error("cannot start %s of run %s: %s", member.request.member, member.request.run, detail)
+        self._report_not_started(key, "infrastructure", detail)
 
-    def _forget_unborn(self, key: str, cause: exit_causes.Cause, detail: str) -> None:
+    def _report_not_started(self, key: str, cause: exit_causes.Cause, detail: str) -> None:
         member = self._alive.pop(key)
-        member.born.set()
-        member.gone.set()
+        member.started.set()
+        member.ended.set()
         self._outbox.put(MemberExitedMsg(*member.name, None, None, cause, detail))
 
-    async def end(self, name: tuple[str, str, str], grace_s: float, reason: str) -> None:
-        """End a member; returns when nothing of its process tree is left."""
+    async def stop(self, name: tuple[str, str, str], grace_s: float, reason: str) -> None:
+        """Stop a member; return when nothing of its process tree is left."""
         member = self._alive.get(_key(*name))
         if member is None:
             return
-        member.asked = member.asked or reason or "asked to end"
-        await member.born.wait()
+        member.stop_reason = member.stop_reason or reason or "asked to stop"
+        await member.started.wait()
         process = process_tree.own(member.process.pid) if member.process is not None else None
         if process is not None and process == member.process:
-            left = await process_tree.end(process, grace_s)
-            if left:
-                log.error("still there after SIGKILL: %s", ", ".join(str(process.pid) for process in left))
+            remaining = await process_tree.end(process, grace_s)
+            if remaining:
+                log.error("still alive after SIGKILL: %s", ", ".join(str(process.pid) for process in remaining))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(member.gone.wait(), 10.0)
+            await asyncio.wait_for(member.ended.wait(), 10.0)
 
-    async def end_all(self, grace_s: float, reason: str) -> None:
-        """End everybody, because the agent ends; who is not born yet is not waited for."""
-        for key in [key for key, member in self._alive.items() if not member.born.is_set()]:
-            self._forget_unborn(key, "asked", reason)
-        await asyncio.gather(*(self.end(name, grace_s, reason) for name in self.names))
+    async def stop_all(self, grace_s: float, reason: str) -> None:
+        """Stop all members because the agent ends; those that have not started yet are not awaited."""
+        for key in [key for key, member in self._alive.items() if not member.started.is_set()]:
+            self._report_not_started(key, "asked", reason)
+        await asyncio.gather(*(self.stop(name, grace_s, reason) for name in self.names))
 
     def notice_all(self) -> None:
-        """SIGTERM to every member: it hands over and goes."""
+        """Send SIGTERM to every member, so that it hands over and leaves."""
         for member in self._alive.values():
-            member.noticed = True
+            member.had_notice = True
             self._terminate(member)
 
-    async def all_gone(self, within_s: float) -> bool:
-        """Wait for those who are alive now."""
-        waits = [member.gone.wait() for member in self._alive.values()]
+    async def all_ended(self, within_s: float) -> bool:
+        """Wait until all members of now have ended; return False if that takes longer than `within_s`."""
+        waits = [member.ended.wait() for member in self._alive.values()]
         try:
             await asyncio.wait_for(asyncio.gather(*waits), within_s)
         except TimeoutError:
@@ -279,54 +272,72 @@ class MemberProcesses:
         return True
 
     async def follow_logs(self) -> None:
-        """Pass on what members print, for as long as the agent lives."""
+        """Send what members print to the coordinator, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S if self._alive else _LOOK_S * 3)
+            await asyncio.sleep(_LOG_POLL_S if self._alive else _LOG_POLL_S * 3)
             for member in list(self._alive.values()):
-                self._pass_on(member, last=False)
+                self._send_log(member, last=False)
 
     async def watch_memory(self) -> None:
-        """End members that use more memory than their role has, for as long as the agent lives."""
+        """Kill members that use more memory than their role allows, until cancelled."""
         while True:
-            await asyncio.sleep(_WEIGH_S)
+            await asyncio.sleep(_MEMORY_POLL_S)
             for member in list(self._alive.values()):
-                allowed = memory_limit.allowed_bytes(member.order.env)
-                if not allowed or member.process is None or member.over:
+                allowed = memory_limit.allowed_bytes(member.request.env)
+                if not allowed or member.process is None or member.limit_exceeded:
                     continue
-                member.over = memory_limit.verdict(memory_limit.used_bytes(member.process), allowed)
-                if member.over:
+                member.limit_exceeded = memory_limit.verdict(memory_limit.used_bytes(member.process), allowed)
+                if member.limit_exceeded:
                     await process_tree.kill(process_tree.tree(member.process), give_up_s=10.0)
 
     def _terminate(self, member: MemberProcess) -> None:
         if member.process is not None:
             process_tree.signal_to([member.process], 15)
 
-    def _pass_on(self, member: MemberProcess, last: bool) -> None:
+    def _send_log(self, member: MemberProcess, last: bool) -> None:
         for lines in log_tail.batches(member.tail.read(time.monotonic(), last)):
-            self._outbox.put(LogLinesMsg(member.order.run, member.order.member, lines))
+            self._outbox.put(LogLinesMsg(member.request.run, member.request.member, lines))
 
     def _on_exit(self, key: str, status: int) -> None:
+        """Report a member's exit with its cause, after its last output."""
         if (member := self._alive.pop(key, None)) is None:
             return
-        self._pass_on(member, last=True)
+        self._send_log(member, last=True)
         member.tail.close()
         code = os.waitstatus_to_exitcode(status)
         end = exit_causes.ExitFacts(
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
-            stop_reason=member.asked,
-            limit_exceeded=member.over,
-            had_notice=member.noticed,
-            exception=_why(member.why_path),
+            stop_reason=member.stop_reason,
+            limit_exceeded=member.limit_exceeded,
+            had_notice=member.had_notice,
+            exception=_recorded_exception(member.why_path),
             oom_kills=machine_info.oom_kills() - member.oom_kills,
-            last_output=member.tail.last_words,
+            last_output=member.tail.last_line,
         )
         verdict = exit_causes.classify(end)
-        log.info("%s of run %s ended: %s %s", member.order.member, member.order.run, verdict.cause, verdict.detail)
+        log.info("%s of run %s ended: %s %s", member.request.member, member.request.run, verdict.cause, verdict.detail)
         detail = verdict.detail[:_DETAIL_CHARACTERS]
         self._outbox.put(MemberExitedMsg(*member.name, end.exit_code, end.signal, verdict.cause, detail))
         self.last_exit = time.time()
-        member.gone.set()
+        member.ended.set()
+
+
+async def localized(request: StartMemberMsg, context: AgentContext, projects: ProjectCache) -> StartMemberMsg:
+    """Return the request with paths of this machine.
+
+    Where the user's disk is not visible, the project is fetched, and checkpoints and outputs go to the coordinator.
+    """
+    run_dir, run, cwd = request.env.get("SHOAL_RUN_DIR", ""), _file_name(request.run), request.cwd
+    env = dict(request.env)
+    if context.apart or (run_dir and not os.path.isdir(run_dir)):
+        store = f"{COORDINATOR_STORE}{request.run}"
+        env |= {"SHOAL_RUN_DIR": str(context.directory / "runs" / run), "SHOAL_STORE": store}
+    if request.project and (context.apart or not os.path.isdir(cwd)):
+        cwd = str(await asyncio.to_thread(projects.lay_out, request.project, run))
+    if context.apart or cwd != request.cwd:
+        env["SHOAL_APART"] = cwd
+    return msgspec.structs.replace(request, cwd=cwd, env=env)
 
 
 def _key(run: str, member: str, incarnation: str) -> str:
@@ -334,7 +345,7 @@ def _key(run: str, member: str, incarnation: str) -> str:
 
 
 def _file_name(text: str) -> str:
-    """A name from the network as a name of one file, never of a path."""
+    """Return a name from the network as the name of one file, never of a path."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:100] or "-"
 
 
@@ -345,7 +356,8 @@ def _settings(env: Mapping[str, str]) -> dict[str, object]:
         return {}
 
 
-def _why(path: Path) -> exit_causes.RecordedException | None:
+def _recorded_exception(path: Path) -> exit_causes.RecordedException | None:
+    """Return the uncaught exception that a member recorded, if any."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=exit_causes.RecordedException)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""How much memory a member uses, with all that it started, and how much its role may."""
+"""Memory limit of a member: what its process tree uses, against what its role allows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
 
 def allowed_bytes(env: Mapping[str, str]) -> int:
-    """The limit that an order names, 0 for none."""
+    """Return the limit in a member's environment; 0 for none."""
     text = env.get("SHOAL_MEMORY_BYTES", "")
     return int(text) if text.isdigit() else 0
 
 
 def used_bytes(root: psutil.Process) -> int:
-    """What a process tree costs the machine; what it shares with others counts in part."""
+    """Return the memory of a process tree; pages shared with other processes count proportionally (PSS)."""
     return sum(_own_bytes(process) for process in process_tree.tree(root))
 
 
 def verdict(used: int, allowed: int) -> str:
-    """Why a member that uses so much has to go, empty if it has not."""
+    """Return the error of a member that exceeds its limit; "" if it does not."""
     if not allowed or used <= allowed:
         return ""
     gib = 1 << 30
@@ -36,8 +36,8 @@ def verdict(used: int, allowed: int) -> str:
 def _own_bytes(process: psutil.Process) -> int:
     try:
         with open(f"/proc/{process.pid}/smaps_rollup", "rb") as file:
-            found = _PSS.search(file.read())
-        return int(found[1]) * 1024 if found else 0
+            pss = _PSS.search(file.read())
+        return int(pss[1]) * 1024 if pss else 0
     except OSError:
-        # It has just ended, or it is not ours to look into.
+        # The process has just ended, or we may not read it.
         return 0

@@ -1,4 +1,4 @@
-"""What a run sends along, on this machine: fetched once from the coordinator, and laid out for each run."""
+"""Project files of runs on this machine: fetched from the coordinator once, and laid out for each run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shoal.pack import project
 from shoal.wire import credentials
 
 TIMEOUT_S = 30.0
-TRIES = 4
-AT_ONCE = 4
+ATTEMPTS = 4
+PARALLEL = 4
 UNUSED_S = 30 * 86400.0
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class ProjectCache:
-    """The projects under one agent. Blobs are kept in `cache`, which agents of one machine may share.
+    """Projects of one agent. Blobs are kept in `cache`, which agents of one machine may share.
 
-    What no run has needed for a month is removed from there.
+    Blobs that no run has used for a month are removed.
     """
 
     def __init__(self, url: str, token_file: str, cache: Path, directory: Path) -> None:
@@ -33,62 +33,60 @@ class ProjectCache:
         self._lock = threading.Lock()
 
     def lay_out(self, name: str, run: str) -> Path:
-        """The directory of a project for a run; it is there, whole, when this returns."""
-        where = self._directory / run / "project"
+        """Return the directory of a project for a run, complete with all files; raise `ProjectDeliveryFailed`."""
+        directory = self._directory / run / "project"
         with self._lock:
-            if not where.is_dir():
-                found = project.decode(self._fetch(name).read_bytes(), where=name)
-                with ThreadPoolExecutor(AT_ONCE) as threads:
-                    list(threads.map(self._fetch, sorted({entry.digest for entry in found.files})))
+            if not directory.is_dir():
+                manifest = project.decode(self._fetch(name).read_bytes(), where=name)
+                with ThreadPoolExecutor(PARALLEL) as threads:
+                    list(threads.map(self._fetch, sorted({entry.digest for entry in manifest.files})))
                 try:
-                    where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    project.lay_out(found, self._cache, where)
-                    self._sweep()
+                    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    project.lay_out(manifest, self._cache, directory)
+                    self._remove_unused()
                 except OSError as error:
                     raise ProjectDeliveryFailed(
-                        "the project could not be laid out here", where=str(where), why=str(error)
+                        "cannot write the project on this machine", where=str(directory), why=str(error)
                     ) from error
-        return where
+        return directory
 
     def _fetch(self, digest: str) -> Path:
         path = self._cache / digest
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
                 return path
             try:
-                self._get(digest, path)
+                self._download(digest, path)
             except OSError as error:
-                if attempt == TRIES:
-                    raise ProjectDeliveryFailed(
-                        "what the run sends along could not be fetched", where=self.url, why=str(error)
-                    ) from error
+                if attempt == ATTEMPTS:
+                    raise ProjectDeliveryFailed("cannot fetch the project", where=self.url, why=str(error)) from error
                 time.sleep(0.2 * 2**attempt)
         return path
 
-    def _sweep(self) -> None:
-        """Forget what no run has needed for long, and what somebody who was killed has left half fetched."""
-        for one in os.scandir(self._cache):
-            # Somebody else's sweep, or somebody else's file: no reason for a run to fail.
+    def _remove_unused(self) -> None:
+        """Remove blobs that no run has used for long, and partial downloads of agents that were killed."""
+        for entry in os.scandir(self._cache):
+            # Another agent may remove the same file, or own it: no reason for a run to fail.
             with contextlib.suppress(OSError):
-                if time.time() - one.stat().st_mtime > UNUSED_S:
-                    os.unlink(one.path)
+                if time.time() - entry.stat().st_mtime > UNUSED_S:
+                    os.unlink(entry.path)
 
-    def _get(self, digest: str, path: Path) -> None:
+    def _download(self, digest: str, path: Path) -> None:
         access = credentials.read(self._token_file)
         self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(f"{digest}.{os.getpid()}.{threading.get_ident()}.part")
-        found = hashlib.sha256()
-        # No proxy: it is the address that we talk to the coordinator at anyway.
+        checksum = hashlib.sha256()
+        # No proxy: the agent reaches the coordinator at this address without one.
         opener = build_opener(ProxyHandler({}), HTTPSHandler(context=credentials.ssl_context(access)))
         request = Request(f"{self.url.rstrip('/')}/v1/blobs/{digest}", headers=access.headers)
         try:
-            with opener.open(request, timeout=TIMEOUT_S) as answer, part.open("wb") as file:
-                while piece := answer.read(_PIECE_BYTES):
-                    found.update(piece)
-                    file.write(piece)
-            if found.hexdigest() != digest:
-                raise OSError(f"{digest[:12]}… arrived damaged")
+            with opener.open(request, timeout=TIMEOUT_S) as response, part.open("wb") as file:
+                while chunk := response.read(_CHUNK_BYTES):
+                    checksum.update(chunk)
+                    file.write(chunk)
+            if checksum.hexdigest() != digest:
+                raise OSError(f"checksum mismatch in blob {digest[:12]}…")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""One conversation with the coordinator: connect, say hello, then send and listen until the link breaks."""
+"""Uplink: the agent's WebSocket connection to the coordinator.
+
+The agent says hello, the coordinator welcomes or rejects it; then both send until the connection breaks. Reconnecting
+is up to the agent. The coordinator may have several addresses, which are tried by `happy_eyeballs`.
+"""
 
 from __future__ import annotations
 
@@ -23,66 +27,68 @@ from shoal.wire.protocol import RejectedMsg
 
 
 class AgentUplink:
-    """The way to one coordinator; `linked` says whether there is a conversation now.
+    """Connection to one coordinator; `connected` says whether it is up.
 
-    It may have several URLs; `url` is the one that was taken last, or would be tried first.
+    Of several addresses, `url` is the one that was used last, or will be tried first.
     """
 
     def __init__(self, urls: Sequence[str], token_file: str, connect_timeout_s: float, outbox: Outbox) -> None:
-        self._ways = {url: _websocket_url(url) for url in urls}
-        if not self._ways:
-            raise CoordinatorUnreachable("no URL of a coordinator was given", do="give it with --url http://host:port")
-        self.url = next(iter(self._ways))
+        self._targets = {url: _websocket_url(url) for url in urls}
+        if not self._targets:
+            raise CoordinatorUnreachable("--url is empty", do="use --url http://host:port")
+        self.url = next(iter(self._targets))
         self._token_file = token_file
         self._connect_s = connect_timeout_s
         self._outbox = outbox
         self._credentials = credentials.read(token_file)
         self._tls = credentials.ssl_context(self._credentials)
-        self.linked = False
+        self.connected = False
         self._connection: ClientConnection | None = None
 
-    async def converse(
-        self, hello: AgentHelloMsg, welcomed: Callable[[AgentWelcomeMsg], None], obey: Callable[[ToAgent], None]
+    async def serve(
+        self, hello: AgentHelloMsg, on_welcome: Callable[[AgentWelcomeMsg], None], on_message: Callable[[ToAgent], None]
     ) -> None:
-        """Until the link breaks; then what may not have arrived is due again."""
+        """Serve one connection until it breaks; then queue messages again that may not have arrived."""
         async with self._connected() as link:
             await link.send(codec.from_agent.encode(hello))
             welcome = codec.to_agent.decode(await asyncio.wait_for(link.recv(decode=False), self._connect_s))
             if isinstance(welcome, RejectedMsg):
-                raise refusal(welcome)
+                raise rejection_error(welcome)
             if not isinstance(welcome, AgentWelcomeMsg):
-                raise MembershipError(f"the coordinator answered {type(welcome).__name__} to a hello")
-            self.linked, self._connection = True, link
-            welcomed(welcome)
+                raise MembershipError(f"the coordinator replied to the hello with {type(welcome).__name__}")
+            self.connected, self._connection = True, link
+            on_welcome(welcome)
             try:
-                await _any_of(self._beat(welcome.heartbeat_s), self._send_all(link), _listen(link, obey))
+                await _first_of(
+                    self._send_heartbeats(welcome.heartbeat_s), self._send_all(link), _receive_all(link, on_message)
+                )
             finally:
-                self.linked, self._connection = False, None
+                self.connected, self._connection = False, None
                 self._outbox.connection_lost(time.monotonic())
 
     async def round_trips(self, count: int) -> list[float]:
-        """How long the coordinator takes to answer, in seconds, so many times; none while there is no conversation."""
+        """Return `count` round-trip times to the coordinator, in seconds; none while there is no connection."""
         link = self._connection
         return [await (await link.ping()) for _ in range(count)] if link is not None else []
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[ClientConnection]:
-        ways = sorted(self._ways, key=lambda url: url != self.url)
+        urls = sorted(self._targets, key=lambda url: url != self.url)
         try:
-            self.url, link = await happy_eyeballs.first(ways, self._open, ClientConnection.close)
-        except happy_eyeballs.NoUrlReachable as none:
-            raise _unreached(none) from none
+            self.url, link = await happy_eyeballs.first(urls, self._open, ClientConnection.close)
+        except happy_eyeballs.NoUrlReachable as error:
+            raise _unreachable_error(error) from error
         try:
             yield link
         finally:
             await link.close()
 
-    async def _open(self, url: str, answered: Callable[[], None]) -> ClientConnection:
-        """A connection to whoever has the coordinator's certificate, and accepts our token."""
-        target = self._ways[url]
+    async def _open(self, url: str, on_answer: Callable[[], None]) -> ClientConnection:
+        """Connect to a URL; raise if the certificate is not the coordinator's, or our token is rejected."""
+        target = self._targets[url]
         async with asyncio.timeout(self._connect_s):
             sock = await _connect(target)
-        answered()
+        on_answer()
         try:
             return await connect(
                 target,
@@ -100,12 +106,12 @@ class AgentUplink:
             if error.response.status_code not in (401, 403):
                 raise
             raise WrongToken(
-                "the coordinator does not accept this token",
+                "the coordinator rejected this token",
                 where=url,
-                do=f"give the coordinator's own file with --token-file, not {self._token_file}",
+                do=f"use the coordinator's own token file with --token-file instead of {self._token_file}",
             ) from error
 
-    async def _beat(self, every_s: float) -> None:
+    async def _send_heartbeats(self, every_s: float) -> None:
         while True:
             self._outbox.put(AgentHeartbeatMsg(os.getloadavg()[0], machine_info.memory_free_bytes()))
             await asyncio.sleep(every_s)
@@ -122,37 +128,37 @@ class AgentUplink:
                 self._outbox.sent(message, time.monotonic())
 
 
-async def _listen(link: ClientConnection, obey: Callable[[ToAgent], None]) -> None:
+async def _receive_all(link: ClientConnection, on_message: Callable[[ToAgent], None]) -> None:
     async for data in link:
         message = codec.to_agent.decode(data)
         if isinstance(message, RejectedMsg):
-            raise refusal(message)
-        obey(message)
+            raise rejection_error(message)
+        on_message(message)
 
 
-async def _any_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Until the first of these ends; its error is ours."""
-    jobs = [asyncio.create_task(part) for part in work]
+async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Run until the first of the coroutines ends, then cancel the others; raise its error."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        for job in done:
-            job.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for job in jobs:
-            job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _connect(url: str) -> socket.socket:
-    """A socket that is connected to where a URL leads: to the first of its addresses that takes it."""
+    """Return a socket that is connected to the first address of the URL's host that accepts."""
     parts, loop = urlsplit(url), asyncio.get_running_loop()
     port = parts.port or (443 if parts.scheme == "wss" else 80)
     failure: OSError | None = None
-    for family, kind, protocol, _, where in await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, where)
+            await loop.sock_connect(sock, address)
         except OSError as error:
             sock.close()
             failure = error
@@ -164,28 +170,29 @@ async def _connect(url: str) -> socket.socket:
     raise failure or OSError(f"{parts.hostname} has no address")
 
 
-def _unreached(none: happy_eyeballs.NoUrlReachable) -> Exception:
-    """One error for all ways that failed: whoever knows that the token is wrong is the coordinator."""
-    failures = none.failures
-    told = next((error for error in failures.values() if isinstance(error, WrongToken)), None)
-    if told is not None or len(failures) == 1:
-        return told or next(iter(failures.values()))
+def _unreachable_error(error: happy_eyeballs.NoUrlReachable) -> Exception:
+    """Return one error for all addresses: a rejected token if any, since only the coordinator can reject it."""
+    failures = error.failures
+    rejected = next((failure for failure in failures.values() if isinstance(failure, WrongToken)), None)
+    if rejected is not None or len(failures) == 1:
+        return rejected or next(iter(failures.values()))
     return ConnectionError(connect_errors.listed(failures))
 
 
-def refusal(refused: RejectedMsg) -> MembershipError:
-    """What the coordinator refused, as the error that it named."""
+def rejection_error(message: RejectedMsg) -> MembershipError:
+    """Return the error that the coordinator's rejection names."""
     kinds: dict[str, type[MembershipError]] = {kind.code: kind for kind in (WrongToken, VersionMismatch, NameTaken)}
-    return kinds.get(refused.code, MembershipError)(refused.what, why=refused.why, do=refused.do)
+    return kinds.get(message.code, MembershipError)(message.what, why=message.why, do=message.do)
 
 
 def _websocket_url(url: str) -> str:
+    """Return the WebSocket address of the coordinator at this URL; raise `CoordinatorUnreachable` if malformed."""
     try:
         parts = urlsplit(url)
-        known = bool(parts.hostname) and parts.port != 0
+        valid = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        known = False
-    scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme, "") if known else ""
+        valid = False
+    scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme, "") if valid else ""
     if not scheme:
-        raise CoordinatorUnreachable(f"{url!r} is not the URL of a coordinator", do="give it as http://host:port")
+        raise CoordinatorUnreachable(f"invalid URL of a coordinator: {url!r}", do="use http://host:port")
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/v1/agent", "", ""))

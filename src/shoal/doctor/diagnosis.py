@@ -164,7 +164,7 @@ REMEDIES: Mapping[Cause, str] = {
     "silent": "a firewall drops it: open TCP {ports} between the machines",
     "refused": "a firewall rejects it: open TCP {ports} between the machines",
     "no route": "connect the two networks, or take the machines from one pool",
-    "somebody else": "both machines have that address: set interface to the network that connects them",
+    "wrong peer": "both machines have that address: set interface to the network that connects them",
     "broken": "look for a proxy or a firewall between the machines that closes connections",
     "unknown name": "fix /etc/hosts or the name service on that machine",
 }

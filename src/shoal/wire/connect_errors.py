@@ -8,14 +8,14 @@ import ssl
 from collections.abc import Mapping
 from typing import Literal
 
-Cause = Literal["refused", "silent", "no route", "unknown name", "somebody else", "turned away", "broken"]
+Cause = Literal["refused", "silent", "no route", "unknown name", "wrong peer", "turned away", "broken"]
 
 WORDS: dict[Cause, str] = {
     "refused": "refused: nobody listens there, or a firewall rejects it",
     "silent": "no answer: a firewall drops it, or the machine is not there",
     "no route": "there is no route to it",
     "unknown name": "the name is not known here",
-    "somebody else": "somebody else answers there",
+    "wrong peer": "another process answers there",
     "turned away": "it answers, and turned us away",
     "broken": "the connection broke",
 }
@@ -30,12 +30,12 @@ def cause_of(error: BaseException) -> Cause:
     if isinstance(error, socket.gaierror):
         return "unknown name"
     if isinstance(error, ssl.SSLError):
-        return "somebody else"
+        return "wrong peer"
     if isinstance(error, TimeoutError):
         return "silent"
     if isinstance(error, OSError):
         return "silent" if error.errno == errno.ETIMEDOUT else "no route" if error.errno in _NO_ROUTE else "broken"
-    return "somebody else"
+    return "wrong peer"
 
 
 def listed(failures: Mapping[str, BaseException]) -> str:

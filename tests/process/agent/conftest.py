@@ -1,4 +1,4 @@
-"""A real agent, the simplest coordinator, and scripts for members."""
+"""Fixtures: a real agent, a minimal coordinator, and scripts of members."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shoal.wire import credentials
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    found = Coordinator()
-    found.open()
-    yield found
-    found.close()
+    fake = Coordinator()
+    fake.open()
+    yield fake
+    fake.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Nothing that an agent started outlives it, its warm process, or the order to end."""
+"""Nothing that an agent started outlives the agent, its warm process, or the request to stop."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.process
 
 SLEEP = "import time\nprint('up')\ntime.sleep(600)\n"
 STUBBORN = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(600)\n"
-POLITE = "import signal, sys\nsignal.signal(15, lambda *_: (print('handed over'), sys.exit(0)))\n" + SLEEP
-MEANWHILE = """
+HANDS_OVER = "import signal, sys\nsignal.signal(15, lambda *_: (print('handed over'), sys.exit(0)))\n" + SLEEP
+FAILS_LATER = """
 import os, sys, time
 print("up", flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.02)
-raise ValueError("meanwhile")
+raise ValueError("failed later")
 """
-FAMILY = """
+LEAVES_CHILDREN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = "import os, signal, time; os.setsid(); [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
@@ -43,7 +43,7 @@ print("up")
 time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
 """
 
-OFFSPRING = """
+LEAVES_ORPHANS = """
 import os, signal, subprocess, sys, time
 child = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child])
@@ -55,81 +55,81 @@ time.sleep(600)
 """
 
 
-def test_a_member_may_hand_over_before_it_goes(coordinator, agent, script):
-    coordinator.start(script(POLITE))
+def test_member_may_hand_over_before_it_ends(coordinator, agent, script):
+    coordinator.start(script(HANDS_OVER))
     coordinator.line("up")
-    coordinator.end(30.0)
+    coordinator.stop(30.0)
     exit_ = coordinator.exit_of()
-    assert (exit_.exit_code, exit_.cause, exit_.detail) == (0, "asked", "a test wants it")
+    assert (exit_.exit_code, exit_.cause, exit_.detail) == (0, "asked", "stopped by the test")
     assert coordinator.lines() == ["up", "handed over"]
 
 
-def test_a_member_that_ignores_sigterm_is_killed_after_the_grace(coordinator, agent, script):
+def test_member_that_ignores_sigterm_is_killed_after_the_grace_period(coordinator, agent, script):
     coordinator.start(script(STUBBORN))
     coordinator.line("up")
-    coordinator.end(0.3)
+    coordinator.stop(0.3)
     exit_ = coordinator.exit_of()
     assert (exit_.signal, exit_.cause) == (9, "asked")
 
 
-def test_a_stopped_member_is_ended_too(coordinator, agent, script):
+def test_suspended_member_is_ended(coordinator, agent, script):
     coordinator.start(script(SLEEP))
     coordinator.line("up")
     os.kill(coordinator.pid_of(), signal.SIGSTOP)
-    coordinator.end(0.2)
+    coordinator.stop(0.2)
     assert coordinator.exit_of().signal in (9, 15)
 
 
-def family(coordinator, agent, script, *arguments):
-    """A member with children that left its session, ignore signals, and were orphaned."""
-    coordinator.start(script(FAMILY), *arguments)
+def member_with_children(coordinator, agent, script, *arguments):
+    """Start a member with children that left its session, ignore signals, and were orphaned; return all processes."""
+    coordinator.start(script(LEAVES_CHILDREN), *arguments)
     coordinator.line("up")
-    seen = agent.remember() - {agent.zygote()}
-    assert len(seen) == 3
-    return seen
+    processes = agent.remember() - {agent.zygote()}
+    assert len(processes) == 3
+    return processes
 
 
-def test_the_whole_family_goes_with_a_member(coordinator, agent, script):
-    members = family(coordinator, agent, script)
-    coordinator.end(0.2)
+def test_all_descendants_end_with_a_member(coordinator, agent, script):
+    members = member_with_children(coordinator, agent, script)
+    coordinator.stop(0.2)
     coordinator.exit_of()
-    until(lambda: not any(p.is_running() for p in members), "all gone")
+    until(lambda: not any(p.is_running() for p in members), "all to end")
     assert agent.zygote().is_running()
 
 
-def test_what_a_finished_member_leaves_behind_is_killed_and_others_are_spared(coordinator, agent, script):
-    coordinator.start(script(FAMILY, "other.py"), member="lab/1", incarnation="two")
+def test_orphans_of_a_finished_member_are_killed_and_others_are_spared(coordinator, agent, script):
+    coordinator.start(script(LEAVES_CHILDREN, "other.py"), member="lab/1", incarnation="second")
     coordinator.line("up", "lab/1")
     spared = agent.remember() - {agent.zygote()}
-    coordinator.start(script(FAMILY), "0.5")
+    coordinator.start(script(LEAVES_CHILDREN), "0.5")
     coordinator.line("up")
     leftovers = set(psutil.Process(agent.process.pid).children(recursive=True)) - spared - {agent.zygote()}
     assert coordinator.exit_of().exit_code == 0
-    until(lambda: not any(p.is_running() for p in leftovers), "all gone")
+    until(lambda: not any(p.is_running() for p in leftovers), "all to end")
     assert len(spared) == 3
     assert all(p.is_running() for p in spared)
 
 
 def test_nothing_survives_a_killed_agent(coordinator, agent, script):
-    family(coordinator, agent, script)
+    member_with_children(coordinator, agent, script)
     agent.process.kill()
-    until(agent.all_gone, "all gone")
+    until(agent.all_ended, "all to end")
 
 
-def test_a_killed_warm_process_takes_its_members_along_and_another_takes_over(coordinator, agent, script):
-    members = family(coordinator, agent, script)
+def test_killed_warm_process_ends_its_members_and_is_replaced(coordinator, agent, script):
+    members = member_with_children(coordinator, agent, script)
     zygote = agent.zygote()
     zygote.kill()
     exit_ = coordinator.exit_of()
     assert (exit_.signal, exit_.cause) == (9, "infrastructure")
-    until(lambda: not any(p.is_running() for p in members), "all gone")
-    coordinator.start(script("print('again')", "again.py"), incarnation="two")
-    assert coordinator.exit_of(incarnation="two").exit_code == 0
+    until(lambda: not any(p.is_running() for p in members), "all to end")
+    coordinator.start(script("print('again')", "again.py"), incarnation="second")
+    assert coordinator.exit_of(incarnation="second").exit_code == 0
     assert "again" in coordinator.lines()
     assert agent.zygote() != zygote
 
 
-def test_a_member_dies_even_if_agent_and_warm_process_are_killed_at_once(coordinator, agent, script):
+def test_member_ends_if_agent_and_warm_process_are_killed_at_once(coordinator, agent, script):
     coordinator.start(script(SLEEP))
     coordinator.line("up")
     agent.remember()
@@ -137,11 +137,11 @@ def test_a_member_dies_even_if_agent_and_warm_process_are_killed_at_once(coordin
     os.kill(zygote.pid, signal.SIGSTOP)
     agent.process.kill()
     zygote.kill()
-    until(agent.all_gone, "all gone")
+    until(agent.all_ended, "all to end")
 
 
-def killed_with_its_warm_process(agent):
-    """Neither has the time to clean up after the other."""
+def kill_with_warm_process(agent):
+    """Kill both, so that neither can clean up after the other."""
     zygote = agent.zygote()
     agent.remember()
     zygote.suspend()
@@ -150,26 +150,24 @@ def killed_with_its_warm_process(agent):
     agent.process.wait()
 
 
-def test_the_next_agent_ends_what_was_left_by_one_that_was_killed_with_its_warm_process(
-    coordinator, agent, start_agent, script
-):
-    coordinator.start(script(OFFSPRING))
+def test_next_agent_ends_orphans_of_one_that_was_killed_with_its_warm_process(coordinator, agent, start_agent, script):
+    coordinator.start(script(LEAVES_ORPHANS))
     coordinator.line("up")
-    killed_with_its_warm_process(agent)
+    kill_with_warm_process(agent)
     start_agent()
-    until(lambda: len(coordinator.hellos) == 2, "the next is there")
-    until(agent.all_gone, "all gone")
-    coordinator.start(script("print('again')", "again.py"), incarnation="two")
-    assert coordinator.exit_of(incarnation="two").exit_code == 0
+    until(lambda: len(coordinator.hellos) == 2, "the next agent")
+    until(agent.all_ended, "all to end")
+    coordinator.start(script("print('again')", "again.py"), incarnation="second")
+    assert coordinator.exit_of(incarnation="second").exit_code == 0
 
 
-def test_a_second_agent_in_a_directory_leaves_the_members_of_the_first_alone(coordinator, agent, start_agent, script):
-    coordinator.start(script(OFFSPRING))
+def test_second_agent_in_a_directory_spares_the_members_of_the_first(coordinator, agent, start_agent, script):
+    coordinator.start(script(LEAVES_ORPHANS))
     coordinator.line("up")
-    seen = agent.remember()
+    processes = agent.remember()
     start_agent()
-    until(lambda: len(coordinator.hellos) == 2, "the second is there")
-    assert all(process.is_running() for process in seen)
+    until(lambda: len(coordinator.hellos) == 2, "the second agent")
+    assert all(process.is_running() for process in processes)
 
 
 def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator, agent, script):
@@ -180,37 +178,35 @@ def test_sigterm_to_the_agent_is_a_notice_and_members_may_hand_over(coordinator,
     agent.process.terminate()
     assert agent.process.wait(30) == 0
     assert coordinator.exit_of().cause == "preempted"
-    assert any(type(m).__name__ == "MachineNoticeMsg" for m in coordinator.heard)
-    assert agent.all_gone()
+    assert any(type(m).__name__ == "MachineNoticeMsg" for m in coordinator.received)
+    assert agent.all_ended()
 
 
-def test_members_that_do_not_go_within_the_grace_are_killed(coordinator, start_agent, script):
+def test_members_that_outlast_the_grace_period_are_killed(coordinator, start_agent, script):
     agent = start_agent("--grace", "0.3")
     coordinator.start(script(STUBBORN))
     coordinator.line("up")
     agent.remember()
     agent.process.terminate()
     assert agent.process.wait(30) == 0
-    assert agent.all_gone()
+    assert agent.all_ended()
     assert coordinator.exit_of().signal == 9
 
 
-def test_an_agent_that_is_to_end_does_not_wait_for_a_member_that_is_yet_to_be_born(
-    coordinator, start_agent, script, tmp_path
-):
+def test_ending_agent_does_not_wait_for_a_member_that_has_not_started(coordinator, start_agent, script, tmp_path):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     agent = start_agent("--grace", "0.3", preload="endless", environ={b"PYTHONPATH": os.fsencode(path)})
     coordinator.start(script(SLEEP))
-    until(lambda: (agent.directory / "logs" / "run").is_dir(), "the order to arrive")
+    until(lambda: (agent.directory / "logs" / "run").is_dir(), "the request to arrive")
     agent.remember()
     agent.process.terminate()
     assert agent.process.wait(60) == 0
-    assert agent.all_gone()
+    assert agent.all_ended()
     assert coordinator.exit_of().exit_code is None
 
 
-def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
+def test_closed_lifeline_ends_everything(coordinator, start_agent, script):
     reading, writing = os.pipe()
     agent = start_agent("--lifeline", str(reading), pass_fds=[reading])
     os.close(reading)
@@ -219,25 +215,25 @@ def test_a_cut_lifeline_ends_everything(coordinator, start_agent, script):
     agent.remember()
     os.close(writing)
     assert agent.process.wait(30) == 0
-    assert agent.all_gone()
+    assert agent.all_ended()
 
 
-def test_told_to_shut_down_it_ends_all_and_goes(coordinator, start_agent, script):
+def test_shut_down_ends_all_members_and_the_agent(coordinator, start_agent, script):
     from shoal.wire.agent_messages import ShutDownMsg
 
     agent = start_agent("--grace", "0.3")
     coordinator.start(script(STUBBORN))
     coordinator.line("up")
     agent.remember()
-    coordinator.tell(ShutDownMsg("the run is over"))
+    coordinator.send(ShutDownMsg("the run is over"))
     assert agent.process.wait(30) == 0
-    assert agent.all_gone()
+    assert agent.all_ended()
     assert coordinator.exit_of().detail == "the run is over"
 
 
-def test_members_outlive_a_coordinator_and_an_exit_meanwhile_is_told_later(coordinator, agent, script, tmp_path):
+def test_members_outlive_the_coordinator_and_exits_are_reported_after_reconnect(coordinator, agent, script, tmp_path):
     coordinator.start(script(SLEEP), member="lab/0")
-    coordinator.start(script(MEANWHILE, "b.py"), str(tmp_path / "go"), member="lab/1")
+    coordinator.start(script(FAILS_LATER, "b.py"), str(tmp_path / "go"), member="lab/1")
     coordinator.line("up", "lab/0")
     coordinator.line("up", "lab/1")
     pid = coordinator.pid_of()
@@ -247,31 +243,31 @@ def test_members_outlive_a_coordinator_and_an_exit_meanwhile_is_told_later(coord
     assert not coordinator.exits()
     coordinator.open()
     exit_ = coordinator.exit_of("lab/1")
-    assert (exit_.cause, exit_.detail) == ("user", "ValueError: meanwhile")
+    assert (exit_.cause, exit_.detail) == ("user", "ValueError: failed later")
     assert psutil.pid_exists(pid)
-    assert coordinator.hellos[-1].members == (("run", "lab/0", "one"),)
+    assert coordinator.hellos[-1].members == (("run", "lab/0", "first"),)
     assert "waiting for the coordinator" in agent.log.read_text()
 
 
-def test_an_exit_that_may_have_been_lost_is_told_again(coordinator, agent, script):
+def test_exit_that_may_have_been_lost_is_sent_again(coordinator, agent, script):
     coordinator.start(script("pass"))
     coordinator.exit_of()
     coordinator.close()
-    coordinator.heard.clear()
+    coordinator.received.clear()
     coordinator.open()
     assert coordinator.exit_of().exit_code == 0
 
 
-def test_an_idle_agent_gives_up_with_a_cause(coordinator, start_agent):
+def test_idle_agent_gives_up_with_a_cause(coordinator, start_agent):
     coordinator.close()
     agent = start_agent("--idle", "0.5")
     assert agent.process.wait(30) == 4
     assert "error[S207]" in agent.log.read_text()
 
 
-def test_the_patience_of_an_agent_counts_from_its_last_member(coordinator, start_agent, script, tmp_path):
+def test_idle_time_counts_from_the_last_exit_of_a_member(coordinator, start_agent, script, tmp_path):
     start_agent("--idle", "8")
-    coordinator.start(script(MEANWHILE), str(tmp_path / "go"))
+    coordinator.start(script(FAILS_LATER), str(tmp_path / "go"))
     coordinator.line("up")
     pid = coordinator.pid_of()
     coordinator.close()
@@ -279,56 +275,56 @@ def test_the_patience_of_an_agent_counts_from_its_last_member(coordinator, start
     (tmp_path / "go").touch()
     until(lambda: not psutil.pid_exists(pid), "the member ended")
     coordinator.open()
-    assert coordinator.exit_of().detail == "ValueError: meanwhile"
+    assert coordinator.exit_of().detail == "ValueError: failed later"
 
 
 @pytest.mark.parametrize("url", ["nonsense", "ftp://host:1", "http://", "http://host:99999999"])
-def test_a_url_that_is_none_is_told_at_once(start_agent, url):
+def test_invalid_url_is_reported_at_once(start_agent, url):
     agent = start_agent("--url", url)
     assert agent.process.wait(30) == 4
     assert "error[S207]" in agent.log.read_text()
 
 
-def test_a_directory_that_cannot_be_used_is_told_at_once(start_agent, tmp_path):
+def test_unusable_directory_is_reported_at_once(start_agent, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     agent = start_agent("--dir", str(tmp_path / "file"))
     assert agent.process.wait(30) == 4
     assert "error[S510]" in agent.log.read_text()
 
 
-def test_an_unknown_source_of_notices_is_told_at_once(start_agent):
+def test_unknown_notice_source_is_reported_at_once(start_agent):
     agent = start_agent("--notice-source", "oracle")
     assert agent.process.wait(30) == 3
     assert f"error[{BadNoticeSource.code}]" in agent.log.read_text()
 
 
-def test_a_wrong_token_is_told_at_once(coordinator, start_agent):
+def test_wrong_token_is_reported_at_once(coordinator, start_agent):
     agent = start_agent(token="another")
     assert agent.process.wait(30) == 4
     assert "error[S201]" in agent.log.read_text()
 
 
-def test_a_notice_file_becomes_a_notice(coordinator, start_agent, tmp_path):
+def test_file_becomes_a_notice(coordinator, start_agent, tmp_path):
     agent = start_agent("--notice-source", f"file:{tmp_path / 'notice'}")
     until(lambda: coordinator.hellos)
     (tmp_path / "notice").write_text("120 spot price too high")
-    notice = until(lambda: next((m for m in coordinator.heard if type(m).__name__ == "MachineNoticeMsg"), None))
+    notice = until(lambda: next((m for m in coordinator.received if type(m).__name__ == "MachineNoticeMsg"), None))
     assert (notice.within_s, notice.source, notice.detail) == (120.0, "file", "spot price too high")
     assert agent.process.poll() is None
 
 
-def test_a_start_from_the_warm_process_is_a_matter_of_milliseconds(coordinator, start_agent, script):
-    """Compared with a cold start in the same run, and the best of several, so that a busy machine does not matter."""
+def test_warm_start_is_much_faster_than_a_cold_one(coordinator, start_agent, script):
+    """Compare with a cold start on the same machine, and take the best of several, so that load does not matter."""
     start_agent(preload="numpy,torch")
-    path = script("import time, torch; print('born', time.time())")
+    path = script("import time, torch; print('started', time.time())")
     coordinator.start(path, incarnation="first")
     coordinator.exit_of(incarnation="first")
 
     def start_s(incarnation, **env):
         began = time.time()
-        coordinator.heard.clear()
+        coordinator.received.clear()
         coordinator.start(path, incarnation=incarnation, env=env)
-        return float(coordinator.line("born").split()[1]) - began
+        return float(coordinator.line("started").split()[1]) - began
 
     warm_s = min(start_s(f"warm{number}") for number in range(4))
     cold_s = start_s("cold", SHOAL_COMPAT="1")
@@ -336,7 +332,7 @@ def test_a_start_from_the_warm_process_is_a_matter_of_milliseconds(coordinator, 
     assert warm_s < cold_s / 3
 
 
-def test_ending_refuses_a_process_that_is_not_a_descendant():
+def test_process_that_is_not_a_descendant_is_refused():
     from shoal.agent.processes import process_tree
     from shoal.errors import ForeignProcess
 
@@ -349,21 +345,21 @@ def test_ending_refuses_a_process_that_is_not_a_descendant():
     assert process_tree.own(child.pid) is None
 
 
-def test_an_agent_takes_the_url_that_answers_and_one_that_finds_none_names_the_cause_of_each(coordinator, start_agent):
+def test_agent_uses_the_url_that_answers_and_names_the_cause_of_each_failure(coordinator, start_agent):
     url = f"http://127.0.0.1:{coordinator.port}"
     agent = start_agent("--url", f"http://127.0.0.2:9,http://no.such.host.invalid:9,{url}", "--idle", "0.5")
-    until(lambda: "linked to coordinator" in agent.log.read_text(), "the agent is linked")
+    until(lambda: "connected to coordinator" in agent.log.read_text(), "the agent to connect")
     assert f"at {url}" in agent.log.read_text()
     coordinator.close()
     assert agent.process.wait(30) == 4
-    told = agent.log.read_text()
-    assert "error[S230]" in told
-    assert "http://127.0.0.2:9: refused" in told
-    assert "http://no.such.host.invalid:9: the name is not known here" in told
-    assert f"{url}: refused" in told
+    text = agent.log.read_text()
+    assert "error[S230]" in text
+    assert "http://127.0.0.2:9: refused" in text
+    assert "http://no.such.host.invalid:9: the name is not known here" in text
+    assert f"{url}: refused" in text
 
 
-GIVEN_UP = """
+LATE_START = """
 import asyncio, dataclasses, os, sys
 from pathlib import Path
 from shoal.agent import member_processes
@@ -371,33 +367,34 @@ from shoal.agent.processes import process_tree
 from shoal.agent.outbox import Outbox
 from shoal.wire.agent_messages import MemberExitedMsg, StartMemberMsg
 
-async def main(here):
-    token, cache = str(here / "token"), here / "cache"
-    home = member_processes.AgentContext("http://127.0.0.1:9", token, here, 2, "", dict(os.environ), cache)
+async def main(directory):
+    token, cache = str(directory / "token"), directory / "cache"
+    context = member_processes.AgentContext("http://127.0.0.1:9", token, directory, 2, "", dict(os.environ), cache)
     outbox = Outbox()
-    crew = member_processes.MemberProcesses(home, ("gated",), outbox)
-    crew.open()
-    order = lambda incarnation: StartMemberMsg("run", "lab/0", incarnation, (str(here / "sleep.py"),), str(here), {})
+    members = member_processes.MemberProcesses(context, ("gated",), outbox)
+    members.open()
+    script, cwd = str(directory / "sleep.py"), str(directory)
+    request = lambda incarnation: StartMemberMsg("run", "lab/0", incarnation, (script,), cwd, {})
     member_processes.START_WITHIN_S = 0.5
-    await crew.start(order("one"))
+    await members.start(request("first"))
     assert any(isinstance(message, MemberExitedMsg) for message in iter(outbox.take, None))
-    (here / "go").touch()
+    (directory / "go").touch()
     member_processes.START_WITHIN_S = 300.0
-    await crew.start(order("two"))
+    await members.start(request("second"))
     while len(process_tree.descendants()) > 2:
         await asyncio.sleep(0.02)
-    assert [name[2] for name in crew.names] == ["two"]
-    await crew.warm.close()
+    assert [name[2] for name in members.names] == ["second"]
+    await members.warm.close()
 
 asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def test_a_member_that_is_born_after_its_start_was_given_up_is_ended(tmp_path):
+def test_member_that_starts_after_its_timeout_is_ended(tmp_path):
     (tmp_path / "gated.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.02)\n"
     )
     (tmp_path / "sleep.py").write_text(SLEEP)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", GIVEN_UP, str(tmp_path)]
+    command = [sys.executable, "-c", LATE_START, str(tmp_path)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What an agent starts runs like `python script.py`, and how it ended is known exactly."""
+"""Members run like `python script.py`, and their exits are classified."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print("batches", len(list(DataLoader(range(10), batch_size=2, num_workers=2))))
 """
 
 
-def test_a_member_sees_what_a_plain_python_process_would(coordinator, agent, script):
+def test_member_sees_what_a_plain_python_process_would(coordinator, agent, script):
     script("value = 42", "beside.py")
     coordinator.start(script(DESCRIBE), "a", "--b", env={"MINE": "yes"})
     exit_ = coordinator.exit_of()
@@ -87,29 +87,29 @@ def test_exit_codes_and_output_are_those_of_python(coordinator, agent, script):
         assert "\n".join(coordinator.lines(f"lab/{number}")) == (plain.stdout + plain.stderr).rstrip("\n"), text
 
 
-def test_a_module_runs_as_with_dash_m(coordinator, agent, script):
+def test_module_runs_as_with_dash_m(coordinator, agent, script):
     path = script("import sys; print(__name__, sys.argv[1:], __spec__.name)", "job.py")
-    coordinator.tell(
-        agent_messages.StartMemberMsg("run", "lab/0", "one", ("job", "x"), str(path.parent), {}, module=True)
+    coordinator.send(
+        agent_messages.StartMemberMsg("run", "lab/0", "first", ("job", "x"), str(path.parent), {}, module=True)
     )
     assert coordinator.exit_of().exit_code == 0, coordinator.lines()
     assert coordinator.lines() == ["__main__ ['x'] job"]
 
 
-def test_the_users_exception_is_the_cause(coordinator, agent, script):
+def test_exception_of_the_script_is_the_cause(coordinator, agent, script):
     coordinator.start(script("x = 1\nraise ValueError(f'bad {x}')"))
     exit_ = coordinator.exit_of()
     assert (exit_.cause, exit_.detail) == ("user", "ValueError: bad 1")
-    assert not any("zygote" in line or "birth" in line for line in coordinator.lines())
+    assert not any("zygote" in line or "child_main" in line for line in coordinator.lines())
 
 
-def test_an_error_of_the_network_is_not_the_users(coordinator, agent, script):
+def test_network_error_is_infrastructure(coordinator, agent, script):
     coordinator.start(script("from shoal.errors import LeaseLost\nraise LeaseLost('silent for 3 s')"))
     exit_ = coordinator.exit_of()
     assert (exit_.cause, exit_.detail) == ("infrastructure", "error[S209] silent for 3 s")
 
 
-def test_a_script_that_does_not_exist_ends_as_python_does(coordinator, agent, script):
+def test_missing_script_ends_as_in_python(coordinator, agent, script):
     path = script("pass")
     path.unlink()
     coordinator.start(path)
@@ -118,25 +118,25 @@ def test_a_script_that_does_not_exist_ends_as_python_does(coordinator, agent, sc
     assert "can't open file" in coordinator.lines()[0]
 
 
-def test_a_directory_that_does_not_exist_is_named(coordinator, agent, script):
+def test_missing_directory_is_named(coordinator, agent, script):
     path = script("pass")
-    coordinator.tell(
-        agent_messages.StartMemberMsg("run", "lab/0", "one", (str(path),), str(path.parent / "nowhere"), {})
+    coordinator.send(
+        agent_messages.StartMemberMsg("run", "lab/0", "first", (str(path),), str(path.parent / "nowhere"), {})
     )
     exit_ = coordinator.exit_of()
     assert exit_.exit_code == 1
     assert "nowhere" in exit_.detail
 
 
-def test_a_compat_member_starts_in_a_new_interpreter(coordinator, agent, script):
+def test_compat_member_starts_in_a_new_interpreter(coordinator, agent, script):
     coordinator.start(script("import sys; print('msgspec' in sys.modules, sys.argv)"), "a", env={"SHOAL_COMPAT": "1"})
     assert coordinator.exit_of().exit_code == 0
     assert coordinator.lines()[0].startswith("False ")
-    started = next(m for m in coordinator.heard if isinstance(m, agent_messages.MemberStartedMsg))
+    started = next(m for m in coordinator.received if isinstance(m, agent_messages.MemberStartedMsg))
     assert not started.warm
 
 
-def test_a_killed_member_is_the_infrastructures_doing(coordinator, agent, script):
+def test_killed_member_is_infrastructure(coordinator, agent, script):
     coordinator.start(script("import time; print('up'); time.sleep(60)"))
     coordinator.line("up")
     psutil.Process(coordinator.pid_of()).kill()
@@ -145,7 +145,7 @@ def test_a_killed_member_is_the_infrastructures_doing(coordinator, agent, script
     assert "signal 9" in exit_.detail
 
 
-def test_forks_do_not_share_their_random_numbers(coordinator, start_agent, script):
+def test_forks_do_not_share_random_numbers(coordinator, start_agent, script):
     start_agent(preload="numpy")
     path = script("import numpy, random; print(numpy.random.random(), random.random())")
     coordinator.start(path, member="lab/0")
@@ -155,7 +155,7 @@ def test_forks_do_not_share_their_random_numbers(coordinator, start_agent, scrip
     assert set(first.split()).isdisjoint(second.split())
 
 
-def test_a_torch_member_starts_warm_single_threaded_and_computes(coordinator, start_agent, script):
+def test_torch_member_starts_from_a_single_threaded_warm_process(coordinator, start_agent, script):
     agent = start_agent(preload="numpy,torch,torch._dynamo,no_such_module")
     coordinator.start(script(TORCH), env={"OMP_NUM_THREADS": "2"})
     assert coordinator.exit_of().exit_code == 0, coordinator.lines()
@@ -196,33 +196,33 @@ def test_ps_shows_the_member_and_its_script(coordinator, agent, script):
     assert " ".join(psutil.Process(coordinator.pid_of()).cmdline()).startswith("shoal lab/0: ")
 
 
-def test_an_environment_in_another_encoding_arrives_as_it_is(coordinator, start_agent, script):
+def test_environment_in_another_encoding_arrives_unchanged(coordinator, start_agent, script):
     start_agent(environ={b"LATIN": b"gr\xfc\xdfe"})
     coordinator.start(script("import os; print(os.environb[b'LATIN'])"))
     assert coordinator.exit_of().exit_code == 0
     assert coordinator.lines() == ["b'gr\\xfc\\xdfe'"]
 
 
-def test_the_same_order_twice_starts_one_member(coordinator, agent, script):
+def test_repeated_request_starts_one_member(coordinator, agent, script):
     path = script("import time; time.sleep(60)")
     coordinator.start(path)
     pid = coordinator.pid_of()
-    coordinator.heard.clear()
+    coordinator.received.clear()
     coordinator.start(path)
     assert coordinator.pid_of() == pid
 
 
-def test_a_signal_right_after_the_start_is_not_lost(coordinator, agent, script):
+def test_signal_right_after_the_start_is_not_lost(coordinator, agent, script):
     path = script("import time; time.sleep(60)")
     for number in range(5):
         coordinator.start(path, member=f"lab/{number}")
-        coordinator.end(30.0, member=f"lab/{number}")
+        coordinator.stop(30.0, member=f"lab/{number}")
     for number in range(5):
         exit_ = coordinator.exit_of(f"lab/{number}")
         assert (exit_.signal, exit_.cause) == (signal.SIGTERM, "asked")
 
 
-def test_long_lines_are_cut_and_binary_is_made_harmless(coordinator, agent, script):
+def test_long_lines_are_cut_and_control_characters_replaced(coordinator, agent, script):
     write = "import sys; sys.stdout.buffer.write"
     coordinator.start(script(f"{write}(b'x' * 5000 + b'\\na\\x00\\xff\\x07b\\n1%\\r2%\\r3%\\nno end')"))
     coordinator.exit_of()
@@ -232,7 +232,7 @@ def test_long_lines_are_cut_and_binary_is_made_harmless(coordinator, agent, scri
     assert log.stat().st_size == 5001 + 6 + 9 + 6
 
 
-def test_a_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, script):
+def test_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, script):
     coordinator.start(script("for i in range(50000): print('line', i)\nprint('end')"))
     coordinator.exit_of()
     assert 0 < len(coordinator.lines()) < 10000
@@ -242,16 +242,16 @@ def test_a_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, sc
     assert until(lambda: log.read_text().endswith("line 49999\nend\n"))
 
 
-def test_a_log_that_cannot_be_opened_or_read_costs_its_lines_and_nothing_else(coordinator, agent, script):
-    (agent.directory / "logs" / "run" / "lab-0.one.log").mkdir(parents=True)
-    coordinator.start(script("print('unheard')"))
+def test_unreadable_log_costs_only_its_lines(coordinator, agent, script):
+    (agent.directory / "logs" / "run" / "lab-0.first.log").mkdir(parents=True)
+    coordinator.start(script("print('lost')"))
     assert coordinator.exit_of().exit_code == 1
-    coordinator.start(script("print('heard')", "again.py"), incarnation="two")
-    assert coordinator.exit_of(incarnation="two").exit_code == 0
-    assert coordinator.lines() == ["heard"]
+    coordinator.start(script("print('received')", "again.py"), incarnation="second")
+    assert coordinator.exit_of(incarnation="second").exit_code == 0
+    assert coordinator.lines() == ["received"]
 
 
-def test_a_log_that_is_emptied_to_make_room_is_followed_from_its_new_beginning(coordinator, agent, script, tmp_path):
+def test_truncated_log_is_followed_from_its_new_start(coordinator, agent, script, tmp_path):
     text = """
 import os, sys, time
 print("before " * 100)
@@ -262,6 +262,6 @@ time.sleep(600)
 """
     coordinator.start(script(text), str(tmp_path / "go"))
     coordinator.line("before")
-    os.truncate(agent.directory / "logs" / "run" / "lab-0.one.log", 0)
+    os.truncate(agent.directory / "logs" / "run" / "lab-0.first.log", 0)
     (tmp_path / "go").touch()
     coordinator.line("after")

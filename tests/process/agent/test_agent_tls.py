@@ -1,4 +1,4 @@
-"""A coordinator with a certificate of its own is trusted by that certificate alone."""
+"""Agents trust a coordinator by its pinned certificate alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.process
 
 
 def certificate(directory, name):
-    """A self-signed certificate for a host name that is not ours, and the server's context for it."""
+    """Return a self-signed certificate for another host name, and the server's context for it."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somewhere.else")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    signed = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -30,7 +30,7 @@ def certificate(directory, name):
         .not_valid_after(now + datetime.timedelta(days=1))
         .sign(key, hashes.SHA256())
     )
-    pem = made.public_bytes(serialization.Encoding.PEM)
+    pem = signed.public_bytes(serialization.Encoding.PEM)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -42,13 +42,13 @@ def certificate(directory, name):
 
 @pytest.fixture
 def pem(coordinator, tmp_path):
-    found, context = certificate(tmp_path, "server.pem")
+    text, context = certificate(tmp_path, "server.pem")
     coordinator.close()
     coordinator.open(context)
-    return found
+    return text
 
 
-def test_the_pinned_certificate_is_trusted_whatever_its_name(coordinator, pem, start_agent):
+def test_pinned_certificate_is_trusted_whatever_its_name(coordinator, pem, start_agent):
     start_agent(certificate=pem, scheme="https")
     until(lambda: coordinator.hellos, "a hello")
 

@@ -1,4 +1,4 @@
-"""Notice sources against a server on loopback that behaves like each cloud's, at its best and at its worst."""
+"""Notice sources against a loopback server that behaves like each cloud's, also when it fails."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.process
 
 
 class Cloud:
-    """Answers as told; an answer is a status, a body, and how long to hang before it."""
+    """Metadata service with configured replies: a status, a body, and how long to hang before it."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, str, float]] = {}
+        self.replies: dict[str, tuple[int, str, float]] = {}
         self.tokens: list[str] = []
         self.valid = ""
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.closing = threading.Event()
         cloud = self
 
@@ -31,22 +31,22 @@ class Cloud:
             def do_PUT(self) -> None:
                 cloud.valid = f"token-{len(cloud.tokens)}"
                 cloud.tokens.append(self.headers["X-aws-ec2-metadata-token-ttl-seconds"])
-                self.answer(200, cloud.valid)
+                self.reply(200, cloud.valid)
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
-                cloud.asked.append(path)
+                cloud.requests.append(path)
                 if path.startswith("/latest/") and self.headers["X-aws-ec2-metadata-token"] != cloud.valid:
-                    return self.answer(401, "no token")
+                    return self.reply(401, "no token")
                 if path.startswith("/computeMetadata/") and self.headers["Metadata-Flavor"] != "Google":
-                    return self.answer(403, "no flavour")
+                    return self.reply(403, "no flavour")
                 if path.startswith("/metadata/") and self.headers["Metadata"] != "true":
-                    return self.answer(400, "no header")
-                status, body, hang_s = cloud.answers.get(path, (404, "not found", 0.0))
+                    return self.reply(400, "no header")
+                status, body, hang_s = cloud.replies.get(path, (404, "not found", 0.0))
                 cloud.closing.wait(hang_s)
-                return self.answer(status, body)
+                return self.reply(status, body)
 
-            def answer(self, status: int, body: str) -> None:
+            def reply(self, status: int, body: str) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -63,15 +63,15 @@ class Cloud:
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
-    found = Cloud()
-    yield found
-    found.closing.set()
-    found.server.shutdown()
-    found.server.server_close()
+    service = Cloud()
+    yield service
+    service.closing.set()
+    service.server.shutdown()
+    service.server.server_close()
 
 
 def first(source: notices.NoticeSource, within_s: float = 20.0, then=lambda: None) -> notices.Notice:
-    """The first notice, after which more is done to the cloud."""
+    """Return the first notice; `then` runs while the source is polled."""
 
     async def listen() -> notices.Notice:
         async for notice in source.notices():
@@ -86,11 +86,11 @@ def first(source: notices.NoticeSource, within_s: float = 20.0, then=lambda: Non
     return asyncio.run(both())
 
 
-def asked_twice(cloud: Cloud, path: str) -> None:
+def wait_for_two_requests(cloud: Cloud, path: str) -> None:
     deadline = time.monotonic() + 20.0
-    while cloud.asked.count(path) < 2 and time.monotonic() < deadline:
+    while cloud.requests.count(path) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert cloud.asked.count(path) >= 2
+    assert cloud.requests.count(path) >= 2
 
 
 AWS = "/latest/meta-data/spot/instance-action"
@@ -105,72 +105,72 @@ CLOUDS = [
 
 
 @pytest.mark.parametrize(("name", "path", "before", "notice"), CLOUDS)
-def test_a_notice_is_seen_when_it_comes(cloud, name, path, before, notice):
-    cloud.answers[path] = before
+def test_notice_is_seen_when_it_appears(cloud, name, path, before, notice):
+    cloud.replies[path] = before
 
     def then() -> None:
-        asked_twice(cloud, path)
-        cloud.answers[path] = notice
+        wait_for_two_requests(cloud, path)
+        cloud.replies[path] = notice
 
-    found = first(notices.source(name, cloud.url, poll_s=0.05), then=then)
-    assert found.source == name
+    received = first(notices.open_source(name, cloud.url, poll_s=0.05), then=then)
+    assert received.source == name
 
 
 @pytest.mark.parametrize(("name", "path", "before", "notice"), CLOUDS)
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [(500, "oops", 0.0), (200, "\x00<garbage", 0.0), (200, "x" * 100_000, 0.0), (200, "FALSE", 60.0)],
     ids=["fails", "garbage", "endless", "hangs"],
 )
-def test_a_source_in_trouble_gives_no_notice_and_recovers(cloud, name, path, before, notice, trouble):
-    cloud.answers[path] = trouble
+def test_failing_source_gives_no_notice_and_recovers(cloud, name, path, before, notice, failure):
+    cloud.replies[path] = failure
 
     def then() -> None:
-        asked_twice(cloud, path)
-        cloud.answers[path] = notice
+        wait_for_two_requests(cloud, path)
+        cloud.replies[path] = notice
 
-    assert first(notices.source(name, cloud.url, poll_s=0.05, timeout_s=0.3), then=then).source == name
+    assert first(notices.open_source(name, cloud.url, poll_s=0.05, timeout_s=0.3), then=then).source == name
 
 
-def test_an_aws_token_that_is_refused_is_fetched_anew(cloud):
+def test_rejected_aws_token_is_renewed(cloud):
     def then() -> None:
-        asked_twice(cloud, AWS)
+        wait_for_two_requests(cloud, AWS)
         cloud.valid = "revoked"
-        cloud.answers[AWS] = CLOUDS[0][3]
+        cloud.replies[AWS] = CLOUDS[0][3]
 
-    assert first(notices.source("aws", cloud.url, poll_s=0.05), then=then).source == "aws"
+    assert first(notices.open_source("aws", cloud.url, poll_s=0.05), then=then).source == "aws"
     assert cloud.tokens == ["21600", "21600"]
 
 
-def test_a_rebalance_recommendation_counts_only_if_asked_for(cloud):
+def test_rebalance_recommendation_counts_only_if_requested(cloud):
     path = "/latest/meta-data/events/recommendations/rebalance"
-    cloud.answers[path] = (200, '{"noticeTime": "2090-09-18T12:02:00Z"}', 0.0)
-    assert first(notices.source("aws:rebalance", cloud.url, poll_s=0.05)).detail == "rebalance recommendation"
+    cloud.replies[path] = (200, '{"noticeTime": "2090-09-18T12:02:00Z"}', 0.0)
+    assert first(notices.open_source("aws:rebalance", cloud.url, poll_s=0.05)).detail == "rebalance recommendation"
     with pytest.raises(TimeoutError):
-        first(notices.source("aws", cloud.url, poll_s=0.05), within_s=0.5)
+        first(notices.open_source("aws", cloud.url, poll_s=0.05), within_s=0.5)
 
 
-def test_one_notice_is_told_once(cloud):
-    cloud.answers[GCP] = (200, "TRUE", 0.0)
-    told = []
+def test_notice_is_yielded_once(cloud):
+    cloud.replies[GCP] = (200, "TRUE", 0.0)
+    received = []
 
     async def listen() -> None:
-        async for notice in notices.source("gcp", cloud.url, poll_s=0.02).notices():
-            told.append(notice)
+        async for notice in notices.open_source("gcp", cloud.url, poll_s=0.02).notices():
+            received.append(notice)
 
     async def listen_on() -> None:
         listening = asyncio.create_task(listen())
         deadline = time.monotonic() + 20.0
-        while not told and time.monotonic() < deadline:
+        while not received and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await asyncio.wait([listening], timeout=0.5)
         listening.cancel()
 
     asyncio.run(listen_on())
-    assert len(told) == 1
+    assert len(received) == 1
 
 
-def test_a_plug_in_is_found_by_its_name(monkeypatch):
+def test_plug_in_is_found_by_its_name(monkeypatch):
     class Entry:
         name = "mine"
 
@@ -179,9 +179,9 @@ def test_a_plug_in_is_found_by_its_name(monkeypatch):
             return lambda url: ("a source for", url)
 
     monkeypatch.setattr(notices, "entry_points", lambda group: [Entry] if group == "shoal.notice_sources" else [])
-    assert notices.source("mine", "http://there") == ("a source for", "http://there")
+    assert notices.open_source("mine", "http://base") == ("a source for", "http://base")
 
 
-def test_nobody_there_is_no_notice():
+def test_unreachable_service_is_no_notice():
     with pytest.raises(TimeoutError):
-        first(notices.source("gcp", "http://127.0.0.1:9", poll_s=0.05), within_s=0.4)
+        first(notices.open_source("gcp", "http://127.0.0.1:9", poll_s=0.05), within_s=0.4)

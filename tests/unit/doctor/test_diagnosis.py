@@ -58,7 +58,7 @@ def test_dropped_port_is_reported_with_both_machines_and_the_ports_to_open():
 
 
 def test_address_of_both_machines_is_not_reported_as_a_firewall():
-    (check,) = [check for check in verdicts(report(A, B, pairs=(bad("lab-1", "lab-2", "somebody else"),))) if check.do]
+    (check,) = [check for check in verdicts(report(A, B, pairs=(bad("lab-1", "lab-2", "wrong peer"),))) if check.do]
     assert "interface" in check.do
     (check,) = [
         check for check in verdicts(report(A, B, pairs=(bad("lab-1", "lab-2", "no route", "no route"),))) if check.do
@@ -67,7 +67,7 @@ def test_address_of_both_machines_is_not_reported_as_a_firewall():
 
 
 def test_one_reachable_address_is_enough():
-    attempts = (ConnectAttempt("172.17.0.1", 20000, "somebody else", "no"), *good("lab-1", "lab-2").attempts)
+    attempts = (ConnectAttempt("172.17.0.1", 20000, "wrong peer", "no"), *good("lab-1", "lab-2").attempts)
     assert verdicts(report(A, B, pairs=(ConnectionReport("lab-1", "lab-2", attempts),)))[0].verdict == "good"
 
 

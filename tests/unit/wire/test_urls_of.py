@@ -20,8 +20,8 @@ from shoal.wire import connect_errors
         (OSError(errno.EHOSTUNREACH, "no route"), "no route"),
         (OSError(errno.ENETUNREACH, "no network"), "no route"),
         (socket.gaierror(-2, "not known"), "unknown name"),
-        (ssl.SSLCertVerificationError("self-signed"), "somebody else"),
-        (ValueError("did not receive a valid HTTP response"), "somebody else"),
+        (ssl.SSLCertVerificationError("self-signed"), "wrong peer"),
+        (ValueError("did not receive a valid HTTP response"), "wrong peer"),
         (ConnectionResetError(errno.ECONNRESET, "reset"), "broken"),
     ],
 )

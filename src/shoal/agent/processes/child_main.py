@@ -1,4 +1,7 @@
-"""From a fork of the warm process to the user's script, as if `python script.py` had been typed."""
+"""Main of a forked member: from a copy of the zygote to the user's script, as if started by `python script.py`.
+
+What the fork resets, and why, is in `zygote`.
+"""
 
 from __future__ import annotations
 
@@ -20,60 +23,60 @@ from typing import Any, NoReturn
 
 from shoal.agent.processes import process_tree, zygote_messages
 
-_MACHINERY = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+_OWN_FILES = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 _MAX_TRACEBACK = 20_000
 
 
-def live(order: zygote_messages.ForkRequest, zygote: int, search_path: list[str]) -> None:
-    """Become the member; returns or raises as its script does."""
+def run_member(request: zygote_messages.ForkRequest, zygote: int, search_path: list[str]) -> None:
+    """Turn this process into the member and run its script; return or raise as the script does."""
     os.setsid()
     process_tree.die_with_parent(zygote, signal.SIGKILL)
     with open("/proc/self/comm", "w", encoding="ascii") as file:
-        file.write(birth_mark(os.getpid()))
-    _retitle(f"shoal {order.env.get('SHOAL_MEMBER', 'member')}: {' '.join(order.argv)}")
-    _redirect(order.log_path)
-    if order.env.get("SHOAL_ROLE") == "evaluator":
-        _give_way()
+        file.write(process_name(os.getpid()))
+    _retitle(f"shoal {request.env.get('SHOAL_MEMBER', 'member')}: {' '.join(request.argv)}")
+    _redirect(request.log_path)
+    if request.env.get("SHOAL_ROLE") == "evaluator":
+        _lower_priority()
     try:
-        os.chdir(order.cwd)
+        os.chdir(request.cwd)
     except OSError as error:
         sys.exit(f"shoal: cannot enter the directory of the run: {error}")
-    if order.cold:
-        _become_python(order)
+    if request.cold:
+        _exec_python(request)
     warm_pythonpath = _pythonpath(dict(os.environ))
     os.environ.clear()
-    os.environ.update(order.env)
-    sys.path[:] = [*_pythonpath(order.env), *(place for place in search_path if place not in warm_pythonpath)]
-    sys.argv[:] = list(order.argv)
+    os.environ.update(request.env)
+    sys.path[:] = [*_pythonpath(request.env), *(place for place in search_path if place not in warm_pythonpath)]
+    sys.argv[:] = list(request.argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _freshen(order.threads)
+    _reset_shared_state(request.threads)
     try:
-        _run_module(order.argv[0]) if order.module else _run_script(order.argv[0])
+        _run_module(request.argv[0]) if request.module else _run_script(request.argv[0])
     except SystemExit as error:
         if error.code not in (None, 0):
-            _record(order.why_path, error)
+            _record(request.why_path, error)
         raise
     except BaseException as error:
-        _record(order.why_path, error)
-        _show_only_the_users_frames()
+        _record(request.why_path, error)
+        _show_only_user_frames()
         raise
 
 
-def _give_way() -> None:
-    """Use only what the trainers of this machine leave: they wait for each other, but nobody waits for an evaluator."""
+def _lower_priority() -> None:
+    """Give trainers precedence on this machine: they wait for each other, but none waits for an evaluator."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-        # Where sessions share the processor among themselves, a priority counts within one only.
+        # With autogroups, a process priority counts only within its session; this one is between sessions.
         file.write("19")
 
 
-def birth_mark(pid: int) -> str:
-    """The name of a member's process, which its forks inherit: so an orphan can still be told whose it is."""
+def process_name(pid: int) -> str:
+    """Return the name of a member's process. Its forks inherit it, so an orphan can be assigned to its member."""
     return f"shoal-{pid}"
 
 
 def _retitle(title: str) -> None:
-    """Show the script in `ps` instead of the warm process's own arguments, which lie between two known addresses."""
+    """Show this title in `ps` instead of the zygote's arguments, by overwriting these in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
@@ -84,29 +87,30 @@ def _retitle(title: str) -> None:
 
 
 def _redirect(log_path: str) -> None:
+    """Send standard output and errors to the log; standard input is empty."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(nothing, 0)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.close(nothing)
+    os.close(null)
     os.close(log)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=True)
 
 
-def _become_python(order: zygote_messages.ForkRequest) -> NoReturn:
-    command = [sys.executable, "-u", *(["-m"] if order.module else []), *order.argv]
-    os.execve(sys.executable, command, order.env)
+def _exec_python(request: zygote_messages.ForkRequest) -> NoReturn:
+    command = [sys.executable, "-u", *(["-m"] if request.module else []), *request.argv]
+    os.execve(sys.executable, command, request.env)
 
 
 def _pythonpath(env: dict[str, str]) -> list[str]:
     return [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place]
 
 
-def _freshen(threads: int) -> None:
-    """Undo what the members would otherwise share by being forks of one process."""
+def _reset_shared_state(threads: int) -> None:
+    """Reset what members would share as forks of one process: random numbers, number of threads, time zone."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -118,7 +122,7 @@ def _run_script(path: str) -> None:
     if os.path.isdir(path) or _is_archive(path):
         runpy.run_path(path, run_name="__main__")
         return
-    # Not runpy.run_path: it takes the module away when the script's last line is done, while threads still run.
+    # Not runpy.run_path: it clears the module after the script's last line, while its threads still run.
     main = types.ModuleType("__main__")
     full = os.path.abspath(path)
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -144,48 +148,49 @@ def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _show_only_the_users_frames() -> None:
-    shown = sys.excepthook
+def _show_only_user_frames() -> None:
+    """Print uncaught exceptions without the frames that led to the user's script."""
+    original = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        users = _users_part(trace)
-        shown(kind, error.with_traceback(users), users)
+        frames = _user_frames(trace)
+        original(kind, error.with_traceback(frames), frames)
 
     sys.excepthook = hook
 
 
-def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the first frame on that comes after the machinery's."""
-    part = trace
-    seen_us = False
-    while part is not None:
-        ours = part.tb_frame.f_code.co_filename in _MACHINERY
-        if seen_us and not ours:
-            return part
-        seen_us = seen_us or part.tb_frame.f_code.co_filename == __file__
-        part = part.tb_next
+def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback from the first frame of the user's code on."""
+    frame = trace
+    passed_own = False
+    while frame is not None:
+        own = frame.tb_frame.f_code.co_filename in _OWN_FILES
+        if passed_own and not own:
+            return frame
+        passed_own = passed_own or frame.tb_frame.f_code.co_filename == __file__
+        frame = frame.tb_next
     return None
 
 
 def _record(why_path: str, error: BaseException) -> None:
-    """Leave the cause beside the log, for the agent; a disk that is full costs the detail only."""
-    users = _users_part(error.__traceback__)
-    lines = traceback.format_exception(type(error), error, users)
-    why = {
+    """Write the exception to a file that the agent reads; on a full disk only this detail is lost."""
+    frames = _user_frames(error.__traceback__)
+    lines = traceback.format_exception(type(error), error, frames)
+    record = {
         "kind": type(error).__name__,
-        "text": _speakable(_text_of(error)[:2000]),
-        "traceback": _speakable("".join(lines)[-_MAX_TRACEBACK:]),
+        "text": _encodable(_text_of(error)[:2000]),
+        "traceback": _encodable("".join(lines)[-_MAX_TRACEBACK:]),
         "code": _code_of(error),
         "at": time.time(),
     }
     with contextlib.suppress(OSError):
         with open(f"{why_path}.part", "w", encoding="utf-8", errors="replace") as file:
-            json.dump(why, file)
+            json.dump(record, file)
         os.replace(f"{why_path}.part", why_path)
 
 
-def _speakable(text: str) -> str:
-    """File names in unknown encodings turn up in messages, and would not travel."""
+def _encodable(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode: file names in unknown encodings turn up in messages."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

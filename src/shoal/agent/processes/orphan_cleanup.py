@@ -1,6 +1,7 @@
-"""What an agent of this directory left behind that was killed together with its warm process.
+"""Orphan cleanup: ends what an agent of the same directory left behind when it was killed together with its zygote.
 
-Its members have died by the kernel's hand; what those had started has nobody left to end it but the next agent here.
+The kernel has killed its members by then. But the processes that these had started belong to no agent's tree any more,
+and only the next agent in the directory can end them. It finds them by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -15,39 +16,39 @@ import psutil
 
 from shoal.agent.processes import process_tree
 
-# All that an agent starts has it in its environment, the warm process first: a fork shows that of its parent.
+# In the environment of all that an agent starts: /proc shows a fork with the environment of the zygote.
 MARK = "SHOAL_AGENT_DIR"
 _GIVE_UP_S = 10.0
 
 
 def hold(directory: Path) -> int | None:
-    """The directory is ours until this descriptor is closed, as the kernel does when we die; None if it is not."""
+    """Lock the directory; return the descriptor that holds the lock, None if another agent has it."""
     try:
-        held = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(held)
+        os.close(descriptor)
         return None
-    return held
+    return descriptor
 
 
 async def clean_up_after(directory: Path) -> None:
-    """End what an earlier agent started; only for who holds the directory, and has started nothing yet."""
+    """Kill what an earlier agent started; the caller must hold the directory, and have started nothing yet."""
     deadline = time.monotonic() + _GIVE_UP_S
-    while (left := _left_in(directory)) and time.monotonic() < deadline:
-        await process_tree.kill(left, 1.0)
+    while (orphans := _orphans_of(directory)) and time.monotonic() < deadline:
+        await process_tree.kill(orphans, 1.0)
 
 
-def _left_in(directory: Path) -> list[psutil.Process]:
-    me = psutil.Process()
-    spared = {me.pid, *(parent.pid for parent in me.parents())}
-    found = []
+def _orphans_of(directory: Path) -> list[psutil.Process]:
+    own = psutil.Process()
+    spared = {own.pid, *(parent.pid for parent in own.parents())}
+    orphans = []
     for process in psutil.process_iter():
-        # Others' processes, and those that have just ended, are not ours to look into.
+        # Processes of other users, or that have just ended, cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid not in spared and process.environ().get(MARK) == str(directory):
-                found.append(process)
-    return [process for process in found if process_tree.is_alive(process)]
+                orphans.append(process)
+    return [process for process in orphans if process_tree.is_alive(process)]

@@ -1,4 +1,4 @@
-"""The agent's side of the warm process: keeps one up, gives it orders, and hears of exits."""
+"""Agent's side of the zygote: keeps one running, sends it requests, and receives exits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from shoal.errors import WarmProcessFailed
 
 log = logging.getLogger("shoal.agent")
 
-_REVIVE_MAX_S = 5.0
-_LAST_CHANCE_S = 10.0
+_RESTART_MAX_S = 5.0
+_KILL_S = 10.0
 
 
 class WarmProcess:
-    """One warm process, started anew when it dies.
+    """Warm process that is restarted when it dies.
 
-    `on_start(key, pid)` and, after it, `on_exit(key, status)` are called once for every member.
+    `on_start(key, pid)` and, after it, `on_exit(key, status)` are called once for every member, also when the warm
+    process itself dies and its members with it.
     """
 
     def __init__(
@@ -44,58 +45,58 @@ class WarmProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._up = asyncio.Event()
         self._closing = False
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     def open(self) -> None:
-        """Start the warm process and keep one up until `close`."""
+        """Start the warm process, and restart it whenever it dies, until `close`."""
         process_tree.adopt_orphans()
-        self._keeper = asyncio.create_task(self._keep_one_up())
+        self._supervisor = asyncio.create_task(self._supervise())
 
-    async def start(self, order: zygote_messages.ForkRequest, timeout_s: float) -> None:
-        """Start a member; returns when it is there."""
-        born: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[order.key] = born
+    async def start(self, request: zygote_messages.ForkRequest, timeout_s: float) -> None:
+        """Fork a member and return when it runs; raise `WarmProcessFailed`."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[request.key] = started
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()
                 assert self._writer is not None
-                self._writer.write(zygote_messages.pack(order))
+                self._writer.write(zygote_messages.pack(request))
                 await self._writer.drain()
-                await born
+                await started
         except TimeoutError as error:
-            raise WarmProcessFailed(f"no member was started within {timeout_s:.0f} s") from error
+            raise WarmProcessFailed(f"the member did not start within {timeout_s:.0f} s") from error
         except ConnectionError as error:
-            raise WarmProcessFailed("the warm process died while a member was to be started") from error
+            raise WarmProcessFailed("the warm process died while it started a member") from error
         finally:
-            self._waiting.pop(order.key, None)
+            self._waiting.pop(request.key, None)
 
     async def close(self) -> None:
-        """Kill the warm process and whatever is left below it; it may be amid an import, so it is not asked."""
+        """Kill the warm process and all its descendants; it may be amid an import, so it cannot be asked."""
         self._closing = True
-        deadline = time.monotonic() + _LAST_CHANCE_S
-        while (left := process_tree.descendants()) and time.monotonic() < deadline:
-            await process_tree.kill(left, 1.0)
-        if self._keeper is not None:
-            await asyncio.wait({self._keeper}, timeout=_LAST_CHANCE_S)
-            self._keeper.cancel()
+        deadline = time.monotonic() + _KILL_S
+        while (remaining := process_tree.descendants()) and time.monotonic() < deadline:
+            await process_tree.kill(remaining, 1.0)
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor}, timeout=_KILL_S)
+            self._supervisor.cancel()
         process_tree.reap_all()
 
-    async def _keep_one_up(self) -> None:
+    async def _supervise(self) -> None:
         pause_s = 0.05
         while not self._closing:
             began = time.monotonic()
             reader = await self._launch()
-            await self._listen(reader)
+            await self._read(reader)
             self._up.clear()
-            await self._after_its_death()
+            await self._on_death()
             if self._closing:
                 return
-            pause_s = 0.05 if time.monotonic() - began > 10.0 else min(pause_s * 2, _REVIVE_MAX_S)
-            log.warning("the warm process is gone; another one starts in %.2f s", pause_s)
+            pause_s = 0.05 if time.monotonic() - began > 10.0 else min(pause_s * 2, _RESTART_MAX_S)
+            log.warning("the warm process has died; restarting it in %.2f s", pause_s)
             await asyncio.sleep(pause_s)
 
     async def _launch(self) -> asyncio.StreamReader:
@@ -112,15 +113,15 @@ class WarmProcess:
         self._up.set()
         return reader
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 header = await reader.readexactly(4)
-                self._hear(
+                self._receive(
                     zygote_messages.unpack_from_zygote(await reader.readexactly(zygote_messages.length_of(header)))
                 )
 
-    def _hear(self, report: zygote_messages.FromZygote) -> None:
+    def _receive(self, report: zygote_messages.FromZygote) -> None:
         match report:
             case zygote_messages.ZygoteReady():
                 log.info("the warm process is ready after %.2f s", report.seconds)
@@ -131,30 +132,30 @@ class WarmProcess:
             case zygote_messages.ForkStarted():
                 self._pids[report.key] = report.pid
                 self._on_start(report.key, report.pid)
-                if (born := self._waiting.get(report.key)) and not born.done():
-                    born.set_result(None)
+                if (started := self._waiting.get(report.key)) and not started.done():
+                    started.set_result(None)
             case zygote_messages.ForkFailed():
-                if (born := self._waiting.get(report.key)) and not born.done():
-                    born.set_exception(WarmProcessFailed("a member could not be started", why=report.why))
+                if (started := self._waiting.get(report.key)) and not started.done():
+                    started.set_exception(WarmProcessFailed("cannot start a member", why=report.why))
             case zygote_messages.ChildExited():
                 if self._pids.pop(report.key, None) is not None:
                     self._on_exit(report.key, report.status)
 
-    async def _after_its_death(self) -> None:
-        """Everything that it had started dies by the kernel's hand or ours; tell of each member."""
+    async def _on_death(self) -> None:
+        """Kill what is left of its members, and report the exit of each. The kernel has killed most of them already."""
         if self._writer is not None:
             self._writer.close()
         process = self._process
         assert process is not None
-        deadline = time.monotonic() + _LAST_CHANCE_S
+        deadline = time.monotonic() + _KILL_S
         while process.poll() is None:
             if time.monotonic() > deadline:
                 process.kill()
             await asyncio.sleep(0.01)
         await process_tree.kill(process_tree.descendants(), 30.0)
-        for born in self._waiting.values():
-            if not born.done():
-                born.set_exception(WarmProcessFailed("the warm process died while a member was to be started"))
+        for started in self._waiting.values():
+            if not started.done():
+                started.set_exception(WarmProcessFailed("the warm process died while it started a member"))
         for key, pid in list(self._pids.items()):
             del self._pids[key]
             self._on_exit(key, _status_of(pid))
@@ -162,7 +163,7 @@ class WarmProcess:
 
 
 def _status_of(pid: int) -> int:
-    """How an adopted member ended; SIGKILL if it cannot be known, since that is what its parent's death sends."""
+    """Return the wait status of an adopted member; SIGKILL if unknown, since its parent's death sends that."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

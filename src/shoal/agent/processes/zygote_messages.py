@@ -1,4 +1,4 @@
-"""What an agent and its warm process tell each other over their socket pair."""
+"""Messages between an agent and its zygote, over a socket pair: a length in four bytes, then MessagePack."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Union
 
 import msgspec
 
-MAX_ORDER_BYTES = 4 << 20
+MAX_MESSAGE_BYTES = 4 << 20
 _LENGTH = struct.Struct("!I")
 
 
 class ZygoteMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all of them; the tag is the class name."""
+    """Base class; the tag of a message is the name of its class."""
 
 
 class ForkRequest(ZygoteMessage, frozen=True):
-    """Fork a member; `cold` executes a new interpreter in the fork.
+    """Request to fork a member; `key` identifies it in all replies.
 
-    `variables` are its whole environment, as bytes, because the user's may be in any encoding.
+    With `cold`, the fork executes a new interpreter. `variables` is the whole environment, as bytes, because the user's
+    may be in any encoding. `why_path` is where the member records its uncaught exception.
     """
 
     key: str
@@ -39,7 +40,7 @@ class ForkRequest(ZygoteMessage, frozen=True):
 
 
 class ZygoteReady(ZygoteMessage, frozen=True):
-    """The imports are done. `failed` maps a module that could not be imported to why."""
+    """The imports are done, in `seconds`. `tasks` is the number of threads; `failed` maps modules to their errors."""
 
     seconds: float
     tasks: int
@@ -47,17 +48,21 @@ class ZygoteReady(ZygoteMessage, frozen=True):
 
 
 class ForkStarted(ZygoteMessage, frozen=True):
+    """The member runs as process `pid`."""
+
     key: str
     pid: int
 
 
 class ForkFailed(ZygoteMessage, frozen=True):
+    """The fork failed; there is no member."""
+
     key: str
     why: str
 
 
 class ChildExited(ZygoteMessage, frozen=True):
-    """A member is gone; `status` is what waitpid gave."""
+    """The member has ended; `status` is as waitpid returns it."""
 
     key: str
     pid: int
@@ -70,19 +75,19 @@ _to_zygote = msgspec.msgpack.Decoder(ForkRequest)
 _from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
 
 
-def pack(order: ZygoteMessage) -> bytes:
-    """An order as it travels; ValueError if it cannot."""
-    body = msgspec.msgpack.encode(order)
-    if len(body) > MAX_ORDER_BYTES:
-        raise ValueError(f"an order of {len(body)} bytes; the environment is too large")
+def pack(message: ZygoteMessage) -> bytes:
+    """Return a message with its length in front; raise ValueError if it is too large."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a request of {len(body)} bytes; the environment is too large")
     return _LENGTH.pack(len(body)) + body
 
 
 def length_of(header: bytes) -> int:
-    """The length that a header announces; ValueError if nobody of ours would send that much."""
+    """Return the length that a header announces; raise ValueError above `MAX_MESSAGE_BYTES`."""
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_ORDER_BYTES:
-        raise ValueError(f"an order of {length} bytes")
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes")
     return int(length)
 
 
@@ -90,8 +95,8 @@ def unpack_from_zygote(body: bytes) -> FromZygote:
     return _from_zygote.decode(body)
 
 
-def receive_start(channel: socket.socket) -> ForkRequest | None:
-    """The next order to the warm process; None when the agent is gone."""
+def receive_request(channel: socket.socket) -> ForkRequest | None:
+    """Return the next request to the zygote; None when the agent is gone."""
     header = _exactly(channel, _LENGTH.size)
     body = _exactly(channel, length_of(header)) if header else None
     return _to_zygote.decode(body) if body else None
@@ -101,10 +106,10 @@ def _exactly(channel: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
         try:
-            piece = channel.recv(count - len(parts))
+            data = channel.recv(count - len(parts))
         except ConnectionError:
             return None
-        if not piece:
+        if not data:
             return None
-        parts += piece
+        parts += data
     return bytes(parts)

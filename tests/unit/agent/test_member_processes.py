@@ -1,0 +1,57 @@
+"""Paths that an agent gives its members on a machine that does not share the user's disk."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shoal.agent.member_processes import AgentContext, localized
+from shoal.agent.project_files import ProjectCache
+from shoal.wire.agent_messages import StartMemberMsg
+
+
+class LaidOut(ProjectCache):
+    """Cache that has every project already."""
+
+    def lay_out(self, name: str, run: str) -> Path:
+        return self._directory / run / name
+
+
+def localize(tmp_path: Path, *, apart: bool, project: str = "", run_dir_visible: bool = True) -> StartMemberMsg:
+    """Return the request as this machine carries it out."""
+    run_dir, cwd, agent_dir = tmp_path / "runs" / "r", tmp_path / "work", tmp_path / "agent"
+    cwd.mkdir()
+    if run_dir_visible:
+        run_dir.mkdir(parents=True)
+    context = AgentContext("http://h:1", "token", agent_dir, None, "", {}, tmp_path / "cache", apart=apart)
+    projects = LaidOut("http://h:1", "token", tmp_path / "cache", agent_dir / "runs")
+    request = StartMemberMsg("r", "m", "i", ("train.py",), str(cwd), {"SHOAL_RUN_DIR": str(run_dir)}, project=project)
+    return asyncio.run(localized(request, context, projects))
+
+
+def test_request_is_unchanged_where_the_disk_is_shared(tmp_path: Path) -> None:
+    request = localize(tmp_path, apart=False, project="project")
+    assert (request.cwd, request.env) == (str(tmp_path / "work"), {"SHOAL_RUN_DIR": str(tmp_path / "runs" / "r")})
+
+
+def test_machine_apart_works_on_a_copy_and_stores_at_the_coordinator(tmp_path: Path) -> None:
+    request = localize(tmp_path, apart=True, project="project")
+    copy = str(tmp_path / "agent" / "runs" / "r" / "project")
+    assert (request.cwd, request.env["SHOAL_APART"], request.env["SHOAL_STORE"]) == (copy, copy, "coordinator://r")
+    assert request.env["SHOAL_RUN_DIR"] == str(tmp_path / "agent" / "runs" / "r")
+
+
+def test_machine_apart_without_a_project_sends_outputs_back(tmp_path: Path) -> None:
+    request = localize(tmp_path, apart=True)
+    assert (request.cwd, request.env["SHOAL_APART"]) == (str(tmp_path / "work"), str(tmp_path / "work"))
+
+
+@pytest.mark.parametrize("project", ["", "project"])
+def test_machine_that_sees_the_project_but_not_the_run_directory_sends_checkpoints_only(
+    tmp_path: Path, project: str
+) -> None:
+    request = localize(tmp_path, apart=False, project=project, run_dir_visible=False)
+    assert request.env["SHOAL_STORE"] == "coordinator://r"
+    assert (request.cwd, "SHOAL_APART" in request.env) == (str(tmp_path / "work"), False)

@@ -138,7 +138,7 @@ def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_che
         (agent,) = run.agents().values()
         agent.terminate()
         run.finish()
-        assert "waiting for machines that are hired instead" in run.output
+        assert "waiting for replacement machines" in run.output
         assert len({e["member"] for e in run.of("ready")}) == 2
         assert [e["step"] for e in run.commits()] == list(range(1, 121)), "a step was lost, or done twice"
         run.check_leftovers()

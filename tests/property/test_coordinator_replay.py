@@ -16,7 +16,8 @@ from shoal.core.fleet import events as fe
 from shoal.core.fleet.draft import FleetDraft
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
-from shoal.core.runs import events as runs_events
+from shoal.core.runs import events as run_events
+from shoal.core.runs.decide import apply
 from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.store import journal
@@ -29,7 +30,7 @@ RUNS = st.sampled_from(["r", "c"])
 class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.runs = CoordinatorState()
+        self.state = CoordinatorState()
         self.entries: list[journal.JournalEntry] = []
         self.now = 1000.0
         self.slots: dict[str, int | None] = {"a": None, "b": 2}
@@ -40,14 +41,14 @@ class Fleet(RuleBasedStateMachine):
     def on(self, run: str, event: Any) -> None:
         entry = journal.entry_of(len(self.entries) + 1, self.now, run, event)
         self.entries.append(entry)
-        for name, asked in self.runs.apply(run, event, self.now):
-            self.obey(name, asked)
+        for name, instruction in apply(self.state, run, event, self.now):
+            self.carry_out(name, instruction)
 
-    def obey(self, run: str, asked: Any) -> None:
-        if isinstance(asked, fe.StartProcess) and asked.agent in self.linked:
-            self.alive[asked.agent].add((asked.run, asked.member, asked.incarnation))
-        elif isinstance(asked, (fe.MarkRunEnded, fe.MarkRunFailed)):
-            self.ends.append((run, type(asked).__name__))
+    def carry_out(self, run: str, instruction: Any) -> None:
+        if isinstance(instruction, fe.StartProcess) and instruction.agent in self.linked:
+            self.alive[instruction.agent].add((instruction.run, instruction.member, instruction.incarnation))
+        elif isinstance(instruction, (fe.MarkRunEnded, fe.MarkRunFailed)):
+            self.ends.append((run, type(instruction).__name__))
 
     @initialize(low=st.integers(1, 2), more=st.integers(0, 2))
     def begin(self, low: int, more: int) -> None:
@@ -55,7 +56,7 @@ class Fleet(RuleBasedStateMachine):
         settings = {"restarts.user": 1, "restarts.infrastructure": 3, "lease_s": 3.0}
         for run, compat in (("r", ""), ("c", "torchrun")):
             spec = RunSpec(run, ("t.py",), "/", (low, low + more), compat=compat)
-            self.on(run, runs_events.RunCreated(spec, settings))
+            self.on(run, run_events.RunCreated(spec, settings))
 
     @rule(agent=AGENTS)
     def connect(self, agent: str) -> None:
@@ -91,13 +92,13 @@ class Fleet(RuleBasedStateMachine):
     @rule(data=st.data())
     def hello(self, data: st.DataObject) -> None:
         _, (run, member, incarnation) = data.draw(st.sampled_from(self._processes()))
-        if run == "r" and not self.runs.runs[run].over:
+        if run == "r" and not self.state.runs[run].has_ended:
             self.on(run, ev.MemberConnected(member, incarnation, Address("h", 1)))
             self.on(run, ev.MemberReady(member, "model", None))
 
     @rule()
     def guest(self) -> None:
-        if not self.runs.runs["r"].over:
+        if not self.state.runs["r"].has_ended:
             self.on("r", ev.MemberConnected("guest/0", "g", Address("h", 1)))
 
     @rule(run=RUNS, low=st.integers(1, 2), more=st.integers(0, 3))
@@ -106,23 +107,23 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(run=RUNS)
     def stop(self, run: str) -> None:
-        self.on(run, runs_events.UserStopRequested("enough", True, 5.0))
+        self.on(run, run_events.UserStopRequested("enough", True, 5.0))
 
     @rule(run=RUNS)
     def resume(self, run: str) -> None:
-        self.on(run, runs_events.RunResumed(1, 2))
+        self.on(run, run_events.RunResumed(1, 2))
 
     @rule()
     def restart(self) -> None:
         """The coordinator is killed and reads its journal."""
         again = CoordinatorState()
         for entry in self.entries:
-            again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
-        assert again == self.runs
-        self.runs = again
+            apply(again, entry.run, journal.event_of(entry, run_events.KINDS), entry.at)
+        assert again == self.state
+        self.state = again
         self.linked.clear()
         self.on("", fe.CoordinatorStarted(f"s{len(self.entries)}"))
-        for run in [run for run in self.runs.runs.values() if not run.over]:
+        for run in [run for run in self.state.runs.values() if not run.has_ended]:
             self.on(run.name, ev.CoordinatorRestarted())
 
     @rule(seconds=st.sampled_from([0.1, 1.1, 4.0, 11.0, 70.0]))
@@ -131,28 +132,28 @@ class Fleet(RuleBasedStateMachine):
         self.now += seconds
         for agent in sorted(self.linked):
             for name in sorted(self.alive[agent]):
-                process = self.runs.fleet.processes.get(name[:2])
+                process = self.state.fleet.processes.get(name[:2])
                 if process is None or process.incarnation != name[2] or process.status == fl.ENDING:
                     self.alive[agent].discard(name)
                     self.on(name[0], fe.ProcessExited(*name, "asked"))
-        for run in self.runs.runs.values():
-            if not run.over:
+        for run in self.state.runs.values():
+            if not run.has_ended:
                 for event in mb.due(run.membership, {}, self.now):
                     self.on(run.name, event)
-        for wait in fl.due(self.runs.fleet, self.now):
+        for wait in fl.due(self.state.fleet, self.now):
             self.on(wait.run, wait)
 
     @invariant()
     def no_agent_holds_more_than_its_slots(self) -> None:
-        for agent in self.runs.fleet.agents.values():
+        for agent in self.state.fleet.agents.values():
             if agent.slots is not None:
-                held = [p for p in self.runs.fleet.processes.values() if p.agent == agent.name]
+                held = [p for p in self.state.fleet.processes.values() if p.agent == agent.name]
                 assert len(held) <= agent.slots
 
     @invariant()
     def what_is_at_hand_is_what_there_is(self) -> None:
-        processes = self.runs.fleet.processes
-        for run in self.runs.runs:
+        processes = self.state.fleet.processes
+        for run in self.state.runs:
             found = {p.member: p for p in processes.values() if p.run == run}
             assert list(processes.of_run(run).items()) == list(found.items())
         for agent in ("a", "b"):
@@ -161,47 +162,47 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def nothing_was_left_undone(self) -> None:
         """So that what changes nothing about who should exist need not be thought about."""
-        draft = FleetDraft(self.runs.fleet, self.now)
+        draft = FleetDraft(self.state.fleet, self.now)
         fl.advance(draft)
-        assert (draft.instructions, draft.freeze()) == ([], self.runs.fleet)
+        assert (draft.instructions, draft.freeze()) == ([], self.state.fleet)
 
     @invariant()
     def incarnations_are_never_used_twice(self) -> None:
-        found = [p.incarnation for p in self.runs.fleet.processes.values()]
+        found = [p.incarnation for p in self.state.fleet.processes.values()]
         assert len(found) == len(set(found))
 
     @invariant()
     def an_ended_run_starts_nothing(self) -> None:
-        for run in self.runs.runs.values():
-            wanted = self.runs.fleet.runs[run.name]
-            assert run.over == (wanted.status == fl.ENDED)
-            if run.over:
+        for run in self.state.runs.values():
+            wanted = self.state.fleet.runs[run.name]
+            assert run.has_ended == (wanted.status == fl.ENDED)
+            if run.has_ended:
                 assert run.exit_code is not None
-                assert not [p for p in self.runs.fleet.of_run(run.name) if p.status in (fl.STARTING, fl.RUNNING)]
+                assert not [p for p in self.state.fleet.of_run(run.name) if p.status in (fl.STARTING, fl.RUNNING)]
 
     @invariant()
     def a_compat_group_is_never_larger_than_asked(self) -> None:
         """Unless one is done already, or an agent is away or will go, so that there is no better group to form."""
-        wanted = self.runs.fleet.runs.get("c")
-        away = not all(agent.usable for agent in self.runs.fleet.agents.values())
-        processes = self.runs.fleet.of_run("c")
+        wanted = self.state.fleet.runs.get("c")
+        away = not all(agent.usable for agent in self.state.fleet.agents.values())
+        processes = self.state.fleet.of_run("c")
         done = any(p.status == fl.DONE for p in processes)
         if wanted is not None and wanted.status == fl.ACTIVE and not away and not done:
             assert len([p for p in processes if p.status in (fl.STARTING, fl.RUNNING)]) <= wanted.max_members
 
     def teardown(self) -> None:
         """When one agent stays and time goes by, every run that goes on has processes, or has ended."""
-        if "r" not in self.runs.runs:
+        if "r" not in self.state.runs:
             return
         self.now += 200.0
-        for wait in fl.due(self.runs.fleet, self.now):
+        for wait in fl.due(self.state.fleet, self.now):
             self.on(wait.run, wait)
         self.connect("a")
         for _ in range(6):
             self.wait(11.0)
-        for run in self.runs.runs.values():
-            if not run.over and self.runs.fleet.runs[run.name].status == fl.ACTIVE:
-                processes = self.runs.fleet.of_run(run.name)
+        for run in self.state.runs.values():
+            if not run.has_ended and self.state.fleet.runs[run.name].status == fl.ACTIVE:
+                processes = self.state.fleet.of_run(run.name)
                 assert processes, run.name
 
 

@@ -71,11 +71,11 @@ def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
         state, asked = el.decide(state, event, 0.0)
         stopped = stopped or any(isinstance(i, el.StopEarly) for i in asked)
     numbers = [value for value in values if value is not None]
-    standing = state.standing
-    assert standing.evaluations == len(values)
+    status = state.status
+    assert status.evaluations == len(values)
     expected = (max if largest else min)(numbers) if numbers else None
-    assert standing.best_value == expected
+    assert status.best_value == expected
     if expected is not None:
-        assert standing.best_step == 10 * (values.index(expected) + 1)
-        assert standing.without == len(values) - 1 - values.index(expected)
-    assert stopped or standing.without < patience
+        assert status.best_step == 10 * (values.index(expected) + 1)
+        assert status.without == len(values) - 1 - values.index(expected)
+    assert stopped or status.without < patience

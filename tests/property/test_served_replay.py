@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
-from shoal.core.runs import events as runs_events
+from shoal.core.runs import events as run_events
+from shoal.core.runs.decide import apply
 from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.store import journal
@@ -25,7 +26,7 @@ class Served(RuleBasedStateMachine):
 
     @initialize(servers=st.integers(1, 3), trainers=st.integers(1, 3))
     def begin(self, servers: int, trainers: int) -> None:
-        self.runs = CoordinatorState()
+        self.state = CoordinatorState()
         self.entries: list[journal.JournalEntry] = []
         self.now = 1000.0
         self.alive: dict[str, str] = {}
@@ -33,21 +34,21 @@ class Served(RuleBasedStateMachine):
         self.on("", fe.CoordinatorStarted("s0"))
         spec = RunSpec("r", ("t.py",), "/", (1, trainers))
         told = {"sync": "stale:2", "servers": servers, "restarts.user": 1, "restarts.infrastructure": 5, "lease_s": 3.0}
-        self.on("r", runs_events.RunCreated(spec, told))
+        self.on("r", run_events.RunCreated(spec, told))
         self.on("", fe.AgentConnected("a", None, "h"))
 
     def on(self, run: str, event: Any) -> None:
         self.entries.append(journal.entry_of(len(self.entries) + 1, self.now, run, event))
-        for _, asked in self.runs.apply(run, event, self.now):
-            if isinstance(asked, fe.StartProcess):
-                self.alive[asked.member] = asked.incarnation
-                assert (dict(asked.env).get("SHOAL_ROLE") == "server") == ("server" in asked.member)
-            elif isinstance(asked, fe.StopProcess):
-                self.alive.pop(asked.member, None)
+        for _, instruction in apply(self.state, run, event, self.now):
+            if isinstance(instruction, fe.StartProcess):
+                self.alive[instruction.member] = instruction.incarnation
+                assert (dict(instruction.env).get("SHOAL_ROLE") == "server") == ("server" in instruction.member)
+            elif isinstance(instruction, fe.StopProcess):
+                self.alive.pop(instruction.member, None)
 
     @property
     def run(self) -> Any:
-        return self.runs.runs["r"]
+        return self.state.runs["r"]
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), ready=st.booleans())
@@ -96,17 +97,17 @@ class Served(RuleBasedStateMachine):
 
     @rule()
     def stop_and_resume(self) -> None:
-        if self.run.over:
-            self.on("r", runs_events.RunResumed(1, 2))
+        if self.run.has_ended:
+            self.on("r", run_events.RunResumed(1, 2))
         else:
-            self.on("r", runs_events.UserStopRequested("enough", True, 5.0))
+            self.on("r", run_events.UserStopRequested("enough", True, 5.0))
 
     @rule()
     def restart(self) -> None:
         again = CoordinatorState()
         for entry in self.entries:
-            again.apply(entry.run, journal.event_of(entry, runs_events.KINDS), entry.at)
-        assert again == self.runs
+            apply(again, entry.run, journal.event_of(entry, run_events.KINDS), entry.at)
+        assert again == self.state
 
     @invariant()
     def as_many_servers_as_asked_for(self) -> None:

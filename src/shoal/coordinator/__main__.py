@@ -1,4 +1,4 @@
-"""``python -m shoal.coordinator --dir D``: the service as a process."""
+"""``python -m shoal.coordinator --dir D``: the coordinator as a process, composed of its parts in `_serve`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.applications import Starlette
 
 from shoal import exit_codes
 from shoal.coordinator.http.auth import AuthMiddleware, is_loopback
-from shoal.coordinator.http.routes import make_app
+from shoal.coordinator.http.routes import ApiRoutes
 from shoal.coordinator.http.tokens import TokenStore
 from shoal.coordinator.pools.provisioner import open_pools
 from shoal.coordinator.server import listen as server_listen
@@ -29,6 +29,8 @@ from shoal.coordinator.server.batching_selector import new_loop
 from shoal.coordinator.server.idle_timeout import IdleTimeoutProtocol
 from shoal.coordinator.server.websocket import DirectSocket
 from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.storage import blobs, run_files
+from shoal.coordinator.timers import Timers
 from shoal.core import addresses
 from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
@@ -37,19 +39,25 @@ from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
 from shoal.wire.pool_files import URLS
 
-FILES = 1 << 16
+MAX_FILES = 1 << 16
+SWEEP_UPLOADS_S = 60.0
+SWEEP_BLOBS_S = 3600.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until told to go; returns the exit code."""
+    """Serve until stopped; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m shoal.coordinator", description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True, help="where its journal, token and logs are kept")
+    parser.add_argument("--dir", type=Path, required=True, help="directory of its journal, token and logs")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on, :: for all of both families; TLS off loopback"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on, :: for all IPv4 and IPv6 addresses; uses TLS unless loopback",
     )
-    parser.add_argument("--address", default="", help="addresses that machines elsewhere try first, with commas")
-    parser.add_argument("--port", type=int, default=0, help="0 for any, or the one that it had before")
-    parser.add_argument("--lifeline", type=int, default=None, help="descriptor whose end of file ends the coordinator")
+    parser.add_argument("--address", default="", help="addresses that other machines try first, separated by commas")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 for the previous one, or any")
+    parser.add_argument(
+        "--lifeline", type=int, default=None, help="file descriptor; the coordinator ends when it reaches end of file"
+    )
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     _allow_many_connections()
@@ -65,84 +73,100 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _allow_many_connections() -> None:
-    """Take the descriptors that we may have: the usual 1,024 are spent by 500 agents and their members."""
+    """Raise the limit of open files: the usual 1,024 are used up by 500 agents and their members."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 async def _serve(directory: Path, host: str, port: int, lifeline: int | None, named: tuple[str, ...]) -> int:
+    """Compose the coordinator from its parts, serve until it ends and return the exit code."""
     _make_directory(directory)
     journal = Journal(directory)
     try:
         secure = not is_loopback(host)
-        token = _keep_token(directory, tls.ensure(directory, host) if secure else None)
-        listeners = server_listen.listen(host, port or _port_before(directory))
+        token = _load_token(directory, tls.ensure(directory, host) if secure else None)
+        listeners = server_listen.listen(host, port or _previous_port(directory))
     except BaseException:
         journal.close()
         raise
     service = CoordinatorService(directory, journal, SqliteViews(directory), name=directory.resolve().name)
     service.replay()
-    server = _Server(_config(service, token, directory, host, secure, lambda: server.end()))
+    routes = ApiRoutes(service, lambda: server.end_for_good())
+    auth = AuthMiddleware(
+        Starlette(routes=routes.routes()),  # type: ignore[arg-type]
+        TokenStore(directory, token),
+        loopback_only=is_loopback(host),
+    )
+    server = _Server(_config(auth, directory, secure))
     _announce(directory, server_listen.urls(host, listeners[0].getsockname()[1], secure, named))
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
-    hiring = open_pools(service, directory)
-    keepers = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.keep_views())]
-    for keeper in keepers:
-        keeper.add_done_callback(server.keeper_ended)
-    # A pause to collect garbage would be added to every recovery; what is here by now stays anyway.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    timers = Timers(service)
+    timers.every_tick(routes.agent_handler.close_silent)
+    timers.every_tick(blobs.sweep_every(routes.blobs, service.state.projects, SWEEP_BLOBS_S))
+    timers.every_tick(run_files.sweep_every(routes.files, lambda: list(service.state.runs), SWEEP_UPLOADS_S))
+    provisioner = open_pools(service, directory)
+    if provisioner is not None:
+        timers.every_tick(provisioner.tick)
+    tasks = [asyncio.create_task(timers.run()), asyncio.create_task(service.views.write_forever())]
+    for task in tasks:
+        task.add_done_callback(server.task_ended)
+    _tune_garbage_collection()
     try:
         await server.serve(sockets=listeners)
     finally:
-        await service.settle(keepers)
-        if hiring is not None:
-            await hiring.close(server.for_good)
+        await service.views.stop(tasks)
+        if provisioner is not None:
+            await provisioner.close(server.for_good)
         service.close()
         (directory / "pid").unlink(missing_ok=True)
-    return 1 if server.failed else 0
+    return exit_codes.FAILED if server.failed else exit_codes.OK
+
+
+def _tune_garbage_collection() -> None:
+    """Collect rarely, and never what exists by now: a pause would delay every recovery."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class _Server(uvicorn.Server):
-    """Leaves at once: members find the coordinator again, so nobody needs to be waited for.
+    """HTTP server that ends at once: members reconnect to the next coordinator, so no connection is waited for.
 
-    `for_good` says that none comes after it, so that nothing that it hired may be left.
+    `for_good` means that no coordinator comes after this one, so all machines have to be released.
     """
 
     failed = False
     for_good = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.leave()
+        self._end()
 
-    def end(self) -> None:
+    def end_for_good(self) -> None:
         self.for_good = True
-        self.leave()
+        self._end()
 
-    def leave(self) -> None:
+    def _end(self) -> None:
         self.should_exit = True
         self.force_exit = True
 
-    def keeper_ended(self, task: asyncio.Task[None]) -> None:
+    def task_ended(self, task: asyncio.Task[None]) -> None:
+        """End the process if a background task has failed."""
         if not task.cancelled() and task.exception() is not None:
-            sys.stderr.write(f"the coordinator stops: {task.exception()!r}\n")
+            sys.stderr.write(f"the coordinator failed: {task.exception()!r}\n")
             self.failed = True
-            self.leave()
+            self._end()
 
 
-def _config(
-    service: CoordinatorService, token: str, directory: Path, host: str, secure: bool, leave: Callable[[], None]
-) -> uvicorn.Config:
+def _config(app: AuthMiddleware, directory: Path, secure: bool) -> uvicorn.Config:
     config = uvicorn.Config(
-        AuthMiddleware(make_app(service, leave), TokenStore(directory, token), loopback_only=is_loopback(host)),  # type: ignore[arg-type]
+        app,
         http=IdleTimeoutProtocol,
         ws=DirectSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
-        # Only to notice sockets whose other end vanished without a word; leases are renewed by beats.
+        # Only to notice peers that vanished without closing; heartbeats renew the leases.
         ws_ping_interval=40.0,
         ws_ping_timeout=30.0,
         ws_per_message_deflate=False,
@@ -157,8 +181,8 @@ def _config(
     )
     config.load()
     if config.ssl is not None:
-        tls.be_sparing()
-        # A ticket looks like an answer to a member that has not asked yet; it would wait in a read without a timeout.
+        tls.use_small_buffers()
+        # A session ticket looks like data to a member that has not sent a request; it would block in a read.
         config.ssl.num_tickets = 0
     return config
 
@@ -168,20 +192,20 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         (directory / "runs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
-        raise _unkept(directory, error) from error
+        raise _directory_error(directory, error) from error
 
 
-def _unkept(directory: Path, error: OSError) -> JournalUnwritable:
+def _directory_error(directory: Path, error: OSError) -> JournalUnwritable:
     return JournalUnwritable(
-        "the coordinator cannot keep anything in its directory",
+        "the coordinator cannot write to its directory",
         where=str(directory),
         why=error.strerror or str(error),
-        do="make room, mend its permissions, or give another with --dir or SHOAL_HOME",
+        do="free space, fix its permissions, or choose another with --dir or SHOAL_HOME",
     )
 
 
-def _keep_token(directory: Path, certificate_pem: str | None) -> str:
-    """The token of this directory, made on first use."""
+def _load_token(directory: Path, certificate_pem: str | None) -> str:
+    """Return the token of this directory, created on first use, and store it with the current certificate."""
     path = directory / "token"
     token = secrets.token_urlsafe(32)
     if path.exists():
@@ -191,8 +215,8 @@ def _keep_token(directory: Path, certificate_pem: str | None) -> str:
     return token
 
 
-def _port_before(directory: Path) -> int:
-    """The port of this directory's coordinator before, where its members look for it; 0 if there was none."""
+def _previous_port(directory: Path) -> int:
+    """Return the port of the previous coordinator, at which its members reconnect, 0 if there was none."""
     try:
         return urlsplit((directory / "url").read_text("ascii").strip()).port or 0
     except (OSError, ValueError):
@@ -200,13 +224,14 @@ def _port_before(directory: Path) -> int:
 
 
 def _announce(directory: Path, urls: server_listen.Urls) -> None:
+    """Write the files by which commands and agents find this coordinator."""
     try:
         _write(directory / "pid", f"{os.getpid()}\n")
-        # Whoever waits for the first may read the second.
-        _write(directory / URLS, "".join(f"{url}\n" for url in urls.elsewhere))
-        _write(directory / "url", f"{urls.here}\n")
+        # A command that waits for `url` may read `urls` as well, so `url` is written last.
+        _write(directory / URLS, "".join(f"{url}\n" for url in urls.remote))
+        _write(directory / "url", f"{urls.local}\n")
     except OSError as error:
-        raise _unkept(directory, error) from error
+        raise _directory_error(directory, error) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -218,7 +243,7 @@ def _write(path: Path, text: str) -> None:
 def _on_lifeline(descriptor: int, server: _Server) -> None:
     if os.read(descriptor, 4096) == b"":
         asyncio.get_running_loop().remove_reader(descriptor)
-        server.end()
+        server.end_for_good()
 
 
 if __name__ == "__main__":

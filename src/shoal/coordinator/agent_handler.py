@@ -1,160 +1,172 @@
-"""What agents say, as events of the fleet."""
+"""Agent handler: turns the messages of agents into events of the fleet.
+
+An agent says in its hello which members run under it, so that the fleet can compare. If two agents have the same name,
+the older connection is kept while it is alive; a new process of the same agent replaces it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from functools import partial
 from itertools import count
 
-from shoal.coordinator.connections import AgentConnection, same_version
+from shoal.coordinator.connections import AgentConnection, accept_version
 from shoal.coordinator.service import CoordinatorService
 from shoal.core import addresses
 from shoal.core.fleet import events as fe
-from shoal.core.runs import events as runs_events
+from shoal.core.runs.decide import Instructions
+from shoal.core.runs.events import MachineReported
 from shoal.errors import BadMessage, MachineCheckFailed, NameTaken
-from shoal.wire import agent_messages
+from shoal.wire import agent_messages as am
 from shoal.wire import member_messages as ms
 from shoal.wire.machine_check import CheckRequest, CheckResult
 
-BEAT_S = 1.0
-BEATS_PER_S = 200
+HEARTBEAT_S = 1.0
+HEARTBEATS_PER_S = 200
 SILENT_S = 10.0
-EXAMINED_WITHIN_S = 40.0
+CHECK_TIMEOUT_S = 40.0
+MAX_NAME = 100
 
 
 class AgentHandler:
-    """The agents' side of the coordinator."""
+    """Handles the messages and connections of all agents."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
+        self._agents = service.live.agents
         self._looked_at = 0.0
-        service.at_every_tick(self.drop_the_silent)
-        self._numbers = count(1)
-        self._asked: dict[int, asyncio.Future[CheckResult]] = {}
+        self._check_numbers = count(1)
+        self._checks: dict[int, asyncio.Future[CheckResult]] = {}
 
-    async def examine(self, agent: str, question: CheckRequest) -> CheckResult:
-        """Ask an agent to look at its machine; what it found."""
-        link = self._service.agents.get(agent)
-        if link is None:
-            raise MachineCheckFailed(f"{agent} is not connected", do="shoal nodes lists who is")
-        number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        link.send(agent_messages.RunCheckMsg(number, question))
+    async def check(self, agent: str, request: CheckRequest) -> CheckResult:
+        """Have an agent check its machine and return the result; raise MachineCheckFailed."""
+        connection = self._agents.get(agent)
+        if connection is None:
+            raise MachineCheckFailed(f"agent {agent} is not connected", do="shoal nodes lists the connected agents")
+        number, timeout_s = next(self._check_numbers), CHECK_TIMEOUT_S + request.lasting_s
+        reply = self._checks[number] = asyncio.get_running_loop().create_future()
+        connection.send(am.RunCheckMsg(number, request))
         try:
-            return await asyncio.wait_for(answer, EXAMINED_WITHIN_S + question.lasting_s)
+            return await asyncio.wait_for(reply, timeout_s)
         except TimeoutError:
             raise MachineCheckFailed(
-                f"{agent} did not answer within {EXAMINED_WITHIN_S + question.lasting_s:g} s",
-                do="look at its log, agent.log in the directory of the hire",
+                f"agent {agent} did not reply within {timeout_s:g} s",
+                do="see agent.log in the directory of its allocation",
             ) from None
         finally:
-            del self._asked[number]
+            del self._checks[number]
 
-    def said(self, link: AgentConnection, message: agent_messages.FromAgent) -> None:
-        link.heard_at = self._service.heard_at = self._service.clock.now()
-        if isinstance(message, agent_messages.AgentHelloMsg):
-            self._service.attempt(partial(self._hello, link, message))
-        elif not link.agent:
-            link.refuse(BadMessage.code, "the first message was not a hello")
-        elif isinstance(message, agent_messages.AgentHeartbeatMsg):
-            link.load, link.memory_free_bytes = message.load, message.memory_free_bytes
-        elif isinstance(message, agent_messages.CheckResultMsg):
-            answer = self._asked.get(message.number)
-            if answer is not None and not answer.done():
-                answer.set_result(message.finding)
-        elif isinstance(message, agent_messages.LogLinesMsg):
-            self._log(message)
-        else:
-            self._service.attempt(partial(self._event, link, message))
+    def on_message(self, connection: AgentConnection, message: am.FromAgent) -> None:
+        self._service.live.received(connection)
+        match message:
+            case am.AgentHelloMsg():
+                self._service.attempt(partial(self._on_hello, connection, message))
+            case _ if not connection.agent:
+                connection.reject(BadMessage.code, "the first message was not a hello")
+            case am.AgentHeartbeatMsg():
+                connection.load, connection.memory_free_bytes = message.load, message.memory_free_bytes
+            case am.CheckResultMsg():
+                reply = self._checks.get(message.number)
+                if reply is not None and not reply.done():
+                    reply.set_result(message.finding)
+            case am.LogLinesMsg():
+                self._on_log_lines(message)
+            case _:
+                self._service.attempt(partial(self._on_event, connection, message))
 
-    def _hello(self, link: AgentConnection, hello: agent_messages.AgentHelloMsg) -> None:
-        if link.closed or not same_version(link, hello.protocol, hello.version):
-            return
-        old = self._service.agents.get(hello.agent)
-        if old is not None and old is not link:
-            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * _beat_s(
-                len(self._service.agents)
-            ):
-                do = "give this one another name with --name"
-                link.refuse(NameTaken.code, f"an agent named {hello.agent} is already connected", do=do)
-                return
-            old.close()
-        if not re.fullmatch(r"[\w.:-]+", hello.agent) or len(hello.agent) > 100:
-            link.refuse(BadMessage.code, "the name of the agent cannot be used", why=repr(hello.agent[:80]))
-            return
-        host = _host_of(link, hello)
-        known = self._service.runs.machines.get(hello.agent)
-        told = runs_events.MachineReported(hello.agent, hello.machine, hello.pid)
-        successor = known is not None and known.pid != hello.pid
-        hire = self._service.runs.supply.allocations.get(hello.agent)
-        pool = hire.pool if hire is not None else ""
-        joined = fe.AgentConnected(
-            hello.agent, hello.slots, host, hello.members, successor, pool, self._service.runs.size_of(hello.agent)
-        )
-        if known != told:
-            self._service.handle("", told)
-        asked = self._service.record("", joined)
-        link.agent, link.pid = hello.agent, hello.pid
-        self._service.agents[hello.agent] = link
-        link.send(agent_messages.AgentWelcomeMsg(_beat_s(len(self._service.agents)), self._service.name))
-        self._service.carry_out(asked)
+    def on_close(self, connection: AgentConnection) -> None:
+        self._service.live.closed(connection)
+        if connection.agent and self._agents.get(connection.agent) is connection:
+            del self._agents[connection.agent]
+            self._service.attempt(partial(self._service.handle, "", fe.AgentDisconnected(connection.agent)))
 
-    def _event(self, link: AgentConnection, message: agent_messages.FromAgent) -> None:
-        if isinstance(message, agent_messages.MemberStartedMsg):
-            started = fe.ProcessStarted(message.run, message.member, message.incarnation, message.pid, message.warm)
-            self._service.handle(message.run, started)
-        elif isinstance(message, agent_messages.MemberExitedMsg):
-            if self._is_news(message):
-                self._service.handle(message.run, _exited(message))
-        elif isinstance(message, agent_messages.MachineNoticeMsg):
-            self._notice(link, message)
-
-    def _is_news(self, message: agent_messages.MemberExitedMsg) -> bool:
-        """Agents tell exits again after a reconnect; the second telling is not worth a line."""
-        process = self._service.runs.fleet.processes.get((message.run, message.member))
-        return process is not None and process.incarnation == message.incarnation and process.alive
-
-    def _notice(self, link: AgentConnection, message: agent_messages.MachineNoticeMsg) -> None:
-        cause = f"{message.source}: {message.detail}" if message.detail else message.source
-        asked = self._service.record("", fe.AgentNotice(link.agent, message.within_s, cause))
-        for process in self._service.runs.fleet.processes.values():
-            member = self._service.live(process.run).links.get(process.member)
-            if process.agent == link.agent and process.alive and member is not None:
-                member.send(ms.LeavingMsg(message.within_s, cause))
-        self._service.carry_out(asked)
-
-    def _log(self, message: agent_messages.LogLinesMsg) -> None:
-        if message.run in self._service.runs.runs:
-            try:
-                self._service.logs.append(message.run, message.member, message.lines)
-            except OSError:
-                # The agent keeps the full file on its machine; here the lines are only a copy.
-                return
-
-    def gone(self, link: AgentConnection) -> None:
-        self._service.hung_up(link)
-        if link.agent and self._service.agents.get(link.agent) is link:
-            del self._service.agents[link.agent]
-            self._service.attempt(partial(self._service.handle, "", fe.AgentDisconnected(link.agent)))
-
-    def drop_the_silent(self, now: float) -> None:
-        """A connection on which nothing comes any more is as good as closed."""
-        if now - self._looked_at < BEAT_S:
+    def close_silent(self, now: float) -> None:
+        """Close connections on which nothing has arrived for ten seconds; called on every tick."""
+        if now - self._looked_at < HEARTBEAT_S:
             return
         self._looked_at = now
-        for link in list(self._service.agents.values()):
-            if now - link.heard_at > SILENT_S:
-                link.close()
-                self.gone(link)
+        for connection in list(self._agents.values()):
+            if now - connection.heard_at > SILENT_S:
+                connection.close()
+                self.on_close(connection)
+
+    def _on_hello(self, connection: AgentConnection, hello: am.AgentHelloMsg) -> None:
+        if connection.closed or not accept_version(connection, hello.protocol, hello.version):
+            return
+        old = self._agents.get(hello.agent)
+        if old is not None and old is not connection:
+            heartbeat_s = _heartbeat_s(len(self._agents))
+            if old.pid != hello.pid and self._service.clock.now() - old.heard_at < 3 * heartbeat_s:
+                what, do = f"an agent named {hello.agent} is already connected", "choose another name with --name"
+                connection.reject(NameTaken.code, what, do=do)
+                return
+            old.close()
+        if not re.fullmatch(r"[\w.:-]+", hello.agent) or len(hello.agent) > MAX_NAME:
+            connection.reject(BadMessage.code, "invalid agent name", why=repr(hello.agent[:80]))
+            return
+        instructions = self._record_agent(connection, hello)
+        connection.agent, connection.pid = hello.agent, hello.pid
+        self._agents[hello.agent] = connection
+        connection.send(am.AgentWelcomeMsg(_heartbeat_s(len(self._agents)), self._service.name))
+        self._service.carry_out(instructions)
+
+    def _record_agent(self, connection: AgentConnection, hello: am.AgentHelloMsg) -> Instructions:
+        state = self._service.state
+        previous = state.machines.get(hello.agent)
+        report = MachineReported(hello.agent, hello.machine, hello.pid)
+        if previous != report:
+            self._service.handle("", report)
+        allocation = state.provisioning.allocations.get(hello.agent)
+        connected = fe.AgentConnected(
+            hello.agent,
+            hello.slots,
+            _peer_address(connection, hello),
+            hello.members,
+            previous is not None and previous.pid != hello.pid,
+            allocation.pool if allocation is not None else "",
+            state.slot_size(hello.agent),
+        )
+        return self._service.record("", connected)
+
+    def _on_event(self, connection: AgentConnection, message: am.FromAgent) -> None:
+        match message:
+            case am.MemberStartedMsg(run, member, incarnation, pid, warm):
+                self._service.handle(run, fe.ProcessStarted(run, member, incarnation, pid, warm))
+            case am.MemberExitedMsg():
+                if self._is_alive(message):
+                    self._service.handle(message.run, _exit_event(message))
+            case am.MachineNoticeMsg():
+                self._on_notice(connection, message)
+
+    def _is_alive(self, message: am.MemberExitedMsg) -> bool:
+        """Return whether the fleet takes this process to be alive: after a reconnect, agents repeat old exits."""
+        process = self._service.state.fleet.processes.get((message.run, message.member))
+        return process is not None and process.incarnation == message.incarnation and process.alive
+
+    def _on_notice(self, connection: AgentConnection, message: am.MachineNoticeMsg) -> None:
+        cause = f"{message.source}: {message.detail}" if message.detail else message.source
+        instructions = self._service.record("", fe.AgentNotice(connection.agent, message.within_s, cause))
+        for process in self._service.state.fleet.processes.values():
+            member = self._service.live.run(process.run).connections.get(process.member)
+            if process.agent == connection.agent and process.alive and member is not None:
+                member.send(ms.LeavingMsg(message.within_s, cause))
+        self._service.carry_out(instructions)
+
+    def _on_log_lines(self, message: am.LogLinesMsg) -> None:
+        if message.run in self._service.state.runs:
+            # The agent keeps the whole file on its machine; these lines are a copy.
+            with contextlib.suppress(OSError):
+                self._service.logs.append(message.run, message.member, message.lines)
 
 
-def _beat_s(agents: int) -> float:
-    """How often one of so many agents beats: the more there are the more rarely, but still well within its silence."""
-    return min(max(BEAT_S, agents / BEATS_PER_S), SILENT_S / 4)
+def _heartbeat_s(agents: int) -> float:
+    """Return the seconds between heartbeats of one of so many agents: at most 200 a second arrive from all."""
+    return min(max(HEARTBEAT_S, agents / HEARTBEATS_PER_S), SILENT_S / 4)
 
 
-def _exited(message: agent_messages.MemberExitedMsg) -> fe.ProcessExited:
+def _exit_event(message: am.MemberExitedMsg) -> fe.ProcessExited:
     return fe.ProcessExited(
         message.run,
         message.member,
@@ -166,9 +178,9 @@ def _exited(message: agent_messages.MemberExitedMsg) -> fe.ProcessExited:
     )
 
 
-def _host_of(link: AgentConnection, hello: agent_messages.AgentHelloMsg) -> str:
-    """The address of an agent's machine for others: not loopback, if they may be elsewhere."""
-    if not addresses.is_loopback(link.peer):
-        return link.peer
-    outer = [one for one in hello.machine.addresses if addresses.is_shareable(one)]
-    return outer[0] if outer and link.base_url.startswith("https:") else "127.0.0.1"
+def _peer_address(connection: AgentConnection, hello: am.AgentHelloMsg) -> str:
+    """Return the address of the agent's machine for other machines: not loopback, if there may be any."""
+    if not addresses.is_loopback(connection.peer):
+        return connection.peer
+    outward = [address for address in hello.machine.addresses if addresses.is_shareable(address)]
+    return outward[0] if outward and connection.base_url.startswith("https:") else "127.0.0.1"

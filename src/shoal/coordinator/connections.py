@@ -1,4 +1,8 @@
-"""The open sockets of members and agents; what cannot be sent at once waits, so that a slow one holds up nobody."""
+"""Connections of members and agents: one open WebSocket each, with the state that goes with it.
+
+A message that cannot be sent at once is queued by the socket. A peer that falls too far behind is disconnected, so that
+a slow one holds up no other; it reconnects and reports where it stands.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ from shoal.wire.protocol import PROTOCOL, Message, RejectedMsg
 
 
 class SocketLike(Protocol):
-    """What a link needs of a connection."""
+    """The part of a WebSocket that a connection uses."""
 
-    def listen(self, hear: Callable[[bytes | str], None], gone: Callable[[], None]) -> None: ...
-    def say(self, data: bytes) -> bool: ...
-    def hang_up(self) -> None: ...
+    def listen(self, on_message: Callable[[bytes | str], None], on_close: Callable[[], None]) -> None: ...
+    def send_message(self, data: bytes) -> bool: ...
+    def close_after_sending(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One socket, as long as it is open."""
+    """One WebSocket. `base_url` is the coordinator's address as the peer knows it."""
 
     codec: MessageCodec[object]
     peer: str
@@ -32,46 +36,50 @@ class Connection:
     heard_at: float = 0.0
 
     def send(self, message: Message) -> None:
-        self.post(self.codec.encode(message))
+        self.send_encoded(self.codec.encode(message))
 
-    def post(self, data: bytes) -> None:
-        """Send a message that is encoded already."""
-        if not self.closed and not self.socket.say(data):
+    def send_encoded(self, data: bytes) -> None:
+        """Send a message that was encoded before, for several peers at once."""
+        if not self.closed and not self.socket.send_message(data):
             self.close()
 
-    def refuse(self, code: str, what: str, why: str = "", do: str = "") -> None:
+    def reject(self, code: str, what: str, why: str = "", do: str = "") -> None:
+        """Send an error and close the connection."""
         self.send(RejectedMsg(code, what, why, do))
         self.close()
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.socket.hang_up()
+            self.socket.close_after_sending()
 
 
 @dataclass(slots=True, eq=False)
 class MemberConnection(Connection):
-    """A member's socket; `expelled` means that only a new hello is listened to."""
+    """A member's connection; once `evicted`, it accepts only another hello."""
 
     run: str = ""
     member: str = ""
     incarnation: str = ""
     pid: int = 0
-    expelled: bool = False
+    evicted: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class AgentConnection(Connection):
+    """An agent's connection, with the load of its machine."""
+
     agent: str = ""
     pid: int = 0
     load: float = 0.0
     memory_free_bytes: int = 0
 
 
-def same_version(link: Connection, protocol: int, version: str) -> bool:
+def accept_version(connection: Connection, protocol: int, version: str) -> bool:
+    """Return whether the peer runs the same version of Shoal; reject it otherwise."""
     if protocol == PROTOCOL and version == shoal.__version__:
         return True
     ours = f"{shoal.__version__} (protocol {PROTOCOL})"
     what = f"the coordinator runs Shoal {ours}, this process {version} (protocol {protocol})"
-    link.refuse(VersionMismatch.code, what, do=f"install Shoal {shoal.__version__} on both machines")
+    connection.reject(VersionMismatch.code, what, do=f"install Shoal {shoal.__version__} on both machines")
     return False

@@ -1,4 +1,4 @@
-"""Decisions as messages to members and agents."""
+"""Dispatch: translates instructions into messages, and messages of members into events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shoal.wire import member_messages as ms
 from shoal.wire.protocol import Message
 
 
-def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
-    """Which members to tell what; `Refuse` is not here, because it concerns one socket and not a name.
+def to_members(instruction: Any) -> tuple[tuple[str, ...], Message] | None:
+    """Return the addressed members and the message for all of them, None if the instruction is not for members.
 
-    It is one message for all of them, so that it is encoded once.
+    `RejectMember` is not included: it is for one connection and not for whichever has the member's name.
     """
-    match asked:
+    match instruction:
         case ev.FormWorld(world, to, reason):
             return to, ms.EnterWorldMsg(world, reason)
         case ev.ProposeWorld(after, world, to, reason):
@@ -40,15 +40,14 @@ def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
         case ev.EvictMember(member, reason):
             return (member,), ms.EvictedMsg(reason)
         case ev.StopMembers(to, reason, checkpoint, exit_code):
-            # For members there are two ways to end: as done, and as to be gone on with, whatever the run ends as.
+            # A member ends as done or as preempted, whatever the exit code of its run.
             return to, ms.StopMsg(reason, checkpoint, exit_codes.RESUMABLE if exit_code else exit_codes.OK)
         case ev.AnnounceFinished(to, step):
             return to, ms.RunFinishedMsg(step)
         case ev.GrantClaim(member, name):
             return (member,), ms.ClaimGrantedMsg(name)
-        case evaluation.SendEvaluationStatus(to, standing):
-            best = (standing.best, standing.best_step, standing.best_value)
-            return to, ms.EvaluationStatusMsg(standing.step, *best)
+        case evaluation.SendEvaluationStatus(to, status):
+            return to, ms.EvaluationStatusMsg(status.step, status.best, status.best_step, status.best_value)
         case evaluation.AnnounceCheckpoint(to, step, path):
             return to, ms.CheckpointWrittenMsg(step, path, 0, 0.0)
         case evaluation.AnnounceTrainingFinished(to, step):
@@ -59,38 +58,39 @@ def to_members(asked: Any) -> tuple[tuple[str, ...], Message] | None:
 
 
 def start_member(
-    asked: fe.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
+    start: fe.StartProcess, spec: RunSpec, settings: Mapping[str, object], url: str, run_dir: str
 ) -> agent_messages.StartMemberMsg:
-    """The order to start a process; the agent adds the token file and the host, which differ on every machine."""
+    """Return the order to start a process; the agent adds its token file and host."""
     env = {
         **spec.env,
         "SHOAL_URL": url,
-        "SHOAL_RUN": asked.run,
-        "SHOAL_MEMBER": asked.member,
-        "SHOAL_INCARNATION": asked.incarnation,
+        "SHOAL_RUN": start.run,
+        "SHOAL_MEMBER": start.member,
+        "SHOAL_INCARNATION": start.incarnation,
         "SHOAL_SETTINGS": msgspec.json.encode(dict(settings)).decode(),
         "SHOAL_RUN_DIR": run_dir,
         "SHOAL_MEMBERS_MAX": str(spec.members[1]),
-        **_resources(spec.roles.get(role_of(asked.member))),
-        **dict(asked.env),
+        **_resource_limits(spec.roles.get(role_of(start.member))),
+        **dict(start.env),
     }
     return agent_messages.StartMemberMsg(
-        asked.run, asked.member, asked.incarnation, spec.argv, spec.cwd, env, spec.module, asked.restart, spec.project
+        start.run, start.member, start.incarnation, spec.argv, spec.cwd, env, spec.module, start.restart, spec.project
     )
 
 
-def _resources(role: RoleSpec | None) -> dict[str, str]:
-    """What a process of this role may use, as far as that was said."""
-    told = {"SHOAL_CPUS": role.cpus, "SHOAL_MEMORY_BYTES": role.memory_bytes} if role is not None else {}
-    return {name: str(value) for name, value in told.items() if value}
+def _resource_limits(role: RoleSpec | None) -> dict[str, str]:
+    """Return the environment that limits a process of this role, without the limits that were not set."""
+    limits = {"SHOAL_CPUS": role.cpus, "SHOAL_MEMORY_BYTES": role.memory_bytes} if role is not None else {}
+    return {name: str(value) for name, value in limits.items() if value}
 
 
-def end_member(asked: fe.StopProcess) -> agent_messages.StopMemberMsg:
-    return agent_messages.StopMemberMsg(asked.run, asked.member, asked.incarnation, asked.grace_s, asked.reason)
+def stop_member(stop: fe.StopProcess) -> agent_messages.StopMemberMsg:
+    """Return the order to stop a process."""
+    return agent_messages.StopMemberMsg(stop.run, stop.member, stop.incarnation, stop.grace_s, stop.reason)
 
 
 def event_of(member: str, message: Message) -> ev.Event | evaluation.EvaluationReported | None:
-    """What a member's message says to the membership, None if it says nothing there."""
+    """Return the event of a member's message, None if the message leads to no event."""
     match message:
         case ms.ReadyMsg(fingerprint, step, restored, speed):
             return ev.MemberReady(member, fingerprint, step, restored, speed)
@@ -121,7 +121,7 @@ def event_of(member: str, message: Message) -> ev.Event | evaluation.EvaluationR
         case ms.AdjustmentMsg(step, what, values, reason):
             return ev.AdjustmentReported(member, step, what, values, reason)
         case ms.EvaluatedMsg(step, metrics, best, patience, export):
-            # The journal has no words for what is not finite.
+            # JSON, and so the journal, has no infinities and no NaN.
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             return evaluation.EvaluationReported(member, step, finite, best, patience, export)
     return None

@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from shoal.coordinator.storage.run_files import OUTPUTS, checked, listed
+from shoal.coordinator.storage.run_files import OUTPUTS, list_files, split_name
 from shoal.errors import BadRequest, FetchFailed, PermissionDenied, WrongToken
 from shoal.launch.run_lookup import CoordinatorRef
 from shoal.store.blob_store import CoordinatorAccess
@@ -45,7 +45,7 @@ class LocalRunFolder:
         self._root = directory / "runs" / run / folder
 
     def files(self) -> Sequence[FileView]:
-        return listed(self._root)
+        return list_files(self._root)
 
     def open(self, name: str) -> BinaryIO:
         return (self._root / name).open("rb")
@@ -98,7 +98,7 @@ def download(source: RunFolder, to: Path) -> DownloadResult:
 def _target_path(to: Path, name: str) -> Path:
     """Return where a file goes; raise FetchFailed for a name that would lead out of the directory."""
     try:
-        _, parts = checked(f"{OUTPUTS}/{name}")
+        _, parts = split_name(f"{OUTPUTS}/{name}")
     except BadRequest as error:
         raise FetchFailed(
             f"the coordinator lists a file {name!r}", why="that path leads out of the target directory"

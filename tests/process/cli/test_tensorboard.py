@@ -63,7 +63,7 @@ def test_restarted_coordinator_continues_the_event_files(stage: Any) -> None:
     process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
     stage.wait("a loss is written", lambda: b"training/loss" in written(stage))
     stage.process("shoal.coordinator").kill()
-    stage.wait("both members reconnect", lambda: stage.out().count("found the coordinator again") == 2)
+    stage.wait("both members reconnect", lambda: stage.out().count("reconnected to the coordinator") == 2)
     (stage.path / "go").touch()
     assert process.wait(120) == 0, stage.out()
     events = read_folder(folder(stage))
@@ -80,8 +80,8 @@ def test_restarted_coordinator_continues_the_event_files(stage: Any) -> None:
     assert series(events, "metrics/at_the_end") == {STEPS: 7.0}
     assert all(value > 0 for value in series(events, "speed/step_s").values())
     worlds = [event.texts["worlds"] for event in events if "worlds" in event.texts]
-    assert worlds[0].startswith("world 1 begins at step 0 with local/")
-    assert "the run ended with exit code 0" in [e.texts["story"] for e in events if "story" in e.texts][-1]
+    assert worlds[0].startswith("world 1 started at step 0 with local/")
+    assert "run ended with exit code 0" in [e.texts["story"] for e in events if "story" in e.texts][-1]
     assert f"\ntensorboard {folder(stage)}" in stage.out()
     assert f"\ntensorboard {folder(stage)}" in stage.shoal("status").stdout
 

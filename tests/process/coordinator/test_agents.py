@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 SETTINGS = {"regroup_s": 60.0, "lease_s": 60.0, "backoff_s": 0.0}
 
 
-def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
+def test_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS, env={"A": "b"})
     orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
@@ -45,7 +45,7 @@ def test_a_run_is_started_trained_and_done(coordinator: Coordinator) -> None:
     assert (status, problem["code"]) == (400, "S120")
 
 
-def test_a_script_that_always_raises_fails_the_run_with_its_own_words(coordinator: Coordinator) -> None:
+def test_script_that_always_raises_fails_the_run_with_its_exception(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 1, settings={**SETTINGS, "restarts.user": 1})
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_script_that_always_raises_fails_the_run_with_its_own_words(coordinato
     assert "lab/0 raised ValueError: no such column" in coordinator.story(run)
 
 
-def test_scaling_down_ends_the_last_and_scaling_up_starts_others(coordinator: Coordinator) -> None:
+def test_scaling_down_stops_the_last_members_and_scaling_up_starts_others(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
     orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
@@ -75,7 +75,7 @@ def test_scaling_down_ends_the_last_and_scaling_up_starts_others(coordinator: Co
     assert sorted(agent.hear(agent_messages.StartMemberMsg).member for _ in range(2)) == ["lab/1", "lab/2"]
 
 
-def test_a_machine_s_notice_reaches_its_members_and_starts_no_others_there(coordinator: Coordinator) -> None:
+def test_notice_of_a_machine_reaches_its_members_and_blocks_starts_there(coordinator: Coordinator) -> None:
     first, second = FakeAgent(coordinator, "lab", slots=1).hello(), FakeAgent(coordinator, "spot", slots=1).hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
     orders = [agent.hear(agent_messages.StartMemberMsg) for agent in (first, second)]
@@ -97,7 +97,7 @@ def test_a_machine_s_notice_reaches_its_members_and_starts_no_others_there(coord
     assert [a["notice"] for a in agents] == ["", "aws: spot interruption"]
 
 
-def test_an_exit_that_the_agent_sees_is_a_loss_at_once(coordinator: Coordinator) -> None:
+def test_process_exit_loses_the_member_at_once(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 2, settings=SETTINGS)
     orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
@@ -115,7 +115,7 @@ def test_an_exit_that_the_agent_sees_is_a_loss_at_once(coordinator: Coordinator)
     assert joiner.hear(ms.PrepareWorldMsg).world.size == 2
 
 
-def test_a_torchrun_script_is_started_anew_as_a_group(coordinator: Coordinator) -> None:
+def test_torchrun_script_is_restarted_as_a_group(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS, compat="torchrun")
     orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]
@@ -135,7 +135,7 @@ def test_a_torchrun_script_is_started_anew_as_a_group(coordinator: Coordinator) 
     assert coordinator.await_view(run, status="done")["exit_code"] == 0
 
 
-def test_the_figures_are_there_for_prometheus(coordinator: Coordinator) -> None:
+def test_prometheus_metrics_are_served(coordinator: Coordinator) -> None:
     import urllib.request
 
     run = coordinator.create(1, 2, settings=SETTINGS)
@@ -144,7 +144,7 @@ def test_the_figures_are_there_for_prometheus(coordinator: Coordinator) -> None:
     assert f'shoal_run_step{{name="train",run="{run}"}} 0.0' in text
 
 
-def test_shutting_down_sends_the_agents_away_and_leaves_the_run_resumable(coordinator: Coordinator) -> None:
+def test_shutdown_ends_the_agents_and_leaves_the_run_resumable(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(1, 1, settings=SETTINGS)
     order = agent.hear(agent_messages.StartMemberMsg)

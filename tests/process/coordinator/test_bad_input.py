@@ -56,14 +56,14 @@ def refusal(member: FakeMember) -> str:
 
 @pytest.mark.parametrize("path", ["/v1/member", "/v1/agent"])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": ""}])
-def test_a_wrong_token_opens_no_socket(coordinator: Coordinator, path: str, headers: dict[str, str]) -> None:
+def test_wrong_token_opens_no_websocket(coordinator: Coordinator, path: str, headers: dict[str, str]) -> None:
     with pytest.raises(InvalidStatus) as error:
         coordinator.open(path, headers)
     assert error.value.response.status_code == 401
     assert b"S201" in error.value.response.body
 
 
-def test_a_wrong_token_reads_nothing_and_changes_nothing(coordinator: Coordinator) -> None:
+def test_wrong_token_reads_and_changes_nothing(coordinator: Coordinator) -> None:
     run = coordinator.create()
     for method, path in [("GET", "/v1/runs"), ("POST", f"/v1/runs/{run}/stop"), ("GET", "/metrics")]:
         status, problem = coordinator.ask(method, path, headers={"Authorization": "Bearer nonsense"})
@@ -72,14 +72,16 @@ def test_a_wrong_token_reads_nothing_and_changes_nothing(coordinator: Coordinato
     assert coordinator.ask("GET", "/v1/health", headers={})[0] == 200
 
 
-def test_a_foreign_web_page_gets_nowhere(coordinator: Coordinator) -> None:
+def test_request_of_a_foreign_web_page_is_refused(coordinator: Coordinator) -> None:
     good = coordinator.credentials.headers
     assert coordinator.ask("GET", "/v1/runs", headers={**good, "Origin": "http://evil.example"})[0] == 403
     assert coordinator.ask("GET", "/v1/runs", headers={**good, "Host": "evil.example"})[0] == 403
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 50, b"\x81\xa4type\xa5Hello", os.urandom(500), "text"])
-def test_garbage_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember], data: bytes | str) -> None:
+def test_invalid_message_is_refused(
+    coordinator: Coordinator, trained: tuple[str, FakeMember], data: bytes | str
+) -> None:
     for path in ("/v1/member", "/v1/agent"):
         stranger = FakeMember(coordinator, trained[0], "x/0")
         stranger.socket.close()
@@ -88,14 +90,14 @@ def test_garbage_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMe
         assert refusal(stranger) == "S208"
 
 
-def test_an_oversized_message_closes_the_socket(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_oversized_message_closes_the_websocket(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0")
     stranger.socket.send(b"x" * (MAX_MESSAGE_BYTES + 1))
     with pytest.raises(ConnectionClosed):
         stranger.socket.recv(timeout=WAIT_S)
 
 
-def test_noise_on_the_bare_port_is_closed(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_connection_with_random_bytes_is_closed(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     address = urlsplit(coordinator.url)
     with socket.create_connection((address.hostname, address.port), timeout=WAIT_S) as bare:
         bare.sendall(os.urandom(4096) + b"\r\n\r\n")
@@ -103,7 +105,7 @@ def test_noise_on_the_bare_port_is_closed(coordinator: Coordinator, trained: tup
             pass
 
 
-def test_who_is_refused_may_say_all_that_it_has_to_say_first(coordinator: Coordinator) -> None:
+def test_unauthorised_request_is_read_to_its_end_before_the_reply(coordinator: Coordinator) -> None:
     """It would hear that the line broke otherwise, and not why."""
     address = urlsplit(coordinator.url)
     with socket.create_connection((address.hostname, address.port), timeout=WAIT_S) as bare:
@@ -115,20 +117,20 @@ def test_who_is_refused_may_say_all_that_it_has_to_say_first(coordinator: Coordi
         assert bare.recv(1 << 16).startswith(b"HTTP/1.1 401")
 
 
-def test_another_version_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_member_of_another_version_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     assert refusal(FakeMember(coordinator, trained[0], "x/0").hello(version="0.0.1")) == "S202"
     assert refusal(FakeMember(coordinator, trained[0], "x/0").hello(protocol=99)) == "S202"
 
 
-def test_another_run_s_member_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_member_of_an_unknown_run_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     assert refusal(FakeMember(coordinator, "elsewhere", "x/0").hello()) == "S203"
 
 
-def test_a_second_member_of_the_same_name_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_second_member_of_the_same_name_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     assert refusal(FakeMember(coordinator, trained[0], "m/0", "other").hello()) == "S205"
 
 
-def test_a_member_with_another_model_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_member_with_another_model_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0").hello()
     stranger.hear(ms.WelcomeMsg)
     stranger.say(ms.ReadyMsg("another", None))
@@ -137,13 +139,13 @@ def test_a_member_with_another_model_is_refused(coordinator: Coordinator, traine
     assert view["world"] == 1
 
 
-def test_whoever_does_not_say_hello_first_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+def test_connection_without_a_hello_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0")
     stranger.say(ms.WorldBrokenMsg(1, 3, ("m/0",)))
     assert refusal(stranger) == "S208"
 
 
-def test_an_agent_s_name_is_taken_while_it_is_connected(coordinator: Coordinator) -> None:
+def test_agent_name_is_taken_while_it_is_connected(coordinator: Coordinator) -> None:
     FakeAgent(coordinator, "lab").hello()
     second = FakeAgent(coordinator, "lab")
     machine = MachineInfo("lab", 2, 1 << 30)
@@ -163,7 +165,7 @@ def test_an_agent_s_name_is_taken_while_it_is_connected(coordinator: Coordinator
         ({"name": "x", "argv": ["a"], "cwd": "/", "members": [1, 1], "compat": "mpi"}, "S121"),
     ],
 )
-def test_a_bad_request_is_answered_with_a_problem(coordinator: Coordinator, body: object, code: str) -> None:
+def test_bad_request_is_answered_with_an_error(coordinator: Coordinator, body: object, code: str) -> None:
     _, before = coordinator.ask("GET", "/v1/runs")
     status, problem = coordinator.ask("POST", "/v1/runs", body)
     assert (status, problem["code"]) == (400, code)
@@ -181,7 +183,7 @@ def test_a_bad_request_is_answered_with_a_problem(coordinator: Coordinator, body
         ("PUT", f"files/outputs/x?upload=0123456789abcdef&offset=0&digest={'0' * 64}&size=" + "9" * 5000),
     ],
 )
-def test_a_number_or_name_beyond_all_bounds_is_refused(coordinator: Coordinator, method: str, asked: str) -> None:
+def test_number_or_name_out_of_bounds_is_refused(coordinator: Coordinator, method: str, asked: str) -> None:
     run = coordinator.create()
     (coordinator.directory / "runs" / run / "logs").mkdir()
     status, problem = coordinator.ask(method, f"/v1/runs/{run}/{asked}")
@@ -189,7 +191,7 @@ def test_a_number_or_name_beyond_all_bounds_is_refused(coordinator: Coordinator,
 
 
 @pytest.mark.parametrize("verb", ["stop", "scale", "resume"])
-def test_a_request_is_not_taken_in_beyond_its_limit(coordinator: Coordinator, verb: str) -> None:
+def test_request_body_over_the_limit_is_refused(coordinator: Coordinator, verb: str) -> None:
     run, address = coordinator.create(), urlsplit(coordinator.url)
     with socket.create_connection((address.hostname, address.port), timeout=WAIT_S) as bare:
         token = coordinator.credentials.headers["Authorization"]
@@ -200,7 +202,7 @@ def test_a_request_is_not_taken_in_beyond_its_limit(coordinator: Coordinator, ve
     assert answer.startswith(b"HTTP/1.1 400")
 
 
-def test_an_unknown_run_is_not_found(coordinator: Coordinator) -> None:
+def test_unknown_run_is_not_found(coordinator: Coordinator) -> None:
     status, problem = coordinator.ask("GET", "/v1/runs/nothing")
     assert (status, problem["code"]) == (404, "S113")
 
@@ -218,13 +220,13 @@ def test_two_coordinators_never_share_a_directory(coordinator: Coordinator) -> N
     assert coordinator.ask("GET", "/v1/health")[0] == 200
 
 
-def test_a_port_in_use_is_said(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_port_in_use_is_reported(coordinator: Coordinator, tmp_path: Path) -> None:
     code, said = end_of(tmp_path / "other", "--port", str(urlsplit(coordinator.url).port))
     assert code == 4
     assert "error[S420]" in said
 
 
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_unwritable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, said = end_of(tmp_path / "file" / "c")
     assert code == 4
@@ -232,14 +234,14 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory_is_said(tmp_path: Path) -> None:
+def test_read_only_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir(mode=0o500)
     code, said = end_of(tmp_path / "c")
     assert code == 4
     assert "error[S520]" in said
 
 
-def test_a_damaged_journal_is_said_and_left_alone(tmp_path: Path) -> None:
+def test_damaged_journal_is_reported_and_left_alone(tmp_path: Path) -> None:
     found = Coordinator(tmp_path / "c")
     found.create()
     found.close()
@@ -254,7 +256,7 @@ def test_a_damaged_journal_is_said_and_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == damaged
 
 
-def test_many_wrong_tokens_are_cut_short_but_the_right_one_still_works(coordinator: Coordinator) -> None:
+def test_many_wrong_tokens_are_limited_but_the_right_one_still_works(coordinator: Coordinator) -> None:
     statuses = [coordinator.ask("GET", "/v1/runs", headers={"Authorization": "Bearer x"})[0] for _ in range(40)]
     assert statuses[0] == 401
     assert statuses[-1] == 429

@@ -33,7 +33,7 @@ def hear_while_beating(members: list[FakeMember]) -> ms.EnterWorldMsg:
     raise AssertionError("no world was formed")
 
 
-def test_members_find_a_killed_coordinator_again_and_nothing_changes(coordinator: Coordinator) -> None:
+def test_members_reconnect_to_a_killed_coordinator_and_nothing_changes(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 3, settings=SETTINGS)
     members = three(coordinator, run)
     url, token = coordinator.url, coordinator.credentials.token
@@ -50,7 +50,7 @@ def test_members_find_a_killed_coordinator_again_and_nothing_changes(coordinator
     assert [m["connected"] for m in view["members"]] == [True] * 3
 
 
-def test_a_member_lost_while_the_coordinator_was_down_is_resolved_by_its_lease(coordinator: Coordinator) -> None:
+def test_member_lost_while_the_coordinator_was_down_expires_by_its_lease(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 3, settings={**SETTINGS, "lease_s": 3.0, "reconnect_s": 0.3, "heartbeat_s": 0.2})
     members = three(coordinator, run)
     coordinator.kill()
@@ -87,7 +87,7 @@ def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
     assert [(r.run, r.step, r.checkpoint_path) for r in found] == [(run, before["step"], "there/7")]
 
 
-def test_every_event_is_in_the_journal_before_its_effect_is_seen(coordinator: Coordinator) -> None:
+def test_event_is_journaled_before_its_effect_is_visible(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 1, settings=SETTINGS)
     member = FakeMember(coordinator, run, "m/0").hello()
     member.hear(ms.WelcomeMsg)
@@ -98,7 +98,7 @@ def test_every_event_is_in_the_journal_before_its_effect_is_seen(coordinator: Co
     assert list(journal.read(path))[-1].kind == "MemberReady"
 
 
-def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> None:
+def test_resumed_run_starts_from_its_checkpoint(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 1, settings=SETTINGS)
     member = FakeMember(coordinator, run, "m/0").hello().ready()
     member.hear(ms.EnterWorldMsg)
@@ -122,7 +122,7 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(coordinator: Coordinator) -> 
     assert (world.number, world.step, world.fresh) == (2, 5, False)
 
 
-def test_an_agent_and_its_members_find_a_killed_coordinator_again(coordinator: Coordinator) -> None:
+def test_agent_and_its_members_reconnect_to_a_killed_coordinator(coordinator: Coordinator) -> None:
     agent = FakeAgent(coordinator, "lab").hello()
     run = coordinator.create(2, 2, settings=SETTINGS)
     orders = [agent.hear(agent_messages.StartMemberMsg) for _ in range(2)]

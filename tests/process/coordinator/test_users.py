@@ -16,7 +16,7 @@ import pytest
 from tests.process.coordinator.fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
-from shoal.coordinator.storage.blobs import STOWED, Blobs
+from shoal.coordinator.storage.blobs import ENVIRONMENTS, Blobs
 from shoal.launch.api_client import ApiClient
 from shoal.pack import project
 from shoal.pack.project import Project, ProjectFile
@@ -38,7 +38,7 @@ def submit(coordinator: Coordinator, headers: dict[str, str]) -> tuple[int, Any]
     return coordinator.ask("POST", "/v1/runs", spec, headers)
 
 
-def test_users_submit_see_all_and_change_their_own(coordinator: Coordinator) -> None:
+def test_users_see_all_runs_and_change_their_own(coordinator: Coordinator) -> None:
     ada, bob = token(coordinator, "ada"), token(coordinator, "bob")
     status, view = submit(coordinator, ada)
     assert (status, view["user"]) == (200, "ada")
@@ -54,7 +54,7 @@ def test_users_submit_see_all_and_change_their_own(coordinator: Coordinator) -> 
     assert coordinator.view(run)["user"] == "ada"
 
 
-def test_a_user_is_neither_agent_nor_member_and_cannot_end_the_coordinator(coordinator: Coordinator) -> None:
+def test_user_token_opens_no_websocket_and_cannot_shut_down(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     for path in ("/v1/agent", "/v1/member"):
         with pytest.raises(InvalidStatus) as error:
@@ -65,7 +65,7 @@ def test_a_user_is_neither_agent_nor_member_and_cannot_end_the_coordinator(coord
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 2), (-1, 0)])
-def test_a_run_is_not_resumed_with_members_that_cannot_be(coordinator: Coordinator, low: int, high: int) -> None:
+def test_run_is_not_resumed_with_an_invalid_member_count(coordinator: Coordinator, low: int, high: int) -> None:
     run = submit(coordinator, coordinator.credentials.headers)[1]["run"]
     assert coordinator.ask("POST", f"/v1/runs/{run}/stop", {"checkpoint": False, "grace_s": 0.0})[0] == 200
     status, problem = coordinator.ask("POST", f"/v1/runs/{run}/resume", {"min": low, "max": high})
@@ -73,7 +73,7 @@ def test_a_run_is_not_resumed_with_members_that_cannot_be(coordinator: Coordinat
     assert coordinator.view(run)["status"] == "stopped"
 
 
-def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
+def test_revoked_token_is_refused(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     assert stat.S_IMODE((coordinator.directory / "tokens" / "ada").stat().st_mode) == 0o600
     assert submit(coordinator, ada)[0] == 200
@@ -84,7 +84,7 @@ def test_a_revoked_token_opens_nothing(coordinator: Coordinator) -> None:
         time.sleep(0.1)
 
 
-def test_a_token_is_replaced_only_by_who_says_so(coordinator: Coordinator) -> None:
+def test_token_is_replaced_only_on_request(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     argv = [sys.executable, "-m", "shoal.cli.main", "token", "ada", "--dir", str(coordinator.directory)]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
@@ -101,7 +101,7 @@ def test_a_token_is_replaced_only_by_who_says_so(coordinator: Coordinator) -> No
     assert submit(coordinator, other)[0] == 200
 
 
-def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -> None:
+def test_files_of_runs_are_private_to_the_owner(tmp_path: Path) -> None:
     directory = tmp_path / "srv"
     directory.mkdir()
     directory.chmod(0o755)
@@ -114,7 +114,7 @@ def test_nobody_else_on_the_machine_reads_what_is_kept_of_runs(tmp_path: Path) -
     assert readable <= {"pid", "url", "urls"}
 
 
-def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordinator: Coordinator) -> None:
+def test_blob_is_stored_once_and_only_if_it_matches_its_hash(coordinator: Coordinator) -> None:
     data = b"print('hello')\n"
     digest = hashlib.sha256(data).hexdigest()
 
@@ -141,7 +141,7 @@ def test_what_is_sent_along_is_kept_once_and_only_if_it_is_what_it_says(coordina
     assert coordinator.ask("POST", "/v1/blobs", ["../token"])[0] == 400
 
 
-def test_a_project_of_very_many_files_is_sent(coordinator: Coordinator) -> None:
+def test_project_of_many_files_is_uploaded(coordinator: Coordinator) -> None:
     contents: dict[str, Path | bytes] = {hashlib.sha256(b"%d" % at).hexdigest(): b"%d" % at for at in range(20_000)}
     blobs = coordinator.directory / "blobs"
     blobs.mkdir()
@@ -167,7 +167,7 @@ def _restart_until_swept(coordinator: Coordinator, blobs: Path) -> None:
     assert not old.exists()
 
 
-def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_counts_on(coordinator: Coordinator) -> None:
+def test_unneeded_blob_is_removed_after_a_day_unless_asked_for(coordinator: Coordinator) -> None:
     blobs = coordinator.directory / "blobs"
     _restart_until_swept(coordinator, blobs)  # the next time is in an hour
     client = ApiClient(coordinator.url, coordinator.credentials.token)
@@ -175,7 +175,7 @@ def test_what_no_run_needs_is_removed_after_a_day_and_nothing_that_somebody_coun
     name, manifest = project.encode(Project((ProjectFile("train.py", needed, 6),)))
     client.send({needed: b"needed", asked_for: b"asked for", left: b"left", name: manifest})
     (blobs / f"{left}.1234.part").write_bytes(b"le")
-    stowed = Blobs(coordinator.directory / STOWED)
+    stowed = Blobs(coordinator.directory / ENVIRONMENTS)
     wheel = stowed.add(b"a wheel")
     spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1], "project": name}
     status, view = coordinator.ask("POST", "/v1/runs", spec)

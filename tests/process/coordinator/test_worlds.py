@@ -19,7 +19,7 @@ def members_of(coordinator: Coordinator, run: str, count: int) -> list[FakeMembe
     return found
 
 
-def test_a_world_forms_when_all_are_ready(coordinator: Coordinator) -> None:
+def test_world_forms_when_all_members_are_ready(coordinator: Coordinator) -> None:
     run = coordinator.create(2, 2, settings=CALM)
     members = members_of(coordinator, run, 2)
     worlds = [member.hear(ms.EnterWorldMsg).world for member in members]
@@ -29,7 +29,7 @@ def test_a_world_forms_when_all_are_ready(coordinator: Coordinator) -> None:
     assert (view["status"], view["world"], view["world_size"]) == ("training", 1, 2)
 
 
-def test_a_closed_socket_and_a_broken_ring_form_the_next_world_at_once(coordinator: Coordinator) -> None:
+def test_closed_connection_and_broken_ring_form_the_next_world_at_once(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 3, settings=CALM)
     members = members_of(coordinator, run, 3)
     for member in members:

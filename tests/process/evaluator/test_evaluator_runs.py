@@ -100,7 +100,7 @@ def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: P
 def test_one_that_dies_after_the_training_comes_back_to_evaluate_its_end(tmp_path: Path) -> None:
     with evaluated(tmp_path, "1", "backoff_s=0.05", epochs=3, score_waits=True) as run:
         run.until(lambda: len(run.events()) and run.step() == 23, "the last step")
-        run.until(lambda: "only the evaluator is waited for" in run.output, "the trainers to be gone")
+        run.until(lambda: "waiting for the evaluator" in run.output, "the trainers to be gone")
         run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
         run.kill(EVALUATOR)
         (run.records / "go").touch()

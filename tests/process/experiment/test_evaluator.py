@@ -80,7 +80,7 @@ def test_run_waits_for_the_last_evaluation_and_reports_a_metric_that_is_not_fini
     assert "late True" in report["logs"]
     assert report["evaluated"] == 9
     assert "best.pt" in report["files"]
-    assert "only the evaluator is waited for" in report["story"]
+    assert "waiting for the evaluator" in report["story"]
     assert "odd of step 9 is no number" in report["logs"]
     assert "worst" in report["metrics"]
     assert "odd" not in report["metrics"]

@@ -120,7 +120,7 @@ def test_program_trains_with_its_files_and_reads_the_results(stage: Any) -> None
     assert report["metrics"]["step"] == 9
     assert report["metrics"]["worst"] < 3
     assert "local/0 | threads 3 yours" in report["logs"]
-    assert "the run ended with exit code 0" in report["story"]
+    assert "run ended with exit code 0" in report["story"]
     assert report["model"], "the model was not saved where run.directory says"
     assert stage.shoal("status", report["id"])["status"] == "done", "shoal status does not find it"
 

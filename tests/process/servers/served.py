@@ -14,6 +14,7 @@ from tests.process.faults.stage import Stage
 
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
+from shoal.core.runs.decide import apply
 from shoal.core.runs.state import CoordinatorState
 from shoal.store import journal
 
@@ -83,10 +84,10 @@ class Served(Stage):
         monotonic = time.monotonic() - time.time()
         found = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
-        runs = CoordinatorState()
+        state = CoordinatorState()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
             event, at = journal.event_of(entry, runs_events.KINDS), entry.at + monotonic
-            for _, told in runs.apply(entry.run, event, entry.at):
+            for _, told in apply(state, entry.run, event, entry.at):
                 if isinstance(told, ev.AnnounceTrainerLost):
                     gone.setdefault(told.member, at)
             if isinstance(event, ev.MemberConnected) and event.member in gone:

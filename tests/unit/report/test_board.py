@@ -109,11 +109,11 @@ def test_a_run_that_was_set_back_is_shown_where_its_members_are() -> None:
 def test_worlds_decisions_and_all_else_are_told_apart() -> None:
     board = RunRows(0)
     board.tell(line("m/0 connected"), 0)
-    board.tell(line("world 1 begins at step 0 with m/0", 0, "FormWorld", "m/0 is ready"), 0)
+    board.tell(line("world 1 started at step 0 with m/0", 0, "FormWorld", "m/0 is ready"), 0)
     board.tell(line("shares from step 9 on: m/1 is slow", 9, "SharesDecided", "m/1 is slow"), 5)
     assert [(row.step, row.texts) for row in board.take()] == [
         (0, {"story": "m/0 connected"}),
-        (0, {"worlds": "world 1 begins at step 0 with m/0: m/0 is ready"}),
+        (0, {"worlds": "world 1 started at step 0 with m/0: m/0 is ready"}),
         (9, {"decisions": "shares from step 9 on: m/1 is slow"}),
     ]
 

@@ -31,7 +31,7 @@ def accumulator(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_tensorboard_reads_scalars_and_texts(accumulator: Any, tmp_path: Path) -> None:
     for life in range(2):
         reports = EventFiles(pytest.fail)
-        reports.tell(str(tmp_path), line("world 1 begins at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
+        reports.tell(str(tmp_path), line("world 1 started at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
         for step in range(3 * life, 3 * life + 3):
             seated = (member("m/0", 51, step + 1), member("m/1", 13, step + 1))
             said = {"loss": 1.0 / (step + 1), "metrics": {"accuracy": 0.25 * step}}
@@ -43,5 +43,5 @@ def test_tensorboard_reads_scalars_and_texts(accumulator: Any, tmp_path: Path) -
     assert [event.value for event in found.Scalars("metrics/accuracy")] == [0.25 * step for step in range(6)]
     assert [event.value for event in found.Scalars("shares/m/1")] == [13.0] * 6
     texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors("worlds")]
-    assert texts == [(step, "world 1 begins at step 0 with m/0, m/1") for step in (0, 4)]
+    assert texts == [(step, "world 1 started at step 0 with m/0, m/1") for step in (0, 4)]
     assert found.SummaryMetadata("worlds").plugin_data.plugin_name == "text"

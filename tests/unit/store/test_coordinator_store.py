@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from shoal.coordinator.http.auth import USER
 from shoal.coordinator.http.file_routes import FileRoutes
-from shoal.coordinator.http.routes import _answering
+from shoal.coordinator.http.routes import _json
 from shoal.coordinator.storage.run_files import RunFiles
 from shoal.errors import CheckpointFailed, PermissionDenied, StoreUnusable, UnknownRun
 from shoal.settings import RunSettings
@@ -40,7 +40,7 @@ class Town:
         self.fail: Fail = lambda _method, _target: None
         self.cut_at: Callable[[str, str], int | None] = lambda _method, _target: None
         filing = FileRoutes(RunFiles(lambda run: str(self.path / run)), self.run_of)
-        inner = Starlette(routes=[Route(at, _answering(one), methods=[how]) for at, how, one in filing.endpoints()])
+        inner = Starlette(routes=[Route(at, _json(one), methods=[how]) for at, how, one in filing.endpoints()])
 
         async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
             await inner(scope | {USER: user}, receive, send)

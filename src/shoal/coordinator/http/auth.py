@@ -1,4 +1,9 @@
-"""Who may talk to the coordinator: whoever has its token, from a place that is not a foreign web page."""
+"""Authentication: lets requests with a valid token through, unless a foreign web page may have caused them.
+
+A browser sends requests on behalf of any page it shows, also to loopback. So the `Host` header must name this machine
+while the coordinator listens on loopback only (a page could otherwise use DNS rebinding), and an `Origin` header, which
+browsers add, must be the coordinator's own. Then the token decides who the user is; see the package docstring.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +27,22 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/v1/health",)
-OWNERS_PATHS = ("/v1/shutdown",)
+OWNER_PATHS = ("/v1/shutdown",)
 USER = "shoal.user"
 MAX_FAILURES = 30
 WINDOW_S = 10.0
 MAX_CLIENTS = 1000
-HEARD_S = 5.0
+DRAIN_S = 5.0
 
 
 class FailedLogins:
-    """How often each client came with a wrong token lately."""
+    """Counter of recent requests with a wrong token, by client."""
 
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {}
 
     def too_many(self, client: str, now: float) -> bool:
-        """Count one more."""
+        """Count one more failure and return whether this client has had too many."""
         if client not in self._times and len(self._times) >= MAX_CLIENTS:
             self._times.clear()
         times = self._times.setdefault(client, deque(maxlen=MAX_FAILURES + 1))
@@ -48,13 +53,10 @@ class FailedLogins:
 
 
 class AuthMiddleware:
-    """Lets authenticated requests and sockets through to the app, and answers the others itself.
+    """ASGI middleware that passes authenticated requests and WebSockets on and replies to all others itself."""
 
-    Users ask for runs; only who has the coordinator's own token may be an agent or a member, or end the coordinator.
-    """
-
-    def __init__(self, app: App, keys: TokenStore, loopback_only: bool) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: App, tokens: TokenStore, loopback_only: bool) -> None:
+        self._app, self._tokens = app, tokens
         self._loopback_only = loopback_only
         self._failures = FailedLogins()
 
@@ -67,44 +69,47 @@ class AuthMiddleware:
         if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await _answer(scope, receive, send, *refusal)
+            await _reply(scope, receive, send, *refusal)
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[int, ErrorView] | None:
+        """Return the HTTP status and error of a request that must not pass; put the user of others into the scope."""
         foreign = why_foreign(headers.get(b"host", b""), headers.get(b"origin", b""), self._loopback_only)
         if foreign:
             return 403, ErrorView(WrongToken.code, "the request was not meant for this coordinator", why=foreign)
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return None
-        user = self._keys.who(headers.get(b"authorization", b""))
+        user = self._tokens.user_of(headers.get(b"authorization", b""))
         if user is not None:
             scope[USER] = user
-            if user == OWNER or (scope["type"] == "http" and scope["path"] not in OWNERS_PATHS):
+            if user == OWNER or (scope["type"] == "http" and scope["path"] not in OWNER_PATHS):
                 return None
-            return 403, ErrorView(
-                PermissionDenied.code, f"{user} may not do this", do="use the coordinator's own token file"
-            )
+            what, do = f"user {user} may not do this", "use the coordinator's own token file"
+            return 403, ErrorView(PermissionDenied.code, what, do=do)
         client = str((scope.get("client") or ("",))[0])
         if self._failures.too_many(client, time.monotonic()):
             return 429, ErrorView(WrongToken.code, "too many wrong tokens", do="wait ten seconds")
-        given = b"authorization" in headers
-        what = "the token is not this coordinator's" if given else "a token is needed"
+        what = "wrong token for this coordinator" if b"authorization" in headers else "a token is required"
         return 401, ErrorView(WrongToken.code, what, do="pass the coordinator's token file with --token-file")
 
 
 def why_foreign(host: bytes, origin: bytes, loopback_only: bool) -> str:
-    """Why a request looks like it comes through somebody's web page, empty if it does not."""
+    """Return why a request may have been caused by a foreign web page, empty if it was not."""
     name = host_name(host.decode("latin-1"))
     if loopback_only and not is_loopback(name):
-        return f"the host {name!r} is not this machine's own"
+        return f"host {name!r} is not this machine"
     if origin:
-        came_from = origin.decode("latin-1").partition("://")[2]
-        if came_from != host.decode("latin-1"):
-            return f"it comes from a page of {came_from or 'nowhere'!r}"
+        page = origin.decode("latin-1").partition("://")[2]
+        if page != host.decode("latin-1"):
+            return f"it comes from a page of {page or 'nowhere'!r}"
     return ""
 
 
 def host_name(host: str) -> str:
-    """A host header without its port."""
+    """Return a Host header without its port.
+
+    >>> host_name("[::1]:80"), host_name("lab:80"), host_name("::1")
+    ('::1', 'lab', '::1')
+    """
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
@@ -119,26 +124,26 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-async def _answer(scope: Scope, receive: Receive, send: Send, status: int, problem: ErrorView) -> None:
-    body = msgspec.json.encode(problem)
+async def _reply(scope: Scope, receive: Receive, send: Send, status: int, error: ErrorView) -> None:
+    body = msgspec.json.encode(error)
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     prefix = "http"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
-            await send({"type": "websocket.close", "code": 1008, "reason": problem.what})
+            await send({"type": "websocket.close", "code": 1008, "reason": error.what})
             return
         await receive()
         prefix = "websocket.http"
     else:
-        await _hear_out(receive)
+        await _drain(receive)
     await send({"type": f"{prefix}.response.start", "status": status, "headers": headers})
     await send({"type": f"{prefix}.response.body", "body": body})
 
 
-async def _hear_out(receive: Receive) -> None:
-    """Read what a request still has to say: if it is cut short, its client hears of that instead of the answer."""
+async def _drain(receive: Receive) -> None:
+    """Drain the request body before replying, or the client sees a broken pipe instead of our error."""
     more = True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(HEARD_S):
+        async with asyncio.timeout(DRAIN_S):
             while more:
                 more = (await receive()).get("more_body", False)

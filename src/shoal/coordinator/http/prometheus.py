@@ -1,4 +1,4 @@
-"""The coordinator's figures for Prometheus."""
+"""Prometheus metrics of the runs and agents of a coordinator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.wire.api import AgentView, RunView
 
 
 def _evaluation(run: RunView, what: str) -> float | None:
-    found: float | None = getattr(run.evaluation, what, None)
-    return found
+    value: float | None = getattr(run.evaluation, what, None)
+    return value
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
@@ -20,18 +20,18 @@ _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
     ("shoal_run_world", "Number of the live world", lambda run: run.world),
     ("shoal_run_world_size", "Members of the live world", lambda run: run.world_size),
     ("shoal_run_loss", "Latest loss", lambda run: run.loss),
-    ("shoal_run_samples_per_second", "Samples trained on a second", lambda run: run.samples_per_s),
-    ("shoal_run_batch", "Samples of a global batch", lambda run: run.batch or None),
+    ("shoal_run_samples_per_second", "Samples per second", lambda run: run.samples_per_s),
+    ("shoal_run_batch", "Samples in a global batch", lambda run: run.batch or None),
     ("shoal_run_noise_scale", "Gradient noise scale in samples", lambda run: run.noise),
     ("shoal_run_checkpoint_step", "Step of the newest checkpoint", lambda run: run.checkpoint_step),
-    ("shoal_run_evaluated_step", "Step that was evaluated last", lambda run: _evaluation(run, "step")),
+    ("shoal_run_evaluated_step", "Step of the latest evaluation", lambda run: _evaluation(run, "step")),
     ("shoal_run_best_step", "Step of the best evaluation", lambda run: _evaluation(run, "best_step")),
-    ("shoal_run_best_value", "What the best evaluation found", lambda run: _evaluation(run, "best_value")),
+    ("shoal_run_best_value", "Metric of the best evaluation", lambda run: _evaluation(run, "best_value")),
 )
 
 
 def render(runs: Iterable[RunView], agents: Iterable[AgentView]) -> bytes:
-    """All figures in the text format."""
+    """Return all metrics in the text format."""
     registry = CollectorRegistry()
     registry.register(_Collector(list(runs), list(agents)))
     return generate_latest(registry)
@@ -45,9 +45,9 @@ class _Collector:
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["run", "name"])
             for run in self._runs:
-                found = value(run)
-                if found is not None:
-                    gauge.add_metric([run.run, run.name], found)
+                measured = value(run)
+                if measured is not None:
+                    gauge.add_metric([run.run, run.name], measured)
             yield gauge
         losses = CounterMetricFamily("shoal_run_losses", "Members lost", labels=["run", "name"])
         joins = CounterMetricFamily("shoal_run_joins", "Members that joined", labels=["run", "name"])
@@ -67,17 +67,19 @@ class _Collector:
         yield agents
 
     def _evaluations(self) -> Metric:
-        found = GaugeMetricFamily("shoal_run_evaluation", "Latest evaluation", labels=["run", "name", "metric"])
+        gauge = GaugeMetricFamily("shoal_run_evaluation", "Latest evaluation", labels=["run", "name", "metric"])
         for run in self._runs:
             for metric, value in (run.evaluation.metrics if run.evaluation is not None else {}).items():
-                found.add_metric([run.run, run.name, metric], value)
-        return found
+                gauge.add_metric([run.run, run.name, metric], value)
+        return gauge
 
     def _steps(self) -> Iterator[Metric]:
-        """Who has how much of a step, where its time goes, and how much of it is waited away."""
+        """Yield the shares of members, the parts of their steps, and the time they spend waiting."""
         labels = ["run", "name"]
-        idle = GaugeMetricFamily("shoal_run_idle_ratio", "Time of members spent waiting", labels=[*labels, "shares"])
-        share = GaugeMetricFamily("shoal_member_share", "Samples of a member in a step", labels=[*labels, "member"])
+        idle = GaugeMetricFamily(
+            "shoal_run_idle_ratio", "Part of the members' time spent waiting", labels=[*labels, "shares"]
+        )
+        share = GaugeMetricFamily("shoal_member_share", "Samples of the member in a step", labels=[*labels, "member"])
         parts = GaugeMetricFamily(
             "shoal_member_step_seconds", "Seconds of a usual step", labels=[*labels, "member", "part"]
         )
@@ -85,10 +87,10 @@ class _Collector:
             for shares, value in (("equal", run.idle_before), ("now", run.idle_now)):
                 if value is not None:
                     idle.add_metric([run.run, run.name, shares], value)
-            for one in run.members:
-                if one.rank is not None:
-                    share.add_metric([run.run, run.name, one.member], one.share)
-                    spent = {"data": one.data_s, "compute": one.compute_s, "wait": one.wait_s}
-                    for part, seconds in (spent | {"exchange": one.exchange_s}).items():
-                        parts.add_metric([run.run, run.name, one.member, part], seconds)
+            for member in run.members:
+                if member.rank is not None:
+                    share.add_metric([run.run, run.name, member.member], member.share)
+                    spent = {"data": member.data_s, "compute": member.compute_s, "wait": member.wait_s}
+                    for part, seconds in (spent | {"exchange": member.exchange_s}).items():
+                        parts.add_metric([run.run, run.name, member.member, part], seconds)
         yield from (idle, share, parts)

@@ -1,4 +1,4 @@
-"""Who holds which token: the coordinator's own, which agents and members have too, and one for each named user."""
+"""Token store: the coordinator's own token, which agents and members have too, and one for each named user."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from shoal.wire import credentials
 
 FOLDER = "tokens"
 OWNER = ""
-LOOK_S = 1.0
+REREAD_S = 1.0
 
 
 class TokenStore:
-    """The tokens that a coordinator accepts; files that come or go in its folder of tokens are noticed."""
+    """The tokens that a coordinator accepts; token files that are added or removed take effect within a second."""
 
     def __init__(self, directory: Path, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = directory / FOLDER, clock
-        self._own = _digest(f"Bearer {token}".encode())
+        self._owner = _digest(f"Bearer {token}".encode())
         self._users: dict[bytes, str] = {}
-        self._looked_at = -LOOK_S
+        self._read_at = -REREAD_S
 
-    def who(self, header: bytes) -> str | None:
-        """The user whose token this is, OWNER if it is the coordinator's own, None if it is nobody's."""
-        # Hashes are compared, so that how long it takes says nothing of the token.
+    def user_of(self, header: bytes) -> str | None:
+        """Return the user whose token an Authorization header holds: OWNER, a name, or None for no valid token."""
+        # Hashes are compared, so that the time it takes tells nothing about the token.
         digest = _digest(header)
-        if digest == self._own:
+        if digest == self._owner:
             return OWNER
-        self._look()
+        self._reread()
         return self._users.get(digest)
 
-    def _look(self) -> None:
-        if self._clock() - self._looked_at < LOOK_S:
+    def _reread(self) -> None:
+        if self._clock() - self._read_at < REREAD_S:
             return
-        self._looked_at = self._clock()
-        found = {}
+        self._read_at = self._clock()
+        users = {}
         for path in self._folder.glob("*") if self._folder.is_dir() else ():
             try:
-                found[_digest(f"Bearer {credentials.read(path).token}".encode())] = path.name
+                users[_digest(f"Bearer {credentials.read(path).token}".encode())] = path.name
             except BadCredentials:
-                continue  # half written, or not one of ours
-        self._users = found
+                continue  # being written, or not a token file
+        self._users = users
 
 
 def _digest(header: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""One thread for each pool, which asks its engine for one kind of thing at a time.
+"""Pool worker: the thread that submits, cancels and lists the allocations of one pool.
 
-So what an engine says of its hires never contradicts what it was asked before. Machines that are hired one right after
-the other are asked for together, and so are those that are let go: with many hosts, each would wait for all before it.
+It does one kind of thing at a time, so a listing never contradicts an instruction that was carried out before it. The
+package docstring explains the rest.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from shoal.core.provisioning import events as se
+from shoal.core.provisioning import events as pe
 from shoal.engines.engine import AllocationRequest, AllocationStatus, Engine
 from shoal.errors import AllocationRefused, EngineUnreachable, ShoalError
 
-LOOK_S = 1.0
-CALM_LOOK_S = 5.0
+LIST_S = 1.0
+LIST_EMPTY_S = 5.0
 AT_ONCE = 16
-TIDY_FIRST_S = 30.0
-TIDY_S = 900.0
+FIRST_CLEAN_UP_S = 30.0
+CLEAN_UP_S = 900.0
 
-Ends = tuple[tuple[str, float], ...]
+Order = pe.SubmitAllocation | pe.CancelAllocation
+EndTimes = tuple[tuple[str, float], ...]
 
-log = logging.getLogger("shoal.hiring")
+log = logging.getLogger("shoal.pools")
 
 
 class PoolWorker(threading.Thread):
-    """Where one pool is asked. `asking` are those whose submission has not been heard of, `known` all that it has.
+    """The worker of one pool; `report` and `report_ends` are called in its thread.
 
-    `done` counts what its engine has done. `all_ended` says after its end that none of its hires is left.
+    `submitting` are allocations whose submission was not confirmed yet, and `allocations` all of the pool, None until
+    the provisioner has told. `progress` counts what the engine has done. After the end, `all_released` says that
+    nothing is left.
     """
 
     def __init__(
@@ -42,184 +45,184 @@ class PoolWorker(threading.Thread):
         pool: str,
         tag: str,
         engine: Engine,
-        ask_of: Callable[[se.SubmitAllocation], AllocationRequest],
-        said: Callable[[se.Event], None],
-        ends: Callable[[Ends], None],
+        request_of: Callable[[pe.SubmitAllocation], AllocationRequest],
+        report: Callable[[pe.Event], None],
+        report_ends: Callable[[EndTimes], None],
     ) -> None:
         super().__init__(name=f"shoal-pool-{pool}", daemon=True)
-        self._pool, self._engine, self._ask_of, self._said, self._ends = pool, engine, ask_of, said, ends
-        self._tag = tag
-        self._line: queue.Queue[se.SubmitAllocation | se.CancelAllocation | None] = queue.Queue()
+        self._pool, self._tag, self._engine = pool, tag, engine
+        self._request_of, self._report, self._report_ends = request_of, report, report_ends
+        self._orders: queue.Queue[Order | None] = queue.Queue()
         self._stopped = threading.Event()
-        self._end_all = False
-        self.asking: set[str] = set()
-        self.known: frozenset[str] | None = None
-        self.done = 0
-        self.all_ended = False
-        self._ending: int | None = None
+        self._release_all = False
+        self._releasing: int | None = None
+        self.submitting: set[str] = set()
+        self.allocations: frozenset[str] | None = None
+        self.progress = 0
+        self.all_released = False
 
     @property
-    def left(self) -> int:
-        """How many hires it has."""
-        return len(self.known or ()) if self._ending is None else self._ending
+    def remaining(self) -> int:
+        """How many allocations the pool has."""
+        return len(self.allocations or ()) if self._releasing is None else self._releasing
 
-    def leave_s(self, grace_s: float) -> float:
-        """How long it may take to end all of them, if agents have so long to hand over."""
-        return self._engine.cancel_timeout_s(grace_s) * max(1, math.ceil(self.left / AT_ONCE))
+    def release_timeout_s(self, grace_s: float) -> float:
+        """Return how long it may take to release everything, if agents have a grace period of `grace_s`."""
+        return self._engine.cancel_timeout_s(grace_s) * max(1, math.ceil(self.remaining / AT_ONCE))
 
-    def put(self, instruction: se.SubmitAllocation | se.CancelAllocation) -> None:
-        if isinstance(instruction, se.SubmitAllocation):
-            self.asking.add(instruction.allocation)
-        self._line.put(instruction)
+    def put(self, order: Order) -> None:
+        """Queue an instruction."""
+        if isinstance(order, pe.SubmitAllocation):
+            self.submitting.add(order.allocation)
+        self._orders.put(order)
 
-    def stop(self, end_all: bool) -> None:
-        self._end_all = end_all
+    def stop(self, release_all: bool) -> None:
+        """End the thread soon, after releasing everything if asked."""
+        self._release_all = release_all
         self._stopped.set()
-        self._line.put(None)
+        self._orders.put(None)
 
     def run(self) -> None:
-        look_at, tidy_at = 0.0, time.monotonic() + TIDY_FIRST_S
+        list_at, clean_up_at = 0.0, time.monotonic() + FIRST_CLEAN_UP_S
         while not self._stopped.is_set():
-            if time.monotonic() >= look_at:
-                self._look()
-                look_at = time.monotonic() + (LOOK_S if self.known is None or self.known else CALM_LOOK_S)
-            if time.monotonic() >= tidy_at:
-                self._tidy()
-                tidy_at = time.monotonic() + TIDY_S
+            if time.monotonic() >= list_at:
+                self._list()
+                empty = self.allocations is not None and not self.allocations
+                list_at = time.monotonic() + (LIST_EMPTY_S if empty else LIST_S)
+            if time.monotonic() >= clean_up_at:
+                self._clean_up()
+                clean_up_at = time.monotonic() + CLEAN_UP_S
             try:
-                asked = self._line.get(timeout=max(0.01, look_at - time.monotonic()))
+                order = self._orders.get(timeout=max(0.01, list_at - time.monotonic()))
             except queue.Empty:
                 continue
-            for group in together([asked, *self._waiting()]):
+            for group in group_orders([order, *self._queued()]):
                 if not self._stopped.is_set():
-                    self._do_all(group)
-        if self._end_all:
-            self._end_everything()
+                    self._carry_out_group(group)
+        if self._release_all:
+            self._release_everything()
         self._engine.close()
 
-    def _waiting(self) -> list[se.SubmitAllocation | se.CancelAllocation | None]:
-        """What was asked for meanwhile."""
-        found = []
+    def _queued(self) -> list[Order | None]:
+        orders = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._line.get_nowait())
-        return found
+                orders.append(self._orders.get_nowait())
+        return orders
 
-    def _do_all(self, group: Sequence[se.SubmitAllocation | se.CancelAllocation]) -> None:
+    def _carry_out_group(self, group: Sequence[Order]) -> None:
         if len(group) == 1:
-            self._do(group[0])
+            self._carry_out(group[0])
             return
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            for one in as_completed([threads.submit(self._do, asked) for asked in group]):
-                one.result()
-                self.done += 1
+            for future in as_completed([threads.submit(self._carry_out, order) for order in group]):
+                future.result()
+                self.progress += 1
 
-    def _do(self, asked: se.SubmitAllocation | se.CancelAllocation) -> None:
+    def _carry_out(self, order: Order) -> None:
         try:
-            with _blamed():
-                if isinstance(asked, se.SubmitAllocation):
-                    self._submit(asked)
-                elif asked.handle:
-                    self._engine.cancel(asked.handle)
-                    self._said(se.AllocationEnded(asked.allocation))
+            with _engine_errors():
+                if isinstance(order, pe.SubmitAllocation):
+                    self._submit(order)
+                elif order.handle:
+                    self._engine.cancel(order.handle)
+                    self._report(pe.AllocationEnded(order.allocation))
         except EngineUnreachable as error:
-            # What is to end is asked again by the supply; what is to begin, when the pool can be reached.
-            self._said(se.PoolUnreachable(self._pool, *_told(error)))
-            if isinstance(asked, se.SubmitAllocation):
-                self._said(se.AllocationRejected(self._pool, asked.allocation, *_told(error)))
+            # Provisioning repeats cancellations by itself, and submissions when the pool is reachable again.
+            self._report(pe.PoolUnreachable(self._pool, *_cause(error)))
+            if isinstance(order, pe.SubmitAllocation):
+                self._report(pe.AllocationRejected(self._pool, order.allocation, *_cause(error)))
         except ShoalError as error:
             log.warning("pool %s: %s", self._pool, error)
-            if isinstance(asked, se.SubmitAllocation):
+            if isinstance(order, pe.SubmitAllocation):
                 final = isinstance(error, AllocationRefused)
-                self._said(se.AllocationRejected(self._pool, asked.allocation, *_told(error), final=final))
+                self._report(pe.AllocationRejected(self._pool, order.allocation, *_cause(error), final=final))
 
-    def _submit(self, asked: se.SubmitAllocation) -> None:
+    def _submit(self, order: pe.SubmitAllocation) -> None:
         try:
-            handle = self._engine.submit(self._ask_of(asked))
+            handle = self._engine.submit(self._request_of(order))
         except OSError as error:
-            raise AllocationRefused("the engine could not be asked", why=str(error)) from error
-        self._said(se.AllocationSubmitted(self._pool, asked.allocation, handle))
+            raise AllocationRefused("the request could not be submitted", why=str(error)) from error
+        self._report(pe.AllocationSubmitted(self._pool, order.allocation, handle))
 
-    def _look(self) -> None:
+    def _listed(self) -> list[AllocationStatus]:
+        """Return the allocations of this pool; another pool may use the same cluster."""
+        listed = self._engine.watch(self._tag)
+        return sorted((s for s in listed if pe.pool_of(s.allocation) == self._pool), key=lambda s: s.allocation)
+
+    def _list(self) -> None:
         try:
-            with _blamed():
-                found = self._engine.watch(self._tag)
+            with _engine_errors():
+                statuses = self._listed()
         except ShoalError as error:
             final = isinstance(error, AllocationRefused)
-            self._said(se.PoolUnreachable(self._pool, *_told(error), final=final))
+            self._report(pe.PoolUnreachable(self._pool, *_cause(error), final=final))
             return
-        # Two pools may be of one cluster: each looks after its own.
-        mine = [
-            one for one in sorted(found, key=lambda one: one.allocation) if se.pool_of(one.allocation) == self._pool
-        ]
-        seen = tuple(
-            se.ListedAllocation(one.allocation, one.handle, one.state == "running", one.why)
-            for one in mine
-            if one.state != "gone"
+        active = [status for status in statuses if status.state != "gone"]
+        running = {status.allocation for status in active if status.state == "running"}
+        listed = tuple(
+            pe.ListedAllocation(status.allocation, status.handle, status.allocation in running, status.why)
+            for status in active
         )
-        self._said(
-            se.PoolListed(self._pool, seen, tuple((one.allocation, one.why) for one in mine if one.state == "gone"))
-        )
-        self._ends(
-            tuple((one.allocation, one.ends_at) for one in mine if one.ends_at is not None and one.state == "running")
-        )
+        ended = tuple((status.allocation, status.why) for status in statuses if status.state == "gone")
+        self._report(pe.PoolListed(self._pool, listed, ended))
+        ends = ((s.allocation, s.ends_at) for s in active if s.ends_at is not None and s.allocation in running)
+        self._report_ends(tuple(ends))
 
-    def _tidy(self) -> None:
-        """What was left by hires that are gone is nobody's worry but the disk's."""
+    def _clean_up(self) -> None:
+        """Remove files of ended allocations; a failure costs disk space only."""
         try:
-            with _blamed():
-                self._engine.clean_up(self._tag, self.known or ())
+            with _engine_errors():
+                self._engine.clean_up(self._tag, self.allocations or ())
         except ShoalError as error:
-            log.warning("pool %s: what ended hires left could not be removed: %s", self._pool, error)
+            log.warning("pool %s: files of ended allocations could not be removed: %s", self._pool, error)
 
-    def _end_everything(self) -> None:
+    def _release_everything(self) -> None:
         try:
-            with _blamed():
-                found = self._engine.watch(self._tag)
+            with _engine_errors():
+                statuses = self._listed()
         except ShoalError as error:
-            log.error("pool %s may have something left of this coordinator: %s", self._pool, error)
+            log.error("pool %s may still have allocations of this coordinator: %s", self._pool, error)
             return
-        self.done += 1
-        # Those that ended by themselves have left their tokens.
-        mine = [one for one in found if se.pool_of(one.allocation) == self._pool]
-        self._ending = len(mine)
+        self.progress += 1
+        # Ended ones are cancelled as well: their tokens are still on the machine.
+        self._releasing = len(statuses)
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            ends = [threads.submit(self._end, one) for one in mine]
-            for _ in as_completed(ends):
-                self._ending, self.done = self._ending - 1, self.done + 1
-        self.all_ended = all(one.result() for one in ends)
+            futures = [threads.submit(self._release, status) for status in statuses]
+            for _ in as_completed(futures):
+                self._releasing, self.progress = self._releasing - 1, self.progress + 1
+        self.all_released = all(future.result() for future in futures)
 
-    def _end(self, one: AllocationStatus) -> bool:
+    def _release(self, status: AllocationStatus) -> bool:
+        """Cancel an allocation and return whether it is gone."""
         try:
-            with _blamed():
-                self._engine.cancel(one.handle)
+            with _engine_errors():
+                self._engine.cancel(status.handle)
         except ShoalError as error:
-            if one.state != "gone":
-                log.error("%s of pool %s may be left of this coordinator: %s", one.handle, self._pool, error)
+            if status.state != "gone":
+                log.error("%s of pool %s may still be running: %s", status.handle, self._pool, error)
                 return False
         return True
 
 
-def together(
-    asked: Iterable[se.SubmitAllocation | se.CancelAllocation | None],
-) -> list[list[se.SubmitAllocation | se.CancelAllocation]]:
-    """What can be asked at the same time: what is of one kind and in a row; None asks for nothing."""
-    real = [one for one in asked if one is not None]
-    return [list(group) for _, group in itertools.groupby(real, key=type)]
+def group_orders(orders: Iterable[Order | None]) -> list[list[Order]]:
+    """Return the instructions in groups that can be carried out together: of one kind, in a row. None is left out."""
+    given = [order for order in orders if order is not None]
+    return [list(group) for _, group in itertools.groupby(given, key=type)]
 
 
 @contextlib.contextmanager
-def _blamed() -> Iterator[None]:
-    """Whatever else an engine raises: it is asked again, since somebody pays for what it has."""
+def _engine_errors() -> Iterator[None]:
+    """Raise EngineUnreachable for a bug of an engine: it is tried again, because its machines cost money."""
     try:
         yield
     except ShoalError:
         raise
     except Exception as error:
-        log.exception("an engine failed as none should")
+        log.exception("the engine failed unexpectedly")
         raise EngineUnreachable("the engine failed", why=f"{type(error).__name__}: {error}") from error
 
 
-def _told(error: ShoalError) -> tuple[str, str, str]:
-    """What is wrong, where, and what to do."""
+def _cause(error: ShoalError) -> tuple[str, str, str]:
+    """Return why, where and what to do."""
     return f"{error.what}: {error.why}" if error.why else error.what, error.where, error.do

@@ -1,9 +1,9 @@
-"""An event loop that does not get up for each of very many.
+"""Event loop that batches wake-ups when there are many connections.
 
-With two thousand connections something comes every third of a millisecond, and to wake up for it takes longer than to
-deal with it. So a loop that has many connections looks a little later, and finds several things to do at once. Nobody
-notices a millisecond in a world of a hundred, nor ten in one of a thousand; with few connections everything is dealt
-with as it comes.
+With two thousand connections something arrives every third of a millisecond, and waking up for it takes longer than
+handling it. So a loop with many connections polls a little later and finds several things to do at once. The delay is
+about a millisecond with a hundred members and ten with a thousand, which no lease notices; with few connections there
+is none.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import selectors
 import time
 
 MANY = 256
-LATER_S = 5e-6
+DELAY_S_PER_CONNECTION = 5e-6
 
 
 class BatchingSelector(selectors.DefaultSelector):
-    """Looks at once while there are few connections, and else a moment later."""
+    """Polls at once while there are few connections, and otherwise after a short delay."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        many = len(self.get_map())
-        if many > MANY and (timeout is None or timeout > many * LATER_S):
-            time.sleep(many * LATER_S)
-            timeout = None if timeout is None else timeout - many * LATER_S
+        connections = len(self.get_map())
+        delay_s = connections * DELAY_S_PER_CONNECTION
+        if connections > MANY and (timeout is None or timeout > delay_s):
+            time.sleep(delay_s)
+            timeout = None if timeout is None else timeout - delay_s
         return super().select(timeout)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """The loop that a coordinator runs in."""
+    """Return the event loop that a coordinator runs in."""
     return asyncio.SelectorEventLoop(BatchingSelector())

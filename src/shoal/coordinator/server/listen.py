@@ -1,4 +1,4 @@
-"""Where the coordinator listens, and the URLs at which it may be reached."""
+"""Listening sockets of the coordinator, and the URLs at which it may be reached."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from shoal.core import addresses
 from shoal.errors import PortInUse
 from shoal.wire import interfaces
 
-PORT_WITHIN_S = 3.0
+PORT_RETRY_S = 3.0
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "::"
 EVERYWHERE_V4 = "0.0.0.0"
 BACKLOG = 512
-PAIRS = 20
+PORT_ATTEMPTS = 20
 _NO_V6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 
 
 @dataclass(frozen=True, slots=True)
 class Urls:
-    """`here` is for whoever is on this machine; `elsewhere` are those that others try, in this order."""
+    """`local` is for processes on this machine; `remote` are those that other machines try, in this order."""
 
-    here: str
-    elsewhere: tuple[str, ...]
+    local: str
+    remote: tuple[str, ...]
 
 
 def urls(host: str, port: int, secure: bool, named: tuple[str, ...] = ()) -> Urls:
-    """The URLs of a coordinator that listens there; `named` are addresses, with a port or without, that come first."""
+    """Return the URLs of a coordinator that listens on `host`.
+
+    `named` are addresses, with or without a port, that other machines should try first.
+    """
     scheme = "https" if secure else "http"
-    given = tuple(_with_port(scheme, one, port) for one in named)
+    given = tuple(_with_port(scheme, address, port) for address in named)
     if host not in (EVERYWHERE, EVERYWHERE_V4):
-        here = addresses.url(scheme, host, port)
-        return Urls(here, tuple(dict.fromkeys((*given, here))))
-    known = interfaces.interfaces()
-    hosts = (*addresses.candidates(known, interfaces.outward()), *interfaces.good_names())
-    found = [one for one in hosts if host == EVERYWHERE or ":" not in one]
-    here = addresses.url(scheme, LOOPBACK, port)
-    elsewhere = (*given, *(addresses.url(scheme, one, port) for one in found))
-    return Urls(here, tuple(dict.fromkeys(elsewhere)) or (here,))
+        local = addresses.url(scheme, host, port)
+        return Urls(local, tuple(dict.fromkeys((*given, local))))
+    candidates = addresses.candidates(interfaces.interfaces(), interfaces.outward())
+    hosts = [name for name in (*candidates, *interfaces.good_names()) if host == EVERYWHERE or ":" not in name]
+    local = addresses.url(scheme, LOOPBACK, port)
+    remote = (*given, *(addresses.url(scheme, name, port) for name in hosts))
+    return Urls(local, tuple(dict.fromkeys(remote)) or (local,))
 
 
 def _with_port(scheme: str, address: str, port: int) -> str:
@@ -53,25 +55,25 @@ def _with_port(scheme: str, address: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Bind, with a little patience for a predecessor that is just going."""
-    deadline = time.monotonic() + (PORT_WITHIN_S if port else 0.0)
+    """Return listening sockets; retry a given port for three seconds, while a predecessor may still be closing it."""
+    deadline = time.monotonic() + (PORT_RETRY_S if port else 0.0)
     while True:
         try:
-            return _both(port) if host == EVERYWHERE else [_bind(host, port)]
+            return _bind_both(port) if host == EVERYWHERE else [_bind(host, port)]
         except OSError as error:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             raise PortInUse(
-                f"the coordinator cannot listen on {addresses.host_port(host, port)}",
+                f"cannot listen on {addresses.host_port(host, port)}",
                 why=error.strerror or str(error),
-                do="end the other process, or choose another address with --host and --port",
+                do="stop the other process, or choose another address with --host and --port",
             ) from error
 
 
-def _both(port: int) -> list[socket.socket]:
-    """Two sockets on one port, so that peers of either family are seen under their own addresses."""
-    for attempt in range(1, PAIRS + 1):
+def _bind_both(port: int) -> list[socket.socket]:
+    """Return an IPv4 and an IPv6 socket on one port, so that peers of either family have their own addresses."""
+    for attempt in range(1, PORT_ATTEMPTS + 1):
         first = _bind(EVERYWHERE_V4, port)
         try:
             return [first, _bind(EVERYWHERE, first.getsockname()[1])]
@@ -79,8 +81,8 @@ def _both(port: int) -> list[socket.socket]:
             if error.errno in _NO_V6:
                 return [first]
             first.close()
-            # The port that the system picked for one family may be taken in the other.
-            if port or error.errno != errno.EADDRINUSE or attempt == PAIRS:
+            # The port that the system chose for IPv4 may be taken for IPv6.
+            if port or error.errno != errno.EADDRINUSE or attempt == PORT_ATTEMPTS:
                 raise
     raise AssertionError("unreachable")
 

@@ -1,4 +1,7 @@
-"""A certificate of the coordinator's own, for when it is reachable from other machines."""
+"""TLS certificate of the coordinator, for when it listens for other machines.
+
+It is self-signed. Clients need no certificate authority: they get the certificate with their token and trust only it.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ BUFFER_BYTES = 8 << 10
 
 
 def ensure(directory: Path, host: str) -> str:
-    """The certificate of this directory in PEM; made on first use, kept ever after because members trust only it."""
+    """Return the certificate of this directory in PEM, created on first use; members trust it across restarts."""
     certificate, key = directory / CERTIFICATE, directory / KEY
     try:
         if not (certificate.exists() and key.exists()):
-            made, secret = _make(host)
-            _write(key, secret)
-            _write(certificate, made)
+            certificate_pem, key_pem = _create(host)
+            _write(key, key_pem)
+            _write(certificate, certificate_pem)
         return certificate.read_text("ascii")
     except OSError as error:
         raise StorageError(
-            "the coordinator's certificate cannot be kept", where=str(directory), why=error.strerror or str(error)
+            "cannot write the coordinator's certificate", where=str(directory), why=error.strerror or str(error)
         ) from error
 
 
-def be_sparing() -> None:
-    """Let connections have small buffers: asyncio gives each 256 KiB, which a thousand members fill with nothing."""
+def use_small_buffers() -> None:
+    """Give TLS connections small buffers: asyncio's default of 256 KiB adds up with a thousand members."""
     sslproto.SSLProtocol.max_size = BUFFER_BYTES
 
 
@@ -42,7 +45,7 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def _make(host: str) -> tuple[bytes, bytes]:
+def _create(host: str) -> tuple[bytes, bytes]:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -68,7 +71,7 @@ def _make(host: str) -> tuple[bytes, bytes]:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    secret = key.private_bytes(
+    key_pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return certificate.public_bytes(serialization.Encoding.PEM), secret
+    return certificate.public_bytes(serialization.Encoding.PEM), key_pem

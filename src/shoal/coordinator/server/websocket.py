@@ -1,10 +1,10 @@
-"""WebSockets whose messages go straight to who listens.
+"""WebSockets whose messages go straight to a callback, without a task per connection.
 
-A beat is a few bytes that renew a lease. On the usual way it wakes a task, pauses and resumes the reading of its socket
-and passes a dozen layers, which takes many times as long as the beat itself, and each connection keeps two tasks. With
-a thousand members that would be most of what a coordinator does and holds. So whole frames are read and written here,
-and the application is done with a connection as soon as it listens. What is unusual is left to the parser of
-`websockets`.
+A heartbeat is a few bytes that renew a lease. Through the usual stack it wakes a task, pauses and resumes reading and
+passes a dozen layers, which takes many times as long as handling it, and each connection keeps two tasks. With a
+thousand members that would be most of what a coordinator does and holds. So whole binary frames, pings and pongs are
+read and written here, and the ASGI application is done with a connection as soon as it listens. Everything unusual
+(fragments, text, close frames) is left to the parser of `websockets`, which then handles the rest of the connection.
 """
 
 from __future__ import annotations
@@ -21,70 +21,70 @@ from websockets.http11 import Request
 
 try:
     from websockets.speedups import apply_mask
-except ImportError:  # there is not always a compiled one
+except ImportError:  # not every wheel has the compiled version
     from websockets.utils import apply_mask
 
 log = logging.getLogger("shoal.coordinator")
 
 SCOPE = "shoal.socket"
-MAX_WAITING = 10_000
-PIECE_BYTES = 4 << 10
+MAX_UNSENT = 10_000
+CHUNK_BYTES = 4 << 10
 BINARY, PING, PONG = 0x82, 0x89, 0x8A
 MASKED = 0x80
-GOOD_BYE = 1000
+NORMAL_CLOSURE = 1000
 
-Hear = Callable[[bytes | str], None]
+OnMessage = Callable[[bytes | str], None]
 
 
 class _NullQueue:
-    """Where to put what nobody waits for."""
+    """Queue that drops everything, for events that no application waits for."""
 
     def put_nowait(self, _event: object) -> None: ...
 
 
-NOBODY = _NullQueue()
+NULL_QUEUE = _NullQueue()
 
 
 class DirectSocket(WebSocketsSansIOProtocol):
-    """One connection. From `listen` on it calls for every message, and once when it is over."""
+    """One WebSocket; after `listen` it calls back for every message, and once when it is closed."""
 
-    _hear: Hear | None = None
-    _gone: Callable[[], None] | None = None
+    _on_message: OnMessage | None = None
+    _on_close: Callable[[], None] | None = None
     _unread = b""
-    _parsed_here = True
-    _ending = False
+    _fast_path = True
+    _closing = False
     scope: dict[str, Any]  # type: ignore[assignment]
 
-    def listen(self, hear: Hear, gone: Callable[[], None]) -> None:
-        """To be called as soon as the connection is accepted, before anything has come."""
-        self._hear, self._gone = hear, gone
+    def listen(self, on_message: OnMessage, on_close: Callable[[], None]) -> None:
+        """Set the callbacks; to be called when the connection was accepted, before anything has arrived."""
+        self._on_message, self._on_close = on_message, on_close
         self._unsent: deque[bytes] = deque()
 
-    def say(self, data: bytes) -> bool:
-        """Send a message, now or as soon as the other side takes it; False if too much waits already."""
+    def send_message(self, data: bytes) -> bool:
+        """Send a message, or queue it while the peer reads slowly; return False if too many are queued."""
         if self._unsent or not self.writable.is_set():
             self._unsent.append(data)
-            return len(self._unsent) <= MAX_WAITING
+            return len(self._unsent) <= MAX_UNSENT
         if not self.disconnected and not self.close_sent and not self.transport.is_closing():
             self._write(_head(BINARY, len(data)) + data)
         return True
 
     def _write(self, data: bytes) -> None:
-        """What is encrypted in one piece stays in memory for as long as the connection does."""
-        step = PIECE_BYTES if self.scheme == "wss" else len(data)
-        for at in range(0, len(data), step):
-            self.transport.write(data[at : at + step])
+        """Write in small chunks under TLS, whose buffer stays as large as the largest write."""
+        size = CHUNK_BYTES if self.scheme == "wss" else len(data)
+        for at in range(0, len(data), size):
+            self.transport.write(data[at : at + size])
 
-    def hang_up(self) -> None:
-        """Close it, after what was said before."""
-        self._ending = True
-        self._be_gone()
+    def close_after_sending(self) -> None:
+        """Close the connection once all queued messages are sent."""
+        self._closing = True
+        self._notify_closed()
         if not self._unsent:
-            self._say_good_bye()
+            self._send_close()
         elif self.close_timer is None:
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
 
-    # --- the life of a connection
+    # --- life cycle
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -97,92 +97,92 @@ class DirectSocket(WebSocketsSansIOProtocol):
         except ClientDisconnected:
             pass
         except Exception:
-            # The outermost loop of one connection: it must not cost others theirs.
+            # The outermost frame of one connection: its failure must not end the others.
             log.exception("a connection could not be served")
             self.send_500_response()
-        if self._hear is None:
+        if self._on_message is None:
             if self.close_timer is None:
                 self.transport.close()
         else:
-            # Nobody needs what the application asked and was told to begin with.
-            self.scope, self.queue = {}, NOBODY  # type: ignore[assignment]
+            # Free what was only needed for the handshake.
+            self.scope, self.queue = {}, NULL_QUEUE  # type: ignore[assignment]
             del self.request, self.response
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._be_gone()
+        self._notify_closed()
 
     def handle_close(self, event: Frame) -> None:
         super().handle_close(event)
-        self._be_gone()
+        self._notify_closed()
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
-        self._be_gone()
+        self._notify_closed()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        waiting = self._unsent if self._hear is not None else ()
-        while waiting and self.writable.is_set():
-            self._write(_head(BINARY, len(waiting[0])) + waiting.popleft())
-        if self._ending and not waiting:
-            self._say_good_bye()
+        unsent = self._unsent if self._on_message is not None else ()
+        while unsent and self.writable.is_set():
+            self._write(_head(BINARY, len(unsent[0])) + unsent.popleft())
+        if self._closing and not unsent:
+            self._send_close()
 
-    def _say_good_bye(self) -> None:
+    def _send_close(self) -> None:
         if not self.close_sent and not self.disconnected and not self.transport.is_closing():
-            self.conn.send_close(GOOD_BYE)
+            self.conn.send_close(NORMAL_CLOSURE)
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True
             if self.close_timer is None:
                 self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
 
-    def _be_gone(self) -> None:
-        # Not at once: whoever hangs up may be in the middle of an event.
-        if self._gone is not None:
-            self.loop.call_soon(self._gone)
-            self._gone = None
+    def _notify_closed(self) -> None:
+        # Not at once: the caller may be in the middle of an event.
+        if self._on_close is not None:
+            self.loop.call_soon(self._on_close)
+            self._on_close = None
 
     # --- reading
 
     def data_received(self, data: bytes) -> None:
-        if self._hear is None or not self._parsed_here:
+        if self._on_message is None or not self._fast_path:
             super().data_received(data)
             return
         if self._unread:
             data, self._unread = self._unread + data, b""
         at = 0
-        while (found := _frame(data, at, self.config.ws_max_size)) is not None:
-            begins, ends = found
-            if not ends:
+        while (payload := _frame(data, at, self.config.ws_max_size)) is not None:
+            start, end = payload
+            if not end:
                 self._unread = data[at:]
                 return
-            self._take(data[at], data[begins:ends], data[begins - 4 : begins])
-            at = ends
-        # Once the other parser has seen a part of a message, it must see all of it.
-        self._parsed_here = False
+            self._on_frame(data[at], data[start:end], data[start - 4 : start])
+            at = end
+        # The other parser must see whole messages, so it gets everything from here on.
+        self._fast_path = False
         super().data_received(data[at:])
 
-    def _take(self, kind: int, payload: bytes, mask: bytes) -> None:
+    def _on_frame(self, kind: int, payload: bytes, mask: bytes) -> None:
         payload = apply_mask(payload, mask)
         if kind == BINARY:
-            if self._hear is not None and not self.close_sent:
-                self._hear(payload)
+            if self._on_message is not None and not self.close_sent:
+                self._on_message(payload)
         elif kind == PING:
             self.transport.write(_head(PONG, len(payload)) + payload)
         elif payload == self.pending_ping_payload:
             self.handle_pong(Frame(PONG & 15, payload))  # type: ignore[arg-type]
 
     def send_receive_event_to_app(self) -> None:
-        if self._hear is None:
+        if self._on_message is None:
             super().send_receive_event_to_app()
             return
         data, self.frames = b"".join(self.frames), []
         if not self.close_sent:
-            self._hear(data if self.curr_msg_data_type == "bytes" else data.decode(errors="replace"))
+            self._on_message(data if self.curr_msg_data_type == "bytes" else data.decode(errors="replace"))
 
 
 def _head(kind: int, size: int) -> bytes:
-    """The head of a whole frame from a server."""
+    """Return the header of an unfragmented, unmasked frame."""
     if size < 126:
         return bytes((kind, size))
     if size < 1 << 16:
@@ -191,17 +191,17 @@ def _head(kind: int, size: int) -> bytes:
 
 
 def _frame(data: bytes, at: int, max_bytes: int) -> tuple[int, int] | None:
-    """Where the payload of the frame at `at` begins and ends; (0, 0) if more has to come, None if it is unusual."""
+    """Return where the payload of the frame at `at` starts and ends; (0, 0) if incomplete, None if it is unusual."""
     if len(data) < at + 2:
         return 0, 0
-    kind, size, begins = data[at], data[at + 1] - MASKED, at + 6
+    kind, size, start = data[at], data[at + 1] - MASKED, at + 6
     if kind not in (BINARY, PING, PONG) or size < 0 or (size > 125 and kind != BINARY):
         return None
     if size > 125:
-        begins += 2 if size == 126 else 8
-        if len(data) < begins:
+        start += 2 if size == 126 else 8
+        if len(data) < start:
             return 0, 0
-        size = int.from_bytes(data[at + 2 : begins - 4], "big")
+        size = int.from_bytes(data[at + 2 : start - 4], "big")
         if size > max_bytes:
             return None
-    return (begins, begins + size) if len(data) >= begins + size else (0, 0)
+    return (start, start + size) if len(data) >= start + size else (0, 0)

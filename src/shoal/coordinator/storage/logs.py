@@ -1,4 +1,4 @@
-"""The lines that members printed: one file for each member, and one of all in the order in which they came."""
+"""Log files: the output of each member of a run, and of all of them in the order of arrival."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ BLOCK_BYTES = 64 << 10
 
 
 class Logs:
-    """The log files of all runs of a directory."""
+    """Writer of the log files of all runs."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, IO[bytes]] = {}
 
     def append(self, run: str, member: str, lines: Iterable[str]) -> None:
+        """Append lines to the member's log and to the log of all; raise OSError."""
         clean = [line.replace("\n", " ").replace("\r", " ") for line in lines]
         folder = self._directory / "runs" / run / "logs"
-        own = "".join(f"{line}\n" for line in clean)
-        both = "".join(f"{member}\t{line}\n" for line in clean)
-        self._write(folder / f"{file_name(member)}.log", own.encode())
-        self._write(folder / f"{ALL}.log", both.encode())
+        own_text = "".join(f"{line}\n" for line in clean)
+        all_text = "".join(f"{member}\t{line}\n" for line in clean)
+        self._write(folder / f"{file_name(member)}.log", own_text.encode())
+        self._write(folder / f"{ALL}.log", all_text.encode())
 
     def _write(self, path: Path, data: bytes) -> None:
         file = self._files.get(path)
         if file is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._files[path] = open(path, "ab", buffering=0)  # noqa: SIM115
-        begins = file.seek(0, os.SEEK_END)
+        start = file.seek(0, os.SEEK_END)
         if file.write(data) < len(data):
-            # The disk is full: half a line would become one with the next.
-            file.truncate(begins)
+            # The disk is full: a partial line would be joined to the next one.
+            file.truncate(start)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def close(self, run: str = "") -> None:
+        """Close the files of a run, or of all runs."""
         for path in [p for p in self._files if not run or p.parent.parent.name == run]:
             self._files.pop(path).close()
 
 
 def file_name(member: str) -> str:
+    """Return the name of a member's log, without suffix."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", member)
 
 
 def page(directory: Path, run: str, member: str = "", after: int = 0, limit: int = 1000) -> LogPage:
-    """The lines of a run from position `after` on; a negative `after` asks for the last so many lines."""
+    """Return the lines of a run from position `after` on, in bytes; a negative `after` means the last so many lines."""
     path = directory / "runs" / run / "logs" / f"{file_name(member) if member else ALL}.log"
     if not path.exists():
         return LogPage((), max(0, after))
@@ -70,22 +73,22 @@ def _pair(line: bytes, member: str) -> tuple[str, str]:
     text = line.decode("utf-8", "replace")
     if member:
         return member, text
-    who, _, said = text.partition("\t")
-    return who, said
+    name, _, line_text = text.partition("\t")
+    return name, line_text
 
 
 def _position_of_last(file: IO[bytes], size: int, count: int) -> int:
-    """Where the last so many lines begin: after the end of the line before them."""
-    left, ends = count + 1, size
-    while ends:
-        begins = max(0, ends - BLOCK_BYTES)
-        file.seek(begins)
-        block = file.read(ends - begins)
-        found = block.count(b"\n")
-        if found >= left:
+    """Return the position at which the last `count` lines begin: after the newline before them."""
+    newlines, end = count + 1, size
+    while end:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        block = file.read(end - start)
+        in_block = block.count(b"\n")
+        if in_block >= newlines:
             at = len(block)
-            for _ in range(left):
+            for _ in range(newlines):
                 at = block.rindex(b"\n", 0, at)
-            return begins + at + 1
-        left, ends = left - found, begins
+            return start + at + 1
+        newlines, end = newlines - in_block, start
     return 0

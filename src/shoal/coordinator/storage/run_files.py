@@ -1,11 +1,14 @@
-"""What members on machines without our disk write: whole files in the directories of their runs, or nothing.
+"""Files of runs, uploaded by members on machines that do not share the coordinator's disk.
 
-A file comes in pieces, because a connection breaks, and a coordinator is started again, in the middle of a large one.
-They gather beside the run's folders, and become a file of them when the last has come and the hash of all is right::
+A file arrives in chunks, because a connection may break, or the coordinator restart, in the middle of a large one.
+Chunks are appended to a part file and may be sent twice. The last one brings size and hash of the whole; only if both
+match does the part file become the file, atomically, so a reader sees whole files only::
 
-    runs/RUN/checkpoints/NAME    what members restore from
-    runs/RUN/outputs/NAME        what they saved
-    runs/RUN/uploads/ID.part     what is still on its way
+    runs/RUN/checkpoints/NAME    checkpoints that members restore from
+    runs/RUN/outputs/NAME        files that members saved
+    runs/RUN/uploads/ID.part     uploads in progress
+
+Part files without a chunk for 15 minutes are removed. The last 128 MiB of the disk are never given to uploads.
 """
 
 from __future__ import annotations
@@ -29,77 +32,77 @@ WRITABLE = (CHECKPOINTS, OUTPUTS)
 READABLE = (*WRITABLE, REPORTS)
 UPLOADS = "uploads"
 MAX_FILE_BYTES = 256 << 30
-MAX_PIECE_BYTES = 8 << 20
+MAX_CHUNK_BYTES = 8 << 20
 MAX_NAME_BYTES = 1024
-MAX_PART_BYTES = 255
-# The journal is on the same disk, and no run goes on without it.
+MAX_NAME_PART_BYTES = 255
+# The journal is on the same disk, and nothing is decided without it.
 RESERVED_BYTES = 128 << 20
 STALE_S = 900.0
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _ID = re.compile(r"[0-9a-f]{16,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFile:
-    """What a file has to be when all its pieces are there."""
+    """Size and SHA-256 of a complete upload."""
 
     size_bytes: int
     digest: str
 
 
 class RunFiles:
-    """The files of all runs of one coordinator; `directory_of` is where a run has its own."""
+    """The files of all runs of one coordinator; `directory_of` returns the directory of a run."""
 
     def __init__(self, directory_of: Callable[[str], str]) -> None:
         self._directory_of = directory_of
 
     def page(self, run: str, folder: str, prefix: str = "") -> FilePage:
-        """What is in one folder of a run."""
+        """Return the files in one folder of a run whose names start with `prefix`."""
         if folder not in READABLE:
-            raise BadRequest(f"a run has no folder {folder!r}", do=f"there are: {', '.join(READABLE)}")
+            raise BadRequest(f"unknown folder {folder!r} of a run", do=f"use {', '.join(READABLE)}")
         directory = Path(self._directory_of(run))
-        found = tuple(one for one in listed(directory / folder) if one.name.startswith(prefix))
-        return FilePage(found, max(0, _free_bytes(directory) - RESERVED_BYTES))
+        files = tuple(file for file in list_files(directory / folder) if file.name.startswith(prefix))
+        return FilePage(files, max(0, _free_bytes(directory) - RESERVED_BYTES))
 
     def path(self, run: str, name: str) -> Path:
-        """Where a file is; UnknownFile if it is not."""
+        """Return the path of a file; raise UnknownFile."""
         path = self._path(run, name, READABLE)
         if path.is_symlink() or not path.is_file():
-            raise UnknownFile(f"the run {run} has no file {name}", do=f"shoal fetch {run} brings what there is")
+            raise UnknownFile(f"run {run} has no file {name}", do=f"shoal fetch {run} downloads all its files")
         return path
 
-    def take(
-        self, run: str, name: str, upload: str, offset: int, piece: bytes, whole: ExpectedFile | None = None
+    def put(
+        self, run: str, name: str, upload: str, offset: int, chunk: bytes, expected: ExpectedFile | None = None
     ) -> None:
-        """Keep a piece of a file; with the last one comes what the whole has to be. Said twice, it is the same."""
+        """Store a chunk of a file; the last one, with `expected`, completes it. Sending a chunk twice is harmless."""
         path, part = self._path(run, name, WRITABLE), self._part(run, upload)
-        if offset < 0 or offset + len(piece) > MAX_FILE_BYTES:
+        if offset < 0 or offset + len(chunk) > MAX_FILE_BYTES:
             raise BadRequest(f"{name} is too large", why=f"the limit is {MAX_FILE_BYTES} bytes")
         try:
-            if whole is not None and not part.exists() and _is(path, whole):
-                return  # an answer was lost, not the file
-            if piece or not offset:
-                _put(part, offset, piece, name)
-            if whole is not None:
-                _finish(part, path, whole, name)
+            if expected is not None and not part.exists() and _mismatch(path, expected) == "":
+                return  # the file was complete, only our reply was lost
+            if chunk or not offset:
+                _append(part, offset, chunk, name)
+            if expected is not None:
+                _complete(part, path, expected, name)
         except OSError as error:
-            raise _refusal(error, name, part) from error
+            raise _storage_error(error, name, part) from error
 
     def delete(self, run: str, name: str) -> None:
-        """Take a file away; one that is not there is as good as gone."""
+        """Delete a file, if it exists."""
         try:
             self._path(run, name, WRITABLE).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"{name} could not be deleted", why=str(error)) from error
 
-    def give_up(self, run: str, upload: str) -> None:
-        """Forget the pieces of a file that will not come."""
+    def abort(self, run: str, upload: str) -> None:
+        """Discard the chunks of an upload."""
         self._part(run, upload).unlink(missing_ok=True)
 
     def sweep(self, run: str, now: float, stale_s: float = STALE_S) -> int:
-        """Forget what nobody has sent a piece of for so long: who sent it is gone. How many there were."""
+        """Discard uploads without a chunk for `stale_s` seconds; return how many."""
         count = 0
         for part in (Path(self._directory_of(run)) / UPLOADS).glob("*.part"):
             with contextlib.suppress(OSError):
@@ -109,47 +112,47 @@ class RunFiles:
         return count
 
     def _path(self, run: str, name: str, folders: tuple[str, ...]) -> Path:
-        folder, parts = checked(name)
+        folder, parts = split_name(name)
         if folder not in folders:
-            raise BadRequest(f"a file of a run cannot be in {folder!r}", do=f"there are: {', '.join(folders)}")
+            raise BadRequest(f"invalid folder {folder!r} for a file of a run", do=f"use {', '.join(folders)}")
         root = Path(self._directory_of(run)) / folder
         path = root.joinpath(*parts)
-        # Nothing that we make is a link; one that somebody else made leads nowhere from here.
+        # Shoal creates no links; a link that another program made must not lead out of the run's directory.
         if not path.parent.resolve().is_relative_to(root.resolve()):
             raise BadRequest(f"{name} is not below the run's directory")
         return path
 
     def _part(self, run: str, upload: str) -> Path:
         if not _ID.fullmatch(upload):
-            raise BadRequest("that is no name of an upload", why=repr(upload[:80]))
+            raise BadRequest("invalid upload id", why=repr(upload[:80]))
         return Path(self._directory_of(run)) / UPLOADS / f"{upload}.part"
 
 
-def checked(name: str) -> tuple[str, tuple[str, ...]]:
-    """The folder of a file and the parts of its name below it; BadRequest if it could lead anywhere else."""
+def split_name(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the folder of a file and the parts of its name below; raise BadRequest if it could lead elsewhere."""
     parts = name.split("/")
-    fine = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= MAX_PART_BYTES for part in parts)
-    if not fine or len(parts) < 2 or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
-        raise BadRequest("that is no name of a file of a run", why=repr(name[:120]))
+    valid = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= MAX_NAME_PART_BYTES for part in parts)
+    if not valid or len(parts) < 2 or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise BadRequest("invalid file name", why=repr(name[:120]))
     return parts[0], tuple(parts[1:])
 
 
-def whole_of(size: str, digest: str) -> ExpectedFile:
-    """What the last piece of a file says of all of it."""
-    size_bytes = number_of(size)
+def parse_expected(size: str, digest: str) -> ExpectedFile:
+    """Return the size and hash that the last chunk brings; raise BadRequest."""
+    size_bytes = parse_size(size)
     if size_bytes is None or not _DIGEST.fullmatch(digest):
-        raise BadRequest("the end of a file needs its size and its SHA-256", why=repr((size[:20], digest[:80])))
+        raise BadRequest("the last chunk needs the file's size and SHA-256", why=repr((size[:20], digest[:80])))
     return ExpectedFile(size_bytes, digest)
 
 
-def number_of(text: str) -> int | None:
-    """A number of bytes as a request has it, None if it is none that could be."""
+def parse_size(text: str) -> int | None:
+    """Return a number of bytes, None if the text is not a sensible one."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
-def listed(root: Path) -> list[FileView]:
-    """All files below a directory, by name; links are not followed."""
-    found = []
+def list_files(root: Path) -> list[FileView]:
+    """Return all files below a directory, by name; links are left out."""
+    files = []
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in names:
@@ -157,37 +160,39 @@ def listed(root: Path) -> list[FileView]:
             with contextlib.suppress(FileNotFoundError):
                 if not path.is_symlink():
                     status = path.stat()
-                    below = PurePosixPath(path.relative_to(root)).as_posix()
-                    found.append(FileView(below, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda one: one.name)
+                    relative = PurePosixPath(path.relative_to(root)).as_posix()
+                    files.append(FileView(relative, status.st_size, status.st_mtime))
+    return sorted(files, key=lambda file: file.name)
 
 
 def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
     return digest.hexdigest()
 
 
-def _put(part: Path, offset: int, piece: bytes, name: str) -> None:
+def _append(part: Path, offset: int, chunk: bytes, name: str) -> None:
     part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if _free_bytes(part.parent) - len(piece) < RESERVED_BYTES:
-        raise OSError(errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB are the journal's")
-    has = part.stat().st_size if part.exists() else 0
-    if offset > has:
-        raise UploadCorrupt(f"{name} did not arrive whole", why=f"{has} bytes are here, and the next were {offset}")
+    if _free_bytes(part.parent) - len(chunk) < RESERVED_BYTES:
+        raise OSError(errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB are reserved for the journal")
+    size = part.stat().st_size if part.exists() else 0
+    if offset > size:
+        why = f"the chunk starts at byte {offset}, but only {size} bytes have arrived"
+        raise UploadCorrupt(f"upload of {name} is incomplete", why=why)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         file.seek(offset)
-        file.write(piece)
-        # Of a piece whose line broke a part may have come; what it was is written over, and nothing is after it.
-        file.truncate(offset + len(piece))
+        file.write(chunk)
+        # An earlier attempt at this chunk may have left more bytes.
+        file.truncate(offset + len(chunk))
 
 
-def _finish(part: Path, path: Path, whole: ExpectedFile, name: str) -> None:
+def _complete(part: Path, path: Path, expected: ExpectedFile, name: str) -> None:
     try:
-        if not _is(part, whole):
-            raise UploadCorrupt(f"{name} did not arrive whole", why="what came is not what was sent")
+        if why := _mismatch(part, expected):
+            raise UploadCorrupt(f"upload of {name} is corrupt", why=why)
         _sync(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, path)
@@ -196,8 +201,15 @@ def _finish(part: Path, path: Path, whole: ExpectedFile, name: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _is(path: Path, whole: ExpectedFile) -> bool:
-    return path.is_file() and path.stat().st_size == whole.size_bytes and digest_of(path) == whole.digest
+def _mismatch(path: Path, expected: ExpectedFile) -> str:
+    """Return how a file differs from what is expected, empty if it does not."""
+    if not path.is_file():
+        return "nothing has arrived"
+    size_bytes = path.stat().st_size
+    if size_bytes != expected.size_bytes:
+        return f"expected {expected.size_bytes} bytes, got {size_bytes}"
+    digest = digest_of(path)
+    return "" if digest == expected.digest else f"expected SHA-256 {expected.digest:.12}, got {digest:.12}"
 
 
 def _sync(path: Path) -> None:
@@ -214,24 +226,24 @@ def _free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _refusal(error: OSError, name: str, part: Path) -> StorageError:
-    """What to answer; what does not fit must not go on taking room either."""
-    if error.errno in _FULL:
+def _storage_error(error: OSError, name: str, part: Path) -> StorageError:
+    """Return the error to reply with; on a full disk, free the space of the upload."""
+    if error.errno in _DISK_FULL:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        return CoordinatorFull(f"the coordinator has no room for {name}", why=str(error), do="make room on its disk")
-    return StorageError(f"the coordinator cannot keep {name}", why=str(error))
+        return CoordinatorFull(f"no space for {name} at the coordinator", why=str(error), do="free space on its disk")
+    return StorageError(f"the coordinator cannot store {name}", why=str(error))
 
 
 def sweep_every(files: RunFiles, runs: Callable[[], list[str]], every_s: float) -> Callable[[float], None]:
-    """What to call at every tick, so that leftovers are swept now and then."""
-    swept = 0.0
+    """Return an action for every tick that sweeps stale uploads every `every_s` seconds."""
+    swept_at = 0.0
 
-    def at_tick(now: float) -> None:
-        nonlocal swept
-        if now - swept > every_s:
-            swept = now
+    def on_tick(now: float) -> None:
+        nonlocal swept_at
+        if now - swept_at > every_s:
+            swept_at = now
             for run in runs():
                 files.sweep(run, time.time())
 
-    return at_tick
+    return on_tick

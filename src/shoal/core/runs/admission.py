@@ -1,4 +1,4 @@
-"""What a run demands of the machines of a coordinator, checked before it is accepted; pure."""
+"""Admission: checks that the pools of a coordinator can run a submitted run, before it is accepted."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from shoal.errors import BadBudget, BadPool, BadRole
 Pools = Mapping[str, PoolInfo]
 
 
-def settle(spec: RunSpec, pools: Pools) -> RunSpec:
-    """The same run with the pools that its labels mean, if all that it demands can be had here."""
+def admit(spec: RunSpec, pools: Pools) -> RunSpec:
+    """Return the run with its labels resolved to pools; raise BadPool, BadRole or BadBudget."""
     for names in (spec.on, *(role.on for role in spec.roles.values())):
-        _check_known(names, pools)
+        _check_names(names, pools)
     trainer = spec.roles.get(TRAINER, RoleSpec())
     if trainer.on:
-        raise BadRole("the pools of the trainers are those of the run", do='pass on="…" to shoal.run, or --on')
+        raise BadRole(
+            "trainers cannot have pools of their own", why="they use the run's", do='pass on="…" to shoal.run, or --on'
+        )
     where = {**spec.where, **trainer.where}
     on = fleet_requirements.matching(pools.values(), spec.on, where)
-    roles = {name: _role(role, where, pools) for name, role in spec.roles.items()}
-    found = replace(spec, on=on, roles=roles, where=where)
-    apart = [name for name, role in found.roles.items() if name in (SERVER, EVALUATOR) and role.on]
+    roles = {name: _resolve_role(role, where, pools) for name, role in spec.roles.items()}
+    admitted = replace(spec, on=on, roles=roles, where=where)
+    apart = [name for name, role in admitted.roles.items() if name in (SERVER, EVALUATOR) and role.on]
     if spec.compat and apart:
         raise BadRole(
-            f"an unmodified script cannot have its {apart[0]} elsewhere",
-            why="its processes are started all together",
-            do="leave the pools of the role out, or --compat",
+            f"an unmodified script cannot have pools for its {apart[0]} alone",
+            why="all its processes are started together",
+            do="leave out the pools of the role, or --compat",
         )
-    for name, asked in machine_requirements(found).items():
-        fleet_requirements.check_size(name, asked, pools)
-    check_budget(found, pools)
-    return found
+    for name, required in machine_requirements(admitted).items():
+        fleet_requirements.check_size(name, required, pools)
+    check_budget(admitted, pools)
+    return admitted
 
 
 def check_budget(spec: RunSpec, pools: Pools) -> None:
-    """An error for a budget that nothing is counted against, or that does not pay the least for a minute."""
+    """Raise BadBudget if no pool of the run has a price, or the budget does not pay for a minute."""
     if spec.budget is None:
         return
     used = [*spec.on, *(name for role in spec.roles.values() for name in role.on)]
@@ -49,13 +51,13 @@ def check_budget(spec: RunSpec, pools: Pools) -> None:
         raise BadBudget(
             "a budget needs prices",
             why=f"none of {', '.join(used)} has one" if used else "the run takes no machines from pools",
-            do="add price = … to the [pool.NAME] that the run is on",
+            do="add price = … to the [pool.NAME] that the run uses",
         )
-    check_left(spec, spec.budget, 0.0, pools)
+    check_remaining_budget(spec, spec.budget, 0.0, pools)
 
 
-def check_left(spec: RunSpec, budget: float | None, spent: float, pools: Pools) -> None:
-    """An error if what is left does not pay the least that the run can do with for as long as it takes to stop."""
+def check_remaining_budget(spec: RunSpec, budget: float | None, spent: float, pools: Pools) -> None:
+    """Raise BadBudget if the rest of the budget does not pay the minimum of members until they have stopped."""
     prices = [pool.price_per_h * -(-spec.members[0] // pool.slots) for name in spec.on if (pool := pools.get(name))]
     if budget is None or not prices:
         return
@@ -63,19 +65,19 @@ def check_left(spec: RunSpec, budget: float | None, spent: float, pools: Pools) 
     if not provisioning_budget.can_pay(budget - spent, least, provisioning_budget.RESERVE_S):
         needed = least * provisioning_budget.RESERVE_S / 3600.0
         raise BadBudget(
-            f"a budget of {budget:.2f} does not pay {spec.members[0]} members" + (" any longer" if spent else ""),
-            why=f"{spent:.2f} are spent, and a minute of them, to stop in order, costs {needed:.4f}",
-            do=f"give more than {spent + needed:.2f} with --budget",
+            f"a budget of {budget:.2f} does not pay for {spec.members[0]} members" + (" any longer" if spent else ""),
+            why=f"{spent:.2f} is spent, and a minute of them, to stop cleanly, costs {needed:.4f}",
+            do=f"set --budget above {spent + needed:.2f}",
         )
 
 
-def _role(role: RoleSpec, where: Mapping[str, str], pools: Pools) -> RoleSpec:
+def _resolve_role(role: RoleSpec, where: Mapping[str, str], pools: Pools) -> RoleSpec:
     if not role.where:
         return role
     return replace(role, on=fleet_requirements.matching(pools.values(), role.on, {**where, **role.where}))
 
 
-def _check_known(names: tuple[str, ...], pools: Pools) -> None:
+def _check_names(names: tuple[str, ...], pools: Pools) -> None:
     if missing := [name for name in names if name not in pools]:
-        there = f"there are: {', '.join(pools)}" if pools else "it has none"
-        raise BadPool(f"this coordinator has no pool {missing[0]!r}", do=f"name one of its pools; {there}")
+        do = f"use one of {', '.join(pools)}" if pools else "start the coordinator with pools"
+        raise BadPool(f"unknown pool {missing[0]!r}", why="" if pools else "this coordinator has no pools", do=do)

@@ -1,7 +1,11 @@
-"""How the evaluation of a run's checkpoints stands: what is best so far, and whether it is worth going on.
+"""Evaluation of a run's checkpoints: the best so far, and whether training on is worthwhile.
 
-An evaluator is in no world and holds nothing that others need: it connects, says what it found, and may be gone at any
-time. `decide(state, event, now)` returns the next state and what follows; `due` says who has been silent for too long.
+An evaluator is in no world and holds nothing that other members need. It connects, scores checkpoints, reports, and may
+disappear at any time; only its lease is watched. `decide(state, event, now)` returns the next state and instructions,
+`due` the evaluators whose lease has expired.
+
+A script may name a goal, such as ``max:accuracy``, and a patience: the run stops early after so many evaluations in a
+row without a better value. A report that arrives twice (the reply was lost) is counted once.
 """
 
 from __future__ import annotations
@@ -14,40 +18,41 @@ from shoal.core.membership import events as ev
 from shoal.core.membership.state import LastHeartbeat
 from shoal.errors import BadEvaluation
 
-# Nobody waits for an evaluator, and it has the lowest priority: it may well be silent for a while.
+# No member waits for an evaluator, and it has the lowest priority: it may be silent for a while.
 LEASE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Which metric decides what is best; written ``max:accuracy`` or ``min:loss``."""
+    """The metric to maximise or minimise; written ``max:accuracy`` or ``min:loss``."""
 
     metric: str
     largest: bool
 
-    def better(self, value: float, than: float | None) -> bool:
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Return whether a value beats another; NaN never does."""
         if value != value:
             return False
         return than is None or (value > than if self.largest else value < than)
 
 
 def parse(text: str) -> Goal | None:
-    """The goal that a text describes, None for none.
+    """Return the goal that a text describes, None for the empty text; raise BadEvaluation.
 
     >>> parse("max:accuracy")
     Goal(metric='accuracy', largest=True)
     """
     if not text:
         return None
-    which, _, metric = text.partition(":")
-    if which not in ("max", "min") or not metric.strip():
-        raise BadEvaluation(f"{text!r} does not say what is best", do='write best="max:accuracy" or best="min:loss"')
-    return Goal(metric.strip(), which == "max")
+    direction, _, metric = text.partition(":")
+    if direction not in ("max", "min") or not metric.strip():
+        raise BadEvaluation(f"invalid best={text!r}", do='write best="max:accuracy" or best="min:loss"')
+    return Goal(metric.strip(), direction == "max")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStatus:
-    """The latest evaluation and the best one; `without` is how many came after the best."""
+    """The latest evaluation and the best one; `without` counts the evaluations since the best."""
 
     evaluations: int = 0
     step: int | None = None
@@ -63,7 +68,7 @@ class EvaluationStatus:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReported:
-    """An evaluator has scored the checkpoint of a step; `best` and `patience` are what the script asked for."""
+    """An evaluator scored the checkpoint of a step; `best` and `patience` are the script's goal and patience."""
 
     member: str
     step: int
@@ -75,14 +80,16 @@ class EvaluationReported:
 
 @dataclass(frozen=True, slots=True)
 class SendEvaluationStatus:
-    """Tell an evaluator how the evaluation stands, which is also the receipt for what it said."""
+    """Send an evaluator the status, which also acknowledges its report."""
 
     to: tuple[str, ...]
-    standing: EvaluationStatus
+    status: EvaluationStatus
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceCheckpoint:
+    """Tell evaluators that a checkpoint can be scored."""
+
     to: tuple[str, ...]
     step: int
     path: str
@@ -90,7 +97,7 @@ class AnnounceCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceTrainingFinished:
-    """Tell evaluators that nobody trains any more."""
+    """Tell evaluators that no further checkpoint will be written."""
 
     to: tuple[str, ...]
     step: int
@@ -98,7 +105,7 @@ class AnnounceTrainingFinished:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationNote:
-    """A line of the story: what an evaluation found, and what that means."""
+    """A line of the story: the result of an evaluation."""
 
     member: str
     step: int
@@ -108,7 +115,7 @@ class EvaluationNote:
 
 @dataclass(frozen=True, slots=True)
 class StopEarly:
-    """More training does not make it better."""
+    """Stop the run: further training does not improve the metric."""
 
     reason: str
 
@@ -118,7 +125,7 @@ Instruction = Union[SendEvaluationStatus, EvaluationNote, StopEarly, ev.Membersh
 
 @dataclass(frozen=True, slots=True)
 class EvaluatorState:
-    """One that is connected, or was lately."""
+    """An evaluator that is connected, or was until recently."""
 
     name: str
     incarnation: str
@@ -129,96 +136,99 @@ class EvaluatorState:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The evaluators of one run, and how the evaluation stands."""
+    """The evaluators of one run and the status of the evaluation."""
 
     members: Mapping[str, EvaluatorState] = field(default_factory=dict)
-    standing: EvaluationStatus = EvaluationStatus()
+    status: EvaluationStatus = EvaluationStatus()
 
 
 def decide(state: EvaluationState, event: object, now: float) -> tuple[EvaluationState, tuple[Instruction, ...]]:
-    """The next state, and what follows from it; events that concern worlds say nothing here."""
+    """Return the next state and the instructions to carry out; events about worlds change nothing."""
     match event:
         case ev.MemberConnected(name, incarnation, address):
             members = {**state.members, name: EvaluatorState(name, incarnation, address.host, now)}
-            return replace(state, members=members), (SendEvaluationStatus((name,), state.standing),)
+            return replace(state, members=members), (SendEvaluationStatus((name,), state.status),)
         case ev.MemberDisconnected(name) if name in state.members:
-            gone = replace(state.members[name], connected=False)
-            return replace(state, members={**state.members, name: gone}), ()
+            disconnected = replace(state.members[name], connected=False)
+            return replace(state, members={**state.members, name: disconnected}), ()
         case ev.MemberLost(name, reason) if name in state.members:
-            return _without(state, name), (ev.MembershipNote(f"{name} is lost: {reason}; nobody waits for it", name),)
+            return _without(state, name), (ev.MembershipNote(f"{name} was lost: {reason}; training continues", name),)
         case ev.MemberLeft(name) | ev.MemberDone(name):
             return _without(state, name), ()
         case ev.CoordinatorRestarted():
-            # Silence while nobody listened is no silence.
-            return replace(state, members={k: replace(one, since=now) for k, one in state.members.items()}), ()
+            # Heartbeats missed while the coordinator was down do not count.
+            members = {name: replace(member, since=now) for name, member in state.members.items()}
+            return replace(state, members=members), ()
         case EvaluationReported():
-            return _judge(state, event, now)
+            return _on_report(state, event, now)
     return state, ()
 
 
-def due(state: EvaluationState, beats: Mapping[str, LastHeartbeat], now: float) -> tuple[ev.MemberLost, ...]:
-    """The evaluators whose lease has run out."""
+def due(state: EvaluationState, heartbeats: Mapping[str, LastHeartbeat], now: float) -> tuple[ev.MemberLost, ...]:
+    """Return an event for each evaluator whose lease has expired."""
     lost = []
-    for one in state.members.values():
-        beat = beats.get(one.name)
-        silent_s = now - max(beat.at if beat is not None else 0.0, one.since)
+    for member in state.members.values():
+        heartbeat = heartbeats.get(member.name)
+        silent_s = now - max(heartbeat.at if heartbeat is not None else 0.0, member.since)
         if silent_s > LEASE_S:
-            lost.append(ev.MemberLost(one.name, f"silent for {silent_s:.0f} s"))
+            lost.append(ev.MemberLost(member.name, f"silent for {silent_s:.0f} s"))
     return tuple(lost)
 
 
-def judge(standing: EvaluationStatus, found: EvaluationReported, now: float) -> EvaluationStatus:
-    """How things stand after one more evaluation."""
-    goal = parse(found.best)
-    value = found.metrics.get(goal.metric) if goal is not None else None
-    before = standing.best_value if standing.best == found.best else None
-    better = goal is not None and value is not None and goal.better(value, before)
+def updated_status(status: EvaluationStatus, report: EvaluationReported, now: float) -> EvaluationStatus:
+    """Return the status after one more evaluation; with another goal, the best starts over."""
+    goal = parse(report.best)
+    value = report.metrics.get(goal.metric) if goal is not None else None
+    before = status.best_value if status.best == report.best else None
+    better = goal is not None and value is not None and goal.is_better(value, before)
     return EvaluationStatus(
-        evaluations=standing.evaluations + 1,
-        step=found.step,
-        metrics=dict(found.metrics),
+        evaluations=status.evaluations + 1,
+        step=report.step,
+        metrics=dict(report.metrics),
         at=now,
-        best=found.best,
-        best_step=found.step if better else standing.best_step if before is not None else None,
+        best=report.best,
+        best_step=report.step if better else status.best_step if before is not None else None,
         best_value=value if better else before,
-        without=0 if better or goal is None else standing.without + 1,
-        patience=found.patience,
-        export=found.export or standing.export,
+        without=0 if better or goal is None else status.without + 1,
+        patience=report.patience,
+        export=report.export or status.export,
     )
 
 
-def exhausted(standing: EvaluationStatus) -> str:
-    """Why the run should end early, empty if it should not."""
-    if standing.patience is None or standing.without < standing.patience:
+def why_stop_early(status: EvaluationStatus) -> str:
+    """Return why the run should stop early, empty if it should not."""
+    if status.patience is None or status.without < status.patience:
         return ""
-    goal = parse(standing.best)
+    goal = parse(status.best)
     name = goal.metric if goal is not None else "it"
-    times = f"{standing.without} evaluations" if standing.without != 1 else "1 evaluation"
-    if standing.best_value is None:
-        return f"stopped early: {name} was no number in {times}"
-    best = f"{name} {standing.best_value:.4g} of step {standing.best_step}"
+    times = f"{status.without} evaluations" if status.without != 1 else "1 evaluation"
+    if status.best_value is None:
+        return f"stopped early: {name} was not a number in {times}"
+    best = f"{name} {status.best_value:.4g} of step {status.best_step}"
     return f"stopped early: {times} did not improve on {best}"
 
 
-def _judge(
-    state: EvaluationState, found: EvaluationReported, now: float
+def _on_report(
+    state: EvaluationState, report: EvaluationReported, now: float
 ) -> tuple[EvaluationState, tuple[Instruction, ...]]:
-    before = state.standing
-    to = SendEvaluationStatus((found.member,), before)
-    if before.step == found.step:
-        return state, (to,)  # it did not hear the answer, and says it again
-    after = judge(before, found, now)
+    before = state.status
+    reply = SendEvaluationStatus((report.member,), before)
+    if before.step == report.step:
+        return state, (reply,)  # the reply was lost, and the report repeated
+    after = updated_status(before, report, now)
     reason = ""
-    if after.best_value is not None and after.best_step != found.step:
-        reason = f"the best is {after.best_value:.4g} at step {after.best_step}"
+    if after.best_value is not None and after.best_step != report.step:
+        reason = f"best is {after.best_value:.4g} at step {after.best_step}"
     elif after.best_value is not None:
-        reason = "the best so far" + (f", kept in {found.export}" if found.export else "")
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()) or "no number"
-    line = EvaluationNote(found.member, found.step, f"{found.member} evaluated step {found.step}: {figures}", reason)
-    told: tuple[Instruction, ...] = (line, replace(to, standing=after))
-    why = exhausted(after)
-    return replace(state, standing=after), (*told, StopEarly(why)) if why else told
+        reason = "best so far" + (f", exported to {report.export}" if report.export else "")
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items()) or "no number"
+    note = EvaluationNote(
+        report.member, report.step, f"{report.member} evaluated step {report.step}: {figures}", reason
+    )
+    instructions: tuple[Instruction, ...] = (note, replace(reply, status=after))
+    why = why_stop_early(after)
+    return replace(state, status=after), (*instructions, StopEarly(why)) if why else instructions
 
 
 def _without(state: EvaluationState, name: str) -> EvaluationState:
-    return replace(state, members={key: one for key, one in state.members.items() if key != name})
+    return replace(state, members={key: member for key, member in state.members.items() if key != name})

@@ -1,4 +1,4 @@
-"""What happens to a run as a whole, beyond its membership and its processes; journaled like all events."""
+"""Events of a run as a whole, and `KINDS`, the table of every event that a journal may hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.core.runs.spec import MachineInfo, RunSpec, Value
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """A run was submitted, by a named user or by who owns the coordinator. `settings` are checked and complete."""
+    """A run was submitted by `user`, "" for the coordinator's owner. `settings` are checked and complete."""
 
     spec: RunSpec
     settings: dict[str, Value]
@@ -23,7 +23,7 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class RunResumed:
-    """A run that had ended is set going again, from its newest checkpoint."""
+    """An ended run was started again; it continues from its newest checkpoint."""
 
     min_members: int
     max_members: int
@@ -31,14 +31,14 @@ class RunResumed:
 
 @dataclass(frozen=True, slots=True)
 class BudgetSet:
-    """What a run may spend in all was changed."""
+    """The budget of a run, for all its machines together, was changed."""
 
     budget: float
 
 
 @dataclass(frozen=True, slots=True)
 class UserStopRequested:
-    """Somebody asked the run to stop; `status` is what it ends as."""
+    """A user asked the run to stop; `status` is its status afterwards."""
 
     reason: str
     checkpoint: bool
@@ -48,7 +48,7 @@ class UserStopRequested:
 
 @dataclass(frozen=True, slots=True)
 class ExceptionReported:
-    """The user's code raised in a member."""
+    """A member's script raised an exception; `code` is set for errors of Shoal."""
 
     member: str
     kind: str
@@ -59,7 +59,7 @@ class ExceptionReported:
 
 @dataclass(frozen=True, slots=True)
 class MachineReported:
-    """What an agent said of its machine."""
+    """An agent described its machine; `pid` is the agent's own."""
 
     agent: str
     machine: MachineInfo
@@ -68,7 +68,7 @@ class MachineReported:
 
 @dataclass(frozen=True, slots=True)
 class ProgressMeasured:
-    """How the training went lately, now and then; `idle` is as in a beat."""
+    """Progress of the training, recorded about once a second; `idle` is as in a heartbeat."""
 
     step: int
     epoch: int

@@ -1,4 +1,9 @@
-"""What happened, as sentences: every event and instruction is worth at most one line of the story."""
+"""The story of a run: what happened, as sentences with reasons, for `shoal why`.
+
+Every event and every instruction is worth at most one line. A sentence has its subject first and is in the past tense;
+where the coordinator itself acted, it begins with the verb. The reason adds a fact, and comes from the state machine
+that decided.
+"""
 
 from __future__ import annotations
 
@@ -8,174 +13,190 @@ from typing import Any
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.membership.draft import join_names
-from shoal.core.provisioning import events as se
+from shoal.core.membership.state import DONE
+from shoal.core.provisioning import events as pe
 from shoal.core.runs import evaluation
-from shoal.core.runs import events as runs_events
+from shoal.core.runs import events as run_events
 from shoal.core.runs.spec import StoryLine
+from shoal.core.runs.state import RunState
 
 LINES_PER_ENTRY = 100
-
-
-def tell(seq: int, at: float, run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> list[StoryLine]:
-    """The lines that entry `seq` of the journal and what was decided about it are worth."""
-    lines: list[StoryLine] = []
-    for name, told in _worth_telling(run, event, asked):
-        sentence = _SENTENCES.get(type(told))
-        found = sentence(told) if sentence is not None else None
-        if found is None or len(lines) == LINES_PER_ENTRY:
-            continue
-        text, reason = found
-        number = seq * LINES_PER_ENTRY + len(lines)
-        kind, member = _kind(told)
-        lines.append(StoryLine(number, at, name, kind, member, _world(told), _step(told), text, reason))
-    return lines
-
-
-def _worth_telling(run: str, event: Any, asked: Sequence[tuple[str, Any]]) -> Sequence[tuple[str, Any]]:
-    """What members decided by themselves is told in one line, and not again when they only repeat it."""
-    if isinstance(event, ev.AdjustmentReported):
-        return [(run, event)] if asked else []
-    return [(run, event), *asked]
-
-
-def _kind(told: Any) -> tuple[str, str]:
-    """The kind of a line, and whom it is about: shares and batches are everybody's, whoever told of them."""
-    if isinstance(told, ev.AdjustmentReported):
-        return f"{told.what.capitalize()}Decided", told.member if told.what == "memory" else ""
-    return type(told).__name__, getattr(told, "member", "")
-
-
-def _world(told: Any) -> int | None:
-    world = getattr(told, "world", None)
-    number = getattr(world, "number", world)
-    return number if isinstance(number, int) else getattr(told, "number", None)
-
-
-def _step(told: Any) -> int | None:
-    step = getattr(told, "step", None)
-    return step if step is not None else getattr(getattr(told, "world", None), "step", None)
-
 
 Sentence = tuple[str, str] | None
 
 
-def _hello(e: ev.MemberConnected) -> Sentence:
+def tell(
+    seq: int, at: float, run: str, event: Any, instructions: Sequence[tuple[str, Any]], state: RunState | None = None
+) -> list[StoryLine]:
+    """Return the story lines of journal entry `seq` and its instructions; `state` is the run's after the event."""
+    lines: list[StoryLine] = []
+    for name, subject in _worth_telling(run, event, instructions, state):
+        describe = _SENTENCES.get(type(subject))
+        sentence = describe(subject) if describe is not None else None
+        if sentence is None or len(lines) == LINES_PER_ENTRY:
+            continue
+        number = seq * LINES_PER_ENTRY + len(lines)
+        kind, member = _kind_and_member(subject)
+        lines.append(StoryLine(number, at, name, kind, member, _world(subject), _step(subject), *sentence))
+    return lines
+
+
+def _worth_telling(
+    run: str, event: Any, instructions: Sequence[tuple[str, Any]], state: RunState | None
+) -> Sequence[tuple[str, Any]]:
+    """Return what is news of an event and its instructions, each with its run."""
+    if isinstance(event, ev.AdjustmentReported):
+        # Every member reports the same adjustment; only the first report leads to an instruction.
+        return [(run, event)] if instructions else []
+    if isinstance(event, ev.MemberDisconnected) and state is not None and _has_finished(state, event.member):
+        return instructions
+    return [(run, event), *instructions]
+
+
+def _has_finished(run: RunState, name: str) -> bool:
+    """Return whether a member closed its connection because it was done."""
+    member = run.membership.members.get(name)
+    return run.membership.finished or (member is not None and member.status == DONE)
+
+
+def _kind_and_member(subject: Any) -> tuple[str, str]:
+    """Return the kind of a line and the member it is about; shares and batches are about all members."""
+    if isinstance(subject, ev.AdjustmentReported):
+        return f"{subject.what.capitalize()}Decided", subject.member if subject.what == "memory" else ""
+    return type(subject).__name__, getattr(subject, "member", "")
+
+
+def _world(subject: Any) -> int | None:
+    world = getattr(subject, "world", None)
+    number = getattr(world, "number", world)
+    return number if isinstance(number, int) else getattr(subject, "number", None)
+
+
+def _step(subject: Any) -> int | None:
+    step = getattr(subject, "step", None)
+    return step if step is not None else getattr(getattr(subject, "world", None), "step", None)
+
+
+def _connected(e: ev.MemberConnected) -> Sentence:
     if e.world is None:
         return f"{e.member} connected from {e.address.host}", ""
-    return f"{e.member} found the coordinator again", f"it says that it is in world {e.world} at step {e.step}"
+    return f"{e.member} reconnected to the coordinator", f"in world {e.world} at step {e.step}"
 
 
 def _ready(e: ev.MemberReady) -> Sentence:
-    held = f"it holds the state of step {e.step}" if e.step is not None else "it holds no state yet"
-    return f"{e.member} is ready", held
+    return f"{e.member} became ready", "holds no state yet" if e.step is None else f"holds the state of step {e.step}"
 
 
-def _broke(e: ev.WorldBroken) -> Sentence:
-    who = f", suspects {', '.join(e.suspects)}" if e.suspects else ""
-    return f"{e.member} lost world {e.world} at step {e.step}{who}", e.cause
+def _broken(e: ev.WorldBroken) -> Sentence:
+    suspects = f", suspecting {', '.join(e.suspects)}" if e.suspects else ""
+    return f"{e.member} lost world {e.world} at step {e.step}{suspects}", e.cause
 
 
-def _decided(e: ev.AdjustmentReported) -> Sentence:
-    begins = f"from step {e.step} on" if e.what == "memory" else f"{e.what} from step {e.step} on"
-    return f"{begins}: {e.reason}", e.reason
+def _adjusted(e: ev.AdjustmentReported) -> Sentence:
+    start = f"from step {e.step} on" if e.what == "memory" else f"{e.what} from step {e.step} on"
+    return f"{start}: {e.reason}", e.reason
 
 
-def _created(e: runs_events.RunCreated) -> Sentence:
+def _created(e: run_events.RunCreated) -> Sentence:
     low, high = e.spec.members
     return f"run created: {' '.join(e.spec.argv)} with {low}:{high} members", ""
 
 
-def _raised(e: runs_events.ExceptionReported) -> Sentence:
-    places = [line.strip() for line in e.traceback.splitlines() if line.lstrip().startswith("File ")]
-    return f"{e.member} raised {e.kind}: {e.text}", places[-1] if places else ""
+def _raised(e: run_events.ExceptionReported) -> Sentence:
+    frames = [line.strip() for line in e.traceback.splitlines() if line.lstrip().startswith("File ")]
+    return f"{e.member} raised {e.kind}: {e.text}", frames[-1] if frames else ""
 
 
 def _exited(e: fe.ProcessExited) -> Sentence:
-    how = f"by signal {e.signal}" if e.signal else f"with exit code {e.exit_code}" if e.exit_code is not None else ""
-    return f"the process of {e.member} ended {how}".rstrip(), e.detail or e.cause
+    how = f" by signal {e.signal}" if e.signal else f" with exit code {e.exit_code}" if e.exit_code is not None else ""
+    return f"process of {e.member} ended{how}", e.detail or e.cause
 
 
-def _agent_joined(e: fe.AgentConnected) -> Sentence:
-    offer = "as many members as asked" if e.slots is None else f"{e.slots} members"
-    return f"agent {e.agent} connected and offers {offer}", ""
+def _agent_connected(e: fe.AgentConnected) -> Sentence:
+    return f"agent {e.agent} connected" + ("" if e.slots is None else f" with {e.slots} slots"), ""
 
 
 def _formed(i: ev.FormWorld) -> Sentence:
     names = join_names(seat.member for seat in i.world.seats)
-    return f"world {i.world.number} begins at step {i.world.step} with {names}", i.reason
+    return f"world {i.world.number} started at step {i.world.step} with {names}", i.reason
 
 
 def _proposed(i: ev.ProposeWorld) -> Sentence:
     if not i.is_new:
         return None
     names = join_names(seat.member for seat in i.world.seats)
-    return f"world {i.world.number} is prepared beside world {i.after} with {names}", i.reason
+    return f"prepared world {i.world.number} beside world {i.after} with {names}", i.reason
 
 
 def _placed(i: ev.PublishPlacement) -> Sentence:
     if len(i.to) == 1:
-        return f"{i.to[0]} is told of placement {i.placement.number}", i.reason
-    held = "; ".join(
-        ("the ledger" if part == 0 else f"shard {part}")
-        + f" on {h.primary}"
-        + (f", backup {h.backup}" if h.backup else "")
-        + (f", copied to {h.learner}" if h.learner else "")
-        for part, h in enumerate(i.placement.assignments)
+        return f"sent placement {i.placement.number} to {i.to[0]}", i.reason
+    parts = "; ".join(
+        f"{_part(part)} on {assignment.primary}"
+        + (f", backup {assignment.backup}" if assignment.backup else "")
+        + (f", copied to {assignment.learner}" if assignment.learner else "")
+        for part, assignment in enumerate(i.placement.assignments)
     )
-    return f"placement {i.placement.number}: {held}", i.reason
+    return f"placement {i.placement.number}: {parts}", i.reason
 
 
-def _start(i: fe.StartProcess) -> Sentence:
-    return f"{i.member} is started {'again ' if i.restart else ''}on agent {i.agent}", i.reason
+def _part(part: int) -> str:
+    return "the ledger" if part == 0 else f"shard {part}"
 
 
 _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
-    ev.MemberConnected: _hello,
+    # Events of members.
+    ev.MemberConnected: _connected,
     ev.MemberReady: _ready,
-    ev.AdjustmentReported: _decided,
-    ev.WorldBroken: _broke,
+    ev.AdjustmentReported: _adjusted,
+    ev.WorldBroken: _broken,
     ev.MemberDisconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
-    ev.MemberDone: lambda e: (f"{e.member} is done at step {e.step}", ""),
-    ev.ClaimCompleted: lambda e: (f"{e.member} did {e.name}", "exactly one member does it"),
+    ev.MemberDone: lambda e: (f"{e.member} finished at step {e.step}", ""),
+    ev.ClaimCompleted: lambda e: (f"{e.member} saved {e.name}", "claim granted to one member"),
     ev.CheckpointWritten: lambda e: (f"{e.member} wrote the checkpoint of step {e.step}", e.path),
+    ev.PartCopied: lambda e: (f"{e.member} copied {_part(e.part)} to {e.to}", ""),
+    ev.PartReleased: lambda e: (f"{e.member} released {_part(e.part)} to its backup", ""),
+    ev.ServerUnreachable: lambda e: (f"{e.member} could not reach {e.server}", e.cause),
+    # Decisions about membership.
     ev.FormWorld: _formed,
     ev.ProposeWorld: _proposed,
-    ev.DissolveWorld: lambda i: (f"world {i.number} is over", i.reason),
-    ev.PartCopied: lambda e: (f"{e.member} has given part {e.part} to {e.to}", ""),
-    ev.PartReleased: lambda e: (f"{e.member} rests with part {e.part}, so that another can take over", ""),
-    ev.ServerUnreachable: lambda e: (f"{e.member} cannot reach {e.server}", e.cause),
+    ev.DissolveWorld: lambda i: (f"world {i.number} ended", i.reason),
     ev.PublishPlacement: _placed,
-    ev.AnnounceTrainerLost: lambda i: (f"the servers no longer wait for {i.member}", i.reason),
-    ev.RestoreCheckpoint: lambda i: (f"{i.member} is asked to load the newest checkpoint", i.reason),
-    ev.RejectMember: lambda i: (f"{i.member} is refused: {i.what}", i.why),
-    ev.EvictMember: lambda i: (f"{i.member} is told that it is out", i.reason),
-    ev.StopMembers: lambda i: (f"{join_names(i.to)} told to stop", i.reason),
-    ev.AnnounceFinished: lambda i: (f"the training is finished at step {i.step}", ""),
+    ev.AnnounceTrainerLost: lambda i: (f"servers stopped waiting for {i.member}", i.reason),
+    ev.RestoreCheckpoint: lambda i: (f"told {i.member} to load the newest checkpoint", i.reason),
+    ev.RejectMember: lambda i: (f"rejected {i.member}: {i.what}", i.why),
+    ev.EvictMember: lambda i: (f"evicted {i.member}", i.reason),
+    ev.StopMembers: lambda i: (f"told {join_names(i.to)} to stop", i.reason),
+    ev.AnnounceFinished: lambda i: (f"training finished at step {i.step}", ""),
     ev.MembershipNote: lambda i: (i.text, ""),
+    # Evaluation.
     evaluation.EvaluationNote: lambda i: (i.text, i.reason),
-    evaluation.StopEarly: lambda i: ("the run ends before its last step", i.reason),
-    runs_events.RunCreated: _created,
-    runs_events.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
-    runs_events.BudgetSet: lambda e: (f"the run may spend {e.budget:.2f} in all", ""),
-    runs_events.UserStopRequested: lambda e: ("the run is asked to stop", e.reason),
-    runs_events.ExceptionReported: _raised,
-    fe.AgentConnected: _agent_joined,
+    evaluation.StopEarly: lambda i: ("stopped the run before its last step", i.reason),
+    # The run as a whole.
+    run_events.RunCreated: _created,
+    run_events.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
+    run_events.BudgetSet: lambda e: (f"budget set to {e.budget:.2f}", ""),
+    run_events.UserStopRequested: lambda e: ("run was asked to stop", e.reason),
+    run_events.ExceptionReported: _raised,
+    # Agents and processes.
+    fe.AgentConnected: _agent_connected,
     fe.AgentDisconnected: lambda e: (f"agent {e.agent} lost its connection", ""),
-    fe.AgentNotice: lambda e: (f"the machine of agent {e.agent} goes away within {e.within_s:.0f} s", e.cause),
+    fe.AgentNotice: lambda e: (f"agent {e.agent}: machine shuts down in {e.within_s:.0f} s", e.cause),
     fe.ProcessStarted: lambda e: (f"{e.member} runs as process {e.pid}{', warm' if e.warm else ''}", ""),
     fe.ProcessExited: _exited,
-    fe.StartProcess: _start,
-    fe.StopProcess: lambda i: (f"{i.member} is ended on agent {i.agent}", i.reason),
-    fe.MarkTrainingFinished: lambda _: ("only the evaluator is waited for", "nobody trains any more"),
-    fe.MarkRunFailed: lambda i: (f"the run failed with exit code {i.exit_code}", i.reason),
-    fe.MarkRunEnded: lambda i: (f"the run ended with exit code {i.exit_code}", i.reason),
+    fe.StartProcess: lambda i: (f"{'restarted' if i.restart else 'started'} {i.member} on agent {i.agent}", i.reason),
+    fe.StopProcess: lambda i: (f"stopped {i.member} on agent {i.agent}", i.reason),
+    fe.MarkTrainingFinished: lambda _: ("training finished; waiting for the evaluator", ""),
+    fe.MarkRunFailed: lambda i: (f"run failed with exit code {i.exit_code}", i.reason),
+    fe.MarkRunEnded: lambda i: (f"run ended with exit code {i.exit_code}", i.reason),
     fe.FleetNote: lambda i: (i.text, ""),
-    se.SubmitAllocation: lambda i: (f"{i.allocation} is asked of pool {i.pool}", i.reason),
-    se.CancelAllocation: lambda i: (f"{i.allocation} of pool {i.pool} is let go", i.reason),
-    se.ProvisioningNote: lambda i: (i.text, ""),
-    se.FailInfeasibleRun: lambda i: (
-        "the run cannot begin",
-        "; ".join(f"pool {one.pool}: {one.why}" for one in i.problems),
+    # Machines.
+    pe.SubmitAllocation: lambda i: (f"requested {i.allocation} from pool {i.pool}", i.reason),
+    pe.CancelAllocation: lambda i: (f"released {i.allocation} of pool {i.pool}", i.reason),
+    pe.ProvisioningNote: lambda i: (i.text, ""),
+    pe.FailInfeasibleRun: lambda i: (
+        "run could not start",
+        "; ".join(f"pool {problem.pool}: {problem.why}" for problem in i.problems),
     ),
-    se.StopRunOverBudget: lambda i: ("the run is stopped after a checkpoint", i.reason),
+    pe.StopRunOverBudget: lambda i: ("stopped the run after a checkpoint", i.reason),
 }

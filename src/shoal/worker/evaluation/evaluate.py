@@ -132,7 +132,7 @@ def _evaluate_newest(
     for name in scores.keys() - finite.keys():
         sys.stderr.write(f"shoal: {session.me}: {name} of step {step} is {scores[name]}\n")
     value = finite.get(request.goal.metric) if request.goal is not None else None
-    better = request.goal is not None and value is not None and request.goal.better(value, best)
+    better = request.goal is not None and value is not None and request.goal.is_better(value, best)
     if better and request.export:
         session.set_phase("exporting")
         export_model(request.export, write)

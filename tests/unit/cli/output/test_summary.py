@@ -98,11 +98,9 @@ def test_failure_is_shown_with_its_root_cause_first() -> None:
         story_line(
             2, "ExceptionReported", "local/0 raised ValueError: no", member="local/0", reason='File "t.py", line 3'
         ),
+        story_line(3, "ProcessExited", "process of local/0 ended with exit code 1", member="local/0", reason="user"),
         story_line(
-            3, "ProcessExited", "the process of local/0 ended with exit code 1", member="local/0", reason="user"
-        ),
-        story_line(
-            4, "ProcessExited", "the process of local/2 ended by signal 15", member="local/2", reason="the run failed"
+            4, "ProcessExited", "process of local/2 ended by signal 15", member="local/2", reason="the run failed"
         ),
     ]
     facts = summary.summarise(run_view(status="failed", exit_code=1, reason="local/0 raised"), story)

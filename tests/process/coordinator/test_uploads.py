@@ -47,9 +47,7 @@ def fetch(coordinator: Coordinator, run: str, to: Path, *options: str, token: st
     return answer
 
 
-def test_a_coordinator_that_is_killed_in_the_middle_of_a_file_has_all_of_it_when_it_is_back(
-    coordinator: Coordinator, tmp_path: Path
-) -> None:
+def test_upload_survives_the_kill_of_the_coordinator(coordinator: Coordinator, tmp_path: Path) -> None:
     run = coordinator.create()
     store = store_of(coordinator, run, "checkpoints")
     killed = threading.Event()
@@ -102,7 +100,7 @@ def test_a_coordinator_that_is_killed_in_the_middle_of_a_file_has_all_of_it_when
     assert not (tmp_path / "bob").exists()
 
 
-def test_who_vanishes_while_it_sends_leaves_no_file(coordinator: Coordinator) -> None:
+def test_client_that_disconnects_during_an_upload_leaves_no_file(coordinator: Coordinator) -> None:
     run = coordinator.create()
     where = urlsplit(coordinator.url)
     query = f"upload={'a' * 16}&offset=0&size=100&digest={'0' * 64}"

@@ -58,7 +58,7 @@ def answered(line: socket.socket, request: bytes) -> None:
         (GET + b"Content-Length: 10\r\n\r\n", b"x"),
     ],
 )
-def test_half_a_request_does_not_hold_a_connection(address: tuple[str, int], whole: bytes, rest: bytes) -> None:
+def test_incomplete_request_is_disconnected(address: tuple[str, int], whole: bytes, rest: bytes) -> None:
     with socket.create_connection(address, timeout=WAIT_S) as line:
         if whole:
             answered(line, whole)
@@ -66,7 +66,7 @@ def test_half_a_request_does_not_hold_a_connection(address: tuple[str, int], who
         assert line.recv(4096) == b""
 
 
-def test_who_goes_on_asking_is_answered(address: tuple[str, int]) -> None:
+def test_client_with_further_requests_stays_connected(address: tuple[str, int]) -> None:
     with socket.create_connection(address, timeout=WAIT_S) as line:
         for _ in range(5):
             answered(line, GET + b"\r\n")

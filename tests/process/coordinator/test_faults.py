@@ -24,7 +24,7 @@ from shoal.wire import member_messages as ms
 pytestmark = pytest.mark.process
 
 
-def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordinator) -> None:
+def test_full_disk_blocks_changes_until_space_is_freed(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 60.0})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
@@ -50,7 +50,7 @@ def test_a_full_disk_stops_changes_until_there_is_room_again(coordinator: Coordi
     assert coordinator.ask("POST", f"/v1/runs/{run}/scale", {"min": 1, "max": 3})[0] == 200
 
 
-def test_a_run_whose_directory_cannot_be_made_is_refused(coordinator: Coordinator) -> None:
+def test_run_whose_directory_cannot_be_created_is_refused(coordinator: Coordinator) -> None:
     """As when the disk that the directory is on is gone, or full."""
     runs = coordinator.directory / "runs"
     runs.rmdir()
@@ -64,7 +64,7 @@ def test_a_run_whose_directory_cannot_be_made_is_refused(coordinator: Coordinato
 
 
 @pytest.mark.parametrize("room", [1 << 10, 4 << 10])
-def test_a_disk_that_is_full_from_the_start_is_said(tmp_path: Path, room: int) -> None:
+def test_disk_full_at_start_is_reported(tmp_path: Path, room: int) -> None:
     command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c")]
     limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))"
     begin = [sys.executable, "-c", f"{limit}; os.execv(sys.argv[1], sys.argv[1:])", *command]
@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_from_the_start_is_said(tmp_path: Path, room: int) -
 
 
 @pytest.mark.parametrize("name", ["pid.part", "url.part"])
-def test_an_address_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
+def test_unwritable_address_file_is_reported(tmp_path: Path, name: str) -> None:
     (tmp_path / "c" / name).mkdir(parents=True)
     command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
@@ -84,7 +84,7 @@ def test_an_address_that_cannot_be_written_is_said(tmp_path: Path, name: str) ->
     assert "Traceback" not in found.stderr
 
 
-def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) -> None:
+def test_coordinator_off_loopback_uses_tls_and_keeps_its_certificate(tmp_path: Path) -> None:
     coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
     try:
         assert coordinator.url.startswith("https://127.0.0.1:"), (
@@ -106,7 +106,7 @@ def test_off_loopback_it_speaks_tls_and_keeps_its_certificate(tmp_path: Path) ->
         coordinator.close()
 
 
-def test_it_says_nothing_before_it_is_asked(tmp_path: Path) -> None:
+def test_tls_server_sends_nothing_before_a_request(tmp_path: Path) -> None:
     """A session ticket would wake a member's reader, which then waits beyond any timeout for what it never asked."""
     coordinator = Coordinator(tmp_path / "c", "--host", "0.0.0.0")
     try:
@@ -124,7 +124,7 @@ def test_it_says_nothing_before_it_is_asked(tmp_path: Path) -> None:
         coordinator.close()
 
 
-def test_it_ends_with_the_process_that_holds_its_lifeline(tmp_path: Path) -> None:
+def test_coordinator_ends_with_the_process_that_holds_its_lifeline(tmp_path: Path) -> None:
     read, write = os.pipe()
     command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c"), "--lifeline", str(read)]
     process = subprocess.Popen(command, pass_fds=[read])
@@ -137,7 +137,7 @@ def test_it_ends_with_the_process_that_holds_its_lifeline(tmp_path: Path) -> Non
     assert process.wait(WAIT_S) == 0
 
 
-def test_a_silent_member_is_expelled_and_may_come_back_on_the_same_socket(coordinator: Coordinator) -> None:
+def test_silent_member_is_evicted_and_may_rejoin_on_the_same_connection(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:
@@ -158,7 +158,7 @@ def test_a_silent_member_is_expelled_and_may_come_back_on_the_same_socket(coordi
     assert members[1].hear(ms.PrepareWorldMsg).world.size == 2
 
 
-def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Coordinator) -> None:
+def test_silent_connection_does_not_delay_others(coordinator: Coordinator) -> None:
     silent = [coordinator.open("/v1/member") for _ in range(20)]
     run = coordinator.create(1, 1, settings={"regroup_s": 0.05})
     FakeMember(coordinator, run, "m/0").hello().ready().hear(ms.EnterWorldMsg)
@@ -166,7 +166,7 @@ def test_whoever_opens_a_socket_and_says_nothing_holds_up_nobody(coordinator: Co
         each.close()
 
 
-def test_a_coordinator_that_was_stopped_does_not_blame_its_members(coordinator: Coordinator) -> None:
+def test_sleep_of_the_coordinator_does_not_count_against_members(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 2, settings={"regroup_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.2})
     members = [FakeMember(coordinator, run, f"m/{i}").hello().ready() for i in range(2)]
     for member in members:

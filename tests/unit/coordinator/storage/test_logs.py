@@ -20,7 +20,7 @@ def write(directory: Path, count: int) -> None:
 
 @pytest.mark.parametrize("member", ["", "a/0"])
 @pytest.mark.parametrize("count", [1, 999, 1000, 45_000, 60_000, 70_000])
-def test_the_last_lines_are_as_many_as_were_asked_for_and_whole(tmp_path: Path, member: str, count: int) -> None:
+def test_last_lines_are_complete_and_as_many_as_requested(tmp_path: Path, member: str, count: int) -> None:
     total = 60_000
     write(tmp_path, total)
     assert (tmp_path / "runs" / "r" / "logs" / f"{ALL}.log").stat().st_size > MAX_PAGE_BYTES
@@ -28,7 +28,7 @@ def test_the_last_lines_are_as_many_as_were_asked_for_and_whole(tmp_path: Path, 
     assert found.lines == (("a/0", f"{max(0, total - count):06d} {LINE}"),)
 
 
-def test_pages_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
+def test_next_page_starts_where_the_last_one_ended(tmp_path: Path) -> None:
     write(tmp_path, 10)
     first = page(tmp_path, "r", limit=4)
     then = page(tmp_path, "r", after=first.next)
@@ -36,7 +36,7 @@ def test_pages_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
     assert page(tmp_path, "r", after=then.next).lines == ()
 
 
-def test_a_line_that_did_not_fit_on_the_disk_is_not_begun(tmp_path: Path) -> None:
+def test_line_that_does_not_fit_on_the_disk_leaves_no_fragment(tmp_path: Path) -> None:
     logs, (soft, hard) = Logs(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     logs.append("r", "a/0", ["before"])
     size = (tmp_path / "runs" / "r" / "logs" / f"{ALL}.log").stat().st_size

@@ -1,4 +1,4 @@
-"""What is shown is written in the order in which it came, whoever asks for it meanwhile."""
+"""What is views is written in the order in which it came, whoever asks for it meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = RunSpec("r", ("train.py",), "/", (1, 1))
 
 
 class SlowFirst(SqliteViews):
-    """Is overtaken by the second batch while it writes the first, if that is possible."""
+    """Views whose first write is so slow that a second one would overtake it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -33,38 +33,38 @@ class SlowFirst(SqliteViews):
             self.overtaken.set()
 
 
-def test_an_older_view_of_a_run_never_hides_a_newer_one(tmp_path: Path) -> None:
-    shown = SlowFirst(tmp_path)
-    service = CoordinatorService(tmp_path, Journal(tmp_path), shown, "here")
+def test_older_view_is_never_written_over_a_newer_one(tmp_path: Path) -> None:
+    views = SlowFirst(tmp_path)
+    service = CoordinatorService(tmp_path, Journal(tmp_path), views, "here")
 
-    async def happen() -> list[str]:
+    async def run() -> list[str]:
         service.handle("r-1", RunCreated(SPEC, {"tensorboard": False}))
-        first = asyncio.create_task(service.flush())
-        await asyncio.to_thread(shown.begun.wait)
+        first = asyncio.create_task(service.views.flush())
+        await asyncio.to_thread(views.begun.wait)
         service.handle("r-1", UserStopRequested("enough", False, 0.0))
-        told = await service.story(service.runs.runs["r-1"], "", 0, 100)
+        lines = await service.views.story(service.state.runs["r-1"], "", 0, 100)
         await first
-        return [line.kind for line in told]
+        return [line.kind for line in lines]
 
-    kinds = asyncio.run(happen())
+    kinds = asyncio.run(run())
     assert kinds[0] == "RunCreated"
     assert "UserStopRequested" in kinds
     assert [view.status for view in sqlite_views.runs(tmp_path)] == ["stopped"]
-    assert shown.seq == 2
+    assert views.seq == 2
     service.close()
 
 
-def test_what_is_being_written_at_the_end_is_written(tmp_path: Path) -> None:
-    shown = SlowFirst(tmp_path)
-    service = CoordinatorService(tmp_path, Journal(tmp_path), shown, "here")
+def test_write_in_progress_is_completed_at_the_end(tmp_path: Path) -> None:
+    views = SlowFirst(tmp_path)
+    service = CoordinatorService(tmp_path, Journal(tmp_path), views, "here")
 
-    async def happen() -> None:
+    async def run() -> None:
         service.handle("r-1", RunCreated(SPEC, {"tensorboard": False}))
-        keeper = asyncio.create_task(service.keep_views())
-        await asyncio.to_thread(shown.begun.wait)
-        await service.settle([keeper])
+        task = asyncio.create_task(service.views.write_forever())
+        await asyncio.to_thread(views.begun.wait)
+        await service.views.stop([task])
         service.close()
 
-    asyncio.run(happen())
+    asyncio.run(run())
     assert [view.run for view in sqlite_views.runs(tmp_path)] == ["r-1"]
     assert sqlite_views.story(tmp_path, "r-1")[0].kind == "RunCreated"

@@ -12,7 +12,7 @@ from tests.process.coordinator.fakes import Coordinator
 pytestmark = pytest.mark.process
 
 
-def test_a_crowd_forms_a_world_loses_one_grows_and_outlives_its_coordinator() -> None:
+def test_many_members_form_a_world_lose_one_grow_and_outlive_their_coordinator() -> None:
     found = dict(thousand.measure(thousand.HOSTS["TLS"], agents=20, joins=1, steady_s=0.5, watch_s=1.0))
     assert found["form"]["told_bytes"] > 20 * 1000
     assert found["steady"]["beats_per_s"] > 0
@@ -21,7 +21,7 @@ def test_a_crowd_forms_a_world_loses_one_grows_and_outlives_its_coordinator() ->
     assert found["restart"]["worlds"] == 0
 
 
-def test_it_takes_the_descriptors_that_it_may_have(tmp_path: Path) -> None:
+def test_coordinator_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:

@@ -1,4 +1,4 @@
-"""What comes in as bytes, however it is cut, is heard as it was said; what goes out waits for its turn."""
+"""WebSockets: messages arrive whole and in order, and queued ones are sent before the close."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 
-from shoal.coordinator.server.websocket import MAX_WAITING, SCOPE, DirectSocket
+from shoal.coordinator.server.websocket import MAX_UNSENT, SCOPE, DirectSocket
 
 REQUEST = (
     b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -23,7 +23,7 @@ REQUEST = (
 LIMIT_BYTES = 70_000
 
 
-class Wire:
+class FakeTransport:
     """The other side of a socket."""
 
     def __init__(self) -> None:
@@ -48,44 +48,44 @@ class Wire:
         raise AssertionError("a direct socket is always read")
 
 
-class Ear:
+class Listener:
     """Who listens: an application that is done with a connection as soon as it is accepted."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes | str] = []
+        self.messages: list[bytes | str] = []
         self.gone = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         await receive()
         await send({"type": "websocket.accept"})
         self.socket: DirectSocket = scope[SCOPE]
-        self.socket.listen(self.heard.append, self.over)
+        self.socket.listen(self.messages.append, self.on_close)
 
-    def over(self) -> None:
+    def on_close(self) -> None:
         self.gone += 1
 
 
-def talk(conversation: Callable[[DirectSocket, Wire, Ear], None]) -> tuple[Wire, Ear]:
+def talk(conversation: Callable[[DirectSocket, FakeTransport, Listener], None]) -> tuple[FakeTransport, Listener]:
     """A conversation on an open connection, and what came of it."""
-    wire, ear = Wire(), Ear()
+    transport, listener = FakeTransport(), Listener()
 
     async def held() -> None:
-        config = Config(ear, ws=DirectSocket, ws_max_size=LIMIT_BYTES, lifespan="off", log_config=None)
+        config = Config(listener, ws=DirectSocket, ws_max_size=LIMIT_BYTES, lifespan="off", log_config=None)
         config.load()
         socket = DirectSocket(config, ServerState(), {})
-        socket.connection_made(wire)  # type: ignore[arg-type]
+        socket.connection_made(transport)  # type: ignore[arg-type]
         socket.data_received(REQUEST)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        wire.written.clear()
-        conversation(socket, wire, ear)
+        transport.written.clear()
+        conversation(socket, transport, listener)
         await asyncio.sleep(0)
         socket.stop_keepalive()
         if socket.close_timer is not None:
             socket.close_timer.cancel()
 
     asyncio.run(held())
-    return wire, ear
+    return transport, listener
 
 
 def frame(data: bytes, opcode: Opcode = Opcode.BINARY, fin: bool = True) -> bytes:
@@ -103,7 +103,7 @@ SAID = st.lists(st.tuples(SIZES, st.sampled_from(["whole", "whole", "ping", "pon
 
 @settings(max_examples=60)
 @given(said=SAID, cuts=st.lists(st.integers(0, 1 << 20), max_size=6))
-def test_whatever_is_said_is_heard_in_order_however_it_is_cut(said: list[tuple[int, str]], cuts: list[int]) -> None:
+def test_messages_arrive_in_order_however_the_bytes_are_cut(said: list[tuple[int, str]], cuts: list[int]) -> None:
     sent, expected, pongs = b"", [], []
     for number, (size, how) in enumerate(said):
         data = bytes([97 + number]) * size
@@ -118,14 +118,14 @@ def test_whatever_is_said_is_heard_in_order_however_it_is_cut(said: list[tuple[i
             sent += frame(data, Opcode.TEXT if how == "text" else Opcode.BINARY)
             expected.append(data.decode() if how == "text" else data)
 
-    def conversation(socket: DirectSocket, _wire: Wire, _ear: Ear) -> None:
+    def conversation(socket: DirectSocket, _transport: FakeTransport, _listener: Listener) -> None:
         for piece in pieces(sent, cuts):
             socket.data_received(piece)
 
-    wire, ear = talk(conversation)
-    assert ear.heard == expected
-    assert b"".join(wire.written) == b"".join(Frame(Opcode.PONG, data).serialize(mask=False) for data in pongs)
-    assert ear.gone == 0
+    transport, listener = talk(conversation)
+    assert listener.messages == expected
+    assert b"".join(transport.written) == b"".join(Frame(Opcode.PONG, data).serialize(mask=False) for data in pongs)
+    assert listener.gone == 0
 
 
 @pytest.mark.parametrize(
@@ -138,47 +138,47 @@ def test_whatever_is_said_is_heard_in_order_however_it_is_cut(said: list[tuple[i
     ],
     ids=["too large", "not masked", "no such kind", "a long ping"],
 )
-def test_what_breaks_the_rules_closes_the_connection(bad: bytes) -> None:
-    wire, ear = talk(lambda socket, _wire, _ear: socket.data_received(frame(b"good") + bad))
-    assert ear.heard == [b"good"]
-    assert wire.closed
+def test_invalid_frame_closes_the_connection(bad: bytes) -> None:
+    transport, listener = talk(lambda socket, _transport, _listener: socket.data_received(frame(b"good") + bad))
+    assert listener.messages == [b"good"]
+    assert transport.closed
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
-def test_what_is_said_goes_out_as_one_frame(size: int) -> None:
-    wire, _ = talk(lambda socket, _wire, _ear: socket.say(b"x" * size))
-    assert b"".join(wire.written) == Frame(Opcode.BINARY, b"x" * size).serialize(mask=False)
+def test_message_is_sent_as_one_frame(size: int) -> None:
+    transport, _ = talk(lambda socket, _transport, _listener: socket.send_message(b"x" * size))
+    assert b"".join(transport.written) == Frame(Opcode.BINARY, b"x" * size).serialize(mask=False)
 
 
-def test_nothing_overtakes_what_waits_and_the_good_bye_comes_last() -> None:
-    def conversation(socket: DirectSocket, wire: Wire, _ear: Ear) -> None:
+def test_queued_messages_keep_their_order_and_close_comes_last() -> None:
+    def conversation(socket: DirectSocket, transport: FakeTransport, _listener: Listener) -> None:
         socket.pause_writing()
-        assert socket.say(b"one")
-        assert socket.say(b"two")
-        socket.hang_up()
-        assert wire.written == []
+        assert socket.send_message(b"one")
+        assert socket.send_message(b"two")
+        socket.close_after_sending()
+        assert transport.written == []
         socket.resume_writing()
 
-    wire, ear = talk(conversation)
+    transport, listener = talk(conversation)
     said = [Frame(Opcode.BINARY, data) for data in (b"one", b"two")] + [Frame(Opcode.CLOSE, b"\x03\xe8")]
-    assert b"".join(wire.written) == b"".join(one.serialize(mask=False) for one in said)
-    assert ear.gone == 1
+    assert b"".join(transport.written) == b"".join(one.serialize(mask=False) for one in said)
+    assert listener.gone == 1
 
 
-def test_who_takes_nothing_for_too_long_is_said_to() -> None:
-    def conversation(socket: DirectSocket, _wire: Wire, _ear: Ear) -> None:
+def test_slow_reader_is_reported_when_its_queue_is_full() -> None:
+    def conversation(socket: DirectSocket, _transport: FakeTransport, _listener: Listener) -> None:
         socket.pause_writing()
-        assert all(socket.say(b"x") for _ in range(MAX_WAITING))
-        assert not socket.say(b"x")
+        assert all(socket.send_message(b"x") for _ in range(MAX_UNSENT))
+        assert not socket.send_message(b"x")
 
     talk(conversation)
 
 
-def test_the_end_is_told_once_and_not_in_the_middle_of_something() -> None:
-    def conversation(socket: DirectSocket, _wire: Wire, ear: Ear) -> None:
+def test_close_is_reported_once_and_not_during_an_event() -> None:
+    def conversation(socket: DirectSocket, _transport: FakeTransport, listener: Listener) -> None:
         socket.data_received(frame(b"\x03\xe8", Opcode.CLOSE))
-        assert ear.gone == 0
+        assert listener.gone == 0
         socket.connection_lost(None)
 
-    _, ear = talk(conversation)
-    assert ear.gone == 1
+    _, listener = talk(conversation)
+    assert listener.gone == 1

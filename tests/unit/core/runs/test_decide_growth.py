@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator import live_state as present
+from shoal.coordinator import api_views
+from shoal.coordinator.live_state import LiveRun
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
+from shoal.core.runs.decide import apply
 from shoal.core.runs.events import RunCreated
 from shoal.core.runs.state import CoordinatorState
 from shoal.core.runs.story import tell
@@ -34,8 +36,8 @@ class Cluster:
     """So many agents with a place each, and one run that wants all of them; its members are in a world."""
 
     def __init__(self, members: int) -> None:
-        self.runs = CoordinatorState()
-        self.live = present.LiveRun()
+        self.coordinator = CoordinatorState()
+        self.live = LiveRun()
         self.size = members
         self.on(fe.CoordinatorStarted("s"), "")
         for number in range(members):
@@ -44,28 +46,28 @@ class Cluster:
         for name in self.names:
             self.start(name)
             self.on(self.ready(name))
-            self.live.beats[name] = mb.LastHeartbeat(NOW, 1, 5, "compute", 0.1, 0.2)
-            self.live.said[name] = ms.HeartbeatMsg(1, 5, "compute", 0.1, share=8, samples_per_s=100.0)
-        assert self.state.world is not None
+            self.live.leases[name] = mb.LastHeartbeat(NOW, 1, 5, "compute", 0.1, 0.2)
+            self.live.heartbeats[name] = ms.HeartbeatMsg(1, 5, "compute", 0.1, share=8, samples_per_s=100.0)
+        assert self.membership.world is not None
 
     @property
     def names(self) -> list[str]:
-        return [p.member for p in self.runs.fleet.of_run("r")]
+        return [p.member for p in self.coordinator.fleet.of_run("r")]
 
     @property
-    def state(self) -> mb.MembershipState:
-        return self.runs.runs["r"].membership
+    def membership(self) -> mb.MembershipState:
+        return self.coordinator.runs["r"].membership
 
     def on(self, event: Any, run: str = "r") -> list[Any]:
-        asked = self.runs.apply(run, event, NOW)
-        tell(1, NOW, run, event, asked)
-        return [instruction for _, instruction in asked]
+        instructions = apply(self.coordinator, run, event, NOW)
+        tell(1, NOW, run, event, instructions)
+        return [instruction for _, instruction in instructions]
 
     def join(self, number: int) -> None:
         self.on(fe.AgentConnected(f"node-{number}", 1, "10.0.0.1", (), pool="lab"), "")
 
     def start(self, name: str) -> None:
-        p = self.runs.fleet.processes["r", name]
+        p = self.coordinator.fleet.processes["r", name]
         self.on(fe.ProcessStarted("r", name, p.incarnation, 7, True))
         self.on(ev.MemberConnected(name, p.incarnation, Address("10.0.0.1", 1)))
 
@@ -119,7 +121,7 @@ def newcomer_is_ready(cluster: Cluster) -> Callable[[], object]:
 
 def newcomer_is_entered_with(cluster: Cluster) -> Callable[[], object]:
     cluster.on(cluster.ready(cluster.widen()))
-    proposal = cluster.state.proposal
+    proposal = cluster.membership.proposal
     assert proposal is not None
     return lambda: cluster.on(ev.WorldEntered(cluster.names[0], proposal.number, 9))
 
@@ -129,14 +131,14 @@ def member_is_lost(cluster: Cluster) -> Callable[[], object]:
 
 
 def survivor_answers(cluster: Cluster) -> Callable[[], object]:
-    world = cluster.state.world
+    world = cluster.membership.world
     assert world is not None
     cluster.dissolve()
     return lambda: cluster.on(ev.WorldBroken(cluster.names[1], world.number, 9))
 
 
 def last_survivor_answers(cluster: Cluster) -> Callable[[], object]:
-    world = cluster.state.world
+    world = cluster.membership.world
     assert world is not None
     cluster.dissolve()
     for name in cluster.names[1:-1]:
@@ -145,7 +147,7 @@ def last_survivor_answers(cluster: Cluster) -> Callable[[], object]:
 
 
 def process_ends(cluster: Cluster) -> Callable[[], object]:
-    p = cluster.runs.fleet.processes["r", cluster.names[3]]
+    p = cluster.coordinator.fleet.processes["r", cluster.names[3]]
     return lambda: cluster.on(fe.ProcessExited("r", p.member, p.incarnation, "infrastructure", "killed"))
 
 
@@ -158,15 +160,15 @@ def run_is_submitted(cluster: Cluster) -> Callable[[], object]:
 
 
 def waits_are_looked_for(cluster: Cluster) -> Callable[[], object]:
-    return lambda: (mb.due(cluster.state, cluster.live.beats, NOW), fl.due(cluster.runs.fleet, NOW))
+    return lambda: (mb.due(cluster.membership, cluster.live.leases, NOW), fl.due(cluster.coordinator.fleet, NOW))
 
 
 def run_is_shown(cluster: Cluster) -> Callable[[], object]:
-    return lambda: present.run_view(cluster.runs.runs["r"], cluster.runs, cluster.live, "/", NOW)
+    return lambda: api_views.run_view(cluster.coordinator.runs["r"], cluster.coordinator, cluster.live, "/", NOW)
 
 
 def agents_are_shown(cluster: Cluster) -> Callable[[], object]:
-    return lambda: present.agent_views(cluster.runs, {}, NOW)
+    return lambda: api_views.agent_views(cluster.coordinator, {}, NOW)
 
 
 CASES = [
@@ -186,7 +188,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_four_times_the_members_cost_four_times_as_much_at_most(
+def test_cost_of_an_event_grows_at_most_linearly_with_members(
     case: Callable[[Cluster], Callable[[], object]],
 ) -> None:
     few, many = steps_of(case(Cluster(FEW))), steps_of(case(Cluster(MANY)))

@@ -1,22 +1,23 @@
-"""What Prometheus reads."""
+"""Prometheus metrics of runs."""
 
 from __future__ import annotations
 
-from tests.unit.coordinator.test_present import trained_by
+from tests.unit.coordinator.test_api_views import trained_by
 
-from shoal.coordinator import live_state as present
+from shoal.coordinator import api_views
 from shoal.coordinator.http import prometheus
+from shoal.coordinator.live_state import LiveRun
 from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
-def test_shares_waiting_and_noise_are_figures_too() -> None:
-    runs, live = trained_by(2), present.LiveRun()
+def test_metrics_include_shares_idle_time_and_noise() -> None:
+    state, live = trained_by(2), LiveRun()
     told = {"batch": 64, "noise": 310.0, "idle": (0.38, 0.02)}
-    live.said = {
+    live.heartbeats = {
         "m/0": HeartbeatMsg(1, 7, "compute", 0.0, share=51, spent=StepTimes(0.001, 0.05, 0.002, 0.003), **told),
         "m/1": HeartbeatMsg(1, 7, "compute", 0.0, share=13, **told),
     }
-    text = prometheus.render([present.run_view(runs.runs["r"], runs, live, "d", 6.0)], []).decode()
+    text = prometheus.render([api_views.run_view(state.runs["r"], state, live, "d", 6.0)], []).decode()
     for line in (
         'shoal_run_batch{name="t",run="r"} 64.0',
         'shoal_run_noise_scale{name="t",run="r"} 310.0',
@@ -29,8 +30,8 @@ def test_shares_waiting_and_noise_are_figures_too() -> None:
         assert line in text
 
 
-def test_what_is_not_known_is_no_figure() -> None:
-    runs = trained_by(1)
-    text = prometheus.render([present.run_view(runs.runs["r"], runs, present.LiveRun(), "d", 6.0)], []).decode()
+def test_unknown_values_have_no_metric() -> None:
+    state = trained_by(1)
+    text = prometheus.render([api_views.run_view(state.runs["r"], state, LiveRun(), "d", 6.0)], []).decode()
     assert "shoal_run_noise_scale{" not in text
     assert "shoal_run_idle_ratio{" not in text

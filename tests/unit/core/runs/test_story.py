@@ -10,7 +10,7 @@ import pytest
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.placement import PartAssignment, Placement
-from shoal.core.runs import events as runs_events
+from shoal.core.runs import events as run_events
 from shoal.core.runs import story
 from shoal.core.runs.spec import MachineInfo
 from shoal.core.world import Address, Seat, World
@@ -65,7 +65,7 @@ VALUES: dict[str, Any] = {
 }
 KINDS = [
     kind
-    for union in (ev.Event, ev.Instruction, fe.Event, fe.Instruction, runs_events.RunEvent)
+    for union in (ev.Event, ev.Instruction, fe.Event, fe.Instruction, run_events.RunEvent)
     for kind in union.__args__  # type: ignore[attr-defined]
 ]
 
@@ -76,7 +76,7 @@ def example(kind: type) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_has_its_sentence_or_is_silent_on_purpose(kind: type) -> None:
+def test_every_kind_has_a_sentence_or_is_silent_on_purpose(kind: type) -> None:
     lines = story.tell(7, 1.0, "r", example(kind), [])
     assert len(lines) == (0 if SILENT.get(kind.__name__) else 1)
     for line in lines:
@@ -84,41 +84,39 @@ def test_every_kind_has_its_sentence_or_is_silent_on_purpose(kind: type) -> None
         assert (line.seq, line.kind) == (700, kind.__name__)
 
 
-def test_a_world_is_told_with_its_members_and_its_reason() -> None:
+def test_world_is_told_with_its_members_and_its_reason() -> None:
     world = World(2, (Seat("a/0", "1", Address("h", 1)), Seat("b/0", "1", Address("h", 1))), 17)
     (line,) = story.tell(1, 1.0, "r", ev.TimerFired("regroup"), [("r", ev.FormWorld(world, (), "two of three"))])
-    assert line.text == "world 2 begins at step 17 with a/0, b/0"
+    assert line.text == "world 2 started at step 17 with a/0, b/0"
     assert (line.reason, line.world, line.step) == ("two of three", 2, 17)
 
 
 SHARES = ev.AdjustmentReported("a/0", 12, "shares", {"a/0": 51, "b/0": 13}, "b/0 is slow: 51, 13 instead of 32, 32")
 
 
-def test_what_members_decided_is_one_line_of_a_kind_of_its_own() -> None:
+def test_adjustment_is_one_line_of_its_own_kind() -> None:
     (line,) = story.tell(1, 1.0, "r", SHARES, [("r", ev.MembershipNote("anything"))])
     assert line.text == "shares from step 12 on: b/0 is slow: 51, 13 instead of 32, 32"
     assert (line.kind, line.member, line.step, line.reason) == ("SharesDecided", "", 12, SHARES.reason)
-    assert story.tell(1, 1.0, "r", SHARES, []) == [], "said again, it is no news"
+    assert story.tell(1, 1.0, "r", SHARES, []) == [], "a repeated report is no news"
 
 
-def test_a_limit_of_memory_is_told_of_its_member() -> None:
+def test_memory_limit_is_told_of_its_member() -> None:
     limited = ev.AdjustmentReported("b/0", 7, "memory", {"b/0": 16}, "b/0 ran out of memory with 32 samples at once")
     (line,) = story.tell(1, 1.0, "r", limited, [("r", ev.MembershipNote("anything"))])
     assert (line.kind, line.member) == ("MemoryDecided", "b/0")
     assert line.text == "from step 7 on: b/0 ran out of memory with 32 samples at once"
 
 
-def test_an_exception_is_told_with_its_place() -> None:
-    raised = runs_events.ExceptionReported(
-        "a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n'
-    )
+def test_exception_is_told_with_its_source_line() -> None:
+    raised = run_events.ExceptionReported("a/0", "ValueError", "bad", 'Traceback\n  File "t.py", line 3, in f\n    x\n')
     (line,) = story.tell(1, 1.0, "r", raised, [])
     assert (line.text, line.reason) == ("a/0 raised ValueError: bad", 'File "t.py", line 3, in f')
 
 
-def test_lines_are_numbered_in_the_order_of_the_journal() -> None:
-    asked = [("r", ev.MembershipNote("one")), ("r", ev.MembershipNote("two"))]
-    lines = story.tell(3, 1.0, "r", ev.MemberDisconnected("a/0"), asked) + story.tell(
+def test_lines_are_numbered_in_journal_order() -> None:
+    instructions = [("r", ev.MembershipNote("one")), ("r", ev.MembershipNote("two"))]
+    lines = story.tell(3, 1.0, "r", ev.MemberDisconnected("a/0"), instructions) + story.tell(
         4, 1.0, "r", ev.MemberDisconnected("a/0"), []
     )
     assert [line.seq for line in lines] == [300, 301, 302, 400]

@@ -1,4 +1,4 @@
-"""A coordinator that is started with other pools than before."""
+"""Opening the pools of a coordinator that was started with other pools before."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from shoal.coordinator.pools.provisioner import Provisioner, open_pools
 from shoal.coordinator.service import CoordinatorService
-from shoal.coordinator.storage.blobs import STOWED, Blobs
-from shoal.core.provisioning import events as se
+from shoal.coordinator.storage.blobs import ENVIRONMENTS, Blobs
+from shoal.core.provisioning import events as pe
 from shoal.core.provisioning.state import RELEASING, RUNNING, SUBMITTED, Allocation
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import credentials, pool_files
 
 
-def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_limit_releases_allocations_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
     pool_files.write(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local", "limit": 1}}))
@@ -27,38 +27,38 @@ def test_what_a_lower_limit_gives_back_is_ended_at_once(tmp_path: Path, monkeypa
         name: Allocation(name, "farm", 1, RUNNING, at, handle=str(tmp_path / name))
         for name, at in (("a", 1.0), ("b", 2.0))
     }
-    service.runs.supply = replace(service.runs.supply, allocations=had)
-    done: list[se.Instruction] = []
+    service.state.provisioning = replace(service.state.provisioning, allocations=had)
+    done: list[pe.Instruction] = []
     monkeypatch.setattr(Provisioner, "carry_out", lambda _self, instruction: done.append(instruction))
 
-    async def live() -> None:
+    async def open_and_close() -> None:
         opened = open_pools(service, tmp_path)
         assert opened is not None
-        assert service.runs.supply.allocations["b"].status == RELEASING
-        await opened.close(end_all=False)
+        assert service.state.provisioning.allocations["b"].status == RELEASING
+        await opened.close(release_all=False)
 
-    asyncio.run(live())
+    asyncio.run(open_and_close())
     service.close()
-    assert [one.allocation for one in done if isinstance(one, se.CancelAllocation)] == ["b"]
+    assert [i.allocation for i in done if isinstance(i, pe.CancelAllocation)] == ["b"]
 
 
-@pytest.mark.parametrize("hired", [False, True])
-def test_what_environments_are_made_of_stays_while_a_hire_may_fetch_it(
-    hired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allocated", [False, True])
+def test_environments_are_kept_while_an_allocation_may_download_them(
+    allocated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
     pool_files.write(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local"}}))
-    digest = Blobs(tmp_path / STOWED).add(b"a wheel")
+    digest = Blobs(tmp_path / ENVIRONMENTS).add(b"a wheel")
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
-    queued = {"a": Allocation("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if hired else {}
-    service.runs.supply = replace(service.runs.supply, allocations=queued)
+    queued = {"a": Allocation("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if allocated else {}
+    service.state.provisioning = replace(service.state.provisioning, allocations=queued)
 
-    async def live() -> None:
+    async def open_and_close() -> None:
         opened = open_pools(service, tmp_path)
         assert opened is not None
-        await opened.close(end_all=False)
+        await opened.close(release_all=False)
 
-    asyncio.run(live())
+    asyncio.run(open_and_close())
     service.close()
-    assert Blobs(tmp_path / STOWED).missing([digest]) == ([] if hired else [digest])
+    assert Blobs(tmp_path / ENVIRONMENTS).missing([digest]) == ([] if allocated else [digest])

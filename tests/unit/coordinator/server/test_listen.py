@@ -23,10 +23,10 @@ def two_networks(monkeypatch):
     monkeypatch.setattr(server.interfaces, "good_names", lambda: ("lab",))
 
 
-def test_who_listens_everywhere_is_local_here_and_has_all_addresses_elsewhere(two_networks):
-    found = server.urls("::", 29300, secure=True)
-    assert found.here == "https://127.0.0.1:29300"
-    assert found.elsewhere == (
+def test_wildcard_host_is_loopback_locally_and_every_address_remotely(two_networks):
+    urls = server.urls("::", 29300, secure=True)
+    assert urls.local == "https://127.0.0.1:29300"
+    assert urls.remote == (
         "https://10.0.0.1:29300",
         "https://[fd00::1]:29300",
         "https://172.17.0.1:29300",
@@ -34,31 +34,31 @@ def test_who_listens_everywhere_is_local_here_and_has_all_addresses_elsewhere(tw
     )
 
 
-def test_addresses_that_are_named_come_first_with_their_own_ports(two_networks):
-    found = server.urls("0.0.0.0", 29300, True, ("gateway.lab:443", "203.0.113.7", "[fd00::9]:1", "fd00::8"))
-    assert found.elsewhere[:4] == (
+def test_named_addresses_come_first_with_their_own_ports(two_networks):
+    urls = server.urls("0.0.0.0", 29300, True, ("gateway.lab:443", "203.0.113.7", "[fd00::9]:1", "fd00::8"))
+    assert urls.remote[:4] == (
         "https://gateway.lab:443",
         "https://203.0.113.7:29300",
         "https://[fd00::9]:1",
         "https://[fd00::8]:29300",
     )
-    assert "https://[fd00::1]:29300" not in found.elsewhere, "it does not listen there"
+    assert "https://[fd00::1]:29300" not in urls.remote, "it does not listen there"
 
 
-def test_who_listens_at_one_address_has_that_one():
+def test_single_address_is_the_only_url():
     assert server.urls("127.0.0.1", 1, False) == server.Urls("http://127.0.0.1:1", ("http://127.0.0.1:1",))
-    assert server.urls("fd00::1", 1, True).here == "https://[fd00::1]:1"
+    assert server.urls("fd00::1", 1, True).local == "https://[fd00::1]:1"
 
 
-def test_both_families_get_one_port_and_a_taken_one_is_named(monkeypatch):
-    monkeypatch.setattr(server, "PORT_WITHIN_S", 0.0)
+def test_both_families_share_one_port_and_a_taken_port_is_named(monkeypatch):
+    monkeypatch.setattr(server, "PORT_RETRY_S", 0.0)
     sockets = server.listen("::", 0)
     port = sockets[0].getsockname()[1]
     try:
-        assert {one.getsockname()[1] for one in sockets} == {port}
-        assert [one.family for one in sockets] == [socket.AF_INET, socket.AF_INET6][: len(sockets)]
+        assert {listener.getsockname()[1] for listener in sockets} == {port}
+        assert [listener.family for listener in sockets] == [socket.AF_INET, socket.AF_INET6][: len(sockets)]
         with pytest.raises(PortInUse, match=str(port)):
             server.listen("::", port)
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()

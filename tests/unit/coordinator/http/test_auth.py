@@ -8,22 +8,22 @@ from shoal.coordinator.http import auth
 
 
 @pytest.mark.parametrize("host", [b"127.0.0.1:80", b"localhost", b"localhost:9", b"[::1]:80", b"127.1.2.3"])
-def test_a_loopback_host_is_this_machine(host: bytes) -> None:
+def test_loopback_host_is_accepted(host: bytes) -> None:
     assert auth.why_foreign(host, b"", loopback_only=True) == ""
 
 
 @pytest.mark.parametrize("host", [b"", b"evil.example", b"10.0.0.1:80", b"localhost.evil.example", b"[2001:db8::1]"])
-def test_any_other_host_is_foreign_to_a_loopback_service(host: bytes) -> None:
+def test_other_host_is_foreign_to_a_loopback_service(host: bytes) -> None:
     assert auth.why_foreign(host, b"", loopback_only=True)
 
 
-def test_a_page_may_only_talk_to_where_it_came_from() -> None:
+def test_origin_must_be_the_coordinator() -> None:
     assert auth.why_foreign(b"box:80", b"http://box:80", loopback_only=False) == ""
     assert auth.why_foreign(b"box:80", b"http://evil.example", loopback_only=False)
     assert auth.why_foreign(b"box:80", b"null", loopback_only=False)
 
 
-def test_failures_are_counted_per_client_and_forgotten() -> None:
+def test_failed_logins_are_counted_per_client_and_expire() -> None:
     failures = auth.FailedLogins()
     assert not any(failures.too_many("a", 1.0) for _ in range(auth.MAX_FAILURES))
     assert failures.too_many("a", 1.0)

@@ -233,7 +233,7 @@ def test_what_is_not_there_is_said_so(town: Town) -> None:
 
 def test_what_the_coordinator_cannot_keep_is_said_as_it_was(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
-    with pytest.raises(OSError, match="no room") as raised:
+    with pytest.raises(OSError, match="no space") as raised:
         town.store().put("a", [b"x"])
     assert raised.value.errno == errno.ENOSPC
     assert town.now < 1.0, "it is not tried again"

@@ -1,68 +1,79 @@
-"""The balance of a run: which share every member has, and when that changes.
+"""Share balancer: which share of every global batch each member computes, and when that changes.
 
-Every member of a world holds one and advances it with the same measurements at the same commits, so that all find the
-same shares without asking anyone. Shares that change at the commit of step k hold from step k + 1 + `ahead` on, because
-up to there the data has been read ahead; when the members change, they are found anew at once.
+*The problem.* A step ends when the slowest member has finished its share. With equal shares, one member that is four
+times slower makes every step four times longer. So member i gets a share b_i such that all finish at about the same
+time. Speeds differ between machines, change when a neighbour appears, and are measured with noise.
+
+*The cost model.* Member i takes t_i(b) = a_i·ceil(b/m_i) + c_i·b seconds for b samples, m_i at a time (what fits into
+memory). `member_speed` fits a_i, c_i ≥ 0 by least squares of the relative error over the last 8 distinct sizes,
+discounted by age. With one size measured, the ratio a/c of the other members is assumed, or a = 0.
+
+*The split.* `split.by_cost` finds by bisection the time T with Σ clip((T - a_i)/c_i, low_i, high_i) = B, rounds down,
+and hands out the rest one by one to the member that would finish it first. So Σ b_i = B exactly, and no upper bound
+is exceeded.
+
+*Agreement.* No shares are ever sent. Every member of a world holds a balancer and feeds it the same measurements,
+which travel with the step reports, at the same commits; equal inputs give equal bits, hence equal shares. A change
+decided at the commit of step k holds from step k + 1 + `ahead`, because the data of the steps before has been read
+ahead. When the members change, new shares are computed at once from what is known. The state is in every snapshot, so
+a joiner continues like the others.
+
+*When a change pays.* Measurements are collected in windows (`measurement_window`). At the end of one, new shares are
+adopted if the predicted gain exceeds max(`threshold`, what noise explains), raised after recent changes so that shares
+do not oscillate, and if it repays the cost of a change in the remaining steps (`share_policy.pays_back`). After the
+first windows a share at most doubles or halves, because curves are reliable only near measured sizes. If a change turns
+out to make steps more than 3 % slower than the best shares so far, those come back, and the threshold doubles.
+
+*Jumps.* A CUSUM test on every member's step times notices within about three steps that its speed changed. The window
+then closes at once, that member's curve is rescaled, and its share may change by any factor.
+
+*Parking.* A member whose fixed cost alone makes steps slower gets a share of 0; `parking` probes it now and then.
+
+*The ratio law.* With policy `ratio`, shares follow b' = b·mean(t)/t with a dead band, as earlier systems did; it is
+kept for comparison. `equal` and `fixed` do not adapt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-from shoal.core.shares import split as shares_split
+from shoal.core.shares import parking, share_policy, split
 from shoal.core.shares.cost_curve import CostCurve
+from shoal.core.shares.measurement_window import FIRST_WINDOWS, SETTLED, MeasurementWindow
 from shoal.core.shares.settings import ShareSettings, parse
+from shoal.core.shares.share_policy import SharePlan
 from shoal.core.shares.speed_table import MemberProfile, SpeedTable, StepMeasurement
 from shoal.core.shares.split import Shares
-from shoal.core.shares.stats import ShareStats, idle, reason, slowest
+from shoal.core.shares.stats import ShareStats, describe_change, idle_fraction, slowest_s
 
-__all__ = ["ShareBalancer", "ShareChange", "ShareSettings", "ShareStats", "StepMeasurement", "parse"]
+__all__ = ["FIRST_WINDOWS", "ShareBalancer", "ShareChange", "ShareSettings", "ShareStats", "StepMeasurement", "parse"]
 
-# Steps of the first windows: early corrections gain the most, later ones need certainty.
-FIRST_WINDOWS = (2, 4, 8)
-SETTLED = len(FIRST_WINDOWS)
-# After the first windows a share at most doubles or halves in one change, because curves are sure near what was seen.
-FREE = 3
-AT_MOST = 2
-LEAP = 0.1
-# Shares that turn out this much slower are taken back.
-SLOWER = 1.03
-# Nobody is left out for less: whoever has no share is hardly measured, and stays out for long if that was an error.
-PARKING = 0.1
-TRIAL_STEPS = 200
-TRIAL_COST = 0.01
-# A change costs about a step of data read in vain, and must gain more than that in the steps that it can count on.
-COST_STEPS = 1.0
-WORTH = 1.5
-HORIZON_STEPS = 100
-QUIET_STEPS = 200
+# Windows after which a share may no longer change by any factor.
+UNBOUNDED_WINDOWS = 3
+# New shares whose measured step is slower than the best by this factor are reverted.
+REVERT_IF_SLOWER = 1.03
+# Changes within so many steps raise the gain that the next one needs.
+RECENT_CHANGE_STEPS = 200
+MAX_RECENT_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ShareChange:
-    """New shares, from which step on, and why in one sentence."""
+    """New shares by member, the step from which they hold, and the reason."""
 
     step: int
     shares: dict[str, int]
     reason: str
 
 
-class _SharePlan(NamedTuple):
-    """Shares of one global batch size for members in rank order, and the step from which they hold."""
-
-    step: int
-    size: int
-    members: tuple[str, ...]
-    shares: Shares
-
-
 class ShareBalancer:
-    """The shares in force, the next ones, and all that is known of the members' speeds.
+    """The shares in force, the next ones, and the speeds of the members.
 
-    `alone` says whether a share may be a single sample.
+    `ahead` is how many steps of data are read ahead. `allow_single_sample` may be cleared for models that cannot train
+    on one sample, such as those with batch normalisation.
     """
 
     def __init__(
@@ -71,395 +82,288 @@ class ShareBalancer:
         self.settings = settings or ShareSettings()
         self.ahead = ahead
         self.allow_single_sample = True
-        self._first_windows = first_windows
         self.reason = ""
+        self._first_windows = first_windows
         self._speeds = SpeedTable()
-        self._plan: _SharePlan | None = None
-        self._next: _SharePlan | None = None
+        self._window = MeasurementWindow()
+        self._plan: SharePlan | None = None
+        self._next: SharePlan | None = None
         self._best: Shares | None = None
-        self._window = 0
-        self._matched = 0
-        self._waited = 0
-        self._smaller = 0
-        self._backoff = 1.0
+        # The step of the next probe and the parked member that it measures.
+        self._probe: tuple[int, str] | None = None
+        self._smaller_batches = 0
         self._epoch = 0
-        self._due = False
-        self._trial: tuple[int, str] | None = None
-        self._recently: list[int] = []
-        self._found: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
+        self._epoch_started = False
+        self._threshold_factor = 1.0
+        self._recent_changes: list[int] = []
+        self._cache: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Shares] = {}
 
-    # --- what members tell about themselves
+    # --- facts about members
 
     def set_speed_estimate(self, member: str, speed: float) -> None:
-        """The relative speed of a member by its agent's probe; used until it has been measured."""
-        if 0 < speed < inf and self._speeds.of(member).speed.hint != speed:
-            self._speeds.of(member).hint(float(speed))
-            self._found.clear()
+        """Set the relative speed that an agent's benchmark found; it counts until the member has been measured."""
+        if 0 < speed < inf and self._speeds.profile(member).speed.estimate != speed:
+            self._speeds.profile(member).set_estimate(float(speed))
+            self._cache.clear()
 
     def set_limit(self, member: str, samples: int | None) -> None:
-        """No share of this member may be above this from now on; None for no limit."""
-        self._speeds.of(member).limit = samples
+        """Set the largest share of a member, from the next step on; None for no limit."""
+        self._speeds.profile(member).limit = samples
         self._best = None
-        self._found.clear()
+        self._cache.clear()
         self._plan, self._next = self._within_limits(self._plan), self._within_limits(self._next)
 
     def set_micro_batch(self, member: str, samples: int | None) -> None:
-        """The member computes its share in pieces of so many samples."""
-        if self._speeds.of(member).speed.micro != samples:
-            self._speeds.micro(member, samples)
-            self._found.clear()
+        """Set how many samples a member computes at a time; None if it computes its share at once."""
+        if self._speeds.profile(member).speed.micro != samples:
+            self._speeds.set_micro_batch(member, samples)
+            self._cache.clear()
 
     def micro_batch_of(self, member: str) -> int | None:
-        """The pieces that a member was last known to compute."""
-        known = self._speeds.get(member)
-        return known.speed.micro if known is not None else None
+        """Return how many samples a member computes at a time, as last reported; None if at once."""
+        profile = self._speeds.get(member)
+        return profile.speed.micro if profile is not None else None
 
     # --- shares
 
-    def shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> Shares:
-        """The share of every rank in this step, summing to `size`; ghosts have none."""
-        found = self._shares(step, size, members, ghosts)
-        if self.allow_single_sample or 1 not in found:
-            return found
-        return shares_split.without_singles(found, self._bounds(size, members, ghosts)[1])
+    def shares(self, step: int, size: int, members: Sequence[str], catching_up: Collection[int] = ()) -> Shares:
+        """Return the share of every rank in a step, summing to `size`; ranks that are catching up have none."""
+        shares = self._shares(step, size, members, catching_up)
+        if self.allow_single_sample or 1 not in shares:
+            return shares
+        _, highs = share_policy.share_bounds(self.settings, self._speeds, size, members, catching_up)
+        return split.without_singles(shares, highs)
 
-    def _shares(self, step: int, size: int, members: Sequence[str], ghosts: Collection[int]) -> Shares:
-        now = self._plan
+    def _shares(self, step: int, size: int, members: Sequence[str], catching_up: Collection[int]) -> Shares:
+        plan = self._plan
         if self._next is not None and step >= self._next.step:
-            now = self._next
-        if not ghosts and now is not None and now.size == size and now.members == tuple(members):
-            if self._trial is not None and self._trial[0] == step:
-                return self._with_trial(now)
-            return now.shares
-        key = (size, tuple(members), tuple(sorted(ghosts)))
-        if now is not None and now.members == key[1] and size < now.size and not ghosts:
-            return _shrunk(size, now.shares)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._solve(*key)
-        return found
+            plan = self._next
+        if not catching_up and plan is not None and plan.size == size and plan.members == tuple(members):
+            if self._probe is not None and self._probe[0] == step:
+                return parking.with_probe(plan, self._probe[1], 1 if self.allow_single_sample else 2)
+            return plan.shares
+        key = (size, tuple(members), tuple(sorted(catching_up)))
+        if plan is not None and plan.members == key[1] and size < plan.size and not catching_up:
+            return split.split(size, plan.shares)
+        shares = self._cache.get(key)
+        if shares is None:
+            shares = self._cache[key] = share_policy.initial_shares(self.settings, self._speeds, *key)
+        return shares
 
-    def _within_limits(self, now: _SharePlan | None) -> _SharePlan | None:
-        if now is None:
+    def _within_limits(self, plan: SharePlan | None) -> SharePlan | None:
+        """Return a plan with new shares if one of them exceeds a limit."""
+        if plan is None:
             return None
-        limits = [one.limit if (one := self._speeds.get(name)) else None for name in now.members]
-        if all(limit is None or share <= limit for share, limit in zip(now.shares, limits, strict=True)):
-            return now
-        return now._replace(shares=self._solve(now.size, now.members))
+        limits = [profile.limit if (profile := self._speeds.get(name)) else None for name in plan.members]
+        if all(limit is None or share <= limit for share, limit in zip(plan.shares, limits, strict=True)):
+            return plan
+        shares = share_policy.initial_shares(self.settings, self._speeds, plan.size, plan.members)
+        return plan._replace(shares=shares)
 
-    def _solve(self, size: int, members: tuple[str, ...], ghosts: tuple[int, ...] = ()) -> Shares:
-        """The best shares for these members by what is known now."""
-        lows, highs = self._bounds(size, members, ghosts)
-        if not self.settings.adapts:
-            weights = [0 if rank in ghosts else w for rank, w in enumerate(self.settings.declared(len(members)))]
-            return shares_split.by_weight(size, weights, lows, highs)
-        costs = self._speeds.costs(members)
-        noise = self._speeds.noise(members)
-        even = max(self.settings.threshold, noise)
-        found = shares_split.prefer_even(size, costs, lows, highs, even)
-        # What was measured in another world tells too little to leave anybody out for a small gain.
-        ones = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
-        if found == tuple(max(share, one) for share, one in zip(found, ones, strict=True)) or sum(ones) >= size:
-            return found
-        kept = shares_split.prefer_even(size, costs, ones, highs, even)
-        return kept if slowest(costs, found) > slowest(costs, kept) * (1 - max(PARKING, 2 * noise)) else found
-
-    def _bounds(self, size: int, members: Sequence[str], ghosts: Collection[int] = ()) -> tuple[list[int], list[int]]:
-        lowest, highest = self.settings.bounds(size, len(members) - len(ghosts))
-        lows, highs = [], []
-        for rank, name in enumerate(members):
-            one = self._speeds.get(name)
-            limit = one.limit if one is not None else None
-            high = 0 if rank in ghosts else highest if limit is None else min(highest, limit)
-            # What a member can hold goes before what the settings want of it.
-            lows.append(min(lowest, high))
-            highs.append(high)
-        return lows, highs
-
-    def _with_trial(self, now: _SharePlan) -> Shares:
-        """A sample or two of the largest share go to the member that is tried again."""
-        assert self._trial is not None
-        shares, few = list(now.shares), 1 if self.allow_single_sample else 2
-        if self._trial[1] in now.members and max(shares) > few:
-            shares[shares.index(max(shares))] -= few
-            shares[now.members.index(self._trial[1])] += few
-        return tuple(shares)
-
-    # --- what is measured
+    # --- measurements
 
     def observe(
         self,
         step: int,
         members: Sequence[str],
-        seen: Sequence[StepMeasurement],
+        measurements: Sequence[StepMeasurement],
         *,
         epoch: int = 0,
-        left: int | None = None,
-        speeds: Mapping[str, float] | None = None,
+        steps_left: int | None = None,
     ) -> ShareChange | None:
-        """Take in a committed step; `left` is how many follow. Returns the change of shares that it led to."""
-        for name, speed in (speeds or {}).items():
-            self.set_speed_estimate(name, speed)
+        """Add the measurements of a committed step; return the change of shares that they lead to, if any."""
         if epoch != self._epoch:
-            self._epoch, self._due = epoch, True
-        if not self._settle(step, tuple(members), sum(one.samples for one in seen)):
+            self._epoch, self._epoch_started = epoch, True
+        samples = tuple(measurement.samples for measurement in measurements)
+        plan = self._adopt_plan(step, tuple(members), sum(samples))
+        if plan is None:
             return None
-        jumped = self._speeds.note(members, seen)
+        jumps = self._speeds.observe(members, measurements)
         if self._next is not None:
             return None
-        assert self._plan is not None
-        self._matched += self._plan.shares == tuple(one.samples for one in seen)
-        self._waited += 1
+        self._window.count(matched=plan.shares == samples)
         change = None
-        if jumped or self._is_time():
-            self._fold(jumped)
-            change = self._decide(step, left) if self.settings.adapts else None
-        if 0 in self._plan.shares:
-            self._try_parked(step, self._plan)
+        if jumps or self._window.is_full(self.settings, self._first_windows, epoch_started=self._epoch_started):
+            self._close_window(jumps)
+            change = self._decide(step, plan, steps_left) if self.settings.adapts else None
+        if 0 in plan.shares:
+            self._schedule_probe(step, plan)
         return change
 
-    def _settle(self, step: int, members: tuple[str, ...], size: int) -> bool:
-        """Put the plan in force that this step was done with; whether there is any."""
+    def _adopt_plan(self, step: int, members: tuple[str, ...], size: int) -> SharePlan | None:
+        """Put the plan in force that a committed step was computed with, and return it."""
         if self._next is not None and step >= self._next.step:
             self._plan, self._next = self._next, None
-            self._matched = self._waited = 0
-        now = self._plan
-        self._smaller = self._smaller + 1 if now is not None and 0 < size < now.size else 0
-        lasting = self._smaller > self.settings.window
-        if size > 0 and (now is None or now.members != members or size > now.size or lasting):
+            self._window.restart()
+        plan = self._plan
+        self._smaller_batches = self._smaller_batches + 1 if plan is not None and 0 < size < plan.size else 0
+        lasting = self._smaller_batches > self.settings.window
+        if size > 0 and (plan is None or plan.members != members or size > plan.size or lasting):
             shares = self.shares(step, size, members)
-            newcomers = now is None or not set(members) <= set(now.members)
-            self._plan, self._next, self._best, self._trial = _SharePlan(step, size, members, shares), None, None, None
-            self._matched = self._waited = 0
-            self._window = 0 if newcomers or now is None or now.members == members else min(self._window, 1)
-            self._found.clear()
-            self._speeds.expect(members)
-        return self._plan is not None
+            newcomers = plan is None or not set(members) <= set(plan.members)
+            self._plan, self._next, self._best, self._probe = SharePlan(step, size, members, shares), None, None, None
+            self._window.restart()
+            same_members = plan is None or plan.members == members
+            self._window.number = 0 if newcomers or same_members else min(self._window.number, 1)
+            self._cache.clear()
+            self._speeds.track(members)
+        return self._plan
 
-    def _is_time(self) -> bool:
-        if self.settings.mode == "epoch" and self._window >= SETTLED:
-            return self._due
-        steps = self._first_windows[self._window] if self._window < SETTLED else self.settings.window
-        return self._matched >= steps or self._waited >= 4 * steps
-
-    def _fold(self, jumped: Sequence[tuple[MemberProfile, int]]) -> None:
-        """Close the window: what was measured in it is taken in."""
-        if any(steps for _, steps in jumped):
-            self._best, self._backoff, self._recently = None, 1.0, []
-            self._window = 0 if self.settings.mode == "continuous" else self._window
-        self._speeds.fold(jumped)
-        self._matched = self._waited = 0
-        self._window += 1
-        self._found.clear()
+    def _close_window(self, jumps: Sequence[tuple[MemberProfile, int]]) -> None:
+        """Turn the measurements of the window into curves; after a jump, begin with short windows again."""
+        if any(steps for _, steps in jumps):
+            self._best, self._threshold_factor, self._recent_changes = None, 1.0, []
+            self._window.number = 0 if self.settings.mode == "continuous" else self._window.number
+        self._speeds.close_window(jumps)
+        self._window.close()
+        self._cache.clear()
 
     # --- the decision
 
-    def _decide(self, step: int, left: int | None) -> ShareChange | None:
-        now, due, self._due = self._plan, self._due, False
-        self._recently = [then for then in self._recently if step - then < QUIET_STEPS]
-        self._backoff = self._backoff if self._recently else 1.0
-        assert now is not None
-        if self._window > SETTLED and (self.settings.mode == "once" or (self.settings.mode == "epoch" and not due)):
+    def _decide(self, step: int, plan: SharePlan, steps_left: int | None) -> ShareChange | None:
+        epoch_started, self._epoch_started = self._epoch_started, False
+        self._recent_changes = [then for then in self._recent_changes if step - then < RECENT_CHANGE_STEPS]
+        self._threshold_factor = self._threshold_factor if self._recent_changes else 1.0
+        mode = self.settings.mode
+        if self._window.number > SETTLED and (mode == "once" or (mode == "epoch" and not epoch_started)):
             return None
+        costs = self._speeds.costs(plan.members)
         if self.settings.policy == "ratio":
-            return self._decide_by_ratio(step, now)
-        costs = self._speeds.costs(now.members)
-        times = [cost.seconds(share) for cost, share in zip(costs, now.shares, strict=True)]
-        now_s = max(times)
-        least_gain = self._least_gain(now, times.index(now_s))
-        # Somebody's share will not shrink, so the step cannot become shorter than the shortest time.
-        if now_s <= 0 or 1 - min(times) / now_s < least_gain:
-            self._best = now.shares if self._best is None else self._best
-            self._speeds.familiar(now.members)
+            shares = share_policy.ratio_shares(self.settings, self._speeds, plan)
+            return None if shares is None or shares == plan.shares else self._change(step, plan, shares, costs, "")
+        return self._decide_by_model(step, plan, costs, steps_left)
+
+    def _decide_by_model(
+        self, step: int, plan: SharePlan, costs: Sequence[CostCurve], steps_left: int | None
+    ) -> ShareChange | None:
+        times = [cost.seconds(share) for cost, share in zip(costs, plan.shares, strict=True)]
+        step_s = max(times)
+        min_gain = self._min_gain(plan, times.index(step_s))
+        # Some member's share will not shrink, so no step can become shorter than the shortest time.
+        if step_s <= 0 or 1 - min(times) / step_s < min_gain:
+            self._best = plan.shares if self._best is None else self._best
+            self._speeds.end_freshness(plan.members)
             return None
-        wanted = self._wanted(now, costs, least_gain)
-        then_s = slowest(costs, wanted)
-        back = self._slower_than_best(now)
-        if back is not None and then_s > back / SLOWER:
+        unbounded = self._window.number <= UNBOUNDED_WINDOWS
+        shares = share_policy.faster_shares(self.settings, self._speeds, plan, costs, min_gain, unbounded=unbounded)
+        new_s = slowest_s(costs, shares)
+        best_s = self._best_if_faster(plan)
+        if best_s is not None and new_s > best_s / REVERT_IF_SLOWER:
             assert self._best is not None
-            self._backoff *= 2
-            return self._change(step, now, self._best, costs, "the last change made steps slower")
-        gain = 1 - then_s / now_s
-        steps_left = HORIZON_STEPS if left is None else left
-        least_gain += self._leap(now, wanted)
-        if wanted == now.shares or gain < least_gain or gain * steps_left < WORTH * COST_STEPS:
-            self._speeds.familiar(now.members)
+            self._threshold_factor *= 2
+            return self._change(step, plan, self._best, costs, "the last change made steps slower")
+        gain = 1 - new_s / step_s
+        min_gain += share_policy.extrapolation_doubt(self._speeds, plan, shares)
+        if shares == plan.shares or gain < min_gain or not share_policy.pays_back(gain, steps_left):
+            self._speeds.end_freshness(plan.members)
             return None
-        return self._change(step, now, wanted, costs, "")
+        return self._change(step, plan, shares, costs, "")
 
-    def _wanted(self, now: _SharePlan, costs: Sequence[CostCurve], least_gain: float) -> Shares:
-        """The best shares within one change; a member is parked only if that is plainly better than a single sample."""
-        lows, highs = self._near(now)
-        wanted = shares_split.by_cost(now.size, costs, lows, highs)
-        lows = [max(low, min(1, had, high)) for low, had, high in zip(lows, now.shares, highs, strict=True)]
-        if sum(lows) >= now.size or all(share >= low for share, low in zip(wanted, lows, strict=True)):
-            return wanted
-        kept = shares_split.by_cost(now.size, costs, lows, highs)
-        gain = max(least_gain, PARKING, 2 * self._speeds.noise(now.members))
-        return kept if slowest(costs, wanted) > slowest(costs, kept) * (1 - gain) else wanted
-
-    def _leap(self, now: _SharePlan, wanted: Shares) -> float:
-        """How much of the gain to doubt because shares grow beyond what was measured."""
-        leap = 0.0
-        for name, had, share in zip(now.members, now.shares, wanted, strict=True):
-            points = self._speeds.of(name).speed.points
-            if had and points and share > points[-1].samples:
-                leap = max(leap, LEAP * (share / points[-1].samples - 1))
-        return min(leap, LEAP)
-
-    def _decide_by_ratio(self, step: int, now: _SharePlan) -> ShareChange | None:
-        """The ancestors' law: b' = b·mean(t)/t."""
-        seconds = []
-        for name, share in zip(now.members, now.shares, strict=True):
-            point = self._speeds.of(name).speed.point(share)
-            seconds.append(point.seconds if point is not None else 0.0)
-        told = [one for one in seconds if one > 0]
-        if not told:
+    def _best_if_faster(self, plan: SharePlan) -> float | None:
+        """Remember the best shares so far; return their seconds if those in force are measured to be slower."""
+        step_s = self._speeds.measured_s(plan.members, plan.shares)
+        best_s = self._speeds.measured_s(plan.members, self._best) if self._best is not None else None
+        if step_s is None:
             return None
-        mean_s = 0.0
-        for one in told:
-            mean_s += one / len(told)
-        if all(abs(one - mean_s) <= self.settings.threshold * mean_s for one in told):
+        if best_s is None or step_s <= best_s:
+            self._best = plan.shares
             return None
-        weights = [
-            int(share * (mean_s / one if one else 1.0) * 2**20) for share, one in zip(now.shares, seconds, strict=True)
-        ]
-        lows, highs = self._bounds(now.size, now.members)
-        lows = [max(low, min(1, high)) for low, high in zip(lows, highs, strict=True)]
-        wanted = shares_split.by_weight(now.size, weights, lows, highs)
-        return None if wanted == now.shares else self._change(step, now, wanted, self._speeds.costs(now.members), "")
+        slower = max(REVERT_IF_SLOWER, 1 + self._speeds.uncertainty(plan.members, plan.shares))
+        return best_s if step_s > slower * best_s else None
 
-    def _near(self, now: _SharePlan) -> tuple[list[int], list[int]]:
-        """The bounds of one change: nobody's share more than doubles or halves, unless little is known of it."""
-        lows, highs = self._bounds(now.size, now.members)
-        little = max(1, now.size // (4 * len(now.members)))
-        near_lows, near_highs = [], []
-        for name, share, low, high in zip(now.members, now.shares, lows, highs, strict=True):
-            high = max(low, min(high, little)) if share == 0 else high
-            free = self._window <= FREE or self._speeds.of(name).fresh or share == 0
-            near_lows.append(low if free else max(low, min(share // AT_MOST, high)))
-            near_highs.append(high if free else max(low, min(share * AT_MOST, high)))
-        return (near_lows, near_highs) if sum(near_highs) >= now.size >= sum(near_lows) else (lows, highs)
+    def _min_gain(self, plan: SharePlan, slowest: int) -> float:
+        """Return the fraction of a step that a change must save, given the slowest rank and the recent changes."""
+        member = slice(slowest, slowest + 1)
+        uncertainty = self._speeds.uncertainty(plan.members[member], plan.shares[member])
+        return max(self.settings.threshold, uncertainty) * (self._threshold_factor + len(self._recent_changes) / 2)
 
-    def _slower_than_best(self, now: _SharePlan) -> float | None:
-        """Remember the best shares so far; returns their seconds if those in force are measured to be slower."""
-        now_s = self._speeds.measured_s(now.members, now.shares)
-        best_s = self._speeds.measured_s(now.members, self._best) if self._best is not None else None
-        if now_s is None:
-            return None
-        if best_s is None or now_s <= best_s:
-            self._best = now.shares
-            return None
-        slower = max(SLOWER, 1 + self._speeds.doubt(now.members, now.shares))
-        return best_s if now_s > slower * best_s else None
+    def _change(self, step: int, plan: SharePlan, shares: Shares, costs: Sequence[CostCurve], why: str) -> ShareChange:
+        self._next = SharePlan(step + 1 + self.ahead, plan.size, plan.members, shares)
+        self._probe = None
+        if self._window.number > SETTLED:
+            self._recent_changes = [*self._recent_changes[1 - MAX_RECENT_CHANGES :], step]
+        self._speeds.end_freshness(plan.members)
+        parking.record_parked(self._speeds, self._next)
+        self.reason = describe_change(plan.members, plan.shares, shares, costs, why)
+        return ShareChange(self._next.step, dict(zip(plan.members, shares, strict=True)), self.reason)
 
-    def _least_gain(self, now: _SharePlan, rank: int) -> float:
-        doubt = self._speeds.doubt(now.members[rank : rank + 1], now.shares[rank : rank + 1])
-        return max(self.settings.threshold, doubt) * (self._backoff + len(self._recently) / 2)
-
-    def _change(self, step: int, now: _SharePlan, wanted: Shares, costs: Sequence[CostCurve], why: str) -> ShareChange:
-        then = step + 1 + self.ahead
-        self._next = _SharePlan(then, now.size, now.members, wanted)
-        self._trial = None
-        if self._window > SETTLED:
-            self._recently = [*self._recently[-3:], step]
-        self._speeds.familiar(now.members)
-        for name, share in zip(now.members, wanted, strict=True):
-            one = self._speeds.of(name)
-            one.parked_at = (one.parked_at if one.parked_at is not None else then) if share == 0 else None
-        self.reason = reason(now.members, now.shares, wanted, costs, why)
-        return ShareChange(then, dict(zip(now.members, wanted, strict=True)), self.reason)
-
-    def _try_parked(self, step: int, now: _SharePlan) -> None:
-        """Now and then a parked member computes a little of one step, as rarely as that is cheap."""
-        if self._next is not None or self.settings.policy != "model" or (self._trial and step <= self._trial[0]):
+    def _schedule_probe(self, step: int, plan: SharePlan) -> None:
+        """Let a parked member compute a little of one step if that is due and cheap."""
+        if self._next is not None or self.settings.policy != "model" or (self._probe and step <= self._probe[0]):
             return
-        for rank, (name, share) in enumerate(zip(now.members, now.shares, strict=True)):
-            one = self._speeds.of(name)
-            if share or one.limit == 0:
-                continue
-            if one.parked_at is None:
-                one.parked_at = step
-            if step - one.parked_at < TRIAL_STEPS:
-                continue
-            costs = self._speeds.costs(now.members)
-            times = min(costs[rank].seconds(1) / slowest(costs, now.shares), 1e9)
-            if step - one.parked_at >= times / TRIAL_COST:
-                one.parked_at = step
-                self._trial = (step + 1 + self.ahead, name)
-                return
+        member = parking.due_probe(self._speeds, plan, step)
+        if member is not None:
+            self._probe = (step + 1 + self.ahead, member)
 
-    # --- other global batches
+    # --- other global batch sizes
 
     def step_seconds(self, size: int, members: Sequence[str]) -> float:
-        """What the slowest of these members would take for a global batch of another size, well shared out."""
+        """Return the predicted seconds of a step with another global batch size, optimally shared."""
         costs = self._speeds.costs(members)
-        return slowest(costs, shares_split.by_cost(size, costs, *self._bounds(size, members)))
+        lows, highs = share_policy.share_bounds(self.settings, self._speeds, size, members)
+        return slowest_s(costs, split.by_cost(size, costs, lows, highs))
 
     def knows_fixed_costs(self, members: Sequence[str]) -> bool:
-        """Whether everybody's fixed cost can be told from the cost of a sample: two sizes of each were measured."""
-        held = [self._speeds.get(name) for name in members]
-        return all(one is not None and len(one.speed.points) > 1 for one in held)
+        """Return whether every member was measured at two sizes, so that fixed and per-sample costs are separable."""
+        profiles = [self._speeds.get(name) for name in members]
+        return all(profile is not None and len(profile.speed.points) > 1 for profile in profiles)
 
     def reset_shares(self) -> None:
-        """The global batch has another size from now on: what is known of the members stays, their shares do not."""
-        self._plan = self._next = self._best = self._trial = None
-        self._found.clear()
+        """Drop all plans because the global batch size changes; what is known of the members stays."""
+        self._plan = self._next = self._best = self._probe = None
+        self._cache.clear()
 
-    # --- what is shown
+    # --- statistics and state
 
     def stats(self) -> ShareStats:
-        """The figures of the shares in force, by what is known now."""
-        now = self._plan
-        if now is None:
+        """Return the statistics of the shares in force; empty before any measurement."""
+        plan = self._plan
+        if plan is None or not any(self._speeds.profile(name).speed.measured for name in plan.members):
             return ShareStats({}, 0.0, 0.0, 0.0)
-        costs = self._speeds.costs(now.members)
-        known = any(self._speeds.of(name).speed.measured for name in now.members)
-        per_sample = {
+        costs = self._speeds.costs(plan.members)
+        sample_s = {
             name: cost.seconds(share) / share if share else cost.seconds(1)
-            for name, share, cost in zip(now.members, now.shares, costs, strict=True)
+            for name, share, cost in zip(plan.members, plan.shares, costs, strict=True)
         }
-        equal = shares_split.EqualShares().shares(now.size, len(now.members))
-        if not known:
-            return ShareStats({}, 0.0, 0.0, 0.0)
-        return ShareStats(per_sample, slowest(costs, now.shares), idle(costs, now.shares), idle(costs, equal))
-
-    # --- state
+        equal = split.EqualShares().shares(plan.size, len(plan.members))
+        idle = idle_fraction(costs, plan.shares), idle_fraction(costs, equal)
+        return ShareStats(sample_s, slowest_s(costs, plan.shares), *idle)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it in plain values, small enough for every snapshot."""
+        """Return plain values for a snapshot, small enough for every one."""
+        window = self._window
         return {
-            "plan": _listed(self._plan),
-            "next": _listed(self._next),
+            "plan": _as_list(self._plan),
+            "next": _as_list(self._next),
             "best": list(self._best) if self._best else None,
-            "counts": [self._window, self._matched, self._waited, self._smaller, self._epoch, int(self._due)],
-            "backoff": self._backoff,
-            "recently": self._recently,
-            "trial": list(self._trial) if self._trial else None,
+            "window": [window.number, window.matched, window.waited],
+            "smaller_batches": self._smaller_batches,
+            "epoch": [self._epoch, int(self._epoch_started)],
+            "threshold_factor": self._threshold_factor,
+            "recent_changes": self._recent_changes,
+            "probe": list(self._probe) if self._probe else None,
             "reason": self.reason,
             "speeds": self._speeds.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._plan, self._next = _unlisted(state["plan"]), _unlisted(state["next"])
-        best, trial = state["best"], state["trial"]
+        """Restore what `state_dict` returned."""
+        self._plan, self._next = _from_list(state["plan"]), _from_list(state["next"])
+        best, probe = state["best"], state["probe"]
         self._best = tuple(best) if best else None
-        self._window, self._matched, self._waited, self._smaller, self._epoch, due = state["counts"]
-        self._due = bool(due)
-        self._backoff, self.reason = state["backoff"], state["reason"]
-        self._trial = (trial[0], trial[1]) if trial else None
-        self._recently = list(state["recently"])
+        self._window = MeasurementWindow(*state["window"])
+        self._smaller_batches = state["smaller_batches"]
+        self._epoch, self._epoch_started = state["epoch"][0], bool(state["epoch"][1])
+        self._threshold_factor, self.reason = state["threshold_factor"], state["reason"]
+        self._probe = (probe[0], probe[1]) if probe else None
+        self._recent_changes = list(state["recent_changes"])
         self._speeds.load_state_dict(state["speeds"])
-        self._found.clear()
+        self._cache.clear()
 
 
-def _listed(one: _SharePlan | None) -> list[Any] | None:
-    return None if one is None else [one.step, one.size, list(one.members), list(one.shares)]
+def _as_list(plan: SharePlan | None) -> list[Any] | None:
+    return None if plan is None else [plan.step, plan.size, list(plan.members), list(plan.shares)]
 
 
-def _unlisted(values: list[Any] | None) -> _SharePlan | None:
-    return None if values is None else _SharePlan(values[0], values[1], tuple(values[2]), tuple(values[3]))
-
-
-def _shrunk(size: int, shares: Shares) -> Shares:
-    return shares_split.split(size, shares)
+def _from_list(values: list[Any] | None) -> SharePlan | None:
+    return None if values is None else SharePlan(values[0], values[1], tuple(values[2]), tuple(values[3]))

@@ -1,11 +1,11 @@
-"""The settings of how a global batch is shared out, read and checked once."""
+"""Settings of shares, parsed and validated once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, isfinite
 
-from shoal.core.shares import split as shares
+from shoal.core.shares import split
 from shoal.errors import BadPlan
 
 POLICIES = ("model", "ratio", "equal", "fixed")
@@ -16,11 +16,12 @@ MODES = ("continuous", "epoch", "once")
 class ShareSettings:
     """How shares are found, and how readily they change.
 
-    `threshold` is the part of a step that a change must save (for `ratio`: the dead band around the mean time).
-    `window` is how many steps are measured between changes; the first few come after 2, 4 and 8. `floor` and `cap`
-    are samples, or below 1 a part of the global batch (a cap of 1 is the whole of it). A cap in samples is never
-    broken; one that is a part gives way when too few members are left for the batch. With a floor nobody is parked.
-    `mode` is `continuous`, `epoch` (change at the start of an epoch only) or `once` (settle, then leave it).
+    `threshold` is the fraction of a step that a change must save (for `ratio`: the dead band around the mean time).
+    `window` is how many steps are measured between changes; the first windows have 2, 4 and 8. `min` and `max` bound
+    every share, in samples, or as a fraction of the global batch if below 1 (a `max` of 1 is the whole batch). A `max`
+    in samples always holds; as a fraction it gives way when too few members are left for the batch. With a `min` above
+    0 no member is parked. `mode` is `continuous`, `epoch` (change only at the start of an epoch) or `once` (settle,
+    then keep).
     """
 
     policy: str = "model"
@@ -32,39 +33,43 @@ class ShareSettings:
     mode: str = "continuous"
 
     def __post_init__(self) -> None:
-        _check(self.policy in POLICIES, f"{self.policy!r} is not a plan", "the plans are " + ", ".join(POLICIES))
-        _check(self.mode in MODES, f"shares.mode cannot be {self.mode!r}", "the modes are " + ", ".join(MODES))
-        _check(0 <= self.threshold < 1, f"shares.threshold cannot be {self.threshold}", "it is a part of a step")
-        _check(self.window >= 1, f"shares.window cannot be {self.window}", "it is a number of steps, 1 at least")
-        _check(self.min >= 0 and isfinite(self.min), f"shares.min cannot be {self.min}", "it is not negative")
-        _check(self.max > 0 and isfinite(self.max), f"shares.max cannot be {self.max}", "it is above 0")
-        kinds = (self.min < 1, self.max <= 1)
-        clash = self.min > self.max and kinds[0] == kinds[1]
-        _check(not clash, f"a floor of {self.min:g} is above the cap of {self.max:g}", "nobody could satisfy both")
+        _check(self.policy in POLICIES, f"unknown share policy {self.policy!r}", "expected " + ", ".join(POLICIES))
+        _check(self.mode in MODES, f"invalid value for shares.mode: {self.mode!r}", "expected " + ", ".join(MODES))
+        _check_value("threshold", self.threshold, 0 <= self.threshold < 1, "0 ≤ fraction of a step < 1")
+        _check_value("window", self.window, self.window >= 1, "a number of steps ≥ 1")
+        _check_value("min", self.min, self.min >= 0 and isfinite(self.min), "a number ≥ 0")
+        _check_value("max", self.max, self.max > 0 and isfinite(self.max), "a number > 0")
+        same_unit = (self.min < 1) == (self.max <= 1)
+        clash = self.min > self.max and same_unit
+        _check(not clash, f"shares.min of {self.min:g} is above shares.max of {self.max:g}", "no share satisfies both")
         if self.policy == "fixed":
-            shares.FixedShares(self.weights)
+            split.FixedShares(self.weights)
 
     @property
     def adapts(self) -> bool:
-        """Whether shares follow what is measured."""
+        """Whether shares follow measurements."""
         return self.policy in ("model", "ratio")
 
-    def bounds(self, size: int, sharing: int) -> tuple[int, int]:
-        """The floor and the cap of one share of a global batch of this size, of so many that share it."""
-        low = ceil(self.min * size) if self.min < 1 else int(self.min)
-        high = max(int(self.max * size), -(-size // max(sharing, 1))) if self.max <= 1 else int(self.max)
+    def bounds(self, size: int, members: int) -> tuple[int, int]:
+        """Return the least and the largest share of a global batch that so many members divide."""
+        low, high = self._bounds(size)
+        if self.max <= 1:
+            high = max(high, -(-size // max(members, 1)))
         return min(low, high), high
 
     def check(self, size: int) -> None:
-        """Refuse a floor and a cap that contradict each other for this global batch."""
+        """Raise `BadPlan` if min and max contradict each other for a global batch of this size."""
+        low, high = self._bounds(size)
+        why = f"in a global batch of {size}, the minimum is {low} samples and the maximum {high}"
+        _check(low <= high, f"shares.min of {self.min:g} is above shares.max of {self.max:g}", why)
+
+    def _bounds(self, size: int) -> tuple[int, int]:
         low = ceil(self.min * size) if self.min < 1 else int(self.min)
-        high = int(self.max * size) if self.max <= 1 else int(self.max)
-        why = f"of a global batch of {size}, the floor is {low} samples and the cap {high}"
-        _check(low <= high, f"a floor of {self.min:g} is above the cap of {self.max:g}", why)
+        return low, int(self.max * size) if self.max <= 1 else int(self.max)
 
     def declared(self, ranks: int) -> list[int]:
-        """The weights of the ranks for `equal` and `fixed`, as whole numbers."""
-        return shares.FixedShares(self.weights).whole(ranks) if self.policy == "fixed" else [1] * ranks
+        """Return the integer weights of the ranks for `equal` and `fixed`."""
+        return split.FixedShares(self.weights).whole(ranks) if self.policy == "fixed" else [1] * ranks
 
 
 def parse(
@@ -76,15 +81,19 @@ def parse(
     max: float = 1.0,
     mode: str = "continuous",
 ) -> ShareSettings:
-    """The rules from settings; `text` is ``model``, ``ratio``, ``equal`` or for example ``fixed:3,1``."""
+    """Return the settings; `text` is ``model``, ``ratio``, ``equal`` or for example ``fixed:3,1``."""
     name, _, rest = text.strip().partition(":")
     weights: tuple[float, ...] = ()
     if name == "fixed" or rest:
-        declared = shares.parse(text)
-        weights = declared.weights if isinstance(declared, shares.FixedShares) else ()
+        shares = split.parse(text)
+        weights = shares.weights if isinstance(shares, split.FixedShares) else ()
     return ShareSettings(name, weights, threshold, window, min, max, mode)
+
+
+def _check_value(name: str, value: float, good: bool, expected: str) -> None:
+    _check(good, f"invalid value for shares.{name}: {value}", f"expected {expected}")
 
 
 def _check(good: bool, what: str, why: str) -> None:
     if not good:
-        raise BadPlan(what, why=why, do="for example model, equal or fixed:3,1; shoal config prints all settings")
+        raise BadPlan(what, why=why, do="for example model, equal or fixed:3,1; shoal config lists all settings")

@@ -1,4 +1,9 @@
-"""Split a global batch over the members of a world: the shares, in rank order, always sum to the batch."""
+"""Splits of a global batch: the shares of all members, in rank order, always sum to the batch.
+
+`split` is exact proportional division. `by_cost` finds the shares with which the slowest member finishes first;
+`by_weight` follows given weights; both respect bounds. All are deterministic, so every member computes the same shares
+without exchanging them.
+"""
 
 from __future__ import annotations
 
@@ -14,190 +19,161 @@ from shoal.errors import BadPlan
 
 Shares = tuple[int, ...]
 
-
-class SharePolicy(Protocol):
-    """How a global batch is shared out; pure, so that all members compute the same shares without asking anyone."""
-
-    def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
-        """One share for each rank, summing to `size`; ghosts get none."""
-        ...
+# `prefer_even` acts if some share differs by more than 1/UNEVEN of an equal share.
+UNEVEN = 4
+BISECTION_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class EqualShares:
-    """Everyone gets the same; the first ranks take what is left over."""
+    """The same share for every rank; the first ranks take the remainder."""
 
-    def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
-        return split(size, _without([1] * ranks, ghosts))
+    def shares(self, size: int, ranks: int, catching_up: Collection[int] = ()) -> Shares:
+        """Return one share for each rank, summing to `size`; ranks that are catching up get none."""
+        return split(size, _without([1] * ranks, catching_up))
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShares:
-    """Rank r gets a share in proportion to weight r; ranks beyond the list count as the last one."""
+    """Shares in proportion to given weights; ranks beyond the list count as the last one."""
 
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.weights or not all(0 <= weight < float("inf") for weight in self.weights) or not any(self.weights):
             raise BadPlan(
-                f"fixed shares with weights {', '.join(map(str, self.weights)) or '(none)'}",
-                why="weights are finite, not negative, and not all zero",
+                f"invalid weights for fixed shares: {', '.join(map(str, self.weights)) or '(none)'}",
+                why="weights must be finite, not negative, and not all zero",
                 do="for example fixed:3,1",
             )
 
-    def shares(self, size: int, ranks: int, ghosts: Collection[int] = ()) -> Shares:
-        weights = _without(self.whole(ranks), ghosts)
-        # Those with a weight may all be ghosts or gone; the batch must be computed by somebody all the same.
-        return split(size, weights) if any(weights) else EqualShares().shares(size, ranks, ghosts)
+    def shares(self, size: int, ranks: int, catching_up: Collection[int] = ()) -> Shares:
+        """Return one share for each rank, summing to `size`; ranks that are catching up get none."""
+        weights = _without(self.whole(ranks), catching_up)
+        # All members with a weight may be catching up or gone; the batch must be computed all the same.
+        return split(size, weights) if any(weights) else EqualShares().shares(size, ranks, catching_up)
 
     def whole(self, ranks: int) -> list[int]:
-        """The weights of so many ranks, scaled to whole numbers without rounding."""
+        """Return the weights of so many ranks, scaled to integers without rounding."""
         exact = [Fraction(weight) for weight in self.weights]
         scale = lcm(*(weight.denominator for weight in exact))
         return [int(exact[min(rank, len(exact) - 1)] * scale) for rank in range(ranks)]
 
 
+StaticShares = EqualShares | FixedShares
+
+
+def parse(text: str) -> StaticShares:
+    """Return the shares that a setting names: ``equal`` or for example ``fixed:3,1``."""
+    name, _, rest = text.strip().partition(":")
+    if name == "equal" and not rest:
+        return EqualShares()
+    if name == "fixed":
+        try:
+            weights = tuple(float(part) for part in rest.split(","))
+        except ValueError as error:
+            raise BadPlan(f"invalid share policy {text!r}", why=str(error), do="for example fixed:3,1") from error
+        return FixedShares(weights)
+    raise BadPlan(
+        f"invalid share policy {text!r}",
+        why="expected equal or fixed:WEIGHTS",
+        do="pass equal, or for example fixed:3,1",
+    )
+
+
 def split(size: int, weights: Sequence[int]) -> Shares:
-    """Cut `size` in proportion to whole-number weights by the largest remainder, exactly; ties go to the first."""
+    """Divide `size` in proportion to integer weights by the largest remainder; ties go to the first.
+
+    >>> split(10, (1, 1, 1))
+    (4, 3, 3)
+    """
     total = sum(weights)
     if size < 0 or total <= 0:
         raise ValueError(f"cannot split {size} by weights {list(weights)}")
     parts = [size * weight // total for weight in weights]
-    neediest = sorted(range(len(weights)), key=lambda rank: (-(size * weights[rank] % total), rank))
-    for rank in neediest[: size - sum(parts)]:
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (-(size * weights[rank] % total), rank))
+    for rank in by_remainder[: size - sum(parts)]:
         parts[rank] += 1
     return tuple(parts)
 
 
-# Shares are quite different if one of them differs by more than this part of an equal share.
-FAR = 4
+def span(shares: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the slice (start, stop) of the global batch that belongs to `rank`."""
+    ends = list(accumulate(shares, initial=0))
+    return ends[rank], ends[rank + 1]
+
+
+# --- by cost
 
 
 class CostModel(Protocol):
-    """How long a member takes, never falling with its share."""
+    """Seconds that a member takes, never decreasing with its share."""
 
     def seconds(self, samples: int) -> float:
-        """The seconds that a share of so many samples takes."""
+        """Return the seconds that a share of so many samples takes."""
         ...
 
-    def reach(self, seconds: float, most: int) -> int:
-        """About as many samples as fit into so many seconds, `most` at most."""
+    def samples_within(self, seconds: float, most: int) -> int:
+        """Return about how many samples fit into so many seconds, at most `most`."""
         ...
 
 
 def by_cost(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> Shares:
-    """The shares with which the last to finish finishes first: the sum is exact, and no share above its cap.
+    """Return the shares with which the slowest member finishes first, within bounds.
 
-    Floors hold if the batch is large enough for all of them; if not, it is cut in proportion to the floors.
+    Bisection finds the longest time T in which the members, each with as many samples as fit into T, do not exceed the
+    batch; the few samples that are left go one by one to the member that would finish them first. Upper bounds always
+    hold. If the batch is too small for all lower bounds, it is divided in proportion to them.
     """
-    _feasible(size, lows, highs)
+    _check_bounds(size, lows, highs)
     if sum(lows) >= size:
         return split(size, lows) if size else (0,) * len(lows)
-    shares = _all_done_at(_latest_start(size, costs, lows, highs), costs, lows, highs)
-    return _handed_out(size - sum(shares), shares, costs, highs)
+    shares = _done_within(_latest_time(size, costs, lows, highs), costs, lows, highs)
+    return _hand_out(size - sum(shares), shares, costs, highs)
 
 
 def prefer_even(
     size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int], slower: float
 ) -> Shares:
-    """The fastest shares, or the most even ones if they are quite different and take at most this part longer.
+    """Return the fastest shares, or the most even ones if they differ a lot and are slower by at most this part.
 
-    Where a step costs much the same whoever gets how much of it, noise would otherwise decide.
+    Where a step takes much the same time whichever member computes it, noise would otherwise decide.
     """
-    found = by_cost(size, costs, lows, highs)
+    fastest = by_cost(size, costs, lows, highs)
     if sum(lows) >= size:
-        return found
-    within_s = max(cost.seconds(share) for cost, share in zip(costs, found, strict=True)) * (1 + slower)
-    reached = [max(had, cost.reach(within_s, high)) for had, cost, high in zip(found, costs, highs, strict=True)]
-    even = by_weight(size, [1] * len(costs), lows, reached)
-    far = max(abs(had - share) for had, share in zip(found, even, strict=True))
-    return even if far * FAR * len(costs) > size else found
+        return fastest
+    limit_s = max(cost.seconds(share) for cost, share in zip(costs, fastest, strict=True)) * (1 + slower)
+    reachable = [
+        max(share, cost.samples_within(limit_s, high)) for share, cost, high in zip(fastest, costs, highs, strict=True)
+    ]
+    even = by_weight(size, [1] * len(costs), lows, reachable)
+    difference = max(abs(share - other) for share, other in zip(fastest, even, strict=True))
+    return even if difference * UNEVEN * len(costs) > size else fastest
 
 
-def by_weight(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:
-    """Cut `size` in proportion to weights where caps and floors allow it; what they forbid goes to the others alike."""
-    _feasible(size, lows, highs)
-    if sum(lows) >= size:
-        return split(size, lows) if size else (0,) * len(lows)
-    held: dict[int, int] = {}
-    while True:
-        free = [0 if rank in held else weight for rank, weight in enumerate(weights)]
-        if not any(free):
-            free = [0 if rank in held else 1 for rank in range(len(weights))]
-        cut = split(size - sum(held.values()), free) if any(free) else (0,) * len(weights)
-        shares = [held.get(rank, share) for rank, share in enumerate(cut)]
-        over = sum(max(share - high, 0) for share, high in zip(shares, highs, strict=True))
-        under = sum(max(low - share, 0) for share, low in zip(shares, lows, strict=True))
-        if not over and not under:
-            return tuple(shares)
-        # Holding only the side that is more in the wrong keeps the rest feasible, as in any water-filling.
-        for rank, share in enumerate(shares):
-            if over >= under and share > highs[rank]:
-                held[rank] = highs[rank]
-            elif over < under and share < lows[rank]:
-                held[rank] = lows[rank]
+def _done_within(seconds: float, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> list[int]:
+    return [max(low, cost.samples_within(seconds, high)) for cost, low, high in zip(costs, lows, highs, strict=True)]
 
 
-def without_singles(shares: Sequence[int], highs: Sequence[int]) -> Shares:
-    """The same shares without a single sample anywhere, as far as the caps allow: it goes along with the largest share.
-
-    >>> without_singles((1, 5, 1), (8, 6, 8)), without_singles((1, 5), (8, 5))
-    ((0, 5, 2), (2, 4))
-    """
-    found = list(shares)
-    for rank in [rank for rank, share in enumerate(shares) if share == 1]:
-        if found[rank] != 1:
-            continue
-        others = sorted((-share, other) for other, share in enumerate(found) if share and other != rank)
-        room = next((other for negative, other in others if -negative < highs[other]), None)
-        if room is not None:
-            found[rank] = 0
-            found[room] += 1
-        elif others and -others[0][0] > 3 and highs[rank] > 1:
-            found[rank] = 2
-            found[others[0][1]] -= 1
-    return tuple(found)
-
-
-def _feasible(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
-    for rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        if low > high:
-            raise BadPlan(
-                f"rank {rank} must take {low} samples at least and {high} at most",
-                why="its floor is above its cap",
-                do="lower the floor or raise the cap",
-            )
-    if sum(highs) < size:
-        raise BadPlan(
-            f"a global batch of {size} does not fit",
-            why=f"the caps of the members ({', '.join(map(str, highs))}) allow {sum(highs)} samples",
-            do="raise the caps, add members, or take a smaller global batch",
-        )
-
-
-def _all_done_at(seconds: float, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> list[int]:
-    return [max(low, cost.reach(seconds, high)) for cost, low, high in zip(costs, lows, highs, strict=True)]
-
-
-def _latest_start(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> float:
-    """By bisection, about the longest time in which the members do not get more than the batch done."""
+def _latest_time(size: int, costs: Sequence[CostModel], lows: Sequence[int], highs: Sequence[int]) -> float:
+    """Return, by bisection, about the longest time in which the members do not exceed the batch."""
     early = 0.0
     late = max(cost.seconds(min(size, high)) for cost, high in zip(costs, highs, strict=True))
-    for _ in range(40):
+    for _ in range(BISECTION_STEPS):
         middle = early + (late - early) / 2
-        rest = size - sum(_all_done_at(middle, costs, lows, highs))
+        rest = size - sum(_done_within(middle, costs, lows, highs))
         if rest >= 0:
             early = middle
         else:
             late = middle
-        # A few samples are sooner handed out one by one than found by halving on.
+        # Handing out a few samples one by one is cheaper than halving further.
         if 0 <= rest <= len(costs) or late - early <= 1e-9 * late:
             break
     return early
 
 
-def _handed_out(rest: int, shares: list[int], costs: Sequence[CostModel], highs: Sequence[int]) -> Shares:
-    """Give what is left, one by one, to whoever would finish it first; ties go to the first rank."""
+def _hand_out(rest: int, shares: list[int], costs: Sequence[CostModel], highs: Sequence[int]) -> Shares:
+    """Give the remaining samples, one by one, to the member that would finish first; ties go to the first rank."""
     queue = [(cost.seconds(share + 1), rank) for rank, (cost, share) in enumerate(zip(costs, shares, strict=True))]
     queue = [(seconds, rank) for seconds, rank in queue if shares[rank] < highs[rank]]
     heapify(queue)
@@ -209,27 +185,71 @@ def _handed_out(rest: int, shares: list[int], costs: Sequence[CostModel], highs:
     return tuple(shares)
 
 
-def span(shares: Sequence[int], rank: int) -> tuple[int, int]:
-    """The slice (start, stop) of the global batch that belongs to `rank`."""
-    ends = list(accumulate(shares, initial=0))
-    return ends[rank], ends[rank + 1]
+# --- by weight
 
 
-def parse(text: str) -> SharePolicy:
-    """A policy from a setting: ``equal`` or ``fixed:3,1``."""
-    name, _, rest = text.strip().partition(":")
-    if name == "equal" and not rest:
-        return EqualShares()
-    if name == "fixed":
-        try:
-            weights = tuple(float(part) for part in rest.split(","))
-        except ValueError as error:
-            raise BadPlan(f"{text!r} is not a plan", why=str(error), do="for example fixed:3,1") from error
-        return FixedShares(weights)
-    raise BadPlan(
-        f"{text!r} is not a plan", why="the plans are equal and fixed", do="pass equal, or for example fixed:3,1"
-    )
+def by_weight(size: int, weights: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> Shares:
+    """Divide `size` in proportion to weights within bounds; what the bounds forbid goes to the others evenly."""
+    _check_bounds(size, lows, highs)
+    if sum(lows) >= size:
+        return split(size, lows) if size else (0,) * len(lows)
+    pinned: dict[int, int] = {}
+    while True:
+        free = [0 if rank in pinned else weight for rank, weight in enumerate(weights)]
+        if not any(free):
+            free = [0 if rank in pinned else 1 for rank in range(len(weights))]
+        parts = split(size - sum(pinned.values()), free) if any(free) else (0,) * len(weights)
+        shares = [pinned.get(rank, share) for rank, share in enumerate(parts)]
+        over = sum(max(share - high, 0) for share, high in zip(shares, highs, strict=True))
+        under = sum(max(low - share, 0) for share, low in zip(shares, lows, strict=True))
+        if not over and not under:
+            return tuple(shares)
+        # Pinning only the side that is violated more keeps the rest feasible, as in any water-filling.
+        for rank, share in enumerate(shares):
+            if over >= under and share > highs[rank]:
+                pinned[rank] = highs[rank]
+            elif over < under and share < lows[rank]:
+                pinned[rank] = lows[rank]
 
 
-def _without(weights: list[int], ghosts: Collection[int]) -> list[int]:
-    return [0 if rank in ghosts else weight for rank, weight in enumerate(weights)]
+def without_singles(shares: Sequence[int], highs: Sequence[int]) -> Shares:
+    """Return the same shares with no share of one sample, as far as the bounds allow; it joins the largest share.
+
+    Batch normalisation cannot train on a single sample.
+
+    >>> without_singles((1, 5, 1), (8, 6, 8)), without_singles((1, 5), (8, 5))
+    ((0, 5, 2), (2, 4))
+    """
+    result = list(shares)
+    for rank in [rank for rank, share in enumerate(shares) if share == 1]:
+        if result[rank] != 1:
+            continue
+        others = sorted((-share, other) for other, share in enumerate(result) if share and other != rank)
+        room = next((other for negative, other in others if -negative < highs[other]), None)
+        if room is not None:
+            result[rank] = 0
+            result[room] += 1
+        elif others and -others[0][0] > 3 and highs[rank] > 1:
+            result[rank] = 2
+            result[others[0][1]] -= 1
+    return tuple(result)
+
+
+def _check_bounds(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
+    for rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        if low > high:
+            raise BadPlan(
+                f"rank {rank} must compute at least {low} and at most {high} samples",
+                why="its lower bound is above its upper bound",
+                do="lower shares.min or raise shares.max",
+            )
+    if sum(highs) < size:
+        raise BadPlan(
+            f"a global batch of {size} does not fit",
+            why=f"the upper bounds of the members ({', '.join(map(str, highs))}) allow {sum(highs)} samples",
+            do="raise shares.max, add members, or use a smaller global batch",
+        )
+
+
+def _without(weights: list[int], catching_up: Collection[int]) -> list[int]:
+    return [0 if rank in catching_up else weight for rank, weight in enumerate(weights)]

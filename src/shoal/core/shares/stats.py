@@ -1,4 +1,4 @@
-"""What shares mean: the seconds of a step, the time that is waited away, and why they changed, for people to read."""
+"""Statistics of shares for users: seconds per step, idle time, and the reason for a change."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.core.shares.cost_curve import CostCurve
-from shoal.core.shares.member_speed import usual
+from shoal.core.shares.member_speed import robust_mean
 from shoal.core.shares.split import Shares
 
-NAMED, SOME = 8, 3
+# Up to this many members, a reason lists all shares; beyond, only the largest changes.
+MAX_LISTED, LARGEST_LISTED = 8, 3
+# Members whose seconds per sample differ by less are described by one figure.
+SIMILAR = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class ShareStats:
-    """What a display shows: figures by member, and the part of its time that an average member waits."""
+    """Figures to display: seconds per sample by member, seconds per step, and idle fractions.
+
+    `idle` is the fraction of a step that an average member waits for the slowest; `idle_if_equal` is the same with
+    equal shares.
+    """
 
     sample_s: dict[str, float]
     step_s: float
@@ -22,38 +29,47 @@ class ShareStats:
     idle_if_equal: float
 
 
-def slowest(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
-    """The seconds of a step: those of the last to finish."""
+def slowest_s(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
+    """Return the seconds of a step: those of the slowest member."""
     return max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
 
 
-def idle(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
-    """The part of its time that an average member waits for the last."""
-    step_s, busy = slowest(costs, shares), 0.0
+def idle_fraction(costs: Sequence[CostCurve], shares: Sequence[int]) -> float:
+    """Return the fraction of a step that an average member waits for the slowest."""
+    step_s, busy_s = slowest_s(costs, shares), 0.0
     for cost, share in zip(costs, shares, strict=True):
-        busy += cost.seconds(share) / len(costs)
-    return 1 - busy / step_s if step_s > 0 else 0.0
+        busy_s += cost.seconds(share) / len(costs)
+    return 1 - busy_s / step_s if step_s > 0 else 0.0
 
 
-def reason(members: Sequence[str], now: Shares, wanted: Shares, costs: Sequence[CostCurve], why: str = "") -> str:
-    """A sentence such as "lab/1 takes 3.9 ms a sample, the others 1.0: 51, 13 instead of 32, 32; step 64 → 41 ms"."""
+def describe_change(members: Sequence[str], old: Shares, new: Shares, costs: Sequence[CostCurve], why: str = "") -> str:
+    """Return a sentence such as "lab/1 takes 3.9 ms a sample, the others 1.0 ms: 51, 13 instead of 32, 32; step …".
+
+    Without a reason `why`, it names the member whose speed differs most from the typical one.
+    """
     if not why:
-        each = [cost.seconds(max(share, 1)) / max(share, 1) for cost, share in zip(costs, now, strict=True)]
-        odd = max(range(len(each)), key=lambda rank: (abs(each[rank] / usual(each) - 1), -rank))
-        others = usual([one for rank, one in enumerate(each) if rank != odd] or each)
-        why = f"{members[odd]} takes {_ms(each[odd])} a sample, the others {_ms(others)}"
-    step = f"step {_ms(slowest(costs, now))} → {_ms(slowest(costs, wanted))}"
-    return f"{why}: {_instead(members, now, wanted)}; {step}"
+        sample_s = [cost.seconds(max(share, 1)) / max(share, 1) for cost, share in zip(costs, old, strict=True)]
+        typical_s = robust_mean(sample_s)
+        odd = max(range(len(sample_s)), key=lambda rank: (abs(sample_s[rank] / typical_s - 1), -rank))
+        others = _range([seconds for rank, seconds in enumerate(sample_s) if rank != odd] or sample_s)
+        why = f"{members[odd]} takes {_ms(sample_s[odd])} a sample, the others {others}"
+    step = f"step {_ms(slowest_s(costs, old))} → {_ms(slowest_s(costs, new))}"
+    return f"{why}: {_describe_shares(members, old, new)}; {step}"
 
 
-def _instead(members: Sequence[str], now: Shares, wanted: Shares) -> str:
-    """New and old shares in the order of ranks; of many members, those that change the most."""
-    if len(wanted) <= NAMED:
-        return f"{', '.join(map(str, wanted))} instead of {', '.join(map(str, now))}"
-    each = list(zip(members, wanted, now, strict=True))
-    changed = sorted((one for one in each if one[1] != one[2]), key=lambda one: (-abs(one[1] - one[2]), one[0]))
-    told = ", ".join(f"{name} {new} instead of {old}" for name, new, old in changed[:SOME])
-    return told + (f" and {len(changed) - SOME} more changes" if len(changed) > SOME else "")
+def _range(seconds: Sequence[float]) -> str:
+    low, high = min(seconds), max(seconds)
+    return _ms(robust_mean(seconds)) if high <= SIMILAR * low else f"{_ms(low)} to {_ms(high)}"
+
+
+def _describe_shares(members: Sequence[str], old: Shares, new: Shares) -> str:
+    """Return new and old shares in rank order; of many members, those that change most."""
+    if len(new) <= MAX_LISTED:
+        return f"{', '.join(map(str, new))} instead of {', '.join(map(str, old))}"
+    changes = [(-abs(b - a), name, b, a) for name, b, a in zip(members, new, old, strict=True) if a != b]
+    largest = ", ".join(f"{name} {b} instead of {a}" for _, name, b, a in sorted(changes)[:LARGEST_LISTED])
+    rest = len(changes) - LARGEST_LISTED
+    return largest + (f" and {rest} more changes" if rest > 0 else "")
 
 
 def _ms(seconds: float) -> str:

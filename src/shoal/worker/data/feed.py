@@ -240,5 +240,5 @@ def _observe(
             balance.set_micro_batch(seat.member, pulse.micro or None)
     members = tuple(seat.member for seat in world.seats)
     seen = [StepMeasurement(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
-    change = balance.observe(step, members, seen, epoch=epoch, left=left)
+    change = balance.observe(step, members, seen, epoch=epoch, steps_left=left)
     return [Adjustment(change.step, "shares", change.shares, change.reason)] if change is not None else []

@@ -40,91 +40,91 @@ def leaves(count: int, dtype: type) -> list[NDArray[Any]]:
     return [(random.standard_normal(count) * 10.0 ** random.integers(-3, 3)).astype(dtype) for _ in range(SHARDS)]
 
 
-def part_of(found: list[NDArray[Any]], held: ShardRange) -> TreePartials:
+def part_of(values: list[NDArray[Any]], shards: ShardRange) -> TreePartials:
     stack: list[NDArray[Any]] = []
-    for shard in range(held.start, held.stop):
-        total = found[shard].copy()
-        for _ in range(completed_nodes(held.shards, held.start, shard)):
+    for shard in range(shards.start, shards.stop):
+        total = values[shard].copy()
+        for _ in range(completed_nodes(shards.shards, shards.start, shard)):
             total = stack.pop() + total
         stack.append(total)
-    return TreePartials(held, stack)
+    return TreePartials(shards, stack)
 
 
-def summed(shares: tuple[int, ...], found: list[NDArray[Any]]) -> set[bytes]:
-    parts = [part_of(found, held) for held in assign_shards(shares, SHARDS)]
+def summed(shares: tuple[int, ...], values: list[NDArray[Any]]) -> set[bytes]:
+    parts = [part_of(values, shards) for shards in assign_shards(shares, SHARDS)]
     with rings_of(len(shares)) as rings:
-        # what is in the buffer does not count; where we hold something, the sum may stand in the first node
-        flats = [part.nodes[0] if part.nodes else np.full_like(found[0], 7) for part in parts]
-        tickets = [ring.reduce(flat, part=part) for ring, flat, part in zip(rings, flats, parts, strict=True)]
-        for ticket in tickets:
-            assert ticket.done(20.0), "the sum did not come to an end"
-            ticket.wait()
+        # The content of the buffer does not count; the first node may be the buffer itself.
+        flats = [part.nodes[0] if part.nodes else np.full_like(values[0], 7) for part in parts]
+        works = [ring.reduce(flat, part=part) for ring, flat, part in zip(rings, flats, parts, strict=True)]
+        for work in works:
+            assert work.done(20.0), "the sum did not end"
+            work.wait()
     return {flat.tobytes() for flat in flats}
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 997, 40_001, 700_003])
 def test_every_split_gives_the_same_bits(count: int) -> None:
-    found = leaves(count, np.float32)
-    results = [summed(shares, found) for shares in SHARES]
+    values = leaves(count, np.float32)
+    results = [summed(shares, values) for shares in SHARES]
     assert all(len(result) == 1 for result in results), "ranks differ"
     assert len(set.union(*results)) == 1, "splits differ"
     total = np.frombuffer(results[0].pop(), np.float32)
-    np.testing.assert_allclose(total, np.sum(np.array(found, np.float64), axis=0), rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(total, np.sum(np.array(values, np.float64), axis=0), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_other_types_are_summed_as_well(dtype: type) -> None:
-    found = leaves(50_021, dtype)
-    assert len(set.union(*(summed(shares, found) for shares in SHARES[:5]))) == 1
+def test_other_types_give_the_same_bits(dtype: type) -> None:
+    values = leaves(50_021, dtype)
+    assert len(set.union(*(summed(shares, values) for shares in SHARES[:5]))) == 1
 
 
-def test_without_any_shard_the_sum_is_zero() -> None:
+def test_sum_without_shards_is_zero() -> None:
     with rings_of(3) as rings:
         flats = [np.full(10, 7.0, np.float32) for _ in rings]
-        for ticket in [ring.reduce(flat, part=TreePartials()) for ring, flat in zip(rings, flats, strict=True)]:
-            ticket.wait()
+        for work in [ring.reduce(flat, part=TreePartials()) for ring, flat in zip(rings, flats, strict=True)]:
+            work.wait()
     assert not any(flat.any() for flat in flats)
 
 
-def test_shards_that_nobody_holds_break_the_exchange_instead_of_being_left_out() -> None:
+def test_missing_shards_break_the_exchange() -> None:
     with rings_of(2) as rings:
-        held = [ShardRange(4, 0, 2), ShardRange(4, 2, 3)]
+        shards = [ShardRange(4, 0, 2), ShardRange(4, 2, 3)]
         buffers = [np.ones(8, np.float32) for _ in rings]
-        tickets = [r.reduce(b, part=TreePartials(h, [b])) for r, b, h in zip(rings, buffers, held, strict=True)]
+        works = [r.reduce(b, part=TreePartials(h, [b])) for r, b, h in zip(rings, buffers, shards, strict=True)]
         causes = []
-        for ticket in tickets:
+        for work in works:
             with pytest.raises(ExchangeBroken) as caught:
-                ticket.wait()
+                work.wait()
             causes.append(caught.value.cause)
     assert any("all shards" in cause or "follow" in cause for cause in causes), causes
 
 
-def test_nodes_that_are_not_those_of_the_shards_are_refused() -> None:
+def test_wrong_number_of_nodes_is_refused() -> None:
     with rings_of(1) as rings, pytest.raises(ValueError, match="nodes"):
         rings[0].reduce(np.zeros(4, np.float32), part=TreePartials(ShardRange(4, 0, 3), [np.zeros(4, np.float32)]))
 
 
-def test_a_sum_over_shards_can_be_aborted_while_somebody_is_missing() -> None:
+def test_sum_over_shards_can_be_aborted_while_a_rank_is_missing() -> None:
     with rings_of(3) as rings:
         buffer = np.ones(900_000, np.float32)
-        ticket = rings[0].reduce(buffer, part=TreePartials(ShardRange(1, 0, 1), [buffer]))
+        work = rings[0].reduce(buffer, part=TreePartials(ShardRange(1, 0, 1), [buffer]))
         threading.Timer(0.05, rings[0].abort, ("enough",)).start()
         with pytest.raises(ExchangeBroken, match="enough"):
-            ticket.wait()
+            work.wait()
 
 
-def test_many_sums_of_all_kinds_follow_each_other() -> None:
+def test_sums_of_all_kinds_follow_each_other() -> None:
     with rings_of(3) as rings:
-        tickets = []
+        works = []
         for rank, ring in enumerate(rings):
             for number in range(12):
                 big, small = np.full(120_000, 1.0, np.float32), np.full(5, float(rank), np.float32)
-                held = (
+                shards = (
                     ShardRange(3, rank, rank + 1) if number % 3 else (ShardRange(2, 0, 2) if rank == 1 else NO_SHARDS)
                 )
-                tickets.append((ring.reduce(big, part=TreePartials(held, [big] if not held.empty else [])), big))
-                tickets.append((ring.reduce(small), small))
-        for ticket, _ in tickets:
-            assert ticket.done(20.0)
-            ticket.wait()
-        assert {float(buffer[0]) for _, buffer in tickets} == {1.0, 3.0}
+                works.append((ring.reduce(big, part=TreePartials(shards, [big] if not shards.empty else [])), big))
+                works.append((ring.reduce(small), small))
+        for work, _ in works:
+            assert work.done(20.0)
+            work.wait()
+        assert {float(buffer[0]) for _, buffer in works} == {1.0, 3.0}

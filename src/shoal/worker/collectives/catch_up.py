@@ -1,11 +1,13 @@
-"""How a newcomer takes part in steps for which it has no state yet, so that nobody waits for it.
+"""Exchange of a joiner that takes part in steps before it has the state, so that the other ranks need not wait for it.
 
-A shadow adds zeros to every exchange of its world and keeps what comes out. Meanwhile the state of the world's first
-step arrives, and the newcomer does those steps over again by itself, with the results that the shadow kept: each costs
-it hardly more than an optimizer step. As soon as it waits for a step that the others have not begun to exchange, it has
-caught up: it does that one itself, still without a share, and from the next one on it has its own. Where a step without
-a share takes as long as one with it, the newcomer would stay a moment behind for ever: if it is known to be about to
-finish the step that the others exchange, its shadow says so, and the next step waits for that moment.
+While the state of the world's first step is on its way, a thread adds zeros to every exchange of the world and keeps
+the results. When the state has arrived, the joiner repeats those steps by itself with the kept results: each costs it
+little more than an optimizer step. As soon as it waits for a step that the others have not begun to exchange, it has
+caught up: it does that step itself, still with weight 0, and has a share from the next one on.
+
+Where a step without a share takes as long as one with it, the joiner would stay a moment behind for ever. So when it is
+about to finish the very step that the others begin to exchange, the thread reports that it is no longer catching up,
+and the next step waits for that moment.
 """
 
 from __future__ import annotations
@@ -25,62 +27,68 @@ from shoal.worker.collectives.ring import Ring
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 ZeroBuffer: TypeAlias = tuple[NDArray[Any], Adder | None, TreePartials | None]
-"""One buffer of a step's exchange, how it is added up, and our part of it if it is a sum over shards."""
+"""One buffer of a step's exchange, its adder, and an empty contribution if it is a sum over shards."""
 
-KEPT_STEPS = 32
-LOOK_AGAIN_S = 0.002
-# The part of a step that the others may be made to wait once, for a newcomer that is nearly there.
-LATE = 0.25
+MAX_KEPT_STEPS = 32
+POLL_S = 0.002
+# The part of a step that the others may be made to wait, once, for a joiner that has nearly caught up.
+MAX_DELAY = 0.25
 
 
 class CatchUpExchange:
-    """An exchange that plays back what happened before its owner could take part, and then is the real one.
+    """An exchange that replays the steps its owner missed, and then passes everything to the real one.
 
-    `zero_buffers` are the buffers of one step, in order. `is_last_step(reports)` tells whether no step follows.
+    `zero_buffers` are the buffers of one step, in order. `is_last_step(reports)` returns whether no step follows.
     """
 
     def __init__(
-        self, real: Ring, zero_buffers: Sequence[ZeroBuffer], is_last_step: Callable[[tuple[StepReport, ...]], bool]
+        self,
+        real: Ring,
+        zero_buffers: Sequence[ZeroBuffer],
+        is_last_step: Callable[[tuple[StepReport, ...]], bool],
     ) -> None:
         self.rank, self.size = real.rank, real.size
         self._real, self._zero_buffers, self._is_last_step = real, list(zero_buffers), is_last_step
         self._kept: deque[tuple[NDArray[np.float64], list[NDArray[Any]]]] = deque()
-        self._playing: deque[NDArray[Any]] = deque()
-        self._awaited = False
-        self._over = False
-        self._exchanged_at = self._worked_from = time.monotonic()
-        self._own_s: float | None = None
+        self._replaying: deque[NDArray[Any]] = deque()
+        self._owner_waits = False
+        self._ended = False
+        self._exchanged_at = self._step_began_at = time.monotonic()
+        self._own_step_s: float | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._follow, name="shoal-shadow", daemon=True).start()
+        threading.Thread(target=self._follow, name="shoal-catch-up", daemon=True).start()
 
     @property
     def following(self) -> bool:
-        """Whether the shadow still takes part in our stead."""
-        return not self._over
+        """Whether the thread still takes part in the owner's place."""
+        return not self._ended
 
     @property
     def broken(self) -> ExchangeBroken | None:
-        found: ExchangeBroken | None = getattr(self._real, "broken", None)
-        return found
+        """The reason why nothing more can be exchanged, None while the exchange works."""
+        broken: ExchangeBroken | None = getattr(self._real, "broken", None)
+        return broken
 
     def gather(self, record: NDArray[np.float64]) -> GatherWork:
+        """Return the kept reports of the owner's next step, or gather for real once it has caught up."""
         with self._changed:
-            self._awaited, self._own_s = True, time.monotonic() - self._worked_from
+            self._owner_waits, self._own_step_s = True, time.monotonic() - self._step_began_at
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._kept or self._over)
-            self._awaited = False
+            self._changed.wait_for(lambda: self._kept or self._ended)
+            self._owner_waits = False
             if not self._kept:
                 return self._real.gather(record)
-            pulses, buffers = self._kept.popleft()
-            self._worked_from = time.monotonic()
-            self._playing.extend(buffers)
+            reports, buffers = self._kept.popleft()
+            self._step_began_at = time.monotonic()
+            self._replaying.extend(buffers)
             self._changed.notify_all()
-            return _ReplayedWork(pulses)
+            return _ReplayedWork(reports)
 
     def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: TreePartials | None = None) -> Work:
-        if not self._playing:
+        """Copy the kept sum of the replayed step into the buffer, or reduce for real once the owner has caught up."""
+        if not self._replaying:
             return self._real.reduce(buffer, add, part)
-        np.copyto(buffer, self._playing.popleft())
+        np.copyto(buffer, self._replaying.popleft())
         return _ReplayedWork(np.empty((0, 0)))
 
     def barrier(self) -> None:
@@ -94,67 +102,68 @@ class CatchUpExchange:
 
     def _follow(self) -> None:
         try:
-            while self._one_step():
+            while self._exchange_zeros():
                 pass
         except ExchangeBroken:
-            pass  # the owner meets it in the real exchange, when it has played back what was kept
+            pass  # the owner meets it in the real exchange, after it has replayed what was kept
         with self._changed:
-            self._over = True
+            self._ended = True
             self._changed.notify_all()
 
-    def _one_step(self) -> bool:
-        """Take part in one step with zeros; False if the owner does it or the next one, or if it was the last."""
+    def _exchange_zeros(self) -> bool:
+        """Take part in one step with zeros; return False if the owner does this or the next, or it was the last."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._kept) < KEPT_STEPS)
-        if self._owner_is_first():
+            self._changed.wait_for(lambda: len(self._kept) < MAX_KEPT_STEPS)
+        if self._owner_has_caught_up():
             return False
-        follows = self._owner_follows()
-        gathered = self._real.gather(encode(StepReport(step=-1, flags=0 if follows else CATCHING_UP)))
-        # Fresh ones for every step: what comes out is kept, and zeros cost less than a copy.
-        buffers = [np.zeros_like(blank) for blank, _, _ in self._zero_buffers]
-        tickets = [
-            self._real.reduce(b, add, part) for b, (_, add, part) in zip(buffers, self._zero_buffers, strict=True)
+        follows = self._owner_nearly_caught_up()
+        gathering = self._real.gather(encode(StepReport(step=-1, flags=0 if follows else CATCHING_UP)))
+        # New buffers for every step: the sums are kept, and zeros cost less than a copy.
+        buffers = [np.zeros_like(zeros) for zeros, _, _ in self._zero_buffers]
+        works = [
+            self._real.reduce(buffer, add, part)
+            for buffer, (_, add, part) in zip(buffers, self._zero_buffers, strict=True)
         ]
-        pulses = gathered.result()
-        for ticket in tickets:
-            ticket.wait()
+        reports = gathering.result()
+        for work in works:
+            work.wait()
         with self._changed:
-            self._kept.append((pulses, buffers))
+            self._kept.append((reports, buffers))
             self._exchanged_at = time.monotonic()
             self._changed.notify_all()
-        return not follows and not self._is_last_step(decode(pulses))
+        return not follows and not self._is_last_step(decode(reports))
 
-    def _owner_is_first(self) -> bool:
-        """Wait until the owner has caught up, or the others begin to exchange the next step: who was first."""
+    def _owner_has_caught_up(self) -> bool:
+        """Block until the owner waits for the next step (True) or the others begin to exchange it (False)."""
         while True:
             with self._changed:
-                if self._awaited and not self._kept:
+                if self._owner_waits and not self._kept:
                     return True
-            if self._real.stirs(LOOK_AGAIN_S):
+            if self._real.has_incoming(POLL_S):
                 return False
 
-    def _owner_follows(self) -> bool:
-        """Whether the owner is at the step that the others begin to exchange, and about to finish it."""
+    def _owner_nearly_caught_up(self) -> bool:
+        """Return whether the owner is about to finish the very step that the others begin to exchange."""
         with self._changed:
             now = time.monotonic()
-            if self._kept or self._own_s is None:
+            if self._kept or self._own_step_s is None:
                 return False
-            return is_nearly_there(now - self._worked_from, self._own_s, now - self._exchanged_at)
+            return is_nearly_done(now - self._step_began_at, self._own_step_s, now - self._exchanged_at)
 
 
-def is_nearly_there(worked_s: float, own_s: float, step_s: float) -> bool:
-    """Whether who needs `own_s` for a step, and has worked at it so long, holds up steps of `step_s` only a little."""
-    return own_s - worked_s <= LATE * step_s
+def is_nearly_done(elapsed_s: float, own_step_s: float, step_s: float) -> bool:
+    """Return whether a step of `own_step_s` that began `elapsed_s` ago delays steps of `step_s` only a little."""
+    return own_step_s - elapsed_s <= MAX_DELAY * step_s
 
 
 class _ReplayedWork:
-    """An operation that was over before it was asked for."""
+    """An operation that was complete before it was submitted."""
 
-    def __init__(self, pulses: NDArray[np.float64]) -> None:
-        self._pulses = pulses
+    def __init__(self, reports: NDArray[np.float64]) -> None:
+        self._reports = reports
 
     def wait(self) -> None:
-        """It is done."""
+        """Return at once."""
 
     def result(self) -> NDArray[np.float64]:
-        return self._pulses
+        return self._reports

@@ -1,8 +1,13 @@
-"""Sums round a ring whose bits do not depend on who holds what: partial sums travel as nodes of one fixed tree.
+"""Exact ring reduce: a sum over shards whose bits do not depend on which rank holds which shards.
 
-As in a ring of sums each chunk of the vector starts at another rank and goes once round; but what travels is not one
-sum: it is the fewest nodes of the tree that the shards so far make up, mostly one or two. Every rank adds what the tree
-lets it and passes the rest on. A message says which shards it holds, so a rank without any needs to know nothing.
+A global batch is cut into a fixed number of shards, and their gradients are added along one fixed binary tree
+(`core.shares.reduction_tree`). As in the plain reduce, each chunk of the vector starts at another rank and goes round
+once, but it does not travel as one partial sum. It travels as the fewest tree nodes that cover the shards added so far,
+usually one or two. Every rank adds the pairs that are siblings in the tree and passes the other nodes on; after the
+last hop one node is left, the root. Then the sums go round once more, as in the plain reduce.
+
+Each partial sum is preceded by the range of shards that it covers, so a rank without shards needs no other knowledge.
+The ranks must hold all shards between them; if some are missing at the end, the operation fails.
 """
 
 from __future__ import annotations
@@ -19,20 +24,20 @@ from shoal.worker.collectives.exchange import Adder, TreePartials
 from shoal.worker.collectives.ring_algorithms import SEGMENT_BYTES
 from shoal.worker.collectives.ring_links import EAGER_BYTES, HEADER_BYTES, RingLinks
 
-HELD = struct.Struct("<III")
-# Nodes of one member rarely number more; it only decides from which size on a credit is asked for.
+SHARD_RANGE = struct.Struct("<III")
+# A member rarely has more nodes; this only decides from which size on a credit is needed.
 USUAL_NODES = 4
 
 
-def settle(flat: NDArray[Any], part: TreePartials, add: Adder) -> None:
-    """The sum of one member that holds all shards."""
+def sum_alone(flat: NDArray[Any], part: TreePartials, add: Adder) -> None:
+    """Write the sum of a single member that holds all shards to `flat`."""
     with np.errstate(all="ignore"):
-        found = _applied(merge(NO_SHARDS, part.held), list(part.nodes), add)
-    _store(flat, found, complete=part.held.complete)
+        remaining = _merge_nodes(merge(NO_SHARDS, part.shard_range), list(part.nodes), add)
+    _store_total(flat, remaining, complete=part.shard_range.complete)
 
 
 class ExactReduce:
-    """One sum over shards, written to `flat` on every rank."""
+    """One sum over shards; writes the total to `flat` on every rank."""
 
     def __init__(
         self, links: RingLinks, header: bytes, rank: int, flat: NDArray[Any], add: Adder, part: TreePartials
@@ -49,16 +54,16 @@ class ExactReduce:
         self._outbox: deque[memoryview] = deque([memoryview(header)])
         self._sent_bytes = 0
         self._needs_credit = False
-        # what is being received: the header, then hop after hop, of which each sum begins with what it holds
+        # State of receiving: the header, then hop after hop; each partial sum begins with its range of shards.
         self._hop = self._header_got = 0
-        self._notice = memoryview(bytearray(HELD.size))
+        self._range_inbox = memoryview(bytearray(SHARD_RANGE.size))
         self._arrived: ShardRange | None = None
-        self._merge = merge(NO_SHARDS, part.held)
+        self._merge = merge(NO_SHARDS, part.shard_range)
         self._rows: NDArray[Any] | None = None
         self._got, self._at = 0, self._spans[0][0]
 
     def run(self) -> None:
-        """Return when the sum is complete everywhere that this rank has to do with."""
+        """Return when this rank has the sum and has passed on everything that the next rank needs."""
         links = self._links
         self._needs_credit = links.begin(self._flat.nbytes * USUAL_NODES)
         self._begin_own()
@@ -76,16 +81,16 @@ class ExactReduce:
         links.end()
 
     def _begin_own(self) -> None:
-        """The chunk that starts here: nothing has arrived for it."""
+        """Start the chunk that begins at this rank: nothing arrives for it."""
         self._arrived = NO_SHARDS
-        self._tell(self._part.held)
-        self._take_over_all()
+        self._send_range(self._part.shard_range)
+        self._merge_all()
         self._next_hop()
 
     # --- sending
 
     def _push(self) -> tuple[int, bool]:
-        """Send what may leave; how much that was, and whether there was anything to send."""
+        """Send what may leave; return how many bytes that was, and whether there was anything to send."""
         if not self._outbox:
             return 0, False
         view = self._outbox[0][:SEGMENT_BYTES]
@@ -101,17 +106,17 @@ class ExactReduce:
             self._outbox[0] = self._outbox[0][count:]
         return count, True
 
-    def _send(self, piece: NDArray[Any]) -> None:
-        if piece.size:
-            self._outbox.append(piece.view(np.uint8).data)
+    def _send(self, values: NDArray[Any]) -> None:
+        if values.size:
+            self._outbox.append(values.view(np.uint8).data)
 
-    def _tell(self, held: ShardRange) -> None:
-        self._outbox.append(memoryview(HELD.pack(held.shards, held.start, held.stop)))
+    def _send_range(self, shards: ShardRange) -> None:
+        self._outbox.append(memoryview(SHARD_RANGE.pack(shards.shards, shards.start, shards.stop)))
 
     # --- receiving
 
     def _pull(self) -> int:
-        """Receive what is there; how much that was."""
+        """Receive what has arrived; return how many bytes that was."""
         if self._header_got < HEADER_BYTES:
             moved = self._links.receive(self._inbox[self._header_got :])
             self._header_got += moved
@@ -120,26 +125,26 @@ class ExactReduce:
             return moved
         if self._hop > self._sums:
             return self._pull_sums()
-        return self._pull_notice() if self._arrived is None else self._pull_nodes()
+        return self._pull_range() if self._arrived is None else self._pull_nodes()
 
-    def _pull_notice(self) -> int:
-        moved = self._links.receive(self._notice[self._got :])
+    def _pull_range(self) -> int:
+        moved = self._links.receive(self._range_inbox[self._got :])
         self._got += moved
-        if self._got == HELD.size:
+        if self._got == SHARD_RANGE.size:
             self._got = 0
-            arrived = self._arrived = ShardRange(*HELD.unpack(self._notice))
-            self._merge = merge(arrived, self._part.held)
+            arrived = self._arrived = ShardRange(*SHARD_RANGE.unpack(self._range_inbox))
+            self._merge = merge(arrived, self._part.shard_range)
             if self._hop < self._sums:
-                self._tell(union(arrived, self._part.held))
+                self._send_range(union(arrived, self._part.shard_range))
             if arrived.empty:
-                self._take_over_all()
+                self._merge_all()
                 self._next_hop()
             elif self._at == self._spans[self._hop][1]:
                 self._next_hop()
         return moved
 
     def _pull_nodes(self) -> int:
-        """Receive all nodes of one segment, then add what can be added and pass on what is left."""
+        """Receive all nodes of one segment, then add what the tree allows and pass on the rest."""
         assert self._arrived is not None
         stop = min(self._at + self._segment, self._spans[self._hop][1])
         count = len(nodes(self._arrived))
@@ -150,7 +155,7 @@ class ExactReduce:
         moved = self._links.receive(self._rows.view(np.uint8).data[self._got : wanted * self._item])
         self._got += moved
         if self._got == wanted * self._item:
-            self._take_over(list(self._rows[:wanted].reshape(count, -1)), stop)
+            self._merge_segment(list(self._rows[:wanted].reshape(count, -1)), stop)
             self._got = 0
             if any(number < count for number in self._merge.kept):
                 self._rows = None
@@ -173,21 +178,23 @@ class ExactReduce:
             self._next_hop()
         return moved
 
-    def _take_over_all(self) -> None:
-        """Nothing arrives for this chunk: it is as we hold it."""
+    def _merge_all(self) -> None:
+        """Pass on a whole chunk as this rank holds it, because nothing arrives for it."""
         end = self._spans[self._hop][1]
         while self._at < end:
-            self._take_over([], min(self._at + self._segment, end))
+            self._merge_segment([], min(self._at + self._segment, end))
 
-    def _take_over(self, rows: list[NDArray[Any]], stop: int) -> None:
+    def _merge_segment(self, rows: list[NDArray[Any]], stop: int) -> None:
         start = self._at
-        found = _applied(self._merge, rows + [node[start:stop] for node in self._part.nodes], self._add)
+        remaining = _merge_nodes(self._merge, rows + [node[start:stop] for node in self._part.nodes], self._add)
         if self._hop < self._sums:
-            for piece in found:
-                self._send(piece)
+            for node in remaining:
+                self._send(node)
         else:
             assert self._arrived is not None
-            _store(self._flat[start:stop], found, complete=union(self._arrived, self._part.held).complete)
+            _store_total(
+                self._flat[start:stop], remaining, complete=union(self._arrived, self._part.shard_range).complete
+            )
             self._send(self._flat[start:stop])
         self._at = stop
 
@@ -198,17 +205,18 @@ class ExactReduce:
             self._at = self._spans[self._hop][0]
 
 
-def _applied(how: TreeMerge, operands: list[NDArray[Any]], add: Adder) -> list[NDArray[Any]]:
-    for target, source in how.additions:
+def _merge_nodes(plan: TreeMerge, operands: list[NDArray[Any]], add: Adder) -> list[NDArray[Any]]:
+    """Carry out the additions of a merge in place; return the nodes that remain."""
+    for target, source in plan.additions:
         add(operands[target], operands[source])
-    return [operands[number] for number in how.kept]
+    return [operands[number] for number in plan.kept]
 
 
-def _store(flat: NDArray[Any], found: list[NDArray[Any]], *, complete: bool) -> None:
-    """Write the total of all shards; without any shard at all it is zero."""
-    if found and not complete:
+def _store_total(flat: NDArray[Any], remaining: list[NDArray[Any]], *, complete: bool) -> None:
+    """Write the total of all shards, zero without any shard; raise ValueError if some shards are missing."""
+    if remaining and not complete:
         raise ValueError("the members do not hold all shards between them")
-    if not found:
+    if not remaining:
         flat.fill(0)
-    elif found[0].ctypes.data != flat.ctypes.data:
-        flat[...] = found[0]
+    elif remaining[0].ctypes.data != flat.ctypes.data:
+        flat[...] = remaining[0]

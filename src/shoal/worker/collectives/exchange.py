@@ -1,4 +1,4 @@
-"""How the members of one world sum gradients and share pulses, whoever carries the bytes."""
+"""Interface of the collective operations of one world, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ Adder = Callable[[NDArray[Any], NDArray[Any]], object]
 """Adds its second argument to its first, in place; for types that NumPy cannot add."""
 
 OnBreak = Callable[[tuple[str, ...], str], object]
-"""Told once, from the exchange's own thread, that the world fell apart: the suspects and the cause."""
+"""Called once, from the exchange's own thread, when the world breaks: with the suspects and the cause."""
 
 
 def plain_add(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """The Adder of all types that NumPy can add."""
+    """Add `source` to `target` in place; the Adder of all types that NumPy can add."""
     np.add(target, source, target)
 
 
 @dataclass(frozen=True, slots=True)
 class TreePartials:
-    """What one member has of a sum over shards: which ones, and their nodes, each as long as the sum.
+    """One member's contribution to a sum over shards: which shards, and their tree nodes, each as long as the sum.
 
-    The nodes are used up; the first may be the very buffer that the sum is written to.
+    The operation overwrites the nodes. The first one may be the very buffer that the sum is written to.
     """
 
-    held: ShardRange = NO_SHARDS
+    shard_range: ShardRange = NO_SHARDS
     nodes: Sequence[NDArray[Any]] = ()
 
     def check(self, flat: NDArray[Any]) -> None:
-        """Raise if the nodes cannot be those of these shards."""
-        if len(self.nodes) != len(nodes(self.held)):
-            raise ValueError(f"{self.held} has {len(nodes(self.held))} nodes, but {len(self.nodes)} were given")
+        """Raise ValueError if the nodes cannot be those of these shards."""
+        expected = len(nodes(self.shard_range))
+        if len(self.nodes) != expected:
+            raise ValueError(f"{self.shard_range} has {expected} nodes, but {len(self.nodes)} were given")
         if any(n.shape != flat.shape or n.dtype != flat.dtype or not n.flags.c_contiguous for n in self.nodes):
             raise ValueError("every node must be contiguous, and of the shape and type of the sum")
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """An operation that is under way."""
 
     def wait(self) -> None:
         """Return when the operation is complete; raise ExchangeBroken if it never will be."""
 
 
 class GatherWork(Work, Protocol):
-    """A gather under way."""
+    """A gather that is under way."""
 
     def result(self) -> NDArray[np.float64]:
-        """Wait, then return the records of all ranks, one row a rank."""
+        """Wait, then return the records of all ranks, one row per rank."""
 
 
 class Exchange(Protocol):
@@ -65,20 +66,20 @@ class Exchange(Protocol):
     def size(self) -> int: ...
 
     def gather(self, record: NDArray[np.float64]) -> GatherWork:
-        """Send one small record to all and receive everybody's."""
+        """Send one small record to all ranks and receive theirs."""
 
     def reduce(self, buffer: NDArray[Any], add: Adder | None = None, part: TreePartials | None = None) -> Work:
-        """Sum a buffer over all ranks in place, bitwise equal on all; leave it alone until the ticket is done.
+        """Sum a buffer over all ranks in place, bitwise equal on all; do not touch it until the work is done.
 
-        With `part`, which all ranks then pass, the sum is that of the shards that they hold between them: its bits
-        do not depend on who holds which, and what was in the buffer does not count.
+        With `part`, which all ranks then pass, the result is the sum of the shards that they hold between them: its
+        bits do not depend on which rank holds which shards, and the previous content of the buffer does not count.
         """
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
 
     def abort(self, cause: str) -> None:
-        """Fail every operation, pending and future, at once; callable from any thread, any number of times."""
+        """Fail every operation, pending and future, at once; may be called from any thread, any number of times."""
 
     def close(self) -> None:
-        """Let go of threads and connections."""
+        """Release threads and connections."""

@@ -1,4 +1,4 @@
-"""Gradients that are computed all at once, as flat buffers that are summed over the members of a world."""
+"""Flat buffers for gradients that are computed all at once, and their sum over the members of a world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 
 
 class ArraySpec:
-    """The shape and type of an array."""
+    """Shape and type of an array; half precision is summed in float32."""
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike) -> None:
         self.shape = tuple(shape)
@@ -27,22 +27,25 @@ class ArraySpec:
 
 
 class FlatBuffers:
-    """Arrays in a few flat buffers, and a tail of other numbers that are summed along with them."""
+    """Arrays packed into a few flat buckets, and a tail of other numbers that are summed along with them.
 
-    def __init__(self, likes: Sequence[ArraySpec], tail: int) -> None:
+    `views` are the arrays, in order; each is a view of its bucket.
+    """
+
+    def __init__(self, specs: Sequence[ArraySpec], tail: int) -> None:
         self.views: list[NDArray[Any]] = []
         self._buckets: list[NDArray[Any]] = []
-        for first, stop in _grouped(likes):
-            self._add(likes[first:stop])
+        for first, stop in _bucket_ranges(specs):
+            self._add_bucket(specs[first:stop])
         self.tail = np.zeros(tail, np.float64)
-        self._tickets: list[Work] = []
+        self._works: list[Work] = []
 
     def zero_buffers(self) -> list[ZeroBuffer]:
-        """Buffers like ours, for a shadow that takes part without gradients."""
+        """Return buffers of the same shapes, for a catching-up rank without gradients."""
         return [(np.zeros_like(buffer), None, None) for buffer in (*self._buckets, self.tail)]
 
     def load(self, arrays: Sequence[NDArray[Any]], scale: float, *, add: bool) -> None:
-        """Take these arrays times `scale`; `add` them to what was taken before."""
+        """Store these arrays times `scale`; with `add`, add them to what was stored before."""
         for view, array in zip(self.views, arrays, strict=True):
             if add:
                 view += array * view.dtype.type(scale)
@@ -50,44 +53,44 @@ class FlatBuffers:
                 np.multiply(array, view.dtype.type(scale), out=view)
 
     def clear(self) -> None:
-        """Take part with zeros."""
+        """Set all arrays to zero."""
         for bucket in self._buckets:
             bucket.fill(0)
 
     def send(self, exchange: Exchange) -> None:
-        """Let the sums begin, all but that of the tail."""
-        self._tickets = [exchange.reduce(bucket) for bucket in self._buckets]
+        """Start the sums of all buckets; the tail follows in `finish`."""
+        self._works = [exchange.reduce(bucket) for bucket in self._buckets]
 
     def finish(self, exchange: Exchange, divisor: float) -> None:
-        """Sum the tail, too, and wait for all; the arrays, not the tail, are divided afterwards."""
-        self._tickets.append(exchange.reduce(self.tail))
-        for ticket in self._tickets:
-            ticket.wait()
+        """Sum the tail too and wait for all sums; divide the arrays, not the tail, by `divisor`."""
+        self._works.append(exchange.reduce(self.tail))
+        for work in self._works:
+            work.wait()
         if divisor != 1.0:
             for bucket in self._buckets:
                 bucket /= bucket.dtype.type(divisor)
 
-    def _add(self, likes: Sequence[ArraySpec]) -> None:
+    def _add_bucket(self, specs: Sequence[ArraySpec]) -> None:
         starts, total = [], 0
-        for like in likes:
+        for spec in specs:
             starts.append(total)
-            total += -(-like.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            total += -(-spec.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         raw = np.zeros(total + ALIGNMENT_BYTES, np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT_BYTES
         aligned = raw[offset : offset + total]
-        self._buckets.append(aligned.view(likes[0].dtype))
-        for start, like in zip(starts, likes, strict=True):
-            self.views.append(aligned[start : start + like.bytes].view(like.dtype).reshape(like.shape))
+        self._buckets.append(aligned.view(specs[0].dtype))
+        for start, spec in zip(starts, specs, strict=True):
+            self.views.append(aligned[start : start + spec.bytes].view(spec.dtype).reshape(spec.shape))
 
 
-def _grouped(likes: Sequence[ArraySpec]) -> list[tuple[int, int]]:
-    """Runs of arrays of one type that fill a bucket."""
-    found: list[tuple[int, int]] = []
+def _bucket_ranges(specs: Sequence[ArraySpec]) -> list[tuple[int, int]]:
+    """Return ranges (first, stop) of consecutive arrays of one type, each of about one bucket."""
+    ranges: list[tuple[int, int]] = []
     room = 0
-    for number, like in enumerate(likes):
-        if not found or room <= 0 or like.dtype != likes[number - 1].dtype:
-            found.append((number, number))
+    for number, spec in enumerate(specs):
+        if not ranges or room <= 0 or spec.dtype != specs[number - 1].dtype:
+            ranges.append((number, number))
             room = BUCKET_BYTES
-        found[-1] = (found[-1][0], number + 1)
-        room -= like.bytes
-    return found
+        ranges[-1] = (ranges[-1][0], number + 1)
+        room -= spec.bytes
+    return ranges

@@ -1,8 +1,8 @@
-"""How bytes go round a ring: gathers of small records, and sums of vectors.
+"""Ring algorithms: gather of small records, and reduce of vectors.
 
-What a rank sends after its own bytes is what it received, in the same order: the outgoing stream of an operation is
-the rank's own part followed by the incoming stream. So a byte may leave as soon as it has been received (and added,
-where sums are made), and sending, receiving and adding overlap without any schedule.
+In both, a rank sends its own bytes first and then what it receives, in the same order: the outgoing stream of an
+operation is the rank's own part followed by the incoming stream. So a byte may leave as soon as it has been received
+(and added, in a reduce). Sending, receiving and adding overlap without any schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SEGMENT_BYTES = 256 << 10
 
 
 def gather(links: RingLinks, header: bytes, own: memoryview) -> memoryview:
-    """Send `own` all the way round; the rows of the other ranks, the previous rank's first."""
+    """Send `own` all the way round; return the rows of the other ranks, the previous rank's first."""
     width, hops = len(own), links.size - 1
     outbox = memoryview(header + own)
     inbox = memoryview(bytearray(HEADER_BYTES + hops * width))
@@ -35,9 +35,9 @@ def gather(links: RingLinks, header: bytes, own: memoryview) -> memoryview:
             limit = min(limit, EAGER_BYTES)
         moved = 0
         if sent < limit:
-            mine = sent < first
-            offset = 0 if mine else HEADER_BYTES - first
-            source, end = (outbox, min(first, limit)) if mine else (inbox, limit)
+            is_own = sent < first
+            offset = 0 if is_own else HEADER_BYTES - first
+            source, end = (outbox, min(first, limit)) if is_own else (inbox, limit)
             moved = links.send(source[sent + offset : end + offset])
             sent += moved
         if got < last_in:
@@ -55,9 +55,9 @@ def gather(links: RingLinks, header: bytes, own: memoryview) -> memoryview:
 
 
 class RingReduce:
-    """One sum of a vector, in place: every rank adds to each chunk as it passes, then the sums go round.
+    """One sum of a vector in place: a reduce-scatter of its chunks, then an all-gather of the sums.
 
-    `scratch` is room for one segment, which arrives there before it is added.
+    `scratch` has room for one segment, which arrives there before it is added.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RingReduce:
         self._inbox = memoryview(bytearray(HEADER_BYTES))
         self._header_sent = self._header_got = 0
         self._sent_bytes = self._filled = 0
-        # the span that is being sent, and where in it we are; the span that is being received is the one after
+        # The span that is being sent and the position in it; the span that is being received is the one after it.
         self._out_at, self._out_pos = 0, self._spans[0][0]
         self._in_at, self._in_pos = 1, self._spans[1][0]
         self._needs_credit = False
@@ -104,7 +104,7 @@ class RingReduce:
         links.end()
 
     def _push(self) -> tuple[int, bool]:
-        """Send what may leave; how much that was, and whether there was anything to send."""
+        """Send what may leave; return how many bytes that was, and whether there was anything to send."""
         stop, moved = self._spans[self._out_at][1], 0
         limit = stop if self._out_at == 0 or self._in_at > self._out_at else self._in_pos
         limit = min(limit, self._out_pos + SEGMENT_BYTES)
@@ -127,7 +127,7 @@ class RingReduce:
         return moved, writing
 
     def _pull(self) -> int:
-        """Receive what is there, adding or keeping it; how much that was."""
+        """Receive what has arrived, and add or keep it; return how many bytes that was."""
         if self._header_got < HEADER_BYTES:
             moved = self._links.receive(self._inbox[self._header_got :])
             self._header_got += moved

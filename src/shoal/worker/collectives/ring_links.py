@@ -1,8 +1,9 @@
-"""The two connections of a rank in a ring: served by one thread, never blocked by one side, watched even at rest.
+"""The two connections of a rank in its ring: served by one thread, never blocked by one side, watched even when idle.
 
-Bytes that nobody reads must not fill a peer's window for long, or TCP_USER_TIMEOUT would take a busy peer for a dead
-one. Hence a rank that begins a large operation sends one byte of credit backwards, and nobody sends more than
-EAGER_BYTES without it.
+Data flows from the previous rank to the next one; the opposite direction of both connections carries single marks. A
+rank that begins a large operation sends one byte of credit backwards, and no rank sends more than EAGER_BYTES without
+it: unread bytes would fill a busy peer's TCP window until TCP_USER_TIMEOUT took it for dead. A rank that leaves on
+purpose sends a farewell backwards, and forwards if it is between operations, so that its neighbours do not suspect it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from shoal.worker.transport.sockets import disown
 HEADER = struct.Struct("<HBx4sIQ")
 HEADER_BYTES = HEADER.size
 MAGIC = 0x5A0A
-GATHER, REDUCE, MERGE, BYE = 1, 2, 3, 255
+GATHER, REDUCE, TREE_REDUCE, FAREWELL = 1, 2, 3, 255
 EAGER_BYTES = 64 << 10
-_CREDIT, _FAREWELL = b"\x01", b"\xff"
-_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
-_KINDS = {GATHER: "a gather", REDUCE: "a sum", MERGE: "a sum over shards", BYE: "a farewell"}
+_CREDIT, _FAREWELL_MARK = b"\x01", b"\xff"
+_CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_KINDS = {GATHER: "a gather", REDUCE: "a sum", TREE_REDUCE: "a sum over shards", FAREWELL: "a farewell"}
 
 
-def header_of(kind: int, sequence: int, dtype: str, count_bytes: int) -> bytes:
-    """What every rank says before an operation; equal on all ranks that agree."""
+def make_header(kind: int, sequence: int, dtype: str, count_bytes: int) -> bytes:
+    """Return the header that precedes an operation; it is equal on all ranks that agree."""
     return HEADER.pack(MAGIC, kind, dtype.encode()[:4], sequence & 0xFFFFFFFF, count_bytes)
 
 
@@ -41,7 +42,10 @@ def _describe(header: bytes) -> str:
 
 
 class RingLinks:
-    """The next and the previous rank of a ring of `size`, and the wake-up of the thread that serves them."""
+    """Connections to the next and previous rank of a ring of `size`, and the wake-up of the thread that serves them.
+
+    `names` are the members at the next and the previous rank.
+    """
 
     def __init__(self, size: int, following: socket.socket, preceding: socket.socket, names: tuple[str, str]) -> None:
         self.size = size
@@ -54,8 +58,8 @@ class RingLinks:
         self._open = True
         self._stopped: str | None = None
         self._credits = 0
-        self._next_left = self._next_gone = False
-        self._between = True
+        self._next_left = self._next_closed = False
+        self._between_operations = True
         self._idle_poll, self._busy_poll = select.poll(), select.poll()
         self._next_fd, self._prev_fd = following.fileno(), preceding.fileno()
         for poll in (self._idle_poll, self._busy_poll):
@@ -68,13 +72,13 @@ class RingLinks:
     # --- from any thread
 
     def wake(self) -> None:
-        """Make the serving thread look up from its poll."""
+        """Wake the serving thread from its poll."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self._wakeup, 1)
 
     def stop(self, cause: str) -> None:
-        """End the operation under way, and let both neighbours see it at once."""
+        """End the operation under way, and let both neighbours notice at once."""
         with self._lock:
             if not self._open:
                 return
@@ -82,14 +86,14 @@ class RingLinks:
             os.eventfd_write(self._wakeup, 1)
             self._shut()
 
-    def stirs(self, timeout_s: float) -> bool:
-        """Whether the previous rank sends anything, or goes, within so many seconds; for use between operations."""
+    def has_incoming(self, timeout_s: float) -> bool:
+        """Return whether the previous rank sends or closes within so many seconds; for use between operations."""
         poll = select.poll()
         poll.register(self._prev_fd, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(timeout_s * 1000.0))
 
     def close(self) -> None:
-        """Let go of both connections; only when the serving thread has ended."""
+        """Close both connections; only when the serving thread has ended."""
         with self._lock:
             if self._open:
                 self._shut()
@@ -99,10 +103,10 @@ class RingLinks:
                 os.close(self._wakeup)
 
     def _shut(self) -> None:
-        # a farewell tells the neighbours not to suspect us; it is only possible backwards in the midst of an operation
+        # A farewell keeps the neighbours from suspecting us; during an operation it is possible backwards only.
         for sock, farewell in (
-            (self._prev, _FAREWELL),
-            (self._next, header_of(BYE, 0, "", 0) if self._between else b""),
+            (self._prev, _FAREWELL_MARK),
+            (self._next, make_header(FAREWELL, 0, "", 0) if self._between_operations else b""),
         ):
             try:
                 if farewell:
@@ -114,7 +118,7 @@ class RingLinks:
     # --- from the serving thread only
 
     def rest(self) -> None:
-        """Wait until woken; raise as soon as a neighbour is gone."""
+        """Block until woken; raise ExchangeBroken as soon as a neighbour closes its connection."""
         if self._stopped is not None:
             raise ExchangeBroken(self._stopped)
         for fd, events in self._idle_poll.poll():
@@ -122,13 +126,13 @@ class RingLinks:
                 self._drain()
             elif fd == self._next_fd:
                 self._read_credits(strict=True)
-            elif events & _GONE:
+            elif events & _CLOSED:
                 raise self._lost_previous()
 
     def begin(self, count_bytes: int) -> bool:
-        """Begin an operation in which so many bytes can leave unasked; whether the next rank's credit is needed."""
+        """Begin an operation that may send so many bytes before it receives any; return whether it needs credit."""
         self.check()
-        self._between = False
+        self._between_operations = False
         if count_bytes <= EAGER_BYTES:
             return False
         try:
@@ -138,12 +142,12 @@ class RingLinks:
         return True
 
     def end(self) -> None:
-        """End an operation: all that belongs to it has been sent and received."""
-        self._between = True
+        """End an operation: everything that belongs to it has been sent and received."""
+        self._between_operations = True
 
     def lacks_credit(self, sent: int) -> bool:
-        """Whether the credit of the next rank has still to come, after so many bytes."""
-        # look only when it holds us up: then it has mostly come already, and cost no waking
+        """Return whether the next rank's credit is still missing after `sent` bytes; use it up if it has arrived."""
+        # Look only when it blocks us: by then it has usually arrived, without an extra wake-up.
         if not self._credits and sent >= EAGER_BYTES:
             self._read_credits(strict=True)
         if not self._credits:
@@ -152,12 +156,12 @@ class RingLinks:
         return False
 
     def check(self) -> None:
-        """Raise if somebody stopped the ring."""
+        """Raise ExchangeBroken if the ring was stopped."""
         if self._stopped is not None:
             raise ExchangeBroken(self._stopped)
 
     def send(self, view: memoryview, more: bool = False) -> int:
-        """Send to the next rank what fits, and return how many bytes that was."""
+        """Send to the next rank as much as fits; return how many bytes that was."""
         try:
             return self._next.send(view, socket.MSG_MORE if more else 0)
         except BlockingIOError:
@@ -166,7 +170,7 @@ class RingLinks:
             raise self._lost_next(error) from error
 
     def receive(self, view: memoryview) -> int:
-        """Receive from the previous rank what is there, and return how many bytes that was."""
+        """Receive from the previous rank what has arrived; return how many bytes that was."""
         try:
             count = self._prev.recv_into(view)
         except BlockingIOError:
@@ -178,15 +182,15 @@ class RingLinks:
         return count
 
     def wait(self, reading: bool, writing: bool, needs_next: bool, starved: bool) -> None:
-        """Sleep until something can be received, sent, or credited, or until somebody stops the ring."""
+        """Block until something can be received or sent, credit arrives, or the ring is stopped."""
         self._mask(self._prev_fd, select.POLLIN if reading else 0)
-        # a credit that we can do without for now must not wake us
+        # Credit that is not needed yet must not wake us.
         watch = select.POLLRDHUP | (select.POLLOUT if writing else select.POLLIN if starved else 0)
-        self._mask(self._next_fd, watch if not self._next_gone or needs_next else 0)
+        self._mask(self._next_fd, watch if not self._next_closed or needs_next else 0)
         for fd, events in self._busy_poll.poll():
             if fd == self._wakeup:
                 self._drain()
-            elif fd == self._next_fd and events & (select.POLLIN | _GONE):
+            elif fd == self._next_fd and events & (select.POLLIN | _CLOSED):
                 self._read_credits(strict=needs_next)
 
     def _mask(self, fd: int, mask: int) -> None:
@@ -207,7 +211,7 @@ class RingLinks:
             return
 
     def _read_credits(self, strict: bool) -> None:
-        # the next rank may end orderly while we still receive; that matters only to what it has not got yet
+        # The next rank may close cleanly while we still receive; that matters only if we have more to send to it.
         try:
             marks = self._next.recv(64)
         except BlockingIOError:
@@ -217,21 +221,22 @@ class RingLinks:
                 raise self._lost_next(error) from error
             marks = b""
         self._credits += marks.count(_CREDIT)
-        self._next_left = self._next_left or _FAREWELL in marks
+        self._next_left = self._next_left or _FAREWELL_MARK in marks
         if marks and not self._next_left:
             return
         if strict:
             raise self._lost_next()
-        self._next_gone = True
+        self._next_closed = True
 
     def compare(self, ours: bytes, theirs: memoryview) -> None:
-        """Raise if the previous rank is about to do something else than this rank."""
+        """Raise ExchangeBroken if the previous rank's header differs from ours."""
         if theirs == ours:
             return
         if _is_farewell(bytes(theirs)):
             raise ExchangeBroken(f"{self._prev_name} left the ring")
         raise ExchangeBroken(
-            f"{self._prev_name} and this member disagree: {_describe(bytes(theirs))} there, {_describe(ours)} here"
+            f"{self._prev_name} and this member disagree: it begins {_describe(bytes(theirs))}, "
+            f"this member {_describe(ours)}"
         )
 
     def _lost_next(self, error: OSError | None = None) -> ExchangeBroken:
@@ -242,19 +247,19 @@ class RingLinks:
         return ExchangeBroken(f"lost {self._next_name}: {_reason(error)}", (self._next_name,))
 
     def _lost_previous(self, error: OSError | None = None) -> ExchangeBroken:
-        if self._between and error is None and self._said_farewell():
+        if self._between_operations and error is None and self._sent_farewell():
             return ExchangeBroken(f"{self._prev_name} left the ring")
-        first = (self._next_name,) if self._next_gone and not self._next_left else ()
+        first = (self._next_name,) if self._next_closed and not self._next_left else ()
         suspects = tuple(dict.fromkeys((*first, self._prev_name)))
         return ExchangeBroken(f"lost {self._prev_name}: {_reason(error)}", suspects)
 
     def _look_for_farewell(self) -> None:
         try:
-            self._next_left = self._next_left or _FAREWELL in self._next.recv(64)
+            self._next_left = self._next_left or _FAREWELL_MARK in self._next.recv(64)
         except OSError:
             return
 
-    def _said_farewell(self) -> bool:
+    def _sent_farewell(self) -> bool:
         try:
             return _is_farewell(self._prev.recv(HEADER_BYTES, socket.MSG_PEEK))
         except OSError:
@@ -262,7 +267,7 @@ class RingLinks:
 
 
 def _is_farewell(header: bytes) -> bool:
-    return len(header) == HEADER_BYTES and HEADER.unpack(header)[:2] == (MAGIC, BYE)
+    return len(header) == HEADER_BYTES and HEADER.unpack(header)[:2] == (MAGIC, FAREWELL)
 
 
 def _reason(error: OSError | None) -> str:

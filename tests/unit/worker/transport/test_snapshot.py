@@ -14,24 +14,24 @@ def memory(*sizes: int) -> list[np.ndarray]:
     return [np.full(size, 7, np.uint8) for size in sizes]
 
 
-def read_all(snapshot: Snapshot, reader: str, piece_bytes: int = 10) -> list[bytes]:
+def read_all(snapshot: Snapshot, reader: str, chunk_bytes: int = 10) -> list[bytes]:
     found = []
     for index, size in enumerate(snapshot.sizes):
-        pieces = [
-            snapshot.chunk(reader, index, start, min(start + piece_bytes, size))
-            for start in range(0, size, piece_bytes)
+        chunks = [
+            snapshot.chunk(reader, index, start, min(start + chunk_bytes, size))
+            for start in range(0, size, chunk_bytes)
         ]
-        found.append(b"".join(pieces))
+        found.append(b"".join(chunks))
     snapshot.done(reader)
     return found
 
 
-def test_it_tells_its_sizes():
+def test_snapshot_reports_its_sizes():
     snapshot = Snapshot(3, b"header", memory(10, 0, 5), readers=1)
     assert (snapshot.step, snapshot.header, snapshot.sizes, snapshot.total_bytes) == (3, b"header", (10, 0, 5), 15)
 
 
-def test_freezing_copies_nothing_if_everybody_is_done():
+def test_freeze_copies_nothing_if_all_readers_are_done():
     snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
     read_all(snapshot, "a")
     read_all(snapshot, "b")
@@ -39,27 +39,27 @@ def test_freezing_copies_nothing_if_everybody_is_done():
     assert snapshot.freeze() == 0
 
 
-def test_freezing_copies_everything_if_an_expected_reader_has_not_begun():
+def test_freeze_copies_everything_if_an_expected_reader_has_not_begun():
     snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
     read_all(snapshot, "a")
     assert not snapshot.finished
     assert snapshot.freeze() == 150
 
 
-def test_freezing_copies_only_what_the_slowest_reader_lacks():
+def test_freeze_copies_only_what_the_slowest_reader_lacks():
     snapshot = Snapshot(0, b"", memory(100, 50, 30), readers=2)
     snapshot.chunk("fast", 2, 0, 10)
     snapshot.chunk("slow", 1, 0, 20)
     assert snapshot.freeze() == 30 + 30
 
 
-def test_freezing_twice_copies_once():
+def test_second_freeze_copies_nothing():
     snapshot = Snapshot(0, b"", memory(100), readers=1)
     assert snapshot.freeze() == 100
     assert snapshot.freeze() == 0
 
 
-def test_a_late_reader_gets_the_state_of_the_step_after_the_owner_went_on():
+def test_late_reader_gets_the_frozen_state_after_the_owner_continued():
     live = memory(100, 50)
     snapshot = Snapshot(0, b"", live, readers=2)
     snapshot.chunk("a", 0, 0, 40)
@@ -69,7 +69,7 @@ def test_a_late_reader_gets_the_state_of_the_step_after_the_owner_went_on():
     assert read_all(snapshot, "b") == [b"\x07" * 100, b"\x07" * 50]
 
 
-def test_a_reader_in_the_middle_goes_on_from_where_it_was():
+def test_reader_continues_across_a_freeze():
     live = memory(100)
     snapshot = Snapshot(0, b"", live, readers=1)
     first = snapshot.chunk("a", 0, 0, 40)
@@ -78,7 +78,7 @@ def test_a_reader_in_the_middle_goes_on_from_where_it_was():
     assert first + snapshot.chunk("a", 0, 40, 100) == b"\x07" * 100
 
 
-def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
+def test_bytes_that_all_readers_have_are_released_by_a_freeze():
     snapshot = Snapshot(0, b"", memory(100), readers=1)
     snapshot.chunk("a", 0, 0, 40)
     snapshot.freeze()
@@ -86,7 +86,7 @@ def test_what_everybody_has_read_is_gone_after_freezing_instead_of_wrong():
         snapshot.chunk("a", 0, 0, 40)
 
 
-def test_copies_are_let_go_as_soon_as_everybody_has_read_them():
+def test_copies_are_released_when_all_readers_have_them():
     snapshot = Snapshot(0, b"", memory(100, 50), readers=2)
     snapshot.freeze()
     for reader in "ab":
@@ -97,7 +97,7 @@ def test_copies_are_let_go_as_soon_as_everybody_has_read_them():
     assert snapshot.chunk("a", 1, 10, 50) == b"\x07" * 40
 
 
-def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
+def test_unexpected_reader_never_gets_memory_that_may_have_changed():
     live = memory(100)
     snapshot = Snapshot(0, b"", live, readers=1)
     read_all(snapshot, "a")
@@ -107,7 +107,7 @@ def test_an_unexpected_reader_never_gets_memory_that_may_have_changed():
         snapshot.chunk("late", 0, 0, 10)
 
 
-def test_a_reader_that_died_holds_nothing_back():
+def test_dead_reader_keeps_nothing_in_memory():
     snapshot = Snapshot(0, b"", memory(100), readers=2)
     read_all(snapshot, "a")
     snapshot.done("dead")
@@ -115,7 +115,7 @@ def test_a_reader_that_died_holds_nothing_back():
     assert snapshot.freeze() == 0
 
 
-def test_an_abandoned_snapshot_costs_nothing():
+def test_abandoned_snapshot_is_released():
     snapshot = Snapshot(0, b"", memory(100), readers=3)
     snapshot.chunk("a", 0, 0, 10)
     snapshot.abandon()
@@ -125,7 +125,7 @@ def test_an_abandoned_snapshot_costs_nothing():
         snapshot.chunk("a", 0, 10, 20)
 
 
-def test_a_snapshot_for_nobody_is_finished_at_once():
+def test_snapshot_without_readers_is_finished_at_once():
     snapshot = Snapshot(0, b"", memory(100), readers=0)
     assert snapshot.finished
     assert snapshot.freeze() == 0
@@ -147,7 +147,7 @@ def test_buffers_of_other_types_are_read_as_bytes():
     assert Snapshot(0, b"", [numbers], readers=1).chunk("a", 0, 0, 16) == numbers.tobytes()
 
 
-def test_readers_in_threads_never_see_a_mixture_while_the_owner_steps():
+def test_threaded_readers_never_see_two_steps_mixed():
     live = [np.zeros(200_000, np.uint8) for _ in range(4)]
     for step in range(1, 15):
         for buffer in live:

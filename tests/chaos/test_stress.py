@@ -26,7 +26,7 @@ REST_S = 8.0
 
 def coordinator_born_at(run: Stage) -> float:
     with contextlib.suppress(StopIteration):
-        return time.monotonic() - (time.time() - run.helper("coordinator").create_time())
+        return time.monotonic() - (time.time() - run.service_process("coordinator").create_time())
     return time.monotonic()
 
 
@@ -40,7 +40,7 @@ def hurt(run: Stage, dice: random.Random, doomed: set[int], stopped: list[tuple[
         return False  # one that keeps dying ends the run, and rightly so
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):  # it is being started again
-            run.helper("coordinator").kill()
+            run.service_process("coordinator").kill()
             return True
         return False
     if len(holders) < (3 if kind == "two" else 2):

@@ -32,7 +32,7 @@ def test_a_run_outlives_all_its_machines_and_goes_on_where_they_were_on_another_
     with hired(tmp_path, "far,farther", "1:2", pools, *settings, script="train.py", steps=STEPS, text=text) as run:
         run.until_size(2)
         run.until(lambda: newest(run) >= 20, "a checkpoint at the coordinator")
-        lost = {one["pid"] for one in run.of("ready")}
+        lost = {one["pid"] for one in run.events_of("ready")}
         for process in run.agents().values():
             process.kill()
         run.until(lambda: any(one["pid"] not in lost for one in run.commits()), "another one to go on")
@@ -40,8 +40,8 @@ def test_a_run_outlives_all_its_machines_and_goes_on_where_they_were_on_another_
         last = max(one["step"] for one in run.commits() if one["pid"] in lost)
         assert 20 < first <= last + 1, "it went on where they were"
         assert not list(run.home.glob("far*/**/checkpoints/*")), "a checkpoint is on a machine that may be lost"
-        run.finish(patience_s=120)
-        assert {one["step"] for one in run.of("done")} == {STEPS}
+        run.finish(timeout_s=120)
+        assert {one["step"] for one in run.events_of("done")} == {STEPS}
         assert set(torch.load(tmp_path / "project" / "final.pt")) == {"weight", "bias"}
         assert "downloaded final.pt" in run.output
         assert "| saves" in run.output

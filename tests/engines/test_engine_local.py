@@ -60,15 +60,15 @@ def test_an_agent_here_that_nobody_had_time_to_write_down_is_found(
         with monkeypatch.context() as patch:
             patch.setattr(local, "_note", _die)
             with pytest.raises(KeyboardInterrupt):
-                site.engine().submit(site.ask("here-1"))
+                site.engine().submit(site.request("here-1"))
         site.until_agents("here-1")
         engine = site.engine()
-        assert set(site.seen(engine)) == {"here-1"}
-        handle = engine.submit(site.ask("here-1"))
+        assert set(site.allocations(engine)) == {"here-1"}
+        handle = engine.submit(site.request("here-1"))
         assert not (Path(handle) / "process.json").exists(), "it was started a second time"
         engine.cancel(handle)
         site.until(lambda: not local._left_by(Path(handle)), "it to be gone")
-        assert site.seen(engine) == {}
+        assert site.allocations(engine) == {}
 
 
 def _die(*_: object) -> None:
@@ -83,7 +83,7 @@ def test_what_an_agent_here_leaves_behind_is_ended_with_it(tmp_path: Path, besid
         script.write_text(f"#!/bin/bash\ntrap 'exit 0' TERM; {beside} while :; do wait; done\n")
         script.chmod(0o755)
         engine = Local("here", EngineOptions(directory=str(tmp_path / "home"), python=str(script)))
-        handle = engine.submit(site.ask("here-1"))
+        handle = engine.submit(site.request("here-1"))
         site.until(lambda: _sleepers(handle), "it to start another")
         if killed:
             site.kill("here-1")

@@ -79,7 +79,7 @@ class RaySite(EngineSite):
         (raylet if hire == "pool-1" else psutil.Process)(agent.pid).kill()
 
     def agent(self, hire: str) -> psutil.Process:
-        (pid,) = suite._agents_of(self.tag, hire)
+        (pid,) = suite.agent_pids(self.tag, hire)
         return psutil.Process(pid)
 
     @contextlib.contextmanager
@@ -95,7 +95,7 @@ def raylet(pid: int) -> psutil.Process:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
 def test_ray_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path, cluster: RayCluster) -> None:
-    seated = {"resources": {"seat": 1.0}} if scenario is suite.sees_what_was_killed_from_outside else {}
+    seated = {"resources": {"seat": 1.0}} if scenario is suite.notices_agents_killed_from_outside else {}
     with RaySite(tmp_path, cluster, **seated) as site:
         scenario(site)
 
@@ -139,7 +139,7 @@ class Lone:
     def agent(self, hire: str) -> psutil.Process:
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
-            for pid in suite._agents_of(self.tag, hire):
+            for pid in suite.agent_pids(self.tag, hire):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     return psutil.Process(pid)
             time.sleep(0.05)

@@ -117,7 +117,7 @@ def test_slurm_does_what_engines_do(scenario: Callable[[EngineSite], None], site
 
 def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(site: SlurmSite) -> None:
     engine = site.engine(nodelist="n1", cpus_per_task=2)
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     first = site.agent_pid("pool-1")
     began = time.time()
@@ -146,7 +146,7 @@ def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(
 
 def test_where_nothing_is_queued_again_a_preempted_hire_is_gone(site: SlurmSite) -> None:
     engine = site.engine(partition="spot", cpus_per_task=2, requeue=False)
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     _preempt(site, "n3")
     site.until(lambda: "PREEMPTED" in site.why(engine, "pool-1"), "the hire to be gone")
@@ -157,7 +157,7 @@ def test_where_nothing_is_queued_again_a_preempted_hire_is_gone(site: SlurmSite)
 def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSite) -> None:
     began = time.time()
     engine = site.engine(time_limit=1, notice_s=50)
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     (seen,) = engine.watch(site.tag)
     assert seen.ends_at is not None
@@ -175,8 +175,8 @@ def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSi
 
 def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmSite) -> None:
     again, once = site.engine(nodelist="n2"), site.engine(nodelist="n2", requeue=False)
-    again.submit(site.ask("pool-1"))
-    once.submit(site.ask("pool-2"))
+    again.submit(site.request("pool-1"))
+    once.submit(site.request("pool-2"))
     site.until_agents("pool-1", "pool-2")
     site.cluster.lose_node("n2")
     site.until_agents()
@@ -184,7 +184,7 @@ def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmS
     site.until(lambda: site.seen_as(again, "pool-1", "waiting"), "the hire to wait again")
     site.cluster.start_node("n2")
     site.until_agents("pool-1")
-    assert set(site.seen(again)) == {"pool-1"}
+    assert set(site.allocations(again)) == {"pool-1"}
 
 
 # --- what others do to it
@@ -192,7 +192,7 @@ def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmS
 
 def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: SlurmSite) -> None:
     engine = site.engine()
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     script, born = site.path / "member.py", site.path / "born"
     script.write_text(
@@ -212,7 +212,7 @@ def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: Slur
 
 def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: SlurmSite) -> None:
     engine = site.engine()
-    handles = [engine.submit(replace(site.ask(hire), options=("--grace", "15"))) for hire in ("pool-1", "pool-2")]
+    handles = [engine.submit(replace(site.request(hire), options=("--grace", "15"))) for hire in ("pool-1", "pool-2")]
     site.until_agents("pool-1", "pool-2")
     records = site.path / "records"
     records.mkdir()
@@ -231,7 +231,7 @@ def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: 
 
 def test_an_agent_is_done_with_handing_over_before_slurm_kills_it(site: SlurmSite) -> None:
     engine = site.engine()
-    engine.submit(replace(site.ask("pool-1"), options=("--preload", "msgspec", "--grace", "60")))
+    engine.submit(replace(site.request("pool-1"), options=("--preload", "msgspec", "--grace", "60")))
     site.until_agents("pool-1")
     (argv,) = (
         one for one in site.left() if " -m shoal.agent " in one and "--name pool-1 " in one and "zygote" not in one
@@ -257,13 +257,13 @@ def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: Slur
     hung = HangsAtSubmission("pool", site.options)
     hung.controller = site.cluster.controller
     with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
-        hung.submit(site.ask("pool-1"))
+        hung.submit(site.request("pool-1"))
     hung.controller.resume()
     engine = site.engine()
     site.until(lambda: site.cluster.ask("squeue", "--noheader").stdout.strip(), "the controller to have taken the job")
-    handle = engine.submit(site.ask("pool-1"))
+    handle = engine.submit(site.request("pool-1"))
     # As if the look before it had come too early.
-    rendered = engine.render(site.ask("pool-1"))
+    rendered = engine.render(site.request("pool-1"))
     assert site.cluster.ask(*rendered.argv, text=rendered.text).returncode == 0
     site.until_agents("pool-1")
     time.sleep(2.0)
@@ -292,9 +292,9 @@ def test_what_a_coordinator_submitted_before_it_died_is_found_by_the_next(site: 
         [sys.executable, "-c", _SUBMITS_AND_DIES, str(site.path), site.tag, site.client.url], timeout=60, check=False
     )
     assert died.returncode == -signal.SIGKILL
-    site.until(lambda: set(site.seen(engine)) == {"pool-1"}, "the hire to be found")
+    site.until(lambda: set(site.allocations(engine)) == {"pool-1"}, "the hire to be found")
     (handle,) = (one.handle for one in engine.watch(site.tag))
-    assert engine.submit(site.ask("pool-1")) == handle
+    assert engine.submit(site.request("pool-1")) == handle
     site.until_agents("pool-1")
 
 
@@ -322,7 +322,11 @@ engine.submit(AllocationRequest("pool-1", tag, url, found, 1, ("--preload", "msg
 def test_nothing_can_be_asked_while_the_controller_is_down(site: SlurmSite) -> None:
     engine = site.engine()
     with site.cut():
-        for ask in (lambda: engine.submit(site.ask("pool-1")), engine.offers, lambda: engine.cancel("shoal-t-pool-1")):
+        for ask in (
+            lambda: engine.submit(site.request("pool-1")),
+            engine.offers,
+            lambda: engine.cancel("shoal-t-pool-1"),
+        ):
             with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
                 ask()
 
@@ -332,11 +336,11 @@ def test_nothing_can_be_asked_while_the_controller_is_down(site: SlurmSite) -> N
 
 def test_a_hire_that_has_no_place_says_what_it_waits_for(site: SlurmSite) -> None:
     engine = site.engine(nodelist="n1", cpus_per_task=2)
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
-    engine.submit(site.ask("pool-2"))
+    engine.submit(site.request("pool-2"))
     site.until(lambda: "no node is free (Resources)" in site.why(engine, "pool-2"), "the reason")
-    engine.cancel(engine.submit(site.ask("pool-1")))
+    engine.cancel(engine.submit(site.request("pool-1")))
     site.until_agents("pool-2")
 
 
@@ -374,11 +378,11 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
 def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(site: SlurmSite) -> None:
     engine = site.engine()
     with pytest.raises(AllocationRefused, match="no node of the partition has as much"):
-        engine.submit(replace(site.ask("pool-1"), cpus=99))
-    handle = engine.submit(replace(site.ask("pool-2"), cpus=2, memory_bytes=100 << 20))
+        engine.submit(replace(site.request("pool-1"), cpus=99))
+    handle = engine.submit(replace(site.request("pool-2"), cpus=2, memory_bytes=100 << 20))
     said = subprocess.run(["squeue", "-h", f"--name={handle}", "-o", "%C %m"], capture_output=True, text=True).stdout
     assert said.split() == ["2", "100M"]
-    engine.submit(site.ask("pool-3"))
+    engine.submit(site.request("pool-3"))
     engine.cancel(handle)
 
     def is_removed_a_day_later() -> bool:
@@ -423,7 +427,7 @@ def test_where_slurm_has_no_cluster_that_is_what_is_said(tmp_path: Path, monkeyp
 
 def test_an_agent_that_cannot_start_leaves_word_why(site: SlurmSite) -> None:
     engine = site.engine(python="/no/such/python")
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the hire to be gone")
     site.until(lambda: "/no/such/python" in site.why(engine, "pool-1"), "the reason")
     assert "exit code 127" in site.why(engine, "pool-1")
@@ -431,7 +435,7 @@ def test_an_agent_that_cannot_start_leaves_word_why(site: SlurmSite) -> None:
 
 def test_a_directory_that_nodes_do_not_share_is_named(site: SlurmSite) -> None:
     engine = site.engine(extra=("--hold",))
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     # As on a node that sees another file system of this name.
     (site.home("pool-1") / "token").unlink()
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
@@ -440,7 +444,7 @@ def test_a_directory_that_nodes_do_not_share_is_named(site: SlurmSite) -> None:
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_nowhere_else(site: SlurmSite) -> None:
-    engine, ask = site.engine(), site.ask("pool-1")
+    engine, ask = site.engine(), site.request("pool-1")
     handle = engine.submit(ask)
     site.until_agents("pool-1")
     file = site.home("pool-1") / "token"
@@ -462,7 +466,7 @@ def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
     assert (offers["low"].count, offers["low"].cpus) == (3, 2)
     gpus = offers["gpu (gpu:a100:2)"]
     assert (gpus.count, gpus.gpus, gpus.memory_bytes) == (1, 2, 4000 << 20)
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     offers = {one.kind: one for one in site.engine(partition="low", cpus_per_task=2).capacity()}
     assert list(offers) == ["low"]

@@ -30,45 +30,45 @@ def test_ssh_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_pa
 def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0, lost_after_s=600.0) as site:
         engine = site.engine()
-        assert [engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")] == [
+        assert [engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")] == [
             f"h1/{site.tag}/pool-1",
             f"h2/{site.tag}/pool-2",
         ]
         site.until_agents("pool-1", "pool-2")
         site.network.power_off("h1")
-        site.until(lambda: "h1 does not answer" in site.seen(engine)["pool-1"].why, "the silence of h1")
-        seen = site.seen(engine)
+        site.until(lambda: "h1 does not answer" in site.allocations(engine)["pool-1"].why, "the silence of h1")
+        seen = site.allocations(engine)
         assert {one.state for one in seen.values()} == {"running"}, "what may still run is not given up at once"
-        assert engine.submit(site.ask("pool-1")) == seen["pool-1"].handle, "what may still run is not started again"
+        assert engine.submit(site.request("pool-1")) == seen["pool-1"].handle, "what may still run is not started again"
         assert [offer.count for offer in engine.capacity()] == [0, 0]
         with pytest.raises(EngineUnreachable, match="h1 does not answer"):
             engine.cancel(seen["pool-1"].handle)
         with pytest.raises(PoolFull) as refused:
-            engine.submit(site.ask("pool-3"))
+            engine.submit(site.request("pool-3"))
         assert "h1 does not answer" in refused.value.why
         assert "1 of 1 allocations are running" in refused.value.why
         engine._connections["h1"].silent_since -= 601.0
-        assert set(site.seen(engine)) == {"pool-2"}, "h1 is taken as lost"
+        assert set(site.allocations(engine)) == {"pool-2"}, "h1 is taken as lost"
         site.until_agents("pool-2")
         site.network.boot("h1")
         site.network.heal("h1")
         site.until(lambda: any(offer.count for offer in engine.capacity()), "h1 to be back")
-        assert engine.submit(site.ask("pool-4")).startswith("h1/")
+        assert engine.submit(site.request("pool-4")).startswith("h1/")
         site.until_agents("pool-2", "pool-4")
 
 
 def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
         before = site.process("pool-2").pid
         site.network.cut("h2")
-        site.until(lambda: site.seen(engine)["pool-2"].why, "the engine to see that h2 is silent")
-        assert {one.state for one in site.seen(engine).values()} == {"running"}
+        site.until(lambda: site.allocations(engine)["pool-2"].why, "the engine to see that h2 is silent")
+        assert {one.state for one in site.allocations(engine).values()} == {"running"}
         site.network.heal("h2")
-        site.until(lambda: not site.seen(engine)["pool-2"].why, "h2 to answer again")
-        assert {hire: one.handle for hire, one in site.seen(engine).items()} == handles
+        site.until(lambda: not site.allocations(engine)["pool-2"].why, "h2 to answer again")
+        assert {hire: one.handle for hire, one in site.allocations(engine).items()} == handles
         site.until_agents("pool-1", "pool-2")
         assert site.process("pool-2").pid == before
 
@@ -76,18 +76,18 @@ def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tm
 def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
         hung = site.network.sshds("h2")
         for process in hung:
             process.suspend()
-        seen = site.seen(engine)
+        seen = site.allocations(engine)
         assert {hire: one.handle for hire, one in seen.items()} == handles
         assert "h2 does not answer: no reply within" in seen["pool-2"].why
         assert not seen["pool-1"].why
         for process in hung:
             process.resume()
-        site.until(lambda: not site.seen(engine)["pool-2"].why, "h2 to answer again")
+        site.until(lambda: not site.allocations(engine)["pool-2"].why, "h2 to answer again")
 
 
 def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
         network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")
         with SshSite(tmp_path, network, "h2", jump="h1") as site:
             with pytest.raises(AllocationRefused, match="authentication failed on h2"):
-                site.engine(jump="").submit(site.ask("pool-1"))
+                site.engine(jump="").submit(site.request("pool-1"))
             engine = site.engine()
-            engine.submit(site.ask("pool-1"))
+            engine.submit(site.request("pool-1"))
             site.until_agents("pool-1")
             assert [one.handle for one in engine.watch(site.tag)] == [f"h2/{site.tag}/pool-1"]
             engine.close()
@@ -107,12 +107,12 @@ def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
 def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1*2") as site:
         engine = site.engine()
-        engine.submit(site.ask("pool-1"))
-        engine.submit(site.ask("pool-2"))
+        engine.submit(site.request("pool-1"))
+        engine.submit(site.request("pool-2"))
         site.until_agents("pool-1", "pool-2")
         token = site.home("h1", "pool-1") / "token"
         assert [path.stat().st_mode & 0o777 for path in (token, *list(token.parents)[:3])] == [0o600, *3 * [0o700]]
-        secret = site.ask("pool-1").credentials.token
+        secret = site.request("pool-1").credentials.token
         assert secret in token.read_text()
         for process in site.network.running("h1", "shoal.agent"):
             assert secret not in " ".join([*process.cmdline(), *process.environ().values()])
@@ -121,7 +121,7 @@ def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_pa
         engine.cancel(f"h1/{site.tag}/pool-1")
         assert not token.exists()
         site.kill("pool-2")
-        site.until(lambda: not site.seen(engine), "the engine to see that it was killed")
+        site.until(lambda: not site.allocations(engine), "the engine to see that it was killed")
         assert not list(site.network.home("h1").rglob("token*"))
 
 
@@ -129,12 +129,12 @@ def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with ssh_site(tmp_path, "h1", "h2", directory=str(shared)) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
-        assert {hire: one.handle for hire, one in site.seen(site.engine()).items()} == handles
+        assert {hire: one.handle for hire, one in site.allocations(site.engine()).items()} == handles
         engine.cancel(handles["pool-2"])
         site.until_agents("pool-1")
-        assert set(site.seen(engine)) == {"pool-1"}
+        assert set(site.allocations(engine)) == {"pool-1"}
         homes = shared / "allocations" / site.tag
         for path in homes.rglob("*"):
             os.utime(path, (0.0, 0.0))
@@ -146,27 +146,27 @@ def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         mine, other = site.tag, f"{site.tag}-other"
         engine = site.engine()
-        handle = engine.submit(site.ask("pool-1"))
+        handle = engine.submit(site.request("pool-1"))
         site.until_agents("pool-1")
         site.tag = other
         later = site.engine()
         assert later.capacity()[0].count == 0
         with pytest.raises(PoolFull, match="no host of pool lab takes pool-2"):
-            later.submit(site.ask("pool-2"))
+            later.submit(site.request("pool-2"))
         assert later.watch(other) == []
         engine.cancel(handle)
-        assert later.submit(site.ask("pool-2")) == f"h1/{other}/pool-2"
+        assert later.submit(site.request("pool-2")) == f"h1/{other}/pool-2"
         assert engine.watch(mine) == []
 
 
 def test_one_that_ends_says_why(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine()
-        engine.submit(site.ask("pool-1"))
+        engine.submit(site.request("pool-1"))
         site.until_agents("pool-1")
-        ask = site.ask("pool-1")
+        ask = site.request("pool-1")
         site.kill("pool-1")
-        site.until(lambda: not site.seen(engine), "it to be gone")
+        site.until(lambda: not site.allocations(engine), "it to be gone")
         wrong = replace(ask, allocation="pool-2", credentials=replace(ask.credentials, token="wrong"))
         engine.submit(wrong)
         found: list[AllocationStatus] = []

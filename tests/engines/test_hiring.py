@@ -118,8 +118,8 @@ def test_a_run_takes_from_several_pools_replaces_what_it_loses_and_gives_all_bac
         run.until(lambda: len(run.agents().keys() - agents.keys()) == 1, "another machine")
         run.until_size(3)
         assert run.pools()["spot"]["cost"]["spent"] > 0
-        run.finish(patience_s=150)
-        assert {e["step"] for e in run.of("done")} == {400}
+        run.finish(timeout_s=150)
+        assert {e["step"] for e in run.events_of("done")} == {400}
         run.check_leftovers()
 
 
@@ -128,7 +128,7 @@ def test_a_pool_that_refuses_does_not_hold_the_run_up(tmp_path: Path) -> None:
     with hired(tmp_path, "broken,good", "2", pools, steps=60) as run:
         run.finish()
         assert "pool broken failed; next request" in run.output
-        assert {e["member"].rpartition("-")[0] for e in run.of("ready")} == {"good"}
+        assert {e["member"].rpartition("-")[0] for e in run.events_of("ready")} == {"good"}
         run.check_leftovers()
 
 
@@ -139,7 +139,7 @@ def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_che
         agent.terminate()
         run.finish()
         assert "waiting for replacement machines" in run.output
-        assert len({e["member"] for e in run.of("ready")}) == 2
+        assert len({e["member"] for e in run.events_of("ready")}) == 2
         assert [e["step"] for e in run.commits()] == list(range(1, 121)), "a step was lost, or done twice"
         run.check_leftovers()
 
@@ -155,7 +155,7 @@ def test_a_run_with_servers_goes_on_too_when_all_its_machines_go_at_once(tmp_pat
         run.finish()
         left = max(int(step) for step in re.findall(r"wrote the checkpoint of step (\d+)", run.output))
         assert f"restored the checkpoint of step {left}" in run.output
-        assert {e["step"] for e in run.of("done")} == {120}
+        assert {e["step"] for e in run.events_of("done")} == {120}
         run.check_leftovers()
 
 
@@ -177,24 +177,24 @@ def test_a_coordinator_that_was_killed_adopts_what_it_had_hired(tmp_path: Path) 
     with hired(tmp_path, "spot", "1:2", pool("spot", 4), steps=400) as run:
         run.until_size(2)
         before = {name: process.pid for name, process in run.agents().items()}
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         step = run.step()
         run.until_step(step + 30)
         run.until(lambda: run.pools()["spot"]["here"] == 2, "both to be known again")
         assert {name: process.pid for name, process in run.agents().items()} == before
         run.kill(next(iter(run.pids())))
         run.until_step(run.step() + 10)
-        run.finish(patience_s=150)
+        run.finish(timeout_s=150)
         run.check_leftovers()
 
 
 def test_a_coordinator_that_was_killed_while_it_hired_pays_for_nothing_unseen(tmp_path: Path) -> None:
     with hired(tmp_path, "spot", "1:3", pool("spot", 4), steps=300) as run:
         run.until(lambda: len(run.agents()) >= 1, "the first machine")
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         run.until_size(3)
         assert len(run.agents()) == 3
-        run.finish(patience_s=150)
+        run.finish(timeout_s=150)
         run.check_leftovers()
 
 
@@ -203,7 +203,7 @@ def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_
     pools = pool("far", 2, shared=False).replace("False", "false")
     with hired(tmp_path, "far", "2", pools, "preload=torch,shoal.torch", script="train.py", steps=40) as run:
         run.finish()
-        where = {Path(e["cwd"]) for e in run.of("ready")}
+        where = {Path(e["cwd"]) for e in run.events_of("ready")}
         assert len(where) == 2, "each machine has a copy of its own"
         assert not any(path.is_relative_to(folder) for path in where)
         assert all((path / "words.py").exists() and not (path / "secret.bin").exists() for path in where)
@@ -223,7 +223,7 @@ def test_when_the_command_is_gone_so_are_its_machines(tmp_path: Path, number: in
 def test_machines_whose_command_and_coordinator_are_gone_give_themselves_up(tmp_path: Path) -> None:
     with hired(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_timeout_s=3", steps=5000) as run:
         run.until_size(2)
-        coordinator = run.helper("coordinator")
+        coordinator = run.service_process("coordinator")
         run.process.kill()
         coordinator.kill()
         run.check_leftovers()

@@ -36,7 +36,7 @@ def hurt(run: Hired, dice: random.Random) -> str:
     agents, members = list(run.agents().values()), list(run.pids().values())
     with contextlib.suppress(StopIteration, psutil.NoSuchProcess, ProcessLookupError):
         if kind in ("coordinator", "both"):
-            run.helper("coordinator").kill()
+            run.service_process("coordinator").kill()
         if kind in ("agent", "both") and agents:
             dice.choice(agents).kill()
         if kind == "member" and members:
@@ -86,8 +86,8 @@ def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
         print(number, kind, flush=True)
         time.sleep(dice.uniform(0.0, 4.0))
         # The supervisor gives up on a coordinator that dies again and again within seconds, and rightly so.
-        run.until(lambda before=step: run.step() > before, "another step", patience_s=180.0)
-    run.until(lambda: is_settled(run), "three machines, and no more, for three members", patience_s=180.0)
+        run.until(lambda before=step: run.step() > before, "another step", timeout_s=180.0)
+    run.until(lambda: is_settled(run), "three machines, and no more, for three members", timeout_s=180.0)
     commits = run.commits()
     assert {e["step"] for e in commits} == set(range(1, max(e["step"] for e in commits) + 1)), "a step was lost"
     run.process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))

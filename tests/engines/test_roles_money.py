@@ -22,10 +22,10 @@ def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_i
         run.until_size(2)
         named = lambda: sorted(name.rpartition("-")[0] for name in run.agents())  # noqa: E731
         run.until(lambda: named() == ["lab", "spot", "spot"], "the machines of all roles")
-        run.finish(patience_s=200)
-        members = {e["member"] for e in run.of("ready")}
+        run.finish(timeout_s=200)
+        members = {e["member"] for e in run.events_of("ready")}
         assert all(name.startswith("lab-") == ("evaluator" in name) for name in members), members
-        assert max(e["step"] for e in run.of("evaluated")) == 80
+        assert max(e["step"] for e in run.events_of("evaluated")) == 80
         run.check_leftovers()
         (bill,) = run.shoal("cost")
         assert set(bill["pools"]) == {"spot", "lab"}
@@ -52,11 +52,11 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         assert 0.1 < view["cost"]["spent"] <= budget
         assert view["checkpoint_step"] >= 5
         assert "reserved for a clean stop" in view["reason"]
-        begun = {e["pid"] for e in run.of("ready")}
+        begun = {e["pid"] for e in run.events_of("ready")}
         run.process = run.start("resume", run.name, "--budget", "500")
-        run.until(lambda: {e["pid"] for e in run.of("ready")} - begun, "somebody who goes on")
+        run.until(lambda: {e["pid"] for e in run.events_of("ready")} - begun, "somebody who goes on")
         run.until_step(view["checkpoint_step"] + 5)
-        resumed = [e["step"] for e in run.of("commit") if e["pid"] not in begun]
+        resumed = [e["step"] for e in run.events_of("commit") if e["pid"] not in begun]
         assert min(resumed) == view["checkpoint_step"] + 1
         run.shoal("stop", run.name)
         run.check_leftovers()

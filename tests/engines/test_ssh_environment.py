@@ -79,9 +79,9 @@ def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path
     index = f"--no-index\n--find-links {wheels}\n"
     run = Bare(tmp_path / "first", network, f"{index}torch\n")
     try:
-        run.finish(patience_s=150)
-        assert {one["step"] for one in run.of("done")} == {40}
-        assert len(run.of("ready")) == 2
+        run.finish(timeout_s=150)
+        assert {one["step"] for one in run.events_of("done")} == {40}
+        assert len(run.events_of("ready")) == 2
         assert "builds its environment from requirements.txt" in run.output
         assert len(folders(network)) == 1, "two agents at once build one"
         check_leftovers(network)
@@ -90,8 +90,8 @@ def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path
     before = folders(network)
     run = Bare(tmp_path / "second", network, f"{index}torch\n")
     try:
-        run.finish(patience_s=100)
-        assert len(run.of("done")) == 2
+        run.finish(timeout_s=100)
+        assert len(run.events_of("done")) == 2
         assert "builds" not in run.output
         assert folders(network) == before, "it was found there"
         check_leftovers(network)
@@ -102,7 +102,7 @@ def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path
 def test_what_cannot_be_made_ends_the_run_with_its_cause(network: SshNetwork, tmp_path: Path) -> None:
     run = Bare(tmp_path / "bad", network, f"--no-index\n--find-links {tmp_path}\nno-such-thing==9\n")
     try:
-        run.finish(exit_code=4, patience_s=100)
+        run.finish(exit_code=4, timeout_s=100)
         told = run.output[run.output.index("error[S470] pool lab has no machine") :]
         assert "where  h1:" in told
         assert "requirements.txt cannot be installed on h1: ERROR:" in told

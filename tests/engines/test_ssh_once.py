@@ -26,7 +26,7 @@ def test_whoever_submits_a_hire_at_the_same_time_starts_it_once(tmp_path: Path) 
     with ssh_site(tmp_path, "h1*4", "h2*4") as site:
         handles: list[str] = []
         threads = [
-            threading.Thread(target=lambda one=one, hire=hire: handles.append(one.submit(site.ask(hire))))
+            threading.Thread(target=lambda one=one, hire=hire: handles.append(one.submit(site.request(hire))))
             for one in [site.engine() for _ in range(3)]
             for hire in ("pool-1", "pool-2")
         ]
@@ -48,17 +48,19 @@ def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
         assert engine.capacity()[0].count == 1
         with site.held_up("h1") as held:
             failed: list[BaseException] = []
-            thread = threading.Thread(target=lambda: _note_failure(failed, lambda: engine.submit(site.ask("pool-1"))))
+            thread = threading.Thread(
+                target=lambda: _note_failure(failed, lambda: engine.submit(site.request("pool-1")))
+            )
             thread.start()
             site.until(lambda: _waiting_for(held), "h1 to be about to start it")
             site.network.stop_sshd("h1")
             thread.join(60)
             assert isinstance(failed[0], EngineUnreachable), failed
             with pytest.raises(EngineUnreachable, match="may have started pool-1"):
-                engine.submit(site.ask("pool-1"))
+                engine.submit(site.request("pool-1"))
             site.network.start_sshd("h1")
         site.until_agents("pool-1")
-        assert set(site.seen(site.engine())) == {"pool-1"}, "one who knows nothing of it finds it"
+        assert set(site.allocations(site.engine())) == {"pool-1"}, "one who knows nothing of it finds it"
         site.until(lambda: _submits(engine, site, "pool-1") == f"h1/{site.tag}/pool-1", "the doubt to end")
         assert not site.agents_on("h2")
         assert len(site.agents_on("h1")) == 1
@@ -70,7 +72,7 @@ def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(ssh_engine, "START_WITHIN_S", 0.5)
         with site.held_up("h1") as held:
             handles: list[str] = []
-            thread = threading.Thread(target=lambda: handles.append(engine.submit(site.ask("pool-1"))))
+            thread = threading.Thread(target=lambda: handles.append(engine.submit(site.request("pool-1"))))
             thread.start()
             site.until(lambda: _waiting_for(held), "h1 to be about to start it")
             # The other host has its time, however slow this machine is.
@@ -85,7 +87,7 @@ def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: 
 def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine(setup=(*site.options["setup"], "setsid sleep 4711 &", "(sleep 4711 & sleep 4711) &"))
-        handle = engine.submit(site.ask("pool-1"))
+        handle = engine.submit(site.request("pool-1"))
         site.until_agents("pool-1")
         site.process("pool-1").suspend()
         engine.cancel(handle)
@@ -107,11 +109,11 @@ def test_what_one_that_listens_leaves_behind_is_killed_too(tmp_path: Path) -> No
 def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, beside: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine(setup=(*site.options["setup"], beside))
-        handle = engine.submit(site.ask("pool-1"))
+        handle = engine.submit(site.request("pool-1"))
         site.until_agents("pool-1")
         site.until(lambda: site.network.running("h1", "4711"), "it to start another")
         site.kill("pool-1")
-        site.until(lambda: not site.seen(engine), "it to be gone")
+        site.until(lambda: not site.allocations(engine), "it to be gone")
         engine.cancel(handle)
         assert not site.network.running("h1", "4711")
 
@@ -120,7 +122,7 @@ def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, besi
 def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path: Path, differs: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine()
-        handle = engine.submit(site.ask("pool-1"))
+        handle = engine.submit(site.request("pool-1"))
         site.until_agents("pool-1")
         note = site.home("h1", "pool-1") / "process.json"
         known = json.loads(note.read_text())
@@ -143,7 +145,7 @@ def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
         for thread in threads:
             thread.join(60)
         assert (site.network.home("h1") / "told").read_text() == "told\n"
-        assert not site.seen(engine)
+        assert not site.allocations(engine)
 
 
 def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh, str]:
@@ -153,7 +155,7 @@ def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh,
     script.chmod(0o755)
     engine = site.engine(setup=(f"exec {script}",))
     engine._connections["h1"].checked = True
-    handle = engine.submit(site.ask("pool-1"))
+    handle = engine.submit(site.request("pool-1"))
     site.until((site.network.home("h1") / "up").exists, "it to run")
     return engine, handle
 
@@ -173,6 +175,6 @@ def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
 
 def _submits(engine: ssh_engine.Ssh, site: SshSite, hire: str) -> str:
     try:
-        return engine.submit(site.ask(hire))
+        return engine.submit(site.request(hire))
     except EngineUnreachable:
         return ""

@@ -61,8 +61,8 @@ def test_a_run_goes_on_when_a_host_loses_its_power_and_takes_it_back(
             network.boot("h2")
             network.heal("h2")
             run.until_size(2)
-            run.finish(patience_s=200)
-            assert {one["step"] for one in run.of("done")} == {600}
+            run.finish(timeout_s=200)
+            assert {one["step"] for one in run.events_of("done")} == {600}
             (kept,) = run.home.glob("coordinators/*/runs/*/checkpoints")
             entries = checkpoint.entries(open_store(str(kept)))
             assert entries, "hosts send their checkpoints to the coordinator"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.scripts.hold import tarry
+from shoal.testing.scripts.hold import pause_while_held
 
 OUT = Path(os.environ["RECORDS"])
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ.get("STEPS", "200"))
@@ -40,7 +40,7 @@ def main() -> None:
         time.sleep(0.05)
         if run.committed:
             record("commit", step=run.step, world=run.world, size=run.size)
-            tarry(OUT, run.step, STEPS)
+            pause_while_held(OUT, run.step, STEPS)
     run.save(OUT / "final.pt")
     record("done", step=run.step)
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import shoal.keras as shoal
 from shoal.testing.scripts.task import RECORDS, RunRecord, TrainingTask
-from shoal.testing.scripts.train_keras import Commits, build, parameters
+from shoal.testing.scripts.train_keras import RecordCommits, build, parameters
 from shoal.worker.collectives.flat_buffers import FlatBuffers
 
 task = TrainingTask.read()
@@ -84,7 +84,7 @@ def lowered(epoch: int, rate: float) -> float:
     return rate / 2 if epoch else rate
 
 
-class Last(Commits):
+class Last(RecordCommits):
     """Records commits, unless it kills before."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

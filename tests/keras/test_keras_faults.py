@@ -27,7 +27,7 @@ LOSS_BOUND = 1e-6
 def check_losses(run: TaskRun, steps: int) -> None:
     """Whoever was there at the end of an epoch saw its loss, all of it, whenever they came in."""
     reference = run.task.losses(run.task.trajectory(steps))
-    told = run.of("epoch")
+    told = run.events_of("epoch")
     assert told
     for one in told:
         off = abs(one["loss"] - reference[one["epoch"]])
@@ -37,7 +37,7 @@ def check_losses(run: TaskRun, steps: int) -> None:
 def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
     task = TrainingTask(epochs=50, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
-        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
+        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", timeout_s=180)
         run.until_size(3)
         run.release()
         run.finish()
@@ -58,7 +58,7 @@ def test_a_notice_costs_no_step_and_all_members_lost_cost_no_more_than_back_to_t
         run.until_share("local/1", "the one that left to be back", but=first)
         assert not run.journal("WorldBroken"), "a notice broke a world"
         assert any(e["fields"]["member"] == "local/1" for e in run.journal("MemberLeft")), "it went without a word"
-        run.helper("agent").kill()
+        run.service_process("agent").kill()
         run.until(lambda: "restored the checkpoint" in run.output, "a checkpoint to be restored")
         run.release()
         run.finish()
@@ -85,10 +85,10 @@ def test_a_tf_data_pipeline_is_read_exactly_once_whoever_dies(tmp_path: Path) ->
         run.finish()
         counted = Counter(one for given in run.given().values() for ids in given.values() for one in ids)
         assert counted == dict.fromkeys(range(task.samples), task.epochs)
-        done = run.of("done")
+        done = run.events_of("done")
         assert len({(one["step"], *one["parameters"]) for one in done}) == 1, "members end with different parameters"
         losses: dict[int, set[float]] = {}
-        for one in run.of("epoch"):
+        for one in run.events_of("epoch"):
             losses.setdefault(one["epoch"], set()).add(one["loss"])
         assert losses.keys() == set(range(task.epochs))
         assert all(len(seen) == 1 for seen in losses.values()), f"members saw different losses: {losses}"

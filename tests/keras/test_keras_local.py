@@ -278,7 +278,7 @@ def test_how_many_batches_a_member_has_is_learned_from_its_speed() -> None:
 
 def test_a_ghost_takes_over_what_the_others_learned() -> None:
     members = trained(
-        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), ghosts=(2,)
+        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), catching_up=(2,)
     )
     alike(members)
     assert members[2]["weights"]
@@ -292,7 +292,7 @@ def test_a_ghost_learns_nothing_of_its_own() -> None:
             moment.assign(keras.ops.ones(moment.shape, "float64"))
         return model
 
-    members = trained(2, "local:1000", make, epochs=1, ghosts=(1,))
+    members = trained(2, "local:1000", make, epochs=1, catching_up=(1,))
     as_before = [all((one == 1.0).all() for one in seen["optimizer"][2:]) for seen in members]
     assert as_before == [False, True]
     assert members[1]["iterations"] == [IN_EPOCH]

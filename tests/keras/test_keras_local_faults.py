@@ -93,10 +93,10 @@ def check(run: TaskRun) -> None:
         assert len(found) == 1, f"members differ after round {step}"
         off = float(np.abs(np.array(next(iter(found))) - expected[step]).max())
         assert off < BOUND, f"after round {step} parameters are {off} off"
-    done = run.of("done")
+    done = run.events_of("done")
     assert done
     assert {(one["step"], *one["parameters"]) for one in done} == {(len(expected), *next(iter(results[max(results)])))}
-    for one in run.of("epoch"):
+    for one in run.events_of("epoch"):
         seen = [c for c in run.commits() if c["pid"] == one["pid"] and c["at"] <= one["at"]]
         newest = max(seen, key=lambda c: c["at"], default=None)
         if newest is None or newest["world"] == last[newest["step"]]:  # else its rounds were done again by others
@@ -106,7 +106,7 @@ def check(run: TaskRun) -> None:
 def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
     task = TrainingTask(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", SETTINGS, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
-        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", patience_s=180)
+        run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", timeout_s=180)
         run.until_size(3)
         run.release()
         run.finish()
@@ -123,7 +123,7 @@ def test_rounds_survive_a_notice_a_loss_of_all_and_a_resume_with_fewer(tmp_path:
         run.kill("local/1", signal.SIGTERM)
         run.until_share("local/1", "the one that left to be back", but=first)
         assert not run.journal("WorldBroken"), "a notice broke a round"
-        run.helper("agent").kill()
+        run.service_process("agent").kill()
         run.until(lambda: "restored the checkpoint" in run.output, "a checkpoint to be restored")
         restored = run.step()
         run.until_step(restored + 2)

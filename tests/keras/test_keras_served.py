@@ -125,7 +125,7 @@ class KerasServed(Served):
     script = Path(__file__).with_name("train_served.py")
 
     def check_counts(self) -> None:
-        done, epochs = self.of("done"), self.plan["epochs"]
+        done, epochs = self.events_of("done"), self.plan["epochs"]
         assert done
         for one in done:
             assert one["counts"] == [[epochs], [epochs]], f"{one['member']} found {one['counts']}"
@@ -417,8 +417,8 @@ def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_
         run.finish()
         run.check_counts()
         assert run.check_bound(1) == 1, "the bound was never reached, so nothing was tested"
-        resumed = max(e["at"] for e in run.of("ready"))
-        assert min(e["ticket"][0] for e in run.of("begin") if e["at"] > resumed) >= reached - 4, "it began anew"
+        resumed = max(e["at"] for e in run.events_of("ready"))
+        assert min(e["ticket"][0] for e in run.events_of("begin") if e["at"] > resumed) >= reached - 4, "it began anew"
 
 
 @only_tensorflow

@@ -93,6 +93,6 @@ def test_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
         last = [commit for commit in run.commits() if commit["step"] == steps - 1]
         assert len({tuple(commit["parameters"]) for commit in last}) == 1
         reference = task.losses(task.trajectory(steps))
-        for one in run.of("epoch"):
+        for one in run.events_of("epoch"):
             assert abs(one["loss"] - reference[one["epoch"]]) < LOSS_BOUND, f"{one['member']} saw another loss: {one}"
         print(f"{steps} steps, {len({commit['world'] for commit in run.commits()})} worlds")

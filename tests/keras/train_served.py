@@ -17,7 +17,7 @@ import numpy as np
 
 import shoal.keras as shoal
 from shoal.keras.modes.served import KerasServedTrainer
-from shoal.testing.scripts.hold import tarry
+from shoal.testing.scripts.hold import pause_while_held
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])
@@ -59,7 +59,7 @@ def recording(real: Callable[..., Any], record: Callable[..., None]) -> Callable
         logs = real(trainer, batch)
         if trainer.committed:
             record("commit", step=trainer._session.step, rate=float(trainer.model.optimizer.learning_rate), **told)
-            tarry(OUT, trainer._session.step, EPOCHS * SAMPLES // BATCH)
+            pause_while_held(OUT, trainer._session.step, EPOCHS * SAMPLES // BATCH)
         return logs
 
     return piece
@@ -81,7 +81,7 @@ def main() -> None:
             if told.levelno >= logging.WARNING and told.args:
                 record("dropped", whom=told.args[0])
 
-    logging.getLogger("shoal.serving").addHandler(Drops())
+    logging.getLogger("shoal.parameter_server").addHandler(Drops())
     KerasServedTrainer._piece = recording(KerasServedTrainer._piece, record)  # type: ignore[method-assign]
     keras.utils.set_random_seed(abs(hash(run.member)) % 1000)
     x = np.random.default_rng(1).normal(size=(SAMPLES, 16))

@@ -218,7 +218,7 @@ def test_a_newcomer_behind_its_shadow_changes_no_bit() -> None:
         shares[run.rank].append(run.share)
         time.sleep(0.2 if run.rank == 2 and run.step == 0 else 0.001)
 
-    check(3, make=adam, ghosts=(2,), epochs=10, each=work)
+    check(3, make=adam, catching_up=(2,), epochs=10, each=work)
     assert shares[2][0] == 0
     assert shares[2][-1] > 0, "the newcomer never got a share"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.scripts.hold import tarry
+from shoal.testing.scripts.hold import pause_while_held
 from shoal.torch.state.capture import checksum
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -62,7 +62,7 @@ def main() -> None:
         if run.committed:
             time.sleep(plan.get("pause_s", 0.0))
             record("commit", step=step, world=world, size=run.size, sum=checksum({"m": model, "o": optimizer}))
-            tarry(out, step, plan.get("epochs", 4) * (SAMPLES // BATCH))
+            pause_while_held(out, step, plan.get("epochs", 4) * (SAMPLES // BATCH))
     run.save(out / "final.pt")
     record("done", step=run.step)
 

@@ -230,7 +230,7 @@ def test_workers_read_the_same_batches() -> None:
 def test_a_ghost_takes_over_what_the_others_learned() -> None:
     alone = together(2, train("local:2", shares="equal", outer=(0.7, 0.9)))
     assert len(alone[0].rounds) == 4
-    members = together(3, train("local:2", outer=(0.7, 0.9)), ghosts=(2,))
+    members = together(3, train("local:2", outer=(0.7, 0.9)), catching_up=(2,))
     for number in range(len(members[2].rounds)):
         same(members[0].rounds[number], members[2].rounds[number], within=0.0)
     each_sample_once_an_epoch(members)
@@ -271,7 +271,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same
 def test_a_schedule_is_where_it_would_be_without_rounds_whoever_does_how_many_steps() -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9)  # noqa: E731
     stepped = together(2, train("step", schedule=decay))
-    members = together(3, train("local:3", schedule=decay, shares="fixed:6,2,1"), ghosts=(2,))
+    members = together(3, train("local:3", schedule=decay, shares="fixed:6,2,1"), catching_up=(2,))
     for seen in members:
         assert seen.rates == [stepped[0].rates[i] for i in (2, 3, 6, 7)]
 
@@ -293,7 +293,7 @@ def test_a_schedule_that_is_stepped_now_and_then_is_refused() -> None:
 def test_a_scaler_scales_every_members_own_gradients() -> None:
     without, scaled = together(2, train("local:2")), together(2, train("local:2", scaler=True))
     same(without[0].end, scaled[0].end, within=1e-12)
-    together(3, train("local:2", scaler=True), ghosts=(2,))
+    together(3, train("local:2", scaler=True), catching_up=(2,))
 
 
 # --- what cannot be done

@@ -309,7 +309,7 @@ def test_a_newcomer_catches_up_behind_its_shadow_while_the_others_go_on(late_s: 
 
     alone = together(1, body)[0]
     shares[0].clear()
-    found = together(3, body, ghosts=(2,))
+    found = together(3, body, catching_up=(2,))
     for each in found:
         same(each, alone, within=1e-10)
     assert shares[2][0] == 0, "the newcomer was expected to compute before it could"

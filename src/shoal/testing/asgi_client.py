@@ -1,4 +1,4 @@
-"""An ASGI application as the other end of an HTTP connection, without a socket."""
+"""HTTP connection to an ASGI application in the same process, without a socket."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class AsgiConnection(http.client.HTTPConnection):
-    """Asks the application as a client would; `fail(method, target)` may raise what a network can do.
+    """Connection that calls the application; `fail(method, target)` may raise what a network would.
 
-    An answer `cut_at` some byte ends there, as if the line had broken.
+    A response is cut at the byte that `cut_at(method, target)` returns, as if the connection had broken there.
     """
 
     def __init__(
@@ -27,33 +27,33 @@ class AsgiConnection(http.client.HTTPConnection):
     ) -> None:
         super().__init__("127.0.0.1")
         self._app, self._fail, self._cut_at = app, fail, cut_at
-        self._asked: tuple[str, str, bytes, Mapping[str, str]] | None = None
+        self._pending_request: tuple[str, str, bytes, Mapping[str, str]] | None = None
 
     def request(  # type: ignore[override]
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] = {}
     ) -> None:
-        self._asked = (method, url, body or b"", headers)
+        self._pending_request = (method, url, body or b"", headers)
 
     def getresponse(self) -> Any:
-        assert self._asked is not None
-        method, target, body, headers = self._asked
+        assert self._pending_request is not None
+        method, target, body, headers = self._pending_request
         self._fail(method, target)
-        status, sent, data = asyncio.run(_answered(self._app, method, target, body, headers))
+        status, sent, data = asyncio.run(_respond(self._app, method, target, body, headers))
         return FakeResponse(status, sent, data, self._cut_at(method, target))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no socket is open."""
 
 
 class FakeResponse(io.BytesIO):
-    """What `http.client` would answer with."""
+    """Response as `http.client` would return it."""
 
     def __init__(self, status: int, headers: email.message.Message, data: bytes, cut_at: int | None) -> None:
         super().__init__(data if cut_at is None else data[:cut_at])
         self.status, self.headers = status, headers
 
 
-async def _answered(
+async def _respond(
     app: App, method: str, target: str, body: bytes, headers: Mapping[str, str]
 ) -> tuple[int, email.message.Message, bytes]:
     parts = urlsplit(target)
@@ -68,21 +68,21 @@ async def _answered(
         "scheme": "http",
         "extensions": {},
     }
-    sent, found, data = email.message.Message(), [500], bytearray()
-    asked = [{"type": "http.request", "body": body, "more_body": False}]
+    response_headers, status, data = email.message.Message(), [500], bytearray()
+    requests = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        if not asked:
-            await asyncio.Event().wait()  # the client stays
-        return asked.pop()
+        if not requests:
+            await asyncio.Event().wait()  # the client stays connected
+        return requests.pop()
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            found[0] = message["status"]
+            status[0] = message["status"]
             for name, value in message["headers"]:
-                sent[name.decode()] = value.decode()
+                response_headers[name.decode()] = value.decode()
         else:
             data.extend(message.get("body", b""))
 
     await app(scope, receive, send)
-    return found[0], sent, bytes(data)
+    return status[0], response_headers, bytes(data)

@@ -1,12 +1,12 @@
-"""The promises of Shoal, kept by every framework: the same scenarios with real processes over every backend.
+"""Conformance suite of frameworks: the same scenarios with real processes over every framework front.
 
-A backend is a script that trains `shoal.testing.scripts.task` with its framework and records what that module asks
-for. Whoever adds one writes such a script and runs the scenarios over it::
+A framework under test is a script that trains `shoal.testing.scripts.task` and records what that module asks for. To
+add one, write such a script and run the scenarios over it::
 
-    MINE = Backend("mine", Path("train_mine.py"), needs=("mine",))
+    MINE = FrameworkScript("mine", Path("train_mine.py"), needs=("mine",))
 
-    @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-    def test_mine_keeps_the_promises(scenario, tmp_path):
+    @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+    def test_my_framework_conforms(scenario, tmp_path):
         scenario(MINE, tmp_path)
 """
 
@@ -29,13 +29,14 @@ from shoal import exit_codes
 from shoal.testing import assertions, scripts
 from shoal.testing.assertions import Given
 from shoal.testing.emulated_speeds import machines
-from shoal.testing.run_under_test import PATIENCE_S, RunUnderTest, closing
+from shoal.testing.run_under_test import RunUnderTest, closing
 from shoal.testing.scripts.task import RECORDS, TrainingTask
+from shoal.testing.wait import TIMEOUT_S
 
-# In float64 only the order of summation differs, 1e-16 or so a step; a sample that is lost or counted twice shows at
+# In float64 only the order of summation differs, about 1e-16 a step. A sample that is lost or counted twice shows in
 # the third or fourth digit.
 BOUND = 1e-10
-# Keras on PyTorch computes losses in single precision, whatever its floats are set to, and over a hundred steps.
+# Keras on PyTorch computes losses in single precision, whatever `floatx` is.
 SINGLE_BOUND = 1e-5
 
 _SCRIPTS = Path(scripts.__file__).parent
@@ -44,7 +45,7 @@ _KERAS = "numpy,keras,shoal.keras,shoal.keras.backends.{},shoal.testing.scripts.
 
 @dataclass(frozen=True)
 class FrameworkScript:
-    """A framework under test: a script for the task, and the variables that it is started with.
+    """A framework under test: its script for the task, and the environment that the script needs.
 
     Its parameters may differ by `bound` from those of the same training in NumPy.
     """
@@ -57,8 +58,8 @@ class FrameworkScript:
 
     @property
     def missing(self) -> list[str]:
-        """The packages that it needs and that are not installed."""
-        return [one for one in self.needs if importlib.util.find_spec(one) is None]
+        """Packages that it needs and that are not installed."""
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
 
 
 def _keras(backend: str) -> dict[str, str]:
@@ -78,7 +79,7 @@ BACKENDS = (TORCH, KERAS_TENSORFLOW, KERAS_TORCH)
 
 
 class TaskRun(RunUnderTest):
-    """A run of a backend's script."""
+    """A run of a framework's script, with checks of its records."""
 
     def __init__(
         self,
@@ -94,41 +95,41 @@ class TaskRun(RunUnderTest):
         self._emulate = ("--emulate", emulate) if emulate else ()
         path.mkdir(parents=True, exist_ok=True)
         super().__init__(
-            path, backend.script, members, settings, {**backend.environ, **self.task.told(), **(environ or {})}
+            path, backend.script, members, settings, {**backend.environ, **self.task.environ(), **(environ or {})}
         )
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         return self.start("run", *self._emulate, *arguments)
 
     def until_share(self, member: str, what: str, but: int = 0, after: float = 0.0) -> None:
-        """Wait until a member has computed samples of a committed step: later than that, in another process."""
+        """Block until a member has computed samples of a committed step, after this time and not in process `but`."""
 
-        def has() -> bool:
+        def has_share() -> bool:
             last = self.step()
-            new = (e for e in self.of("given") if e["member"] == member and e["pid"] != but and e["at"] > after)
-            return any(e["ids"] and e["step"] <= last for e in new)
+            own = (event for event in self.events_of("given") if event["member"] == member and event["pid"] != but)
+            return any(event["ids"] and event["step"] <= last for event in own if event["at"] > after)
 
-        self.until(has, what)
+        self.until(has_share, what)
 
     def given(self) -> Given:
-        """The samples that each member computed of every committed step."""
+        """Return the samples that each member computed of every committed step."""
         return assertions.given(self.events())
 
     def shares(self) -> dict[int, dict[str, int]]:
-        """How many samples each member had of each step."""
+        """Return how many samples each member computed of each step."""
         return {
             step: {member: len(ids) for member, ids in members.items()} for (step, _), members in self.given().items()
         }
 
     def check(self) -> None:
-        """All that must hold of a run that trained to its end."""
+        """Fail unless everything holds that is promised for a run that trained to its end."""
         total = self.task.order.total_steps
         self.check_steps(total)
         assertions.check_end(self.task, self.events())
         assert {entry["fields"]["step"] for entry in self.journal("MemberDone")} == {total}
 
     def check_steps(self, steps: int) -> None:
-        """Every step so far: its samples exactly once, one result, and that of one undisturbed process."""
+        """Fail unless each of the first steps had its samples once and one result, that of a single process."""
         assertions.check_results(self.task, self.events(), steps, self.backend.bound)
         assertions.check_samples(self.task, self.events(), steps)
         entered = [entry["fields"]["world"] for entry in self.journal("WorldEntered")]
@@ -138,15 +139,15 @@ class TaskRun(RunUnderTest):
 # --- scenarios
 
 
-def a_slow_member_a_newcomer_and_a_loss(backend: FrameworkScript, path: Path) -> None:
-    """The slow one gets less; somebody joins in the middle of an epoch; somebody is killed and comes back."""
+def slow_member_join_and_loss(backend: FrameworkScript, path: Path) -> None:
+    """Give a slow member a smaller share, add a member in mid-epoch, kill one and wait until it is back."""
     speeds = machines(1, 0.25, 1, sample_s=0.002)
     with closing(TaskRun(path, backend, "2:2", emulate=speeds)) as run:
         size = run.task.batch
 
         def unequal() -> bool:
             dealt = list(run.shares().values())[-4:]
-            return len(dealt) == 4 and all(4 * one.get("local/1", size) < size for one in dealt)
+            return len(dealt) == 4 and all(4 * shares.get("local/1", size) < size for shares in dealt)
 
         run.until(unequal, "the slow member to get less than a quarter")
         before = run.pids()
@@ -154,16 +155,16 @@ def a_slow_member_a_newcomer_and_a_loss(backend: FrameworkScript, path: Path) ->
         run.until_share("local/2", "the newcomer to train")
         run.kill("local/0")
         run.until_share("local/0", "the lost member to train again", but=before["local/0"])
-        assert run.pids()["local/1"] == before["local/1"], "somebody was restarted because of somebody else"
+        assert run.pids()["local/1"] == before["local/1"], "a member was restarted because of the loss of another"
         run.release()
         run.finish()
         run.check()
         assert run.journal("ProcessExited")[0]["fields"]["signal"] == signal.SIGKILL
 
 
-def a_hang_and_a_stop_and_a_resume_with_fewer(backend: FrameworkScript, path: Path) -> None:
-    """A member that hangs is left behind and comes back; the run is stopped, and goes on where it was, with fewer."""
-    # Two epochs only, so that a stop is in the middle of one.
+def hang_stop_and_resume_with_fewer(backend: FrameworkScript, path: Path) -> None:
+    """Stop a member's process until it is left behind, wake it, stop the run, and resume it with fewer members."""
+    # Two long epochs, so that the stop falls into the middle of one.
     task = TrainingTask(samples=1800, epochs=2)
     with closing(TaskRun(path, backend, "2:3", ("lease_s=2",), task=task)) as run:
         run.until_size(3)
@@ -184,23 +185,23 @@ def a_hang_and_a_stop_and_a_resume_with_fewer(backend: FrameworkScript, path: Pa
         run.finish()
         run.check()
         later = [commit for commit in run.commits() if commit["step"] > stopped_at]
-        assert min(commit["step"] for commit in later) == stopped_at + 1, "it did not go on where it was"
+        assert min(commit["step"] for commit in later) == stopped_at + 1, "resumed at another step"
         assert {commit["size"] for commit in later} == {2}
 
 
-def alone(backend: FrameworkScript, path: Path) -> None:
-    """The same script without `shoal run`: one process computes what all computed together."""
+def standalone(backend: FrameworkScript, path: Path) -> None:
+    """Run the same script without `shoal run`: one process computes what all members compute together."""
     task = TrainingTask(epochs=3)
     path.mkdir(parents=True, exist_ok=True)
-    environ = {**os.environ, **backend.environ, **task.told(), RECORDS: str(path), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **backend.environ, **task.environ(), RECORDS: str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(backend.script)]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     (done,) = _done(path)
     total = task.order.total_steps
     assert done["step"] == total
     off = float(np.abs(np.array(done["parameters"]) - task.trajectory(total)[-1]).max())
-    assert off < backend.bound, f"alone, parameters differ by {off}"
+    assert off < backend.bound, f"standalone parameters differ by {off}"
 
 
 def _done(path: Path) -> list[dict[str, Any]]:
@@ -210,7 +211,7 @@ def _done(path: Path) -> list[dict[str, Any]]:
 
 Scenario = Callable[[FrameworkScript, Path], None]
 SCENARIOS: tuple[Scenario, ...] = (
-    a_slow_member_a_newcomer_and_a_loss,
-    a_hang_and_a_stop_and_a_resume_with_fewer,
-    alone,
+    slow_member_join_and_loss,
+    hang_stop_and_resume_with_fewer,
+    standalone,
 )

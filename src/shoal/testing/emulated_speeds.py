@@ -1,4 +1,4 @@
-"""Unequal machines for tests and benchmarks: the text of `--emulate`, threads that obey it, and what is best for it.
+"""Machines of different speeds for tests and benchmarks: the text of `--emulate`, and the shares that are best for it.
 
 Example::
 
@@ -26,10 +26,10 @@ Speed = float | str
 
 
 def machines(*speeds: Speed, sample_s: float | None = None, fixed_s: float = 0.0) -> str:
-    """The text of `--emulate`: one speed for each member, or a schedule such as ``"1:0.25@100"``.
+    """Return the text of `--emulate` with one speed, or schedule such as ``"1:0.25@100"``, for each member.
 
     With `sample_s` a step takes ``fixed_s + sample_s * samples / speed`` seconds, which is the steadiest on a busy
-    machine; without, the real work is stretched.
+    machine; without it, the real work is stretched.
     """
     costs = {} if sample_s is None else {"sample_s": sample_s, "fixed_s": fixed_s}
     text = ",".join([*(f"{name}={value!r}" for name, value in costs.items()), *map(str, speeds)])
@@ -38,7 +38,7 @@ def machines(*speeds: Speed, sample_s: float | None = None, fixed_s: float = 0.0
 
 
 def emulated(body: Callable[[FixedWorldSession], T], text: str) -> Callable[[FixedWorldSession], T]:
-    """A body for `together` whose members behave like these machines; the thread's number is the member's."""
+    """Wrap a body for `together` so that its members run at these speeds; a thread's number is its member's."""
 
     def slower(session: FixedWorldSession) -> T:
         session.settings = msgspec.structs.replace(session.settings, emulate=text)
@@ -48,26 +48,26 @@ def emulated(body: Callable[[FixedWorldSession], T], text: str) -> Callable[[Fix
 
 
 def step_s(text: str, shares: Sequence[int], step: int = 0) -> float:
-    """How long a synchronous step takes with these shares: as long as its slowest member."""
-    told = _costs(text)
-    return max(told.cost_s(member, share, step) or 0.0 for member, share in enumerate(shares))
+    """Return the seconds of a synchronous step with these shares: those of its slowest member."""
+    costs = _costs(text)
+    return max(costs.cost_s(member, share, step) or 0.0 for member, share in enumerate(shares))
 
 
 def best_shares(text: str, size: int, members: int, step: int = 0) -> tuple[int, ...]:
-    """The shares whose step is the shortest that there is: each sample goes where it would be done first."""
-    told = _costs(text)
+    """Return the shares with the shortest step: each sample goes to the member that would finish it first."""
+    costs = _costs(text)
     shares = [0] * members
-    ends = [(told.cost_s(member, 1, step) or 0.0, member) for member in range(members)]
+    ends = [(costs.cost_s(member, 1, step) or 0.0, member) for member in range(members)]
     heapq.heapify(ends)
     for _ in range(size):
         member = ends[0][1]
         shares[member] += 1
-        heapq.heapreplace(ends, (told.cost_s(member, shares[member] + 1, step) or 0.0, member))
+        heapq.heapreplace(ends, (costs.cost_s(member, shares[member] + 1, step) or 0.0, member))
     return tuple(shares)
 
 
 def _costs(text: str) -> Emulation:
-    told = emulation.parse(text)
-    if told is None or told.sample_s is None:
-        raise ValueError(f"{text!r} has no sample_s: only the machine itself knows how long its work takes")
-    return told
+    parsed = emulation.parse(text)
+    if parsed is None or parsed.sample_s is None:
+        raise ValueError(f"{text!r} has no sample_s, so the duration of a step is not known in advance")
+    return parsed

@@ -1,13 +1,14 @@
-"""What every engine must do, with real agents and a real coordinator: start, find again, end, and leave nothing behind.
+"""Conformance suite of engines, with real agents and a real coordinator: start, find again, cancel, leave nothing.
 
-Whoever adds an engine describes a place where it really runs, and the scenarios do the rest::
+To add an engine, describe a site where it really runs, and run the scenarios over it::
 
-    class Mine(Site):
+    class Mine(EngineSite):
         def engine(self): ...
-        def kill(self, hire): ...
+        def kill(self, allocation): ...
+        def cut(self): ...
 
-    @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-    def test_mine_does_what_engines_do(scenario, tmp_path):
+    @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+    def test_my_engine_conforms(scenario, tmp_path):
         with Mine(tmp_path) as site:
             scenario(site)
 """
@@ -27,17 +28,16 @@ from pathlib import Path
 from shoal.engines.engine import AllocationRequest, AllocationStatus, Engine
 from shoal.errors import EngineUnreachable
 from shoal.launch.api_client import ApiClient, open_client
+from shoal.testing.wait import TIMEOUT_S, until
 from shoal.wire import credentials
 
-PATIENCE_S = 60.0
-LOOK_S = 0.1
 TOKEN_BYTES = 24
 
 
 class EngineSite(ABC):
-    """A place where an engine really runs, and a coordinator that its agents can reach at `host`.
+    """Site where an engine really runs, and a coordinator that its agents can reach at `host`.
 
-    `slow` multiplies the patience, for engines that take their time.
+    `slow` multiplies the deadlines, for engines that take their time.
     """
 
     host = "127.0.0.1"
@@ -49,21 +49,21 @@ class EngineSite(ABC):
         self.client: ApiClient
         self._coordinator: subprocess.Popen[bytes] | None = None
 
-    # --- what an engine's tests have to say
+    # --- what the tests of an engine provide
 
     @abstractmethod
     def engine(self) -> Engine:
-        """A new engine for the same pool, as a coordinator that was just started would make it."""
+        """Return a new engine for the same pool, as a restarted coordinator would create it."""
 
     @abstractmethod
-    def kill(self, hire: str) -> None:
-        """End the agent of a hire, and whatever holds it, without a word to the engine that submitted it."""
+    def kill(self, allocation: str) -> None:
+        """Kill the agent of an allocation, and what holds it, behind the back of the engine."""
 
     @abstractmethod
     def cut(self) -> contextlib.AbstractContextManager[None]:
-        """While it is entered, the engine cannot be reached; what runs goes on."""
+        """Return a context in which the engine's service is unreachable, while running agents continue."""
 
-    # --- what scenarios do
+    # --- what scenarios use
 
     def __enter__(self) -> EngineSite:
         directory = self.path / "coordinator"
@@ -77,37 +77,34 @@ class EngineSite(ABC):
 
     def __exit__(self, *_: object) -> None:
         engine = self.engine()
-        for seen in engine.watch(self.tag):
-            engine.cancel(seen.handle)
+        for status in engine.watch(self.tag):
+            engine.cancel(status.handle)
         engine.close()
         if self._coordinator is not None:
             self._coordinator.terminate()
-            self._coordinator.wait(PATIENCE_S)
+            self._coordinator.wait(TIMEOUT_S)
 
-    def ask(self, hire: str, slots: int = 1) -> AllocationRequest:
-        found = credentials.read(self.path / "coordinator" / "token")
+    def request(self, allocation: str, slots: int = 1) -> AllocationRequest:
+        """Return a request for one agent."""
+        access = credentials.read(self.path / "coordinator" / "token")
         return AllocationRequest(
-            hire, self.tag, self.client.url, found, slots, ("--preload", "msgspec", "--grace", "2")
+            allocation, self.tag, self.client.url, access, slots, ("--preload", "msgspec", "--grace", "2")
         )
 
-    def until(self, ready: Callable[[], object], what: str) -> None:
-        """Wait, not for ever."""
-        deadline = time.monotonic() + PATIENCE_S * self.slow
-        while not ready():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {PATIENCE_S * self.slow:g} s for {what}\n{self._log()}")
-            time.sleep(LOOK_S)
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Block until the condition holds; fail with the coordinator's log after the deadline."""
+        until(condition, what, TIMEOUT_S * self.slow, details=self._log, poll_s=0.1)
 
     def agents(self) -> set[str]:
-        """The agents that the coordinator hears."""
-        return {one.agent for one in self.client.agents() if one.connected}
+        """Return the agents that are connected to the coordinator."""
+        return {view.agent for view in self.client.agents() if view.connected}
 
-    def until_agents(self, *hires: str) -> None:
-        self.until(lambda: self.agents() == set(hires), f"the agents to be {', '.join(hires) or 'none'}")
+    def until_agents(self, *names: str) -> None:
+        self.until(lambda: self.agents() == set(names), f"the agents to be {', '.join(names) or 'none'}")
 
-    def seen(self, engine: Engine) -> dict[str, AllocationStatus]:
-        """What is there or waits to be, by name."""
-        return {one.allocation: one for one in engine.watch(self.tag) if one.state != "gone"}
+    def allocations(self, engine: Engine) -> dict[str, AllocationStatus]:
+        """Return the allocations that run or are pending, by name."""
+        return {status.allocation: status for status in engine.watch(self.tag) if status.state != "gone"}
 
     def _log(self) -> str:
         return (self.path / "coordinator.log").read_text(errors="replace")[-2000:]
@@ -116,105 +113,105 @@ class EngineSite(ABC):
 # --- scenarios
 
 
-def starts_as_many_as_are_asked_for(site: EngineSite) -> None:
+def starts_one_agent_per_request(site: EngineSite) -> None:
     engine = site.engine()
-    for hire in ("pool-1", "pool-2"):
-        engine.submit(site.ask(hire))
+    for name in ("pool-1", "pool-2"):
+        engine.submit(site.request(name))
     site.until_agents("pool-1", "pool-2")
-    assert {one.state for one in site.seen(engine).values()} == {"running"}
-    engine.submit(site.ask("pool-3"))
+    assert {status.state for status in site.allocations(engine).values()} == {"running"}
+    engine.submit(site.request("pool-3"))
     site.until_agents("pool-1", "pool-2", "pool-3")
 
 
-def ends_the_one_that_is_cancelled_and_no_other(site: EngineSite) -> None:
+def cancels_only_the_given_allocation(site: EngineSite) -> None:
     engine = site.engine()
-    handles = {hire: engine.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+    handles = {name: engine.submit(site.request(name)) for name in ("pool-1", "pool-2")}
     site.until_agents("pool-1", "pool-2")
     engine.cancel(handles["pool-1"])
-    site.until(lambda: set(site.seen(engine)) == {"pool-2"}, "pool-1 to be gone")
+    site.until(lambda: set(site.allocations(engine)) == {"pool-2"}, "pool-1 to be gone")
     site.until_agents("pool-2")
     engine.cancel(handles["pool-1"])
 
 
-def starts_nothing_twice(site: EngineSite) -> None:
+def repeated_submit_starts_nothing(site: EngineSite) -> None:
     engine = site.engine()
-    first = engine.submit(site.ask("pool-1"))
-    assert engine.submit(site.ask("pool-1")) == first
+    first = engine.submit(site.request("pool-1"))
+    assert engine.submit(site.request("pool-1")) == first
     site.until_agents("pool-1")
-    running = _agents_of(site.tag)
-    assert site.engine().submit(site.ask("pool-1")) == first
+    running = agent_pids(site.tag)
+    assert site.engine().submit(site.request("pool-1")) == first
     time.sleep(1.0)
-    assert _agents_of(site.tag) == running
-    assert len(site.seen(engine)) == 1
+    assert agent_pids(site.tag) == running
+    assert len(site.allocations(engine)) == 1
 
 
-def sees_what_was_killed_from_outside(site: EngineSite) -> None:
+def notices_agents_killed_from_outside(site: EngineSite) -> None:
     engine = site.engine()
-    for hire in ("pool-1", "pool-2"):
-        engine.submit(site.ask(hire))
+    for name in ("pool-1", "pool-2"):
+        engine.submit(site.request(name))
     site.until_agents("pool-1", "pool-2")
     site.kill("pool-1")
-    site.until(lambda: set(site.seen(engine)) == {"pool-2"}, "the engine to see that pool-1 was killed")
+    site.until(lambda: set(site.allocations(engine)) == {"pool-2"}, "the engine to see that pool-1 was killed")
     site.kill("pool-2")
-    site.until(lambda: not site.seen(engine), "the engine to see that all were killed")
-    engine.submit(site.ask("pool-3"))
+    site.until(lambda: not site.allocations(engine), "the engine to see that all were killed")
+    engine.submit(site.request("pool-3"))
     site.until(lambda: "pool-3" in site.agents(), "another agent")
 
 
-def finds_what_an_earlier_coordinator_started(site: EngineSite) -> None:
+def finds_allocations_of_an_earlier_coordinator(site: EngineSite) -> None:
     before = site.engine()
-    handles = {hire: before.submit(site.ask(hire)) for hire in ("pool-1", "pool-2")}
+    handles = {name: before.submit(site.request(name)) for name in ("pool-1", "pool-2")}
     site.until_agents("pool-1", "pool-2")
     before.close()
     later = site.engine()
-    assert {one.allocation: one.handle for one in site.seen(later).values()} == handles
+    assert {name: status.handle for name, status in site.allocations(later).items()} == handles
     for handle in handles.values():
         later.cancel(handle)
-    site.until(lambda: not site.seen(later), "all to be gone")
+    site.until(lambda: not site.allocations(later), "all to be gone")
     site.until_agents()
 
 
-def says_when_it_cannot_be_reached_and_goes_on_after(site: EngineSite) -> None:
+def reports_an_unreachable_service_and_recovers(site: EngineSite) -> None:
     engine = site.engine()
-    engine.submit(site.ask("pool-1"))
+    engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     with site.cut():
-        site.until(lambda: _is_unreachable(engine, site.tag), "the engine to say that it cannot be reached")
-        assert site.agents() == {"pool-1"}, "what runs goes on"
+        site.until(lambda: _is_unreachable(engine, site.tag), "the engine to report that it is unreachable")
+        assert site.agents() == {"pool-1"}, "a running agent was lost"
     site.until(lambda: not _is_unreachable(engine, site.tag), "the engine to be reached again")
-    assert set(site.seen(engine)) == {"pool-1"}
-    engine.submit(site.ask("pool-2"))
+    assert set(site.allocations(engine)) == {"pool-1"}
+    engine.submit(site.request("pool-2"))
     site.until_agents("pool-1", "pool-2")
 
 
-def shows_no_secret(site: EngineSite) -> None:
-    engine, ask = site.engine(), site.ask("pool-1")
-    rendered = engine.render(ask)
+def keeps_the_token_out_of_command_lines(site: EngineSite) -> None:
+    engine, request = site.engine(), site.request("pool-1")
+    rendered = engine.render(request)
     shown = " ".join((*rendered.argv, rendered.text, *rendered.env.values()))
-    assert ask.credentials.token not in shown
-    assert ask.allocation in shown
-    engine.submit(ask)
+    assert request.credentials.token not in shown
+    assert request.allocation in shown
+    engine.submit(request)
     site.until_agents("pool-1")
-    assert not [argv for argv in _command_lines().values() if ask.credentials.token in argv], (
+    assert not [argv for argv in _command_lines().values() if request.credentials.token in argv], (
         "the token is in a command line"
     )
 
 
-def says_what_could_be_had(site: EngineSite) -> None:
-    offers = site.engine().capacity()
-    assert offers
-    assert all(one.count is None or one.count >= 0 for one in offers)
+def lists_its_capacity(site: EngineSite) -> None:
+    capacity = site.engine().capacity()
+    assert capacity
+    assert all(offer.count is None or offer.count >= 0 for offer in capacity)
 
 
 SCENARIOS = (
-    starts_as_many_as_are_asked_for,
-    ends_the_one_that_is_cancelled_and_no_other,
-    starts_nothing_twice,
-    sees_what_was_killed_from_outside,
-    finds_what_an_earlier_coordinator_started,
-    says_when_it_cannot_be_reached_and_goes_on_after,
-    shows_no_secret,
-    says_what_could_be_had,
+    starts_one_agent_per_request,
+    cancels_only_the_given_allocation,
+    repeated_submit_starts_nothing,
+    notices_agents_killed_from_outside,
+    finds_allocations_of_an_earlier_coordinator,
+    reports_an_unreachable_service_and_recovers,
+    keeps_the_token_out_of_command_lines,
+    lists_its_capacity,
 )
 
 
@@ -226,14 +223,14 @@ def _is_unreachable(engine: Engine, tag: str) -> bool:
     return False
 
 
-def _agents_of(tag: str, hire: str = "") -> set[int]:
-    """The processes of agents with this tag, all or those of one hire, on any host of this machine.
+def agent_pids(tag: str, allocation: str = "") -> set[int]:
+    """Return the process ids of the agents with this tag, all or those of one allocation.
 
-    What an agent is about to start shows its command line too, for as long as it has not become something else.
+    A child that an agent has just forked shows the same command line until it execs, so children are left out.
     """
-    words = (" shoal.agent ", f"/{tag}/", f" --name {hire} " if hire else "")
-    found = {pid for pid, argv in _command_lines().items() if all(word in argv for word in words)}
-    return {pid for pid in found if _parent(pid) not in found}
+    words = (" shoal.agent ", f"/{tag}/", f" --name {allocation} " if allocation else "")
+    pids = {pid for pid, argv in _command_lines().items() if all(word in argv for word in words)}
+    return {pid for pid in pids if _parent(pid) not in pids}
 
 
 def _parent(pid: int) -> int:
@@ -244,8 +241,8 @@ def _parent(pid: int) -> int:
 
 
 def _command_lines() -> dict[int, str]:
-    found = {}
+    command_lines = {}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            found[int(pid)] = Path("/proc", pid, "cmdline").read_text(errors="replace").replace("\0", " ")
-    return found
+            command_lines[int(pid)] = Path("/proc", pid, "cmdline").read_text(errors="replace").replace("\0", " ")
+    return command_lines

@@ -1,8 +1,8 @@
-"""A real `shoal run` under test: what its members recorded, what the journal says, and ways to hurt it.
+"""A real `shoal run` under test: the records of its members, its journal, and ways to hurt it.
 
-The script of the run writes what happens to it into JSON lines in the directory RECORDS: `event`, `member`, `pid` and
-`at` on each, `ready` when it begins, and `commit` with `step`, `world` and `size` after every committed step. If it
-calls `shoal.testing.scripts.hold.tarry`, it takes its time until its test calls `finish`.
+The script of the run appends JSON lines to files in the directory RECORDS. Each has `event`, `member`, `pid` and `at`;
+`ready` is written when the script starts, and `commit`, with `step`, `world` and `size`, after every committed step. A
+script that calls `shoal.testing.scripts.hold.pause_while_held` slows down until its test calls `finish`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from typing import Any
 import psutil
 
 from shoal.testing.scripts import hold
+from shoal.testing.wait import TIMEOUT_S, until
 
-PATIENCE_S = 90.0
-LOOK_S = 0.05
+POLL_S = 0.05
+OUTPUT_CHARS = 6000
 
 
 class RunUnderTest:
-    """One run in a home of its own."""
+    """One run of `script` in a home of its own; starts at once."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class RunUnderTest:
             **(environ or {}),
         }
         self._log = path / "out"
-        self._read: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
-        options = [o for s in ("regroup_s=2", *settings) for o in ("--set", s)]
+        options = [option for setting in ("regroup_s=2", *settings) for option in ("--set", setting)]
         self.process = self.begin("-n", members, *options, str(script))
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -59,7 +59,7 @@ class RunUnderTest:
         return self.start("run", *arguments)
 
     def start(self, *arguments: str, where: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        """A command of Shoal, in the place that the command `where` enters."""
+        """Start a `shoal` command, behind the command `where`, such as one that enters a namespace."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [*where, sys.executable, "-m", "shoal.cli.main", *arguments],
@@ -70,12 +70,12 @@ class RunUnderTest:
             )
 
     def shoal(self, *arguments: str, where: tuple[str, ...] = ()) -> Any:
-        """What a command of Shoal answers."""
+        """Run a `shoal` command with --json; return its decoded output, None if it printed nothing."""
         done = subprocess.run(
             [*where, sys.executable, "-m", "shoal.cli.main", "--json", *arguments],
             env=self.environ,
             capture_output=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr.decode()
@@ -87,64 +87,65 @@ class RunUnderTest:
 
     @property
     def name(self) -> str:
-        """The run's id."""
-        found: str = self.shoal("ps")[0]["run"]
-        return found
+        """Id of the run."""
+        run_id: str = self.shoal("ps")[0]["run"]
+        return run_id
 
-    # --- what happened
+    # --- records
 
     def events(self) -> list[dict[str, Any]]:
-        """All records so far, in the order of time; each file is read once."""
+        """Return all records so far in the order of time; each line is read only once."""
         for file in self.records.glob("*.jsonl"):
             with file.open() as lines:
-                lines.seek(self._read.get(file.name, 0))
+                lines.seek(self._offsets.get(file.name, 0))
                 while (line := lines.readline()).endswith("\n"):
-                    self._read[file.name] = lines.tell()
+                    self._offsets[file.name] = lines.tell()
                     self._events.append(json.loads(line))
-        self._events.sort(key=lambda e: e["at"])
+        self._events.sort(key=lambda event: event["at"])
         return self._events
 
-    def of(self, event: str) -> list[dict[str, Any]]:
-        """The records of one kind."""
-        return [e for e in self.events() if e["event"] == event]
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of one kind."""
+        return [event for event in self.events() if event["event"] == kind]
 
     def commits(self) -> list[dict[str, Any]]:
-        return self.of("commit")
+        return self.events_of("commit")
 
     def step(self) -> int:
-        """The last step that was committed; -1 before the first."""
-        return max((e["step"] for e in self.commits()), default=-1)
+        """Return the last committed step, -1 before the first."""
+        return max((commit["step"] for commit in self.commits()), default=-1)
 
     def world_size(self) -> int:
         commits = self.commits()
         return commits[-1]["size"] if commits else 0
 
     def pids(self) -> dict[str, int]:
-        """The living members by name."""
-        latest = {e["member"]: e["pid"] for e in self.of("ready")}
+        """Return the process ids of the living members by name."""
+        latest = {event["member"]: event["pid"] for event in self.events_of("ready")}
         return {name: pid for name, pid in latest.items() if psutil.pid_exists(pid)}
 
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """What the coordinator wrote down, all of it or the entries of one kind."""
-        file = next(self.home.glob("coordinators/*/journal.jsonl"))
-        # The last line may be being written.
-        entries = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
-        return [entry for entry in entries if kind is None or entry["kind"] == kind]
+        """Return the entries of the coordinator's journal, all or those of one kind."""
+        return read_journal(next(self.home.glob("coordinators/*/journal.jsonl")), kind)
 
-    def helper(self, word: str) -> psutil.Process:
-        """The coordinator or the agent of this run."""
+    def service_process(self, word: str) -> psutil.Process:
+        """Return the process of this run's "coordinator" or "agent"."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(p for p in children if any(f"shoal.{word}" in part for part in _command(p)))
+        return next(child for child in children if any(f"shoal.{word}" in part for part in _command_line(child)))
 
     # --- waiting and hurting
 
-    def until(self, ready: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
-        """Wait until it is so; fail if the run ends or takes too long before."""
-        deadline = time.monotonic() + patience_s
-        while not ready():
-            assert self.process.poll() is None or ready(), f"the run ended before {what}:\n{self.output[-6000:]}"
-            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.output[-6000:]}"
-            time.sleep(LOOK_S)
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Block until the condition holds; fail if the run ends before, or after `timeout_s` seconds."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            ended = self.process.poll() is not None
+            assert not ended or condition(), f"the run ended before {what}:\n{self.output[-OUTPUT_CHARS:]}"
+            return ended
+
+        until(holds, what, timeout_s, details=lambda: self.output[-OUTPUT_CHARS:], poll_s=POLL_S)
 
     def until_step(self, step: int) -> None:
         self.until(lambda: self.step() >= step, f"step {step}")
@@ -156,44 +157,50 @@ class RunUnderTest:
         os.kill(self.pids()[name], number)
 
     def release(self) -> None:
-        """Let the run come to its end as soon as it can."""
+        """Let the run finish as soon as it can."""
         (self.records / hold.HOLD).unlink(missing_ok=True)
 
-    def finish(self, exit_code: int = 0, patience_s: float = PATIENCE_S) -> None:
-        """Wait for the end of the run."""
+    def finish(self, exit_code: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        """Let the run finish and block until it has ended with this exit code."""
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        assert self.process.poll() == exit_code, self.output[-6000:]
+            self.process.wait(timeout_s)
+        assert self.process.poll() == exit_code, self.output[-OUTPUT_CHARS:]
 
     def close(self) -> None:
-        """End everything that was started here, and insist that nothing survives."""
+        """Kill the run; fail if any of its processes survives that."""
         family: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid).children(recursive=True)
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         _, alive = psutil.wait_procs(family, timeout=60)
-        # What has ended, and only waits for whoever adopted it, has no command line any more.
-        leftovers = [command for p in alive if (command := _command(p))]
+        # A zombie, which only waits to be reaped by the process that adopted it, has no command line.
+        survivors = [command for process in alive if (command := _command_line(process))]
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        assert not leftovers, f"processes survived the end of shoal run: {leftovers}"
+        assert not survivors, f"processes survived the end of shoal run: {survivors}"
+
+
+def read_journal(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the entries of a journal, all or those of one kind; a last line in mid-write is left out."""
+    entries = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
+    return [entry for entry in entries if kind is None or entry["kind"] == kind]
 
 
 @contextlib.contextmanager
-def closing(stage: Any) -> Iterator[Any]:
-    """The stage, closed afterwards."""
+def closing(run: Any) -> Iterator[Any]:
+    """Yield the run and close it afterwards."""
     try:
-        yield stage
+        yield run
     finally:
-        stage.close()
+        run.close()
 
 
-def _command(process: psutil.Process) -> list[str]:
-    """Its command line, empty if it has just ended."""
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return the command line of a process, empty if it has just ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

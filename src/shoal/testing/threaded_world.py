@@ -1,6 +1,6 @@
-"""Several members in one process, one thread each, with real rings between them and no coordinator.
+"""World of members in one process: one thread each, real rings between them, and no coordinator.
 
-For tests of what a step computes; whoever wants to see members die needs processes.
+For tests of what a step computes. Tests of members that die need processes (`run_under_test`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shoal.core.world import Address, Seat, World
+from shoal.testing.wait import TIMEOUT_S
 from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.session.member_worlds import StateProvider
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class FixedWorldSession(StandaloneSession):
-    """A session that is in one world for good."""
+    """Session of a member in a world that never changes."""
 
     def __init__(self, rank: int, world: World, ring: Ring) -> None:
         super().__init__()
@@ -30,18 +31,18 @@ class FixedWorldSession(StandaloneSession):
         self.is_writer = rank == 0
 
     def begin(self, fingerprint: str, training_state: StateProvider, on_cpu: bool = True) -> None:  # noqa: ARG002
-        """A ghost is let in as a newcomer is: behind a shadow."""
+        """Give a member that is to catch up the exchange that a newcomer has."""
         assert self.world is not None
         zero_buffers = training_state.zero_buffers() if self.rank in self.world.catching_up else None
         if zero_buffers is not None and isinstance(self.exchange, Ring):
             self.exchange = CatchUpExchange(self.exchange, zero_buffers, training_state.is_last_step)
 
 
-def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[int, ...] = ()) -> list[T]:
-    """Run the body as each of `count` members at once; what they return, by rank."""
+def together(count: int, body: Callable[[FixedWorldSession], T], catching_up: tuple[int, ...] = ()) -> list[T]:
+    """Run the body as each of `count` members at once; return their results by rank, or raise the first error."""
     members = [f"together/{rank}" for rank in range(count)]
     seats = tuple(Seat(name, "", Address("127.0.0.1", 0)) for name in members)
-    world = World(1, seats, 0, fresh=True, catching_up=ghosts)
+    world = World(1, seats, 0, fresh=True, catching_up=catching_up)
     pairs = [socket.socketpair() for _ in range(count)]
     results: dict[int, T] = {}
     failures: list[BaseException] = []
@@ -51,7 +52,7 @@ def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[i
         try:
             results[rank] = body(FixedWorldSession(rank, world, ring))
             ring.barrier()
-        except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - it is raised again, in the calling thread
             failures.append(error)
             ring.abort(f"{type(error).__name__}: {error}")
         finally:
@@ -61,7 +62,7 @@ def together(count: int, body: Callable[[FixedWorldSession], T], ghosts: tuple[i
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(2 * TIMEOUT_S)
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(count)]

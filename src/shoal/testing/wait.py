@@ -23,11 +23,11 @@ def until(
 ) -> T:
     """Poll `condition` and return its first true value; raise AssertionError after `timeout_s` seconds.
 
-    The message names `what` was waited for and ends with `details()`, such as the output of a process.
+    The message says `what` was waited for and ends with `details()`, such as the output of a process.
     """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:g} s for {what}\n{details()}".rstrip())
+            raise AssertionError(f"timed out after {timeout_s:g} s: {what}\n{details()}".rstrip())
         time.sleep(poll_s)
     return value

@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.process.shoal_home import TIMEOUT_S, ShoalHome
+
+from shoal.testing.shoal_home import ShoalHome
+from shoal.testing.wait import TIMEOUT_S
 
 SCRIPTS = {
     "hello.py": "import os\nprint('hello from', os.environ['SHOAL_MEMBER'], flush=True)\n",

@@ -53,20 +53,20 @@ def test_script_that_raises_ends_with_exit_code_1_and_its_cause_first(stage: Any
 
 def test_no_process_outlives_a_killed_shoal_run(stage: Any) -> None:
     process = stage.start("run", "-n", "2", "wait.py")
-    stage.wait("members run", lambda: stage.out().count("| waiting") == 2)
+    stage.until(lambda: stage.out().count("| waiting") == 2, "members run")
     process.kill()
     process.wait()
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
     assert [view["status"] for view in stage.runs()] == ["resumable"]
 
 
 def test_killed_coordinator_is_restarted_at_its_address(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
-    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    stage.until(lambda: "| pid" in stage.out(), "the member runs")
     url = (stage.directory() / "url").read_text()
     stage.process("shoal.coordinator").kill()
-    stage.wait(
-        "the restart is reported", lambda: "the coordinator died (killed by SIGKILL) and was restarted" in stage.out()
+    stage.until(
+        lambda: "the coordinator died (killed by SIGKILL) and was restarted" in stage.out(), "the restart is reported"
     )
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
@@ -76,32 +76,32 @@ def test_killed_coordinator_is_restarted_at_its_address(stage: Any) -> None:
 
 def test_killed_agent_is_restarted_with_its_members(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
-    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    stage.until(lambda: "| pid" in stage.out(), "the member runs")
     stage.process("shoal.agent").kill()
-    stage.wait("the member runs again", lambda: stage.out().count("| pid") == 2)
+    stage.until(lambda: stage.out().count("| pid") == 2, "the member runs again")
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_first_signal_stops_the_run_cleanly(stage: Any, number: signal.Signals) -> None:
     process = stage.start("run", "wait.py")
-    stage.wait("the member runs", lambda: "| waiting" in stage.out())
+    stage.until(lambda: "| waiting" in stage.out(), "the member runs")
     process.send_signal(number)
     assert process.wait(90) == 75, stage.out()
     assert "starts over at step 0: there is no checkpoint" in stage.out()
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_second_signal_stops_the_run_at_once(stage: Any) -> None:
     process = stage.start("run", "stubborn.py")
-    stage.wait("the member runs", lambda: "| waiting" in stage.out())
+    stage.until(lambda: "| waiting" in stage.out(), "the member runs")
     process.send_signal(signal.SIGINT)
-    stage.wait("the first signal is handled", lambda: "stopping after a checkpoint" in stage.out())
+    stage.until(lambda: "stopping after a checkpoint" in stage.out(), "the first signal is handled")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0, stage.out()
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_detached_run_trains_until_it_is_stopped(stage: Any) -> None:
@@ -109,45 +109,45 @@ def test_detached_run_trains_until_it_is_stopped(stage: Any) -> None:
     assert ran.returncode == 0, ran.stderr
     (view,) = stage.runs()
     assert view["status"] not in ("done", "failed", "stopped")
-    stage.wait("the member runs", lambda: "waiting" in stage.shoal("logs").stdout)
+    stage.until(lambda: "waiting" in stage.shoal("logs").stdout, "the member runs")
     assert [node["agent"]["agent"] for node in stage.json("nodes")] == ["local"]
     stopped = stage.shoal("stop", view["run"], "--now")
     assert stopped.returncode == 0, stopped.stderr
     assert "no checkpoint" in stopped.stdout
     assert "starts over at step 0" in stopped.stdout
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
     assert [view["status"] for view in stage.runs()] == ["stopped"]
 
 
 def test_coordinator_of_a_detached_run_is_restarted(stage: Any) -> None:
     assert stage.shoal("run", "--detach", "until.py", str(stage.path / "go")).returncode == 0
-    stage.wait("the member runs", lambda: "pid" in stage.shoal("logs").stdout)
+    stage.until(lambda: "pid" in stage.shoal("logs").stdout, "the member runs")
     stage.process("shoal.coordinator").kill()
     (stage.path / "go").touch()
-    stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(lambda: [view["status"] for view in stage.runs()] == ["done"], "the run is done")
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_scale_adds_members_without_a_restart(stage: Any) -> None:
     process = stage.start("run", "-n", "1:1", "until.py", str(stage.path / "go"))
-    stage.wait("the member runs", lambda: stage.out().count("| pid") == 1)
+    stage.until(lambda: stage.out().count("| pid") == 1, "the member runs")
     scaled = stage.shoal("scale", "until", "1:2")
     assert scaled.returncode == 0, scaled.stderr
-    stage.wait("another member runs", lambda: stage.out().count("| pid") == 2)
+    stage.until(lambda: stage.out().count("| pid") == 2, "another member runs")
     (stage.path / "go").touch()
     assert process.wait(60) == 0
 
 
 def test_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
-    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    stage.until(lambda: "| pid" in stage.out(), "the member runs")
     assert stage.shoal("stop", "until", "--now").returncode == 0
     assert process.wait(60) == 75
     scaled = stage.shoal("scale", "until", "2")
     assert scaled.returncode == 2
     assert "shoal resume until-" in scaled.stderr
     process = stage.start("resume", "until", "-n", "2")
-    stage.wait("two members run", lambda: stage.out().count("| pid") == 2)
+    stage.until(lambda: stage.out().count("| pid") == 2, "two members run")
     (stage.path / "go").touch()
     assert process.wait(60) == 0, stage.out()
     assert [view["status"] for view in stage.runs()] == ["done"]
@@ -156,7 +156,7 @@ def test_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> No
 def test_resume_does_not_use_a_coordinator_that_is_shutting_down(stage: Any) -> None:
     (stage.path / "shoal.toml").write_text('[pool.near]\nengine = "local"\n')
     process = stage.start("run", "--on", "near", "until.py", str(stage.path / "go"))
-    stage.wait("the member runs", lambda: "| pid" in stage.out())
+    stage.until(lambda: "| pid" in stage.out(), "the member runs")
     process.send_signal(signal.SIGSTOP)
     assert stage.shoal("stop", "until", "--now").returncode == 0
     resumed = stage.start("resume", "until", "--detach")
@@ -167,8 +167,8 @@ def test_resume_does_not_use_a_coordinator_that_is_shutting_down(stage: Any) -> 
     assert process.wait(60) == 75, "the command that started the run saw it end"
     assert resumed.wait(60) == 0
     (stage.path / "go").touch()
-    stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(lambda: [view["status"] for view in stage.runs()] == ["done"], "the run is done")
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_module_is_run_like_a_script(stage: Any) -> None:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 def standing(stage: Any) -> tuple[str, str]:
     """Start a coordinator; return its URL and token file."""
     stage.start("coordinator", "--json", "--dir", str(stage.home / "coordinators" / "main"))
-    stage.wait("the coordinator prints its URL", lambda: stage.out().strip().endswith("}"))
+    stage.until(lambda: stage.out().strip().endswith("}"), "the coordinator prints its URL")
     facts = json.loads(stage.out())
     return facts["url"], facts["token_file"]
 
@@ -31,7 +31,7 @@ def test_submitted_run_is_trained_by_a_machine_that_joins(stage: Any, standing: 
     assert submitted.returncode == 0, submitted.stderr
     assert stage.json("nodes", *options) == []
     agent = stage.start("join", url, "--token-file", token_file, "--name", "lab1", "--slots", "2")
-    stage.wait("the run is done", lambda: [view["status"] for view in stage.runs()] == ["done"])
+    stage.until(lambda: [view["status"] for view in stage.runs()] == ["done"], "the run is done")
     assert "lab1/1 | hello from lab1/1" in stage.shoal("logs", "hello", *options).stdout
     assert [node["agent"]["agent"] for node in stage.json("nodes", *options)] == ["lab1"]
     agent.terminate()
@@ -64,7 +64,7 @@ def test_first_url_that_answers_is_used(stage: Any, standing: tuple[str, str]) -
 
 def test_members_get_the_absolute_directory_of_their_run(stage: Any) -> None:
     stage.start("coordinator", "--json", "--dir", "beside")
-    stage.wait("the coordinator prints its URL", lambda: stage.out().strip().endswith("}"))
+    stage.until(lambda: stage.out().strip().endswith("}"), "the coordinator prints its URL")
     facts = json.loads(stage.out())
     assert facts["token_file"] == str(stage.path / "beside" / "token"), "the printed path works in any directory"
     options = ("--url", facts["url"], "--token-file", facts["token_file"])

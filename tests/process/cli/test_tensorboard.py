@@ -61,9 +61,9 @@ def check_losses(events: list[Event]) -> dict[int, float]:
 def test_restarted_coordinator_continues_the_event_files(stage: Any) -> None:
     (stage.path / "train.py").write_text(SCRIPT)
     process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
-    stage.wait("a loss is written", lambda: b"training/loss" in written(stage))
+    stage.until(lambda: b"training/loss" in written(stage), "a loss is written")
     stage.process("shoal.coordinator").kill()
-    stage.wait("both members reconnect", lambda: stage.out().count("reconnected to the coordinator") == 2)
+    stage.until(lambda: stage.out().count("reconnected to the coordinator") == 2, "both members reconnect")
     (stage.path / "go").touch()
     assert process.wait(120) == 0, stage.out()
     events = read_folder(folder(stage))
@@ -95,7 +95,7 @@ def test_event_files_can_be_switched_off(stage: Any) -> None:
 
 def test_run_without_writable_event_files_reports_it_and_continues(stage: Any) -> None:
     process = stage.start("run", "until.py", str(stage.path / "go"))
-    stage.wait("a file is written", lambda: written(stage))
+    stage.until(lambda: written(stage), "a file is written")
     where = folder(stage)
     process.terminate()
     assert process.wait(60) == 75, stage.out()

@@ -26,8 +26,8 @@ class Unmodified(Stage):
     def begin(self, *arguments: str) -> Any:
         return self.start("run", "--compat", self.kind, *arguments)
 
-    def of(self, event: str, restarts: int | None = None) -> list[dict[str, Any]]:
-        return [e for e in self.events() if e["event"] == event and restarts in (None, e.get("restarts"))]
+    def events_of(self, kind: str, restarts: int | None = None) -> list[dict[str, Any]]:
+        return [e for e in self.events() if e["event"] == kind and restarts in (None, e.get("restarts"))]
 
 
 @contextlib.contextmanager
@@ -42,28 +42,28 @@ def unmodified(*args: Any, **plan: Any) -> Iterator[Unmodified]:
 def test_torchrun_script_runs_unmodified(tmp_path: Path) -> None:
     with unmodified("torchrun", "ddp.py", tmp_path, "2:3", epochs=3, pause_s=0.0) as run:
         run.finish()
-        ready = run.of("ready")
+        ready = run.events_of("ready")
         assert sorted((e["rank"], e["local_rank"], e["size"], e["restarts"]) for e in ready) == [
             (i, i, 3, 0) for i in range(3)
         ]
-        assert len({e["sum"] for e in run.of("done")}) == 1
+        assert len({e["sum"] for e in run.events_of("done")}) == 1
         assert "local/1 | trained as rank" in run.output
 
 
 def test_killed_process_restarts_the_group_with_a_reason(tmp_path: Path) -> None:
     with unmodified("torchrun", "ddp.py", tmp_path, "2:3", epochs=12, pause_s=0.25) as run:
-        run.until(lambda: len(run.of("epoch")) >= 6, "two epochs")
-        victim = run.of("ready")[1]
-        before = {e["pid"] for e in run.of("ready")}
+        run.until(lambda: len(run.events_of("epoch")) >= 6, "two epochs")
+        victim = run.events_of("ready")[1]
+        before = {e["pid"] for e in run.events_of("ready")}
         os.kill(victim["pid"], signal.SIGKILL)
         run.finish()
-        again = run.of("ready", restarts=1)
+        again = run.events_of("ready", restarts=1)
         assert len(again) == 3
         assert not {e["pid"] for e in again} & before, "a process outlived the restart"
         assert {e["first"] for e in again} != {0}, "the script did not use its own checkpoint"
         assert {e["port"] for e in again} != {victim["port"]}, "the old port may still be in use"
-        assert len({e["sum"] for e in run.of("done")}) == 1
-        assert {e["restarts"] for e in run.of("done")} == {1}
+        assert len({e["sum"] for e in run.events_of("done")}) == 1
+        assert {e["restarts"] for e in run.events_of("done")} == {1}
         (note,) = restart_notes(run)
         assert "signal 9" in note
 
@@ -81,11 +81,11 @@ def test_script_that_always_fails_is_not_restarted_for_ever(tmp_path: Path) -> N
 def test_tf_config_script_gets_its_cluster_and_new_ports_after_a_restart(tmp_path: Path) -> None:
     with unmodified("tf", "tf.py", tmp_path, "2:2") as run:
         run.until(lambda: run.output.count("met all 2") == 2, "both workers to connect")
-        first = run.of("ready")
+        first = run.events_of("ready")
         check_cluster(first, 2)
         os.kill(first[0]["pid"], signal.SIGKILL)
         run.until(lambda: run.output.count("met all 2") == 4, "both workers to connect again")
-        second = run.of("ready")[2:]
+        second = run.events_of("ready")[2:]
         check_cluster(second, 2)
         assert not workers_of(first) & workers_of(second), "the old ports may still be in use"
         (run.records / "go").touch()

@@ -110,7 +110,7 @@ def test_a_member_that_was_killed_comes_back_with_its_speed(tmp_path: Path) -> N
 
 def test_bad_text_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     with emulated(tmp_path, "1,0.5>0.25@9") as run:
-        run.finish(exit_code=3, patience_s=60)
+        run.finish(exit_code=3, timeout_s=60)
         assert "S122" in run.output
         assert "did you mean 0.5:0.25@9?" in run.output
         assert not list(run.home.glob("coordinators/*"))

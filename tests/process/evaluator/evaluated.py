@@ -25,11 +25,11 @@ class Evaluated(Stage):
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         return super().begin("--evaluator", *arguments)
 
-    def until(self, ready: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
-        super().until(ready, what, patience_s)
+    def until(self, ready: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
+        super().until(ready, what, timeout_s)
 
-    def finish(self, exit_code: int = 0, patience_s: float = PATIENCE_S) -> None:
-        super().finish(exit_code, patience_s)
+    def finish(self, exit_code: int = 0, timeout_s: float = PATIENCE_S) -> None:
+        super().finish(exit_code, timeout_s)
 
     def run_id(self) -> str:
         found: str = self.shoal("ps", "--all")[0]["run"]

@@ -130,7 +130,7 @@ def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> No
     with evaluated(tmp_path, "1", OFTEN, epochs=25, hold=6, gate=60, best="max:peak", peak=10) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         first = run.evaluations()[0]["step"]
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         (run.records / "go").touch()
         seen = len(run.evaluations())
         run.until(lambda: len(run.evaluations()) > seen, "it to go on")

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.shoal_home import TIMEOUT_S, ShoalHome
+
+from shoal.testing.shoal_home import ShoalHome
+from shoal.testing.wait import TIMEOUT_S
 
 # A function of the program itself. It imports what it needs, because members do not share the program's names.
 EXPERIMENT = """
@@ -63,7 +65,7 @@ class Stage(ShoalHome):
         """Wait for the end of the program and of all processes; return what the program reported."""
         process.wait(timeout_s)
         assert process.returncode == exit_code, self.output
-        self.wait("all processes have ended", self.has_no_processes)
+        self.until(self.has_no_processes, "all processes have ended")
         return self.reports()
 
     def reports(self) -> list[dict[str, Any]]:

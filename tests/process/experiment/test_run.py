@@ -175,9 +175,9 @@ def test_attached_run_ends_with_the_process_that_started_it(stage: Any) -> None:
     assert view["status"] == "stopped"
     assert view["checkpoint_step"] >= 3
     stage.shoal("resume", "--detach", report["id"])
-    stage.wait("training continues", lambda: stage.shoal("status", report["id"])["step"] > view["checkpoint_step"])
+    stage.until(lambda: stage.shoal("status", report["id"])["step"] > view["checkpoint_step"], "training continues")
     assert stage.shoal("stop", report["id"])["status"] == "stopped"
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_no_process_outlives_a_killed_program(stage: Any) -> None:
@@ -185,10 +185,10 @@ def test_no_process_outlives_a_killed_program(stage: Any) -> None:
         "    report(id=run.id)", "    report(id=run.id)\n    time.sleep(300)"
     )
     process = stage.begin(text, epochs=100_000)
-    stage.wait("training", stage.reports)
+    stage.until(stage.reports, "training")
     process.kill()
     process.wait()
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_detached_run_continues_without_the_process_that_started_it(stage: Any) -> None:
@@ -198,7 +198,7 @@ def test_detached_run_continues_without_the_process_that_started_it(stage: Any) 
     before = stage.shoal("status", report["id"])
     assert before["status"] == "training"
     assert stage.shoal("stop", report["id"])["status"] == "stopped"
-    stage.wait("all processes have ended", stage.has_no_processes)
+    stage.until(stage.has_no_processes, "all processes have ended")
 
 
 def test_run_is_scaled_and_stopped_from_python(stage: Any) -> None:

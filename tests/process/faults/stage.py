@@ -15,7 +15,7 @@ import torch
 
 from shoal.core.data.sample_order import SampleOrder
 from shoal.testing import run_under_test
-from shoal.testing.run_under_test import PATIENCE_S
+from shoal.testing.wait import TIMEOUT_S
 
 SCRIPT = Path(__file__).with_name("train.py")
 # Float64 and smooth activations: what is left is the order of summation, some 1e-16 a step, which training may enlarge
@@ -88,7 +88,7 @@ class Stage(run_under_test.RunUnderTest):
             }
             environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan | {"steps": steps})}
             command = [sys.executable, str(self.script)]
-            subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * PATIENCE_S)
+            subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * TIMEOUT_S)
         found: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
         return found
 

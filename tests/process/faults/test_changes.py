@@ -58,7 +58,7 @@ def test_a_join_and_a_loss_at_once_cost_no_sample(tmp_path: Path) -> None:
 def test_training_goes_on_without_the_coordinator_which_then_remembers_everything(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         at = run.step()
         run.until(lambda: run.step() > at + 10, "ten steps without it")
         before = run.pids()["local/2"]
@@ -74,7 +74,7 @@ def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path:
     with staged(tmp_path, "2:2", pause_s=0.03, epochs=1000) as run:
         run.until_step(5)
         name = run.name
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         run.shoal("stop", name)
         run.finish(exit_code=75)
         assert len(run.journal("UserStopRequested")) == 1
@@ -83,7 +83,7 @@ def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path:
 def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", ("lease_s=2",), pause_s=0.03, epochs=12) as run:
         run.until_size(3)
-        coordinator = run.helper("coordinator")
+        coordinator = run.service_process("coordinator")
         coordinator.suspend()
         at = run.step()
         time.sleep(7.0)
@@ -101,7 +101,7 @@ def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(
 def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back(tmp_path: Path) -> None:
     with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
-        coordinator = run.helper("coordinator")
+        coordinator = run.service_process("coordinator")
         coordinator.suspend()
         before = run.pids()["local/1"]
         run.kill("local/1")
@@ -117,7 +117,7 @@ def test_a_killed_agent_takes_its_members_along_and_the_run_is_resumed_from_its_
     with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6) as run:
         run.until_step(10)
         members = [psutil.Process(pid) for pid in run.pids().values()]
-        run.helper("agent").kill()
+        run.service_process("agent").kill()
         _, alive = psutil.wait_procs(members, timeout=60)
         assert not alive, "members outlived their agent"
         run.finish()
@@ -200,7 +200,7 @@ def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tm
 def test_agent_and_warm_process_killed_at_once_leave_nobody_behind_and_the_run_is_resumed(tmp_path: Path) -> None:
     with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6, workers=1) as run:
         run.until_step(10)
-        agent = run.helper("agent")
+        agent = run.service_process("agent")
         family = agent.children(recursive=True)
         assert len(family) >= 4, "a warm process, members and their loaders"
         warm = agent.children()[0]

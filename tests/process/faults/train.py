@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.scripts.hold import tarry
+from shoal.testing.scripts.hold import pause_while_held
 from shoal.torch.state.capture import checksum
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
@@ -123,7 +123,7 @@ def main() -> None:
             sum_ = checksum({"model": model})
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
-            tarry(OUT, step, steps)
+            pause_while_held(OUT, step, steps)
     die("at the end")
     if (run.step, "saving", None) in deaths:
         torch.save = lambda *_: ((OUT / "saving").touch(), die("saving"))

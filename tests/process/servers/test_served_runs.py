@@ -63,7 +63,7 @@ def test_a_trainer_that_computes_for_long_is_waited_for_though_the_ledger_moves(
         lead = run.placements()[-1].partition("the ledger on ")[2].partition(",")[0]
         run.until(lambda: run.commits() and run.commits()[-1]["at"] < time.monotonic() - 0.5, "all to wait")
         run.kill(lead)
-        run.finish(patience_s=180)
+        run.finish(timeout_s=180)
         run.check_counts()
         run.check_bound(1)
 
@@ -77,7 +77,7 @@ def test_each_server_can_be_killed_in_turn(tmp_path: Path) -> None:
                 run.kill(f"local/server-{number}")
                 name = f"local/server-{number}"
                 run.until(lambda n=name, b=before: run.pids().get(n, b) != b, "the server to be back")
-        run.finish(patience_s=180)
+        run.finish(timeout_s=180)
         run.check_counts()
         run.check_bound(2)
 
@@ -85,7 +85,7 @@ def test_each_server_can_be_killed_in_turn(tmp_path: Path) -> None:
 def test_training_goes_on_while_the_coordinator_is_away(tmp_path: Path) -> None:
     with served(tmp_path, "2:2", "stale:2", *CALM, pause_s=0.03, epochs=30) as run:
         run.until(run.replicated, "every part to have a backup")
-        run.helper("coordinator").kill()
+        run.service_process("coordinator").kill()
         step = run.step()
         run.until_step(step + 20)
         run.finish()
@@ -117,7 +117,7 @@ def test_a_server_that_hangs_is_replaced_and_comes_back(tmp_path: Path) -> None:
         told = len(run.placements())
         run.until(lambda: len(run.placements()) > told and run.replicated(), "the server to have its copies again")
         assert run.pids()["local/server-0"] == pid, "the process that woke up was replaced"
-        run.finish(patience_s=180)
+        run.finish(timeout_s=180)
         run.check_counts()
         run.check_bound(2)
 
@@ -130,7 +130,7 @@ def test_a_trainer_whose_script_hangs_is_not_waited_for(tmp_path: Path) -> None:
         (lost,) = run.journal("MemberLost")
         assert lost["fields"]["member"] == "local/1"
         assert "while other trainers wait for it" in lost["fields"]["reason"]
-        run.finish(patience_s=180)
+        run.finish(timeout_s=180)
         run.check_counts()
         run.check_bound(2)
 

@@ -28,7 +28,7 @@ def hurt(run: Served, dice: random.Random, stopped: list[tuple[float, int]]) -> 
     kind = dice.choices(["trainer", "server", "notice", "stop", "hang", "coordinator"], [8, 5, 2, 2, 2, 1])[0]
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):
-            helper = run.helper("coordinator")
+            helper = run.service_process("coordinator")
             if time.time() - helper.create_time() > 8.0:
                 helper.kill()
                 return True
@@ -77,7 +77,7 @@ def test_random_deaths_neither_break_the_bound_nor_cost_a_sample(tmp_path: Path,
             wake(stopped)
         wake(stopped, everybody=True)
         assert done >= FAULTS // 2, f"only {done} faults before the run ended:\n{run.output[-3000:]}"
-        run.finish(patience_s=180)
+        run.finish(timeout_s=180)
         run.check_counts()
         if sync.startswith("stale:"):
             bound = int(sync.partition(":")[2])

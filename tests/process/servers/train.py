@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import shoal.torch as shoal
-from shoal.testing.scripts.hold import tarry
+from shoal.testing.scripts.hold import pause_while_held
 
 PLAN = json.loads(os.environ.get("FAULTS", "{}"))
 OUT = Path(os.environ["RECORDS"])
@@ -78,7 +78,7 @@ def main() -> None:
             if told.levelno >= logging.WARNING:
                 record("dropped", whom=told.args[0])
 
-    logging.getLogger("shoal.serving").addHandler(Drops())
+    logging.getLogger("shoal.parameter_server").addHandler(Drops())
     torch.manual_seed(hash(run.member) % 1000)
     model = Counted()
     groups = [{"params": list(model.body.parameters())}, {"params": list(model.counters), "counts": True}]
@@ -102,7 +102,7 @@ def main() -> None:
         time.sleep(slow + PLAN.get("pause_s", 0.0))
         if run.committed:
             record("commit", loss=loss.item(), step=run.step, **told)
-            tarry(OUT, run.step, EPOCHS * SAMPLES // BATCH)
+            pause_while_held(OUT, run.step, EPOCHS * SAMPLES // BATCH)
         if run.step >= PLAN.get("leaves", {}).get(run.member, EPOCHS * SAMPLES):
             record("left", step=run.step)
             break

@@ -17,5 +17,5 @@ def test_condition_that_is_true_is_not_waited_for() -> None:
 
 
 def test_error_names_what_was_waited_for_and_the_details() -> None:
-    with pytest.raises(AssertionError, match="waited 0 s for the server\nits log"):
+    with pytest.raises(AssertionError, match="timed out after 0 s: the server\nits log"):
         until(lambda: False, "the server", timeout_s=0, details=lambda: "its log", poll_s=0)

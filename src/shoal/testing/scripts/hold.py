@@ -1,4 +1,4 @@
-"""The pace of a script under test: slow enough to be hurt, and not at its end before the test is done with it."""
+"""Hold on a script under test: it runs slowly, and does not finish, until its test lets it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 HOLD = "hold"
 HELD_S = 1.0
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 def is_held(records: Path) -> bool:
-    """Whether the test that reads these records holds its run back."""
+    """Return whether the test that reads these records holds its run."""
     return (records / HOLD).exists()
 
 
-def tarry(records: Path, step: int, of: int) -> None:
-    """Stay with a step of so many, in the second half, for as long as the run is held back; a second at most.
+def pause_while_held(records: Path, step: int, of: int) -> None:
+    """Pause for up to a second in each step of the second half, while the run is held; `of` is the number of steps.
 
-    So a test has time for what it wants to do, on however slow a machine, and worlds change all the same.
+    So a test has time to act on however slow a machine, and worlds can still change meanwhile.
     """
     until = time.monotonic() + HELD_S if 2 * step >= of else 0.0
     while time.monotonic() < until and is_held(records):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

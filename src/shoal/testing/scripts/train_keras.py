@@ -1,4 +1,4 @@
-"""The task of the conformance suite in Keras, on whichever backend Keras is set to."""
+"""Task of the conformance suite in Keras, on the backend that KERAS_BACKEND names."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import shoal.keras as shoal
 from shoal.testing.scripts.task import RunRecord, TrainingTask
 
 
-class Numbered(keras.layers.Layer):  # type: ignore[misc]
-    """Takes the number of each sample off and tells of it, in every forward pass that is really done."""
+class SampleNumbers(keras.layers.Layer):  # type: ignore[misc]
+    """Layer that removes the number of each sample and records it, in every forward pass that is really computed."""
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
+    def __init__(self, record_samples: Callable[[Any], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._record_samples = record_samples
 
     def call(self, x: Any) -> Any:
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
-            tf.numpy_function(self._tell, [x[:, 0]], [])
+            tf.numpy_function(self._record_samples, [x[:, 0]], [])
         elif x.device.type != "meta":
-            self._tell(x[:, 0].detach().cpu().numpy())
+            self._record_samples(x[:, 0].detach().cpu().numpy())
         return x[:, 1:]
 
 
-class Commits(keras.callbacks.Callback):  # type: ignore[misc]
-    """Records every step that this member committed, and what Keras says of every epoch."""
+class RecordCommits(keras.callbacks.Callback):  # type: ignore[misc]
+    """Callback that records every committed step and the loss of every epoch."""
 
     def __init__(self, run: shoal.Run, record: RunRecord) -> None:
         super().__init__()
@@ -44,13 +44,15 @@ class Commits(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def parameters(model: Any) -> list[Any]:
-    return [keras.ops.convert_to_numpy(one) for one in model.trainable_variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]
 
 
-def build(task: TrainingTask, tell: Callable[[Any], None], *between: Any, kind: type = keras.optimizers.SGD) -> Any:
-    """The model of the task, with further layers between its two."""
+def build(
+    task: TrainingTask, record_samples: Callable[[Any], None], *between: Any, kind: type = keras.optimizers.SGD
+) -> Any:
+    """Return the compiled model of the task, with further layers between its two."""
     layers = keras.layers.Dense(task.width, activation="tanh"), *between, keras.layers.Dense(1)
-    model = keras.Sequential([keras.Input((task.features + 1,)), Numbered(tell), *layers])
+    model = keras.Sequential([keras.Input((task.features + 1,)), SampleNumbers(record_samples), *layers])
     model.set_weights(task.start())
     model.compile(kind(task.rate, task.momentum), "mse", jit_compile=False)
     return model
@@ -61,13 +63,13 @@ def main() -> None:
     task, run = TrainingTask.read(), shoal.join()
     record = RunRecord(task, run.member)
 
-    def tell(numbers: Any) -> None:
+    def record_samples(numbers: Any) -> None:
         record.given(run.step, run.world, numbers.tolist() if run.share else [])
 
-    model = build(task, tell)
+    model = build(task, record_samples)
     data = shoal.batches(*task.data(), size=task.batch, seed=task.seed)
     record.ready()
-    model.fit(data, epochs=task.epochs, verbose=0, callbacks=[shoal.Elastic(), Commits(run, record)])
+    model.fit(data, epochs=task.epochs, verbose=0, callbacks=[shoal.Elastic(), RecordCommits(run, record)])
     record.done(run.step, parameters(model))
 
 

@@ -1,4 +1,4 @@
-"""The task of the conformance suite in PyTorch."""
+"""Task of the conformance suite in PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
     data = torch.utils.data.TensorDataset(*map(torch.from_numpy, task.data()))
 
     def parameters() -> list[torch.Tensor]:
-        return [one.detach().t() for one in model.parameters()]
+        return [parameter.detach().t() for parameter in model.parameters()]
 
     record.ready()
     for x, y in run.batches(data, task.batch, task.epochs, seed=task.seed):

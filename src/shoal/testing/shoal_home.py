@@ -1,17 +1,16 @@
-"""A SHOAL_HOME of its own for a test: the processes that belong to it, and their end."""
+"""SHOAL_HOME of its own for a test: the processes that belong to it, and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-TIMEOUT_S = 90.0
+from shoal.testing.wait import TIMEOUT_S, until
 
 
 class ShoalHome:
@@ -25,7 +24,7 @@ class ShoalHome:
 
     @property
     def output(self) -> str:
-        """What the last command that was started has printed, to both streams."""
+        """Standard output and standard error of the last command that was started."""
         return (self.path / "out").read_text() + (self.path / "err").read_text()
 
     def processes(self) -> list[psutil.Process]:
@@ -42,15 +41,12 @@ class ShoalHome:
     def has_no_processes(self) -> bool:
         return not self.processes()
 
-    def wait(self, what: str, condition: Callable[[], object]) -> None:
-        """Block until the condition holds; `what` says for what in the error."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"timed out: {what}\n{self.output}"
-            time.sleep(0.1)
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Block until the condition holds; fail with `what` and the output of the last command after the deadline."""
+        until(condition, what, timeout_s, details=lambda: self.output, poll_s=0.1)
 
     def close(self) -> None:
-        """Kill all that is left."""
+        """Kill every process of this home."""
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -1,4 +1,9 @@
-"""Diagnosis of a pool check: pure functions from what machines report to verdicts with remedies."""
+"""Diagnosis of a pool check: pure functions from what machines report to verdicts with remedies.
+
+Checked are, in this order: machines that did not join; each machine's ports, disk, clock and frameworks; versions that
+differ between machines; and every ordered pair of machines. A pair is good if members would find a way, that is, if
+one address of the target answers on each port that was tried; an address that leads elsewhere does not matter then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Handle of a run that was started from Python: status, metrics, logs, stop and scale."""
+"""Handle of a run that was started from Python: status, metrics, logs, stop and scale.
+
+The handle keeps no state of the run. Each question looks up the coordinator of the run's directory, live or ended, as
+`shoal status` does; so it works for attached and detached runs, and after the run. A coordinator that is being
+restarted looks ended for a moment; questions are therefore repeated for a while as long as a supervisor lives.
+"""
 
 from __future__ import annotations
 

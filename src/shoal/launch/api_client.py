@@ -1,4 +1,9 @@
-"""Client of the coordinator's HTTP API, on the standard library alone."""
+"""Client of the coordinator's HTTP API, on the standard library alone.
+
+One connection is kept for reads. If the coordinator has closed it meanwhile, a GET is sent once more on a new one;
+requests that change something always open a new connection and are never repeated, since the first attempt may have
+been carried out. The client may be used by one thread at a time.
+"""
 
 from __future__ import annotations
 

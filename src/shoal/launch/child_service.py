@@ -1,4 +1,12 @@
-"""A coordinator or an agent as a child process that never outlives its supervisor."""
+"""A coordinator or an agent as a child process that never outlives its supervisor.
+
+The supervisor holds the write end of a pipe and the child reads from it (`--lifeline FD`). The child stops when it
+reads end-of-file, which happens when the supervisor closes the pipe, and also when it dies in any way. A child in a
+session of its own gets no Ctrl-C from the terminal, so the supervisor alone decides when it stops.
+
+A child that dies is restarted at once the first time, then after 0.1 s, 0.2 s, 0.4 s, …; more than RESTARTS deaths
+within RESTARTS_WITHIN_S are an error. Both logs are appended to, so the last lines tell why it died.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Download of a run's files from its coordinator: only what is missing, each file completely or not at all."""
+"""Download of a run's files from its coordinator: only what is missing, each file completely or not at all.
+
+A file is up to date if its size and modification time are those that the coordinator lists; contents are not compared.
+A new version is written to a hidden `.part` file beside the target and renamed, so an interrupted download never leaves
+half a file under the real name. The names come from another machine and are therefore checked before use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Selection of the pools that a run takes machines from: by name, by label, and per role."""
+"""Selection of the pools that a run takes machines from: by name, by label, and per role.
+
+- `--on a,b` names the trainers' pools in order of preference; `--where` keeps those whose labels match. Labels without
+  names select among all pools of shoal.toml, the cheapest first.
+- `--servers-on` and `--evaluator-on` give a role pools of its own; otherwise it shares the trainers' machines.
+- Without any of these, no pool is used: one agent on this machine starts all members.
+
+`local` is a pool that always exists. It is used like any other as soon as some role has pools of its own, because then
+the coordinator allocates all machines of the run, this one included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Upload of the user's project to the coordinator, from where agents on other machines fetch it."""
+"""Upload of the user's project to the coordinator, from where agents on other machines fetch it.
+
+A project is a manifest of names and SHA-256 hashes, and a blob for each hash. The client sends only the blobs that the
+coordinator lacks, so a second run of the same project uploads next to nothing. The project is every file that neither
+Git nor .shoalignore ignores. Tokens never travel: SHOAL_HOME, every directory that looks like a coordinator's, and the
+token file in use are left out wherever they are.
+"""
 
 from __future__ import annotations
 

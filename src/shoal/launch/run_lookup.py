@@ -1,4 +1,9 @@
-"""Lookup of coordinators, and of the run that a user names by an id, a name or the beginning of one."""
+"""Lookup of coordinators, and of the run that a user names by an id, a name or the beginning of one.
+
+See the package docstring for how a coordinator is found to be live. Callers get the same `RunRecords` from a live and
+from an ended coordinator, so `shoal ps`, `status`, `why` and `logs` do not care which it is; verbs that change a run
+need the live one and call `require_live`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The run that a user asks for, as a checked `RunSpec`; nothing is started to check it."""
+"""The run that a user asks for, as a checked `RunSpec`; nothing is started to check it.
+
+All that can be checked on this machine is checked here, so that a typing error costs a second and leaves nothing
+behind: the script, the member count, the settings, the pools, the environment. The coordinator checks again what it
+must not trust a client with, and alone what only it knows, such as its pools, budgets and the user's rights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Settings in layers: default, file, environment, `--set` and options; each value knows where it came from."""
+"""Settings in layers: default, file, environment, `--set` and options; each value knows where it came from.
+
+A setting has one name everywhere. `checkpoint.every_s` is the entry `every_s` of `[checkpoint]` in shoal.toml, the
+variable `SHOAL_CHECKPOINT_EVERY_S`, and `--set checkpoint.every_s=60`; settings without a dot are entries of `[run]`.
+Layers are merged in the order above, and a later one wins. Each value is checked when its layer is read, so that an
+error names the line, the variable or the option that the value came from.
+
+Settings marked `travels` go with the run to the coordinator and the members; the others concern only this command.
+"""
 
 from __future__ import annotations
 

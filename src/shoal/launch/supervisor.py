@@ -1,4 +1,9 @@
-"""The supervisor: carries out a launch plan, keeps its processes alive, and shuts them down."""
+"""The supervisor: carries out a launch plan, keeps its processes alive, and shuts them down.
+
+It is used in three places: by `shoal run` in the foreground, by the process of a detached run, and by a thread of a
+Python program that called `shoal.run`. Each of them calls `open` once, `restart_dead_services` again and again while it
+follows the run, and `close` at the end, with a client if the run has ended and without one if it is abandoned.
+"""
 
 from __future__ import annotations
 

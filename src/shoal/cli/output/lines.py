@@ -1,4 +1,9 @@
-"""A run as plain lines or JSON lines, and the phrases that all displays share."""
+"""A run as plain lines or JSON lines, and the phrases that all displays share.
+
+A display gets everything that the follower sees: members' output, lines of the story, a view of the run at every poll,
+and notes of the command itself. Plain output prints the first two as they come and condenses the views to a progress
+line every few seconds. JSON output drops nothing but repeated views.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The live panel of a run on a terminal; members' output scrolls above it."""
+"""The live panel of a run on a terminal; members' output scrolls above it.
+
+`render` is a pure function from a view, the last events and the time to a picture, so tests can draw it. `Panel` only
+keeps the last events and hands the picture to rich, which redraws it in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Summary of a run in a few lines: progress, the cost of each change, the root cause of a failure, its files."""
+"""Summary of a run in a few lines: progress, the cost of each change, the root cause of a failure, its files.
+
+The coordinator does not count what a change of the world cost; it is computed here from the story. A change begins with
+the first `WorldBroken`, `DissolveWorld` or unplanned `ProcessExited` and ends with `FormWorld`; the time in between is
+how long training stood still. If the new world begins at an earlier step than the old one had reached, the steps
+between them are lost: the survivors had no state of them. The run then repeats them, unless it ends before. A planned
+change (`ProposeWorld`, then the note that its members crossed over) costs no time and no step.
+
+What the old world had reached is known from the members that saw it break, from the last progress that the follower saw
+before, or, if training starts over, from the coordinator's note. If all members died at once, the newest of these may
+be older than their last step; the summary then says "at least".
+"""
 
 from __future__ import annotations
 

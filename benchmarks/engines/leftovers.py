@@ -14,7 +14,7 @@ from benchmarks.engines.sites import SOURCES
 from benchmarks.processes import ROOT
 from benchmarks.rounds import say
 
-TEST = "tests/engines/test_hiring_chaos.py"
+TEST = "tests/engines/test_pool_runs_chaos.py"
 ENGINES = ("local", "slurm")
 EACH_S = 20.0
 MORE_S = 120.0
@@ -27,9 +27,9 @@ def count(engine: str, faults: int) -> dict[str, Any]:
         env = {
             **os.environ,
             "PYTHONPATH": f"{SOURCES}{os.pathsep}{ROOT}",
-            "SHOAL_HIRING_FAULTS": str(faults),
-            "SHOAL_HIRING_ENGINE": engine,
-            "SHOAL_HIRING_REPORT": str(report),
+            "SHOAL_POOL_RUNS_FAULTS": str(faults),
+            "SHOAL_POOL_RUNS_ENGINE": engine,
+            "SHOAL_POOL_RUNS_REPORT": str(report),
         }
         argv = [
             sys.executable,

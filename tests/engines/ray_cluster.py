@@ -1,4 +1,4 @@
-"""A Ray cluster of a test: several raylets in namespaces of their own, all of which end when this process does.
+"""Ray cluster for tests: several raylets in namespaces of their own, all of which end when this process does.
 
 In a network of its own Ray keeps to loopback and meets no other Ray; with pids of its own, one kill ends all of it.
 """
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def why_not() -> str:
-    """What is missing for such a cluster, or nothing."""
+    """Return what is missing for such a cluster; "" if nothing."""
     if os.geteuid() != 0:
         return "a Ray cluster of its own needs root, for namespaces"
     for tool in ("ip", "unshare"):
@@ -77,19 +77,19 @@ class RayCluster:
         self.client_address = f"ray://127.0.0.1:{CLIENT_PORT}"
 
     def add(self, **given: Any) -> None:
-        """A worker more."""
+        """Add a worker node."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()
         self._answer()
 
     def raylets(self) -> list[psutil.Process]:
-        """Those of workers; the head's is the first that was started."""
+        """Return the raylets of workers; that of the head is the first that was started."""
         return sorted(self._named("raylet"), key=lambda one: one.create_time())[1:]
 
     @contextlib.contextmanager
     def headless(self) -> Iterator[None]:
-        """While it is entered, the head hears nothing."""
+        """Suspend the head node while the context is active."""
         (gcs,) = self._named("gcs_server")
         gcs.send_signal(signal.SIGSTOP)
         try:
@@ -99,7 +99,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """While it is entered, this thread and what it starts are in the cluster's network."""
+        """Move this thread, and what it starts, into the cluster's network while the context is active."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open("/proc/thread-self/ns/net") as before, open(f"/proc/{self._process.pid}/ns/net") as there:
             assert libc.setns(there.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
@@ -117,7 +117,7 @@ class RayCluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _named(self, name: str) -> list[psutil.Process]:
-        """Processes of the cluster by their name; some that were listed may have ended since."""
+        """Return processes of the cluster by name; some may have ended since."""
         found = []
         for one in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -139,7 +139,7 @@ class RayCluster:
 
 
 def main() -> int:
-    """In the namespaces: a head, and a worker for each line that is read."""
+    """Run a head inside the namespaces, and add a worker for each line that is read."""
     from ray.cluster_utils import Cluster
 
     small = {"object_store_memory": OBJECT_STORE_BYTES, "node_ip_address": "127.0.0.1", "include_log_monitor": False}
@@ -154,7 +154,7 @@ def main() -> int:
 
 
 def _reap(cluster: Any) -> None:
-    """As the init of a machine would: to its workers, a raylet lives until it was waited for."""
+    """Reap ended raylets, as the init of a machine would: to its workers, a zombie raylet is alive."""
     while True:
         for node in cluster.list_all_nodes():
             for one in [one for kind in node.all_processes.values() for one in kind]:

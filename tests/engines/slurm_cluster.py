@@ -1,4 +1,4 @@
-"""A real Slurm of several nodes on this machine: own munge, own controller, own directories, on loopback only."""
+"""Real Slurm cluster of several nodes on this machine: own munge, controller and directories, on loopback only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 NODES = ("n1", "n2", "n3", "n4")
-PATIENCE_S = 60.0
+WAIT_LIMIT_S = 60.0
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", os.defpath)))
 
 CONF = """\
@@ -71,7 +71,7 @@ GRES = "NodeName=n4 Name=gpu Type=a100 File={root}/gpu[0-1]\n"
 
 
 def missing() -> str:
-    """Why no Slurm can be started here; empty if it can."""
+    """Return why Slurm cannot be started here; "" if it can."""
     if os.geteuid() != 0:
         return "a Slurm of its own needs root here"
     absent = [package for command, package in PACKAGES.items() if shutil.which(command, path=PATH) is None]
@@ -128,24 +128,24 @@ class Cluster:
         self.until(lambda: self.ask("scontrol", "ping").returncode == 0, "the controller")
 
     def stop_controller(self) -> None:
-        """As an admin would; jobs go on."""
+        """Stop the controller; jobs keep running."""
         _end([_pid(self.root / "slurmctld.pid")], signal.SIGTERM)
 
     def start_node(self, node: str) -> None:
         self._run("slurmd", "-N", node, "-f", str(self.conf))
 
     def lose_node(self, node: str) -> None:
-        """Its power fails: the daemon, what it started and every process of its jobs go at once, and say nothing."""
+        """Simulate a power failure: kill the daemon and every process of its jobs at once."""
         _end(self.on_node(node), signal.SIGKILL)
 
     def on_node(self, node: str) -> set[int]:
-        """The daemon of a node, what it started, and every process of its jobs."""
+        """Return the daemon of a node, what it started, and every process of its jobs."""
         held = {pid for pid, env in self._ours().items() if f"SLURMD_NODENAME={node}" in env}
         stepds = {parent for parent in map(_parent, held) if parent and _name(parent).startswith("slurmstepd")}
         return set(filter(_alive, (_pid(self.root / f"slurmd.{node}.pid"), *stepds, *held)))
 
     def stop(self) -> None:
-        """Everything of it, whatever happened before."""
+        """Stop everything, whatever happened before."""
         with contextlib.suppress(subprocess.SubprocessError):
             self.ask("scancel", f"--user={os.getuid()}")
         _end([_pid(self.root / "slurmctld.pid")], signal.SIGKILL)
@@ -154,10 +154,10 @@ class Cluster:
         shutil.rmtree(self.root, ignore_errors=True)
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
-            self._guard.wait(PATIENCE_S)
+            self._guard.wait(WAIT_LIMIT_S)
 
     def _ours(self) -> dict[int, list[str]]:
-        """Daemons and jobs: all that was born into this Slurm, with their environments."""
+        """Return daemons and jobs of this cluster by the environment that they inherited."""
         found = _environments()
         return {pid: env for pid, env in found.items() if f"SLURM_CONF={self.conf}" in env and pid != os.getpid()}
 
@@ -166,25 +166,25 @@ class Cluster:
         return psutil.Process(_pid(self.root / "slurmctld.pid"))
 
     def clear(self) -> None:
-        """End all jobs, and wait until nothing is left of them and all nodes are free."""
+        """Cancel all jobs, and wait until nothing is left of them and all nodes are idle."""
         self.ask("scancel", f"--user={os.getuid()}")
         self.until(lambda: set(self.states().values()) == {"idle"} and not self.job_processes(), "an empty cluster")
 
     def job_processes(self) -> dict[int, str]:
-        """Processes of jobs on any node."""
+        """Return the processes of jobs on all nodes."""
         named = {pid for pid, env in self._ours().items() if any(one.startswith("SLURM_JOB_ID=") for one in env)}
         return {pid: _command(pid) for pid in named if not _name(pid).startswith("slurmstepd")}
 
     # --- its commands
 
     def ask(self, *argv: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(argv, env=self.env, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
+        return subprocess.run(argv, env=self.env, input=text, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
 
     def states(self) -> dict[str, str]:
         lines = self.ask("sinfo", "--noheader", "--Node", "--format=%N %t").stdout.split("\n")
         return dict(line.split() for line in lines if line)
 
-    def until(self, ready: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
+    def until(self, ready: Callable[[], object], what: str, within_s: float = WAIT_LIMIT_S) -> None:
         deadline = time.monotonic() + within_s
         while not ready():
             if time.monotonic() > deadline:
@@ -195,11 +195,11 @@ class Cluster:
         return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted((self.root / "log").glob("*.log")))
 
     def _run(self, *argv: str) -> None:
-        subprocess.run(argv, env=self.env, check=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+        subprocess.run(argv, env=self.env, check=True, timeout=WAIT_LIMIT_S, stdin=subprocess.DEVNULL)
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that the system gives to nobody by itself: a daemon that is started again needs its own back."""
+    """Return ports outside the ephemeral range: a restarted daemon needs its own port back."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []
         while len(found) < count:
@@ -247,7 +247,7 @@ def _pid(path: Path) -> int:
 
 
 def _end(pids: Iterable[int], number: int) -> None:
-    """Signal them and wait until they are gone; SIGKILL for those that stay."""
+    """Signal processes and wait until they have ended; kill those that do not."""
     waiting = {pid for pid in pids if pid}
     deadline = time.monotonic() + 10.0
     for pid in waiting:
@@ -269,7 +269,7 @@ def _alive(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    # Should the tests be killed, nobody else would end it: the pipe from them ends with them.
+    # If the tests are killed, the pipe from them closes and ends it.
     sys.stdin.read()
     if Path(sys.argv[1]).exists():
         Cluster(Path(sys.argv[1])).stop()

@@ -1,4 +1,4 @@
-"""Hosts of a test: each has its own network, name, processes and home, and an sshd; a bridge joins them to a hub.
+"""Hosts for tests: each has its own network, name, processes, home and sshd; a bridge connects them to a hub.
 
 The test itself enters the hub, so that all that it starts from then on reaches the hosts, and nothing else does.
 """
@@ -43,7 +43,7 @@ Host *
   GlobalKnownHostsFile /dev/null
 """
 
-# What a host's init does: it gives the host its name and home, and reaps whoever loses its parent.
+# Init of a host: sets its name and home, and reaps orphans.
 INIT = """
 set -e
 hostname {host}
@@ -59,7 +59,7 @@ while :; do sleep 3600 & wait; done
 
 
 def why_not() -> str:
-    """What is missing for such hosts, or nothing."""
+    """Return what is missing for such hosts; "" if nothing."""
     if os.geteuid() != 0:
         return "hosts as namespaces need root"
     for tool, package in (("ip", "iproute2"), ("unshare", "util-linux"), (SSHD, "openssh-server")):
@@ -70,7 +70,7 @@ def why_not() -> str:
 
 
 class SshNetwork(Network):
-    """Hosts with sshd, and `config`, by which an ssh in the hub knows them."""
+    """Hosts with sshd; `config` is the ssh configuration that an ssh in the hub uses."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SshNetwork(Network):
         self.config.write_text(SSH_CONFIG.format(path=self._path))
 
     def boot(self, host: str, sshd: str = "") -> None:
-        """Switch a host on; `sshd` are more lines for its sshd_config."""
+        """Boot a host; `sshd` has further lines for its sshd_config."""
         path = self._path / host
         if host not in self._numbers:
             self.add(host)
@@ -123,24 +123,24 @@ class SshNetwork(Network):
         return self._path / host / "home"
 
     def power_off(self, host: str) -> None:
-        """The host is gone without a word: no connection of it is ever closed."""
+        """Power a host off: none of its connections is ever closed."""
         self.cut(host)
         self._inits[host].kill()
         self._inits[host].wait(UP_WITHIN_S)
 
     def processes(self, host: str) -> list[psutil.Process]:
-        """All that runs on a host, its init first."""
+        """Return all processes of a host, its init first."""
         return psutil.Process(self._inits[host].pid).children(recursive=True)
 
     def running(self, host: str, word: str) -> list[psutil.Process]:
-        """The processes of a host that have a word in their command lines."""
+        """Return the processes of a host with this word in their command line."""
         return self.those(host, lambda process: word in process.cmdline())
 
     def sshds(self, host: str) -> list[psutil.Process]:
         return self.those(host, lambda process: process.name() == "sshd")
 
     def those(self, host: str, fits: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-        """The processes of a host that fit, without those that end while they are looked at."""
+        """Return the processes of a host that match, without those that end meanwhile."""
         found = []
         for process in self.processes(host):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -149,7 +149,7 @@ class SshNetwork(Network):
         return found
 
     def stop_sshd(self, host: str) -> None:
-        """End sshd with all its connections; what it started goes on."""
+        """Stop sshd with all its connections; what it started keeps running."""
         for process in self.sshds(host):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -159,7 +159,7 @@ class SshNetwork(Network):
         self._until_up(host)
 
     def on(self, host: str, *words: str) -> str:
-        """Run something on a host without ssh."""
+        """Run a command on a host without ssh."""
         init = str(self.processes(host)[0].pid)
         argv = ["nsenter", "--target", init, "--mount", "--uts", "--net", "--pid", "--", *words]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=UP_WITHIN_S, check=False)
@@ -167,7 +167,7 @@ class SshNetwork(Network):
         return done.stdout
 
     def tc(self, host: str, *words: str) -> None:
-        """Shape what leaves an interface of a host, or of the hub if none is named."""
+        """Shape the outgoing traffic of a host's interface, or of the hub's."""
         space = self.space(host) if host else self._hub
         done = subprocess.run(["tc", "-n", space, "qdisc", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -187,7 +187,7 @@ class SshNetwork(Network):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread, and all that it starts, is in the hub."""
+        """Move this thread, and all that it starts, into the hub while the context is active."""
         with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{self._hub}") as hub:
             _enter(hub.fileno())
             try:
@@ -198,7 +198,7 @@ class SshNetwork(Network):
 
 @contextlib.contextmanager
 def ssh_network(path: Path, *hosts: str) -> Iterator[SshNetwork]:
-    """Hosts that are up while it is entered, seen from the hub; nothing of them is left afterwards."""
+    """Boot hosts, reachable from the hub, while the context is active; leave nothing of them behind."""
     sweep()
     made = SshNetwork(path)
     try:

@@ -1,4 +1,4 @@
-"""A pool of ssh hosts, with a coordinator in the hub that they are joined to."""
+"""Site of ssh hosts, with a coordinator in the hub that they are connected to."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SshSite(EngineSite):
     def engine(self, **options: Any) -> Ssh:
         return Ssh("lab", SshOptions(**{**self.options, **options}))
 
-    def kill(self, hire: str) -> None:
-        self.process(hire).kill()
+    def kill(self, allocation: str) -> None:
+        self.process(allocation).kill()
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
@@ -58,53 +58,53 @@ class SshSite(EngineSite):
     def _hosts(self) -> list[str]:
         return [text.partition("*")[0] for text in self.options["hosts"]]
 
-    def where(self, hire: str) -> str:
-        """The host that a hire was started on."""
-        return next(host for host in self._hosts if self.home(host, hire).exists())
+    def where(self, allocation: str) -> str:
+        """Return the host that runs an allocation."""
+        return next(host for host in self._hosts if self.home(host, allocation).exists())
 
-    def home(self, host: str, hire: str) -> Path:
-        return self.network.home(host) / ".shoal" / "allocations" / self.tag / hire
+    def home(self, host: str, allocation: str) -> Path:
+        return self.network.home(host) / ".shoal" / "allocations" / self.tag / allocation
 
-    def process(self, hire: str) -> psutil.Process:
-        """A hire's agent, as this machine sees it."""
-        host = self.where(hire)
-        inside = json.loads((self.home(host, hire) / "process.json").read_text())["pid"]
+    def process(self, allocation: str) -> psutil.Process:
+        """Return an allocation's agent as a process of this machine."""
+        host = self.where(allocation)
+        inside = json.loads((self.home(host, allocation) / "process.json").read_text())["pid"]
         return next(one for one in self.network.processes(host) if _number_inside(one.pid) == inside)
 
     def agents_on(self, host: str) -> list[psutil.Process]:
-        """The agents of a host; their warm processes are forked from them and show the same command line."""
+        """Return the agents of a host, without their warm processes, which may show the same command line."""
         found = self.network.running(host, "shoal.agent")
         return [one for one in found if _parent(one) not in {0, *(other.pid for other in found)}]
 
     def connections(self) -> list[int]:
-        """The processes of ssh that keep connections for engines; those of other tests are in other namespaces."""
+        """Return the ssh processes that hold connections of engines; other tests have other namespaces."""
         here = os.stat("/proc/thread-self/ns/net").st_ino
         found = [one.pid for one in psutil.process_iter(["cmdline"]) if "shoal-ssh-" in str(one.info["cmdline"])]
         return [pid for pid in found if _network_of(pid) == here]
 
     @contextlib.contextmanager
     def held_up(self, host: str) -> Iterator[Path]:
-        """While it is entered, nothing can be started on a host; the file for whose lock all wait."""
-        hires = self.network.home(host) / ".shoal" / "allocations"
-        hires.mkdir(parents=True, exist_ok=True)
-        with (hires / f"lock-{host}").open("w") as file:
+        """Hold the lock under which agents are started on a host; yield its file."""
+        allocations = self.network.home(host) / ".shoal" / "allocations"
+        allocations.mkdir(parents=True, exist_ok=True)
+        with (allocations / f"lock-{host}").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield hires / f"lock-{host}"
+            yield allocations / f"lock-{host}"
 
 
 @contextlib.contextmanager
 def ssh_site(path: Path, *hosts: str, **options: Any) -> Iterator[SshSite]:
-    """Hosts that are up, and a pool of them."""
+    """Boot hosts and yield a site with a pool of them."""
     names = [text.partition("*")[0] for text in hosts]
     with ssh_network(path / "net", *names) as network, SshSite(path, network, *hosts, **options) as site:
         yield site
 
 
-# Whoever was listed may have ended since.
+# A listed process may have ended since.
 
 
 def _number_inside(pid: int) -> int:
-    """What a process is called on its own host; 0 if it has ended."""
+    """Return the pid of a process on its own host; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +113,7 @@ def _number_inside(pid: int) -> int:
 
 
 def _parent(process: psutil.Process) -> int:
-    """The parent of a process; 0 if it has ended."""
+    """Return the parent of a process; 0 if it has ended."""
     try:
         return process.ppid()
     except psutil.NoSuchProcess:
@@ -121,7 +121,7 @@ def _parent(process: psutil.Process) -> int:
 
 
 def _network_of(pid: int) -> int:
-    """The number of the network that a process is in; 0 if it has ended."""
+    """Return the id of a process's network namespace; 0 if it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except (FileNotFoundError, ProcessLookupError):

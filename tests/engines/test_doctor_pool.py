@@ -1,4 +1,4 @@
-"""`shoal doctor POOL` on real hosts: one of them has a firewall, and everybody is given back."""
+"""`shoal doctor POOL` on real hosts: one of them has a firewall, and all are released."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_all_is_given_back(network: SshNetwork) -> None:
     assert not list(Path(os.environ["SHOAL_HOME"], "coordinators").iterdir())
 
 
-def test_the_doctor_names_the_pair_the_port_and_the_remedy_and_gives_all_machines_back(network: SshNetwork) -> None:
+def test_doctor_names_pair_port_and_remedy_and_releases_all_machines(network: SshNetwork) -> None:
     firewall(network.space("h2"), PORTS)
     asked = doctor("--json")
     out, err = asked.communicate(timeout=200)
@@ -75,7 +75,7 @@ def test_the_doctor_names_the_pair_the_port_and_the_remedy_and_gives_all_machine
     check_all_is_given_back(network)
 
 
-def test_an_interrupted_doctor_gives_all_machines_back(network: SshNetwork) -> None:
+def test_interrupted_doctor_releases_all_machines(network: SshNetwork) -> None:
     asked = doctor()
     deadline = time.monotonic() + 60
     while sum(bool(network.running(host, "shoal.agent")) for host in HOSTS) < 2:

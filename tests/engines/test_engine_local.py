@@ -1,4 +1,4 @@
-"""Agents on this machine, as an engine starts them."""
+"""Local engine with real agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.engines import local
+from shoal.engines import local, process_tree
 from shoal.engines.engine import Engine, EngineOptions
 from shoal.engines.local import Local
 from shoal.errors import EngineUnreachable
@@ -36,8 +36,8 @@ class LocalSite(EngineSite):
 
         return Here("here", EngineOptions(directory=str(self.path / "home")))
 
-    def kill(self, hire: str) -> None:
-        known = json.loads((self.path / "home" / "allocations" / self.tag / hire / "process.json").read_text())
+    def kill(self, allocation: str) -> None:
+        known = json.loads((self.path / "home" / "allocations" / self.tag / allocation / "process.json").read_text())
         psutil.Process(known["pid"]).kill()
 
     @contextlib.contextmanager
@@ -48,17 +48,15 @@ class LocalSite(EngineSite):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_this_machine_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
+def test_local_engine_conforms(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
     with LocalSite(tmp_path) as site:
         scenario(site)
 
 
-def test_an_agent_here_that_nobody_had_time_to_write_down_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_without_a_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LocalSite(tmp_path) as site:
         with monkeypatch.context() as patch:
-            patch.setattr(local, "_note", _die)
+            patch.setattr(local, "_write_record", _die)
             with pytest.raises(KeyboardInterrupt):
                 site.engine().submit(site.request("here-1"))
         site.until_agents("here-1")
@@ -67,7 +65,7 @@ def test_an_agent_here_that_nobody_had_time_to_write_down_is_found(
         handle = engine.submit(site.request("here-1"))
         assert not (Path(handle) / "process.json").exists(), "it was started a second time"
         engine.cancel(handle)
-        site.until(lambda: not local._left_by(Path(handle)), "it to be gone")
+        site.until(lambda: not process_tree.marked(handle), "it to be gone")
         assert site.allocations(engine) == {}
 
 
@@ -77,7 +75,7 @@ def _die(*_: object) -> None:
 
 @pytest.mark.parametrize("beside", ["sleep 4712 &", "setsid sleep 4712 &"])
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_an_agent_here_leaves_behind_is_ended_with_it(tmp_path: Path, beside: str, killed: bool) -> None:
+def test_orphans_of_a_local_agent_end_with_it(tmp_path: Path, beside: str, killed: bool) -> None:
     with LocalSite(tmp_path) as site:
         script = tmp_path / "agent"
         script.write_text(f"#!/bin/bash\ntrap 'exit 0' TERM; {beside} while :; do wait; done\n")
@@ -92,7 +90,7 @@ def test_what_an_agent_here_leaves_behind_is_ended_with_it(tmp_path: Path, besid
 
 
 def _sleepers(handle: str) -> list[psutil.Process]:
-    """Those that a hire started, each by the file that it writes to."""
+    """Return the processes that an allocation started, found by the file that each writes to."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

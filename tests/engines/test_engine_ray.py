@@ -1,4 +1,4 @@
-"""Agents on a real Ray cluster of three raylets, as the engine starts them."""
+"""Ray engine on a real cluster of three raylets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.engines.ray_cluster import RayCluster, why_not
-from tests.engines.test_hiring import hired
+from tests.engines.test_pool_runs import pool_run
 
 from shoal.engines.engine import AllocationRequest, AllocationStatus
 from shoal.engines.ray.engine import DRIVER, Ray, RayOptions
@@ -48,7 +48,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 class RaySite(EngineSite):
-    """Each hire has the only seat of its node, so that the loss of a node is that of one hire."""
+    """Site where each allocation fills a node, so that the loss of a node is that of one allocation."""
 
     def __init__(self, path: Path, cluster: RayCluster, **given: Any) -> None:
         super().__init__(path)
@@ -73,13 +73,13 @@ class RaySite(EngineSite):
             self._engines.append(Ray("rays", RayOptions(address=self.cluster.address, grace_s=5.0, **given)))
         return self._engines[-1]
 
-    def kill(self, hire: str) -> None:
-        """The first with its node, the others alone."""
-        agent = self.agent(hire)
-        (raylet if hire == "pool-1" else psutil.Process)(agent.pid).kill()
+    def kill(self, allocation: str) -> None:
+        """Kill the first with its node, the others alone."""
+        agent = self.agent(allocation)
+        (raylet if allocation == "pool-1" else psutil.Process)(agent.pid).kill()
 
-    def agent(self, hire: str) -> psutil.Process:
-        (pid,) = suite.agent_pids(self.tag, hire)
+    def agent(self, allocation: str) -> psutil.Process:
+        (pid,) = suite.agent_pids(self.tag, allocation)
         return psutil.Process(pid)
 
     @contextlib.contextmanager
@@ -89,19 +89,19 @@ class RaySite(EngineSite):
 
 
 def raylet(pid: int) -> psutil.Process:
-    """The raylet of the node on which this process is."""
+    """Return the raylet of the node that runs this process."""
     return next(one for one in psutil.Process(pid).parents() if one.name() == "raylet")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_ray_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path, cluster: RayCluster) -> None:
+def test_ray_engine_conforms(scenario: Callable[[EngineSite], None], tmp_path: Path, cluster: RayCluster) -> None:
     seated = {"resources": {"seat": 1.0}} if scenario is suite.notices_agents_killed_from_outside else {}
     with RaySite(tmp_path, cluster, **seated) as site:
         scenario(site)
 
 
 class Lone:
-    """Hires whose coordinator is not there: their agents look for it until they are ended."""
+    """Allocations without a coordinator: their agents look for it until they are cancelled."""
 
     def __init__(self, path: Path, cluster: RayCluster) -> None:
         self.path, self.cluster = path, cluster
@@ -115,35 +115,35 @@ class Lone:
         self.opened.append(Ray("rays", RayOptions(grace_s=5.0, **given)))
         return self.opened[-1]
 
-    def ask(self, hire: str) -> AllocationRequest:
+    def ask(self, allocation: str) -> AllocationRequest:
         return AllocationRequest(
-            hire, self.tag, "http://127.0.0.1:9", Credentials("not-shown"), 1, ("--preload", "msgspec")
+            allocation, self.tag, "http://127.0.0.1:9", Credentials("not-shown"), 1, ("--preload", "msgspec")
         )
 
-    def until(self, engine: Ray, hire: str, state: str, within_s: float = 60.0) -> AllocationStatus:
+    def until(self, engine: Ray, allocation: str, state: str, within_s: float = 60.0) -> AllocationStatus:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             for one in engine.watch(self.tag):
-                if one.allocation == hire and one.state == state:
+                if one.allocation == allocation and one.state == state:
                     return one
             time.sleep(0.1)
-        raise AssertionError(f"{hire} is not {state}: {engine.watch(self.tag)}")
+        raise AssertionError(f"{allocation} is not {state}: {engine.watch(self.tag)}")
 
     def reached(self, engine: Ray) -> None:
-        """As a coordinator would, ask again: what Ray starts on the head for a client may fail to start."""
+        """Retry as a coordinator would: what Ray starts on the head for a client may fail to start."""
         for _ in range(3):
             with contextlib.suppress(EngineUnreachable):
                 engine.watch(self.tag)
                 return
 
-    def agent(self, hire: str) -> psutil.Process:
+    def agent(self, allocation: str) -> psutil.Process:
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
-            for pid in suite.agent_pids(self.tag, hire):
+            for pid in suite.agent_pids(self.tag, allocation):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     return psutil.Process(pid)
             time.sleep(0.05)
-        raise AssertionError(f"{hire} has no agent")
+        raise AssertionError(f"{allocation} has no agent")
 
     def close(self) -> None:
         usable = [one for one in self.opened if one.options.address == self.cluster.address and not one.options.client]
@@ -170,10 +170,10 @@ def gone(process: psutil.Process, within_s: float) -> bool:
     return False
 
 
-def test_a_lost_node_is_seen_soon_and_a_new_one_is_used(lone: Lone, cluster: RayCluster) -> None:
+def test_lost_node_is_noticed_and_a_new_one_is_used(lone: Lone, cluster: RayCluster) -> None:
     engine = lone.engine(resources={"seat": 1.0})
-    for hire in ("a-1", "a-2", "a-3"):
-        engine.submit(lone.ask(hire))
+    for allocation in ("a-1", "a-2", "a-3"):
+        engine.submit(lone.ask(allocation))
     running = [lone.until(engine, "a-1", "running"), lone.until(engine, "a-2", "running")]
     waiting = lone.until(engine, "a-3", "waiting")
     assert waiting.why.startswith("CPU 1, seat 1 is in use on all of 2 nodes that have it")
@@ -189,7 +189,7 @@ def test_a_lost_node_is_seen_soon_and_a_new_one_is_used(lone: Lone, cluster: Ray
     lone.until(engine, "a-3", "running")
 
 
-def test_ray_is_used_from_outside(lone: Lone, cluster: RayCluster) -> None:
+def test_ray_is_used_from_outside_the_cluster(lone: Lone, cluster: RayCluster) -> None:
     outside, within = lone.engine(address=cluster.client_address), lone.engine()
     lone.reached(outside)
     assert [offer.count for offer in outside.capacity() if "4 CPUs" in offer.kind] == [8]
@@ -202,10 +202,10 @@ def test_ray_is_used_from_outside(lone: Lone, cluster: RayCluster) -> None:
     assert lone.until(outside, "a-1", "gone").why
 
 
-def test_the_agent_ends_with_its_actor_and_the_actor_with_its_agent(lone: Lone) -> None:
+def test_agent_and_actor_end_together(lone: Lone) -> None:
     engine = lone.engine()
-    for hire in ("a-1", "a-2"):
-        engine.submit(lone.ask(hire))
+    for allocation in ("a-1", "a-2"):
+        engine.submit(lone.ask(allocation))
     first, second = lone.agent("a-1"), lone.agent("a-2")
     below = [*first.children(recursive=True), *second.children(recursive=True)]
     psutil.Process(first.ppid()).kill()
@@ -216,7 +216,7 @@ def test_the_agent_ends_with_its_actor_and_the_actor_with_its_agent(lone: Lone) 
     assert lone.until(engine, "a-2", "gone").why.startswith("the agent ended with SIGKILL")
 
 
-def test_the_next_hire_of_a_node_removes_the_token_of_one_whose_actor_was_killed(lone: Lone) -> None:
+def test_next_allocation_removes_the_token_of_a_killed_actor(lone: Lone) -> None:
     engine = lone.engine()
     engine.submit(lone.ask("a-1"))
     agent = lone.agent("a-1")
@@ -230,7 +230,7 @@ def test_the_next_hire_of_a_node_removes_the_token_of_one_whose_actor_was_killed
 
 
 @pytest.mark.parametrize("how", ["in its set-up", "when it listens", "when it hangs", "when it was killed"])
-def test_nothing_that_a_hire_started_outlives_it(lone: Lone, how: str) -> None:
+def test_nothing_that_an_allocation_started_outlives_it(lone: Lone, how: str) -> None:
     seconds = str(10_000 + secrets.randbelow(10_000))
     beside, forever = f"setsid sleep {seconds} &", f"sleep {seconds}"
     engine = lone.engine(setup=(beside, *((forever,) if how == "in its set-up" else ())))
@@ -251,7 +251,7 @@ def test_nothing_that_a_hire_started_outlives_it(lone: Lone, how: str) -> None:
 
 
 def started(command: str) -> list[psutil.Process]:
-    """The processes of this command line."""
+    """Return the processes with this command line."""
     return [one for one in psutil.process_iter(["cmdline"]) if " ".join(one.info["cmdline"] or ()) == command]
 
 
@@ -262,16 +262,16 @@ def until(holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_what_was_submitted_by_a_process_that_died_is_found_and_not_started_twice(lone: Lone) -> None:
+def test_allocation_of_a_dead_process_is_found_and_not_started_twice(lone: Lone) -> None:
     before = lone.engine()
     handle = before.submit(lone.ask("a-1"))
-    assert before._link is not None
-    before._link.kill()
+    assert before._driver is not None
+    before._driver.kill()
     later = lone.engine()
     assert lone.until(later, "a-1", "running").handle == handle
     agent = lone.agent("a-1")
     assert later.submit(lone.ask("a-1")) == handle
-    assert before.submit(lone.ask("a-1")) == handle, "a driver that died is started anew"
+    assert before.submit(lone.ask("a-1")) == handle, "a dead driver is restarted"
     assert lone.agent("a-1") == agent
     later.cancel(handle)
     assert gone(agent, GONE_WITHIN_S)
@@ -281,40 +281,38 @@ def test_what_was_submitted_by_a_process_that_died_is_found_and_not_started_twic
     assert lone.agent("a-1") != agent
 
 
-def test_what_no_node_has_is_waited_for(lone: Lone) -> None:
+def test_allocation_that_no_node_can_hold_waits(lone: Lone) -> None:
     never = lone.engine(gpus=64.0)
     never.submit(lone.ask("a-1"))
     why = lone.until(never, "a-1", "waiting").why
-    assert why == (
-        "no node has CPU 1, GPU 64 at all; it waits for one to join or, where there is an autoscaler, to be brought"
-    )
+    assert why == ("no node has CPU 1, GPU 64; waiting for a node to join, or for the autoscaler to add one")
     assert all(offer.count == 0 for offer in never.capacity())
     never.cancel(never.watch(lone.tag)[0].handle)
     lone.until(never, "a-1", "gone")
 
 
-def test_what_members_need_and_no_node_has_is_named(lone: Lone) -> None:
+def test_missing_resources_are_named(lone: Lone) -> None:
     engine = lone.engine()
     engine.submit(dataclasses.replace(lone.ask("a-1"), cpus=64))
     assert lone.until(engine, "a-1", "waiting").why.startswith("no node has CPU 64 at all")
 
 
-def test_labels_and_groups_choose_nodes(lone: Lone, cluster: RayCluster) -> None:
+def test_labels_and_placement_groups_select_nodes(lone: Lone, cluster: RayCluster) -> None:
     here, nowhere = lone.engine(labels={"lab": "here"}, placement="spread"), lone.engine(labels={"lab": "!in(here,x)"})
     here.submit(lone.ask("a-1"))
     lone.until(here, "a-1", "running")
     assert sum(offer.count or 0 for offer in nowhere.capacity()) == 0
     grouped = lone.engine(group="ours", resources={"seat": 0.5})
-    with pytest.raises(AllocationRefused, match="Ray refuses this") as refused:
+    with pytest.raises(AllocationRefused, match="Ray rejected the request") as refused:
         grouped.submit(lone.ask("a-2"))
-    assert "0 placement groups are named 'ours'" in refused.value.why
+    assert "need one placement group named 'ours', found 0" in refused.value.why
     with make_group(cluster, "ours", {"CPU": 1, "seat": 1}):
         grouped.submit(lone.ask("a-2"))
         lone.until(grouped, "a-2", "running")
         grouped.cancel("shoal-" + lone.tag + "-a-2")
 
 
-def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster) -> None:
+def test_drained_node_has_a_known_end(lone: Lone, cluster: RayCluster) -> None:
     engine = lone.engine()
     engine.submit(lone.ask("a-1"))
     assert lone.until(engine, "a-1", "running").until is None
@@ -330,12 +328,12 @@ def test_a_node_that_ray_drains_is_known_to_end(lone: Lone, cluster: RayCluster)
     home.kill()
 
 
-def test_a_run_on_ray_outlives_a_node(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
+def test_run_on_ray_survives_the_loss_of_a_node(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
     told = {"address": cluster.address, "python": sys.executable, "directory": str(tmp_path / "home")}
     pool = "[pool.rays]\nengine = 'ray'\nlimit = 2\nshared = true\nresources = {seat = 1}\n"
     pool += f"setup = ['export RECORDS={tmp_path}/records STEPS=5000']\n"
     pool += "".join(f"{key} = '{value}'\n" for key, value in told.items())
-    with hired(tmp_path, "rays", "1:2", pool, steps=5000) as run:
+    with pool_run(tmp_path, "rays", "1:2", pool, steps=5000) as run:
         run.until_size(2)
         raylet(next(iter(run.agents().values())).pid).kill()
         run.until_size(1)
@@ -347,7 +345,7 @@ def test_a_run_on_ray_outlives_a_node(lone: Lone, cluster: RayCluster, tmp_path:
         run.check_leftovers()
 
 
-def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:
+def test_failed_start_of_an_agent_is_explained(lone: Lone) -> None:
     broken = lone.engine(setup=("echo no such module >&2", "false"))
     broken.submit(lone.ask("a-1"))
     assert lone.until(broken, "a-1", "gone").why == "the agent ended with exit code 1: no such module"
@@ -358,29 +356,29 @@ def test_how_an_agent_failed_to_start_is_told(lone: Lone) -> None:
     assert "/nowhere/python" in why
 
 
-def test_errors_tell_the_cause(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(AllocationRefused, match="is no address of a Ray cluster"):
+def test_errors_name_the_cause(lone: Lone, cluster: RayCluster, tmp_path: Path) -> None:
+    with pytest.raises(AllocationRefused, match="invalid address of a Ray cluster"):
         lone.engine(address="http://127.0.0.1:8265").watch(lone.tag)
-    with pytest.raises(AllocationRefused, match="interpreter for Ray cannot be started"):
+    with pytest.raises(AllocationRefused, match="cannot start the interpreter for Ray"):
         lone.engine(client="/nowhere/python").watch(lone.tag)
     without = script(tmp_path / "without", f'exec {sys.executable} -S "$@"')
-    with pytest.raises(AllocationRefused, match="Ray is not installed here"):
+    with pytest.raises(AllocationRefused, match="Ray is not installed on this machine"):
         lone.engine(client=without).watch(lone.tag)
     text = "import ray, runpy; ray.__version__ = '1.0.0'; runpy.run_path('{DRIVER}', run_name='__main__')"
     other = script(tmp_path / "other", f'exec {sys.executable} -c "{text.format(DRIVER=DRIVER)}" "$@"')
     with pytest.raises(AllocationRefused, match="another version of Ray or Python"):
         lone.engine(client=other).watch(lone.tag)
-    with pytest.raises(AllocationRefused, match="Ray refuses this"):
+    with pytest.raises(AllocationRefused, match="Ray rejected the request"):
         lone.engine(labels={"a b": "?"}).submit(lone.ask("a-1"))
 
 
-def test_a_head_that_is_away_is_unreachable_within_seconds(lone: Lone, cluster: RayCluster) -> None:
+def test_lost_head_node_is_unreachable_within_seconds(lone: Lone, cluster: RayCluster) -> None:
     began = time.monotonic()
-    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+    with pytest.raises(EngineUnreachable, match="cannot reach the Ray cluster"):
         lone.engine(address="127.0.0.1:9").watch(lone.tag)
-    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+    with pytest.raises(EngineUnreachable, match="cannot reach the Ray cluster"):
         lone.engine(address="ray://no.such.host.invalid:10001").watch(lone.tag)
-    with cluster.headless(), pytest.raises(EngineUnreachable, match="cannot be reached"):
+    with cluster.headless(), pytest.raises(EngineUnreachable, match="cannot reach the Ray cluster"):
         lone.engine().watch(lone.tag)
     assert time.monotonic() - began < 30.0
     assert lone.engine().watch(lone.tag) == []
@@ -394,7 +392,7 @@ def script(path: Path, line: str) -> str:
 
 @contextlib.contextmanager
 def make_group(cluster: RayCluster, name: str, bundle: dict[str, float]) -> Iterator[None]:
-    """A placement group of another process's, in another namespace."""
+    """Create a placement group from another process, in another namespace."""
     text = (
         "import ray, sys\n"
         f"ray.init(address={cluster.address!r}, namespace='other', log_to_driver=False)\n"

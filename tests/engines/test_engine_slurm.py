@@ -1,4 +1,4 @@
-"""Agents as jobs of a real Slurm that these tests start: several nodes on this machine."""
+"""Slurm engine on a real cluster of several nodes, which these tests start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The cluster as somebody on its login node has it; whatever a test leaves in it is ended."""
+    """Yield the cluster with the environment of its login node; cancel whatever a test leaves in it."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("PATH", PATH)
     yield cluster
@@ -68,8 +68,8 @@ class SlurmSite(EngineSite):
     def engine(self, **changes: object) -> Engine:
         return Slurm("pool", msgspec.structs.replace(self.options, **changes))
 
-    def kill(self, hire: str) -> None:
-        os.kill(self.agent_pid(hire), signal.SIGKILL)
+    def kill(self, allocation: str) -> None:
+        os.kill(self.agent_pid(allocation), signal.SIGKILL)
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
@@ -77,27 +77,27 @@ class SlurmSite(EngineSite):
         yield
         self.cluster.start_controller()
 
-    def home(self, hire: str) -> Path:
-        return self.path / "home" / "allocations" / self.tag / hire
+    def home(self, allocation: str) -> Path:
+        return self.path / "home" / "allocations" / self.tag / allocation
 
-    def agent_pid(self, hire: str) -> int:
-        """The batch script became the agent, so there is one process of it."""
+    def agent_pid(self, allocation: str) -> int:
+        """Return the agent's pid; the batch script became the agent, so there is one process."""
         found = self.cluster.job_processes().items()
-        (pid,) = (pid for pid, argv in found if " -m shoal.agent " in argv and f"{self.home(hire)} " in argv)
+        (pid,) = (pid for pid, argv in found if " -m shoal.agent " in argv and f"{self.home(allocation)} " in argv)
         return pid
 
     def left(self) -> list[str]:
-        """Processes of our jobs."""
+        """Return the processes of our jobs."""
         return [f"{pid} {argv}" for pid, argv in self.cluster.job_processes().items()]
 
-    def log(self, hire: str) -> str:
-        return (self.home(hire) / "agent.log").read_text()
+    def log(self, allocation: str) -> str:
+        return (self.home(allocation) / "agent.log").read_text()
 
-    def seen_as(self, engine: Engine, hire: str, state: str) -> bool:
-        return any(one.allocation == hire and one.state == state for one in engine.watch(self.tag))
+    def seen_as(self, engine: Engine, allocation: str, state: str) -> bool:
+        return any(one.allocation == allocation and one.state == state for one in engine.watch(self.tag))
 
-    def why(self, engine: Engine, hire: str) -> str:
-        return next((one.why for one in engine.watch(self.tag) if one.allocation == hire), "")
+    def why(self, engine: Engine, allocation: str) -> str:
+        return next((one.why for one in engine.watch(self.tag) if one.allocation == allocation), "")
 
 
 @pytest.fixture
@@ -108,53 +108,53 @@ def site(slurm: Cluster, tmp_path: Path) -> Iterator[SlurmSite]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_slurm_does_what_engines_do(scenario: Callable[[EngineSite], None], site: SlurmSite) -> None:
+def test_slurm_engine_conforms(scenario: Callable[[EngineSite], None], site: SlurmSite) -> None:
     scenario(site)
 
 
 # --- what Slurm takes back
 
 
-def test_a_preempted_hire_has_its_notice_and_comes_back_when_it_is_queued_again(site: SlurmSite) -> None:
+def test_preempted_allocation_gets_notice_and_returns_after_requeue(site: SlurmSite) -> None:
     engine = site.engine(nodelist="n1", cpus_per_task=2)
     engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     first = site.agent_pid("pool-1")
     began = time.time()
     _preempt(site, "n1")
-    site.until(lambda: "another job takes its place" in site.log("pool-1"), "the notice")
+    site.until(lambda: "preempted by another job" in site.log("pool-1"), "the notice")
     # The agent may be gone again before it is asked; what it told stays in the journal.
     journal = site.path / "coordinator" / "journal.jsonl"
-    heard = re.compile(r'"AgentNotice".*another job takes its place')
+    heard = re.compile(r'"AgentNotice".*preempted by another job')
     site.until(lambda: heard.search(journal.read_text()), "the coordinator to hear of it")
-    within_s = _within_s(site.log("pool-1"), "another job takes its place")
+    within_s = _within_s(site.log("pool-1"), "preempted by another job")
     # The partition's GraceTime is 10 s, and the time that it took to be told is not in it any more.
     assert 10.0 - (time.time() - began) - 1.0 <= within_s <= 11.0
     (seen,) = engine.watch(site.tag)
     assert seen.ends_at is not None
     assert seen.ends_at <= time.time() + 11.0
-    assert "takes its node back" in seen.why
-    site.until(lambda: site.seen_as(engine, "pool-1", "waiting"), "the hire to wait again")
+    assert "preempts it" in seen.why
+    site.until(lambda: site.seen_as(engine, "pool-1", "waiting"), "the allocation to wait again")
     assert "requeued" in site.why(engine, "pool-1")
     site.until(lambda: not psutil.pid_exists(first), "the agent to be ended")
-    site.until(lambda: "no node is free" in site.why(engine, "pool-1"), "the hire to wait for a node only")
+    site.until(lambda: "no node is free" in site.why(engine, "pool-1"), "the allocation to wait for a node only")
     site.cluster.ask("scancel", "--name=rush")
-    site.until(lambda: site.seen_as(engine, "pool-1", "running"), "the hire to come back")
+    site.until(lambda: site.seen_as(engine, "pool-1", "running"), "the allocation to come back")
     site.until_agents("pool-1")
     assert site.agent_pid("pool-1") != first
 
 
-def test_where_nothing_is_queued_again_a_preempted_hire_is_gone(site: SlurmSite) -> None:
+def test_preempted_allocation_without_requeue_is_gone(site: SlurmSite) -> None:
     engine = site.engine(partition="spot", cpus_per_task=2, requeue=False)
     engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
     _preempt(site, "n3")
-    site.until(lambda: "PREEMPTED" in site.why(engine, "pool-1"), "the hire to be gone")
+    site.until(lambda: "PREEMPTED" in site.why(engine, "pool-1"), "the allocation to be gone")
     assert site.seen_as(engine, "pool-1", "gone")
     site.until_agents()
 
 
-def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSite) -> None:
+def test_allocation_near_its_time_limit_gets_notice_and_ends(site: SlurmSite) -> None:
     began = time.time()
     engine = site.engine(time_limit=1, notice_s=50)
     engine.submit(site.request("pool-1"))
@@ -162,9 +162,9 @@ def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSi
     (seen,) = engine.watch(site.tag)
     assert seen.ends_at is not None
     assert began + 50 <= seen.ends_at <= time.time() + 61
-    site.until(lambda: "its time limit" in _notice(site, "pool-1"), "the notice")
+    site.until(lambda: "time limit" in _notice(site, "pool-1"), "the notice")
     # Slurm may warn a minute early, and does not say when to the second.
-    assert seen.ends_at - time.time() - 2 <= _within_s(site.log("pool-1"), "its time limit") <= 61
+    assert seen.ends_at - time.time() - 2 <= _within_s(site.log("pool-1"), "time limit") <= 61
     # Slurm looks at time limits every half a minute.
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
     site.cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now+1")
@@ -173,7 +173,7 @@ def test_a_hire_near_its_time_limit_gives_notice_and_then_is_ended(site: SlurmSi
     site.until_agents()
 
 
-def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmSite) -> None:
+def test_allocation_on_a_lost_node_returns_only_with_requeue(site: SlurmSite) -> None:
     again, once = site.engine(nodelist="n2"), site.engine(nodelist="n2", requeue=False)
     again.submit(site.request("pool-1"))
     once.submit(site.request("pool-2"))
@@ -181,7 +181,7 @@ def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmS
     site.cluster.lose_node("n2")
     site.until_agents()
     site.until(lambda: "NODE_FAIL" in site.why(again, "pool-2"), "Slurm to see that the node is lost")
-    site.until(lambda: site.seen_as(again, "pool-1", "waiting"), "the hire to wait again")
+    site.until(lambda: site.seen_as(again, "pool-1", "waiting"), "the allocation to wait again")
     site.cluster.start_node("n2")
     site.until_agents("pool-1")
     assert set(site.allocations(again)) == {"pool-1"}
@@ -190,7 +190,7 @@ def test_a_lost_node_is_seen_and_its_hire_comes_back_only_if_it_may(site: SlurmS
 # --- what others do to it
 
 
-def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: SlurmSite) -> None:
+def test_job_cancelled_by_hand_hands_over_and_leaves_nothing(site: SlurmSite) -> None:
     engine = site.engine()
     engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
@@ -204,15 +204,18 @@ def test_one_that_somebody_else_cancels_hands_over_and_leaves_nothing(site: Slur
     assert len(site.left()) >= 5, "the agent, its warm process, the member and two more"
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
     site.cluster.ask("scancel", job)
-    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the hire to be gone")
+    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the allocation to be gone")
     site.until(lambda: not site.left(), "its processes to be gone")
-    assert "it was cancelled" in site.why(engine, "pool-1") or "it is being ended" in site.why(engine, "pool-1")
+    assert "it was cancelled" in site.why(engine, "pool-1") or "it is ending" in site.why(engine, "pool-1")
     assert "SIGTERM" in site.log("pool-1")
 
 
-def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: SlurmSite) -> None:
+def test_allocation_cancelled_during_training_costs_no_step(site: SlurmSite) -> None:
     engine = site.engine()
-    handles = [engine.submit(replace(site.request(hire), options=("--grace", "15"))) for hire in ("pool-1", "pool-2")]
+    handles = [
+        engine.submit(replace(site.request(allocation), options=("--grace", "15")))
+        for allocation in ("pool-1", "pool-2")
+    ]
     site.until_agents("pool-1", "pool-2")
     records = site.path / "records"
     records.mkdir()
@@ -229,7 +232,7 @@ def test_a_hire_that_is_cancelled_in_the_middle_of_training_costs_no_step(site: 
     assert not _journal(site, "WorldBroken")
 
 
-def test_an_agent_is_done_with_handing_over_before_slurm_kills_it(site: SlurmSite) -> None:
+def test_agent_hands_over_before_slurm_kills_it(site: SlurmSite) -> None:
     engine = site.engine()
     engine.submit(replace(site.request("pool-1"), options=("--preload", "msgspec", "--grace", "60")))
     site.until_agents("pool-1")
@@ -249,11 +252,11 @@ def _journal(site: SlurmSite, kind: str) -> list[dict[str, Any]]:
 
 
 def _whole_lines(file: Path) -> list[dict[str, Any]]:
-    """The last line may be being written."""
+    """Return the complete lines of a file: the last one may be in the middle of being written."""
     return [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
 
 
-def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: SlurmSite) -> None:
+def test_unconfirmed_submission_is_not_repeated(site: SlurmSite) -> None:
     hung = HangsAtSubmission("pool", site.options)
     hung.controller = site.cluster.controller
     with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
@@ -276,7 +279,7 @@ def test_a_submission_of_which_slurm_did_not_say_so_is_not_made_twice(site: Slur
 
 
 class HangsAtSubmission(Slurm):
-    """The controller hangs when a job is submitted; it takes the job when it goes on."""
+    """Engine whose controller hangs during a submission, and accepts the job when it continues."""
 
     controller: psutil.Process
 
@@ -286,13 +289,13 @@ class HangsAtSubmission(Slurm):
         return super()._run(argv, *given, **named)
 
 
-def test_what_a_coordinator_submitted_before_it_died_is_found_by_the_next(site: SlurmSite) -> None:
+def test_submission_of_a_dead_coordinator_is_found_by_the_next(site: SlurmSite) -> None:
     engine = site.engine()
     died = subprocess.run(
         [sys.executable, "-c", _SUBMITS_AND_DIES, str(site.path), site.tag, site.client.url], timeout=60, check=False
     )
     assert died.returncode == -signal.SIGKILL
-    site.until(lambda: set(site.allocations(engine)) == {"pool-1"}, "the hire to be found")
+    site.until(lambda: set(site.allocations(engine)) == {"pool-1"}, "the allocation to be found")
     (handle,) = (one.handle for one in engine.watch(site.tag))
     assert engine.submit(site.request("pool-1")) == handle
     site.until_agents("pool-1")
@@ -319,12 +322,12 @@ engine.submit(AllocationRequest("pool-1", tag, url, found, 1, ("--preload", "msg
 """
 
 
-def test_nothing_can_be_asked_while_the_controller_is_down(site: SlurmSite) -> None:
+def test_stopped_controller_is_unreachable(site: SlurmSite) -> None:
     engine = site.engine()
     with site.cut():
         for ask in (
             lambda: engine.submit(site.request("pool-1")),
-            engine.offers,
+            engine.capacity,
             lambda: engine.cancel("shoal-t-pool-1"),
         ):
             with pytest.raises(EngineUnreachable, match="Slurm does not answer"):
@@ -334,7 +337,7 @@ def test_nothing_can_be_asked_while_the_controller_is_down(site: SlurmSite) -> N
 # --- what it waits for, and what it says
 
 
-def test_a_hire_that_has_no_place_says_what_it_waits_for(site: SlurmSite) -> None:
+def test_waiting_allocation_says_what_it_waits_for(site: SlurmSite) -> None:
     engine = site.engine(nodelist="n1", cpus_per_task=2)
     engine.submit(site.request("pool-1"))
     site.until_agents("pool-1")
@@ -348,7 +351,7 @@ def test_a_hire_that_has_no_place_says_what_it_waits_for(site: SlurmSite) -> Non
     ("options", "what"),
     [
         ({"partition": "nix"}, "no such partition"),
-        ({"partition": "physics"}, "the account cannot be used"),
+        ({"partition": "physics"}, "invalid account"),
         ({"partition": "short", "time_limit": 60}, "the time limit is"),
         ({"time_limit": "soon"}, "the time limit is"),
         ({"constraint": "fast"}, "no node has what constraint"),
@@ -362,7 +365,7 @@ def test_a_hire_that_has_no_place_says_what_it_waits_for(site: SlurmSite) -> Non
     ],
     ids=str,
 )
-def test_what_slurm_will_never_do_is_refused_with_the_cause(
+def test_impossible_request_is_refused_with_the_cause(
     slurm: Cluster, tmp_path: Path, options: dict[str, object], what: str
 ) -> None:
     site = SlurmSite(tmp_path, slurm)
@@ -375,9 +378,9 @@ def test_what_slurm_will_never_do_is_refused_with_the_cause(
     assert not site.home("pool-1").exists(), "nothing is left of it, least of all the token"
 
 
-def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(site: SlurmSite) -> None:
+def test_sizes_are_requested_and_directories_of_jobs_are_removed(site: SlurmSite) -> None:
     engine = site.engine()
-    with pytest.raises(AllocationRefused, match="no node of the partition has as much"):
+    with pytest.raises(AllocationRefused, match="no node of the partition has that many"):
         engine.submit(replace(site.request("pool-1"), cpus=99))
     handle = engine.submit(replace(site.request("pool-2"), cpus=2, memory_bytes=100 << 20))
     said = subprocess.run(["squeue", "-h", f"--name={handle}", "-o", "%C %m"], capture_output=True, text=True).stdout
@@ -397,53 +400,53 @@ def test_what_members_need_is_asked_of_slurm_and_what_a_job_leaves_is_removed(si
     assert (site.home("pool-3") / "token").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_named(slurm: Cluster, tmp_path: Path) -> None:
+def test_unwritable_directory_is_named(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     engine = SlurmSite(tmp_path, slurm).engine(directory=str(tmp_path / "file"))
-    with pytest.raises(AllocationRefused, match="the token cannot be put") as refused:
+    with pytest.raises(AllocationRefused, match="cannot write the token") as refused:
         engine.submit(_ask("t1"))
     assert refused.value.why == "Not a directory"
 
 
-def test_a_partition_that_is_not_there_offers_nothing(slurm: Cluster, tmp_path: Path) -> None:
+def test_unknown_partition_has_no_capacity(slurm: Cluster, tmp_path: Path) -> None:
     (offer,) = SlurmSite(tmp_path, slurm).engine(partition="nix").capacity()
     assert (offer.kind, offer.count) == ("nix", 0)
 
 
-def test_where_slurm_is_not_installed_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_slurm_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     engine = Slurm("pool", SlurmOptions(directory=str(tmp_path)))
-    with pytest.raises(AllocationRefused, match="squeue is not on this machine") as refused:
+    with pytest.raises(AllocationRefused, match="squeue is not installed on this machine") as refused:
         engine.submit(_ask("t1"))
     assert "login node" in refused.value.do
 
 
-def test_where_slurm_has_no_cluster_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_a_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
     with pytest.raises(AllocationRefused, match="find no cluster"):
         Slurm("pool", SlurmOptions(directory=str(tmp_path))).submit(_ask("t1"))
 
 
-def test_an_agent_that_cannot_start_leaves_word_why(site: SlurmSite) -> None:
+def test_agent_that_cannot_start_logs_why(site: SlurmSite) -> None:
     engine = site.engine(python="/no/such/python")
     engine.submit(site.request("pool-1"))
-    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the hire to be gone")
+    site.until(lambda: site.seen_as(engine, "pool-1", "gone"), "the allocation to be gone")
     site.until(lambda: "/no/such/python" in site.why(engine, "pool-1"), "the reason")
     assert "exit code 127" in site.why(engine, "pool-1")
 
 
-def test_a_directory_that_nodes_do_not_share_is_named(site: SlurmSite) -> None:
+def test_directory_that_nodes_do_not_share_is_named(site: SlurmSite) -> None:
     engine = site.engine(extra=("--hold",))
     engine.submit(site.request("pool-1"))
     # As on a node that sees another file system of this name.
     (site.home("pool-1") / "token").unlink()
     job = site.cluster.ask("squeue", "--noheader", "--format=%A").stdout.strip()
     assert site.cluster.ask("scontrol", "release", job).returncode == 0
-    site.until(lambda: "set directory to a shared one" in site.why(engine, "pool-1"), "the reason")
+    site.until(lambda: "set directory to one on a shared disk" in site.why(engine, "pool-1"), "the reason")
 
 
-def test_the_token_is_in_a_file_of_its_owner_and_nowhere_else(site: SlurmSite) -> None:
+def test_token_is_only_in_a_file_of_its_owner(site: SlurmSite) -> None:
     engine, ask = site.engine(), site.request("pool-1")
     handle = engine.submit(ask)
     site.until_agents("pool-1")
@@ -460,7 +463,7 @@ def test_the_token_is_in_a_file_of_its_owner_and_nowhere_else(site: SlurmSite) -
     assert not file.exists()
 
 
-def test_offers_are_what_the_nodes_have_free(site: SlurmSite) -> None:
+def test_capacity_is_what_the_nodes_have_free(site: SlurmSite) -> None:
     engine = site.engine(cpus_per_task=2)
     offers = {one.kind: one for one in engine.capacity()}
     assert (offers["low"].count, offers["low"].cpus) == (3, 2)
@@ -478,13 +481,13 @@ def _ask(tag: str) -> AllocationRequest:
 
 
 def _preempt(site: SlurmSite, node: str) -> None:
-    """Somebody's job comes before all others on this node."""
+    """Submit a job that preempts all others on this node."""
     argv = ("sbatch", "--partition=high", f"--nodelist={node}", "--cpus-per-task=2", "--output=/dev/null")
     assert site.cluster.ask(*argv, "--job-name=rush", "--wrap=sleep 600").returncode == 0
 
 
-def _notice(site: SlurmSite, hire: str) -> str:
-    return next((one.notice for one in site.client.agents() if one.agent == hire), "")
+def _notice(site: SlurmSite, allocation: str) -> str:
+    return next((one.notice for one in site.client.agents() if one.agent == allocation), "")
 
 
 def _within_s(log: str, why: str) -> float:

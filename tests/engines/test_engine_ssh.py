@@ -1,4 +1,4 @@
-"""Agents on hosts that a real ssh reaches, as an engine starts them."""
+"""Ssh engine on real hosts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if why := why_not():
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_ssh_does_what_engines_do(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
+def test_ssh_engine_conforms(scenario: Callable[[EngineSite], None], tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1*2", "h2*2") as site:
         scenario(site)
 
 
-def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_host_without_power_is_lost_after_a_while_and_others_continue(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0, lost_after_s=600.0) as site:
         engine = site.engine()
-        assert [engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")] == [
+        assert [engine.submit(site.request(allocation)) for allocation in ("pool-1", "pool-2")] == [
             f"h1/{site.tag}/pool-1",
             f"h2/{site.tag}/pool-2",
         ]
@@ -57,10 +57,10 @@ def test_a_host_that_loses_its_power_is_lost_after_a_while_and_the_other_goes_on
         site.until_agents("pool-2", "pool-4")
 
 
-def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tmp_path: Path) -> None:
+def test_agents_of_a_partitioned_host_survive_the_partition(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {allocation: engine.submit(site.request(allocation)) for allocation in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
         before = site.process("pool-2").pid
         site.network.cut("h2")
@@ -68,21 +68,21 @@ def test_what_runs_on_a_host_that_is_cut_off_is_still_there_when_it_is_healed(tm
         assert {one.state for one in site.allocations(engine).values()} == {"running"}
         site.network.heal("h2")
         site.until(lambda: not site.allocations(engine)["pool-2"].why, "h2 to answer again")
-        assert {hire: one.handle for hire, one in site.allocations(engine).items()} == handles
+        assert {allocation: one.handle for allocation, one in site.allocations(engine).items()} == handles
         site.until_agents("pool-1", "pool-2")
         assert site.process("pool-2").pid == before
 
 
-def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
+def test_hanging_host_does_not_delay_the_others(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1", "h2", connect_timeout_s=5.0) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {allocation: engine.submit(site.request(allocation)) for allocation in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
         hung = site.network.sshds("h2")
         for process in hung:
             process.suspend()
         seen = site.allocations(engine)
-        assert {hire: one.handle for hire, one in seen.items()} == handles
+        assert {allocation: one.handle for allocation, one in seen.items()} == handles
         assert "h2 does not answer: no reply within" in seen["pool-2"].why
         assert not seen["pool-1"].why
         for process in hung:
@@ -90,7 +90,7 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
         site.until(lambda: not site.allocations(engine)["pool-2"].why, "h2 to answer again")
 
 
-def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
+def test_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
     with ssh_network(tmp_path / "net", "h1") as network:
         network.boot("h2", sshd=f"AllowUsers root@{network.address('h1')}")
         with SshSite(tmp_path, network, "h2", jump="h1") as site:
@@ -104,7 +104,7 @@ def test_a_host_behind_another_is_reached_by_a_jump(tmp_path: Path) -> None:
             assert not site.connections(), "connections stay when the engine is closed"
 
 
-def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_path: Path) -> None:
+def test_token_is_private_and_does_not_outlive_its_agent(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1*2") as site:
         engine = site.engine()
         engine.submit(site.request("pool-1"))
@@ -125,13 +125,13 @@ def test_nobody_else_can_read_the_token_and_it_does_not_outlive_its_agent(tmp_pa
         assert not list(site.network.home("h1").rglob("token*"))
 
 
-def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
+def test_hosts_with_a_shared_home_are_distinguished(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with ssh_site(tmp_path, "h1", "h2", directory=str(shared)) as site:
         engine = site.engine()
-        handles = {hire: engine.submit(site.request(hire)) for hire in ("pool-1", "pool-2")}
+        handles = {allocation: engine.submit(site.request(allocation)) for allocation in ("pool-1", "pool-2")}
         site.until_agents("pool-1", "pool-2")
-        assert {hire: one.handle for hire, one in site.allocations(site.engine()).items()} == handles
+        assert {allocation: one.handle for allocation, one in site.allocations(site.engine()).items()} == handles
         engine.cancel(handles["pool-2"])
         site.until_agents("pool-1")
         assert set(site.allocations(engine)) == {"pool-1"}
@@ -142,7 +142,7 @@ def test_hosts_that_share_a_home_are_told_apart(tmp_path: Path) -> None:
         assert [home.name for home in homes.iterdir()] == ["pool-1"], "what is left of the other is removed"
 
 
-def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
+def test_allocations_of_other_coordinators_take_room(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         mine, other = site.tag, f"{site.tag}-other"
         engine = site.engine()
@@ -159,7 +159,7 @@ def test_the_hires_of_others_take_room(tmp_path: Path) -> None:
         assert engine.watch(mine) == []
 
 
-def test_one_that_ends_says_why(tmp_path: Path) -> None:
+def test_ended_agent_says_why(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine()
         engine.submit(site.request("pool-1"))

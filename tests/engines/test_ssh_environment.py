@@ -1,4 +1,4 @@
-"""Hosts that have nothing but Python: a run brings its environment along, which is made there once."""
+"""Hosts with nothing but Python: a run brings its environment, which is built there once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ environment = "requirements.txt"
 
 
 class Bare(RunUnderTest):
-    """A run on a host without Shoal."""
+    """Run on hosts without Shoal."""
 
     def __init__(self, path: Path, network: SshNetwork, requirements: str, steps: int = 40, more: str = "") -> None:
         project = path / "project"
@@ -74,7 +74,7 @@ def check_leftovers(network: SshNetwork) -> None:
     assert not list((network.home("h1") / ".shoal" / "allocations").rglob("token*"))
 
 
-def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path: Path) -> None:
+def test_run_trains_on_hosts_with_nothing_but_python(network: SshNetwork, tmp_path: Path) -> None:
     wheels = wheelhouse.fill(tmp_path / "wheels", "torch")
     index = f"--no-index\n--find-links {wheels}\n"
     run = Bare(tmp_path / "first", network, f"{index}torch\n")
@@ -99,7 +99,7 @@ def test_a_run_trains_where_nothing_but_python_was(network: SshNetwork, tmp_path
         run.close()
 
 
-def test_what_cannot_be_made_ends_the_run_with_its_cause(network: SshNetwork, tmp_path: Path) -> None:
+def test_environment_that_cannot_be_built_ends_the_run_with_its_cause(network: SshNetwork, tmp_path: Path) -> None:
     run = Bare(tmp_path / "bad", network, f"--no-index\n--find-links {tmp_path}\nno-such-thing==9\n")
     try:
         run.finish(exit_code=4, timeout_s=100)
@@ -114,7 +114,7 @@ def test_what_cannot_be_made_ends_the_run_with_its_cause(network: SshNetwork, tm
         run.close()
 
 
-def test_a_full_disk_is_named(network: SshNetwork, tmp_path: Path) -> None:
+def test_full_disk_is_named(network: SshNetwork, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk))

@@ -1,4 +1,4 @@
-"""What can be wrong with a host, for real: one clear error for each cause, and nothing is left there."""
+"""Faulty hosts, for real: one clear error for each cause, and nothing is left on them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refusal(engine: Ssh, kind: type[LaunchError] = AllocationRefused) -> LaunchE
     return caught.value
 
 
-def test_an_unknown_host(network: SshNetwork) -> None:
+def test_unknown_host_is_refused(network: SshNetwork) -> None:
     # A name that no server has to be asked for: there is none in the hub.
     name = 70 * "n"
     error = refusal(engine(network, name))
@@ -68,24 +68,24 @@ def test_an_unknown_host(network: SshNetwork) -> None:
     assert "Name or service not known" in error.why
 
 
-def test_a_name_that_cannot_be_looked_up_now(network: SshNetwork) -> None:
+def test_temporary_resolver_failure_is_unreachable(network: SshNetwork) -> None:
     error = refusal(engine(network, "nowhere.invalid"), EngineUnreachable)
     assert error.what == "temporary failure to resolve nowhere.invalid"
     assert "correct hosts in [pool.lab]" in error.do
 
 
-def test_a_host_where_no_sshd_listens(network: SshNetwork) -> None:
+def test_host_without_sshd_is_unreachable(network: SshNetwork) -> None:
     error = refusal(engine(network, port=2222), EngineUnreachable)
     assert error.what == "h1 refused the connection: no sshd is listening"
     assert "port 2222: Connection refused" in error.why
 
 
-def test_a_host_that_is_not_there(network: SshNetwork) -> None:
+def test_host_that_is_down_is_unreachable(network: SshNetwork) -> None:
     error = refusal(engine(network, "10.91.0.200", connect_timeout_s=2.0), EngineUnreachable)
     assert error.what == "10.91.0.200 does not answer"
 
 
-def test_a_wrong_key(network: SshNetwork, tmp_path: Path) -> None:
+def test_wrong_key_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace("IdentityFile", "#"))
@@ -95,7 +95,7 @@ def test_a_wrong_key(network: SshNetwork, tmp_path: Path) -> None:
     assert "identity in [pool.lab]" in error.do
 
 
-def test_a_pool_whose_hosts_all_turn_us_away_is_not_asked_again(network: SshNetwork, tmp_path: Path) -> None:
+def test_pool_whose_hosts_all_reject_us_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace("IdentityFile", "#"))
     for hosts, what in ((("h1",), "authentication failed on h1"), (("h1", "h2"), "no host of pool lab answers")):
@@ -110,7 +110,7 @@ def test_a_pool_whose_hosts_all_turn_us_away_is_not_asked_again(network: SshNetw
     partly.close()
 
 
-def test_a_key_of_a_host_that_was_never_seen_is_noted_only_if_one_says_so(network: SshNetwork, tmp_path: Path) -> None:
+def test_new_host_key_is_stored_only_with_accept_new(network: SshNetwork, tmp_path: Path) -> None:
     known = tmp_path / "known_hosts"
     config = tmp_path / "config"
     config.write_text(network.config.read_text().replace(str(network.config.parent / "known_hosts"), str(known)))
@@ -124,7 +124,7 @@ def test_a_key_of_a_host_that_was_never_seen_is_noted_only_if_one_says_so(networ
     assert network.address("h1") in known.read_text()
 
 
-def test_a_key_of_a_host_that_changed_is_refused_even_if_new_ones_are_not(network: SshNetwork, tmp_path: Path) -> None:
+def test_changed_host_key_is_refused_even_with_accept_new(network: SshNetwork, tmp_path: Path) -> None:
     known = tmp_path / "known_hosts"
     lines = (network.config.parent / "known_hosts").read_text().splitlines()
     first, second = (line.partition(" ") for line in lines)
@@ -136,12 +136,12 @@ def test_a_key_of_a_host_that_changed_is_refused_even_if_new_ones_are_not(networ
     assert "ssh-keygen -R h1" in error.do
 
 
-def test_a_config_that_is_not_there(network: SshNetwork, tmp_path: Path) -> None:
+def test_missing_ssh_config_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     error = refusal(engine(network, config=str(tmp_path / "none")))
     assert error.what == "ssh is misconfigured on this machine"
 
 
-def test_no_python(network: SshNetwork) -> None:
+def test_host_without_python_is_refused(network: SshNetwork) -> None:
     error = refusal(engine(network, python="/opt/none/bin/python"))
     assert error.what == "Python not found on h1"
     assert "/opt/none/bin/python" in error.why
@@ -150,7 +150,7 @@ def test_no_python(network: SshNetwork) -> None:
     assert "/opt/none/bin/python" in late.why
 
 
-def test_a_python_that_is_too_old(network: SshNetwork, tmp_path: Path) -> None:
+def test_python_that_is_too_old_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     old = _program(tmp_path / "old", "echo 3.9.2")
     error = refusal(engine(network, python=str(old), setup=("echo hello",)))
     assert error.what == "Python on h1 is too old"
@@ -160,19 +160,19 @@ def test_a_python_that_is_too_old(network: SshNetwork, tmp_path: Path) -> None:
     assert refusal(engine(network, python=str(older))).what == "Python on h1 is too old"
 
 
-def test_a_python_without_shoal(network: SshNetwork) -> None:
+def test_python_without_shoal_is_refused(network: SshNetwork) -> None:
     error = refusal(engine(network, python="/usr/bin/python3"))
     assert error.what == "Shoal is not installed on h1"
     assert "/usr/bin/python3" in error.why
 
 
-def test_a_setup_that_fails(network: SshNetwork) -> None:
+def test_failing_setup_is_refused(network: SshNetwork) -> None:
     error = refusal(engine(network, setup=("echo oh no >&2; exit 3",)))
     assert error.what == "cannot start Python on h1"
     assert "exit code 3, oh no" in error.why
 
 
-def test_a_full_disk(network: SshNetwork, tmp_path: Path) -> None:
+def test_full_disk_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk"))
     network.on("h1", "sh", "-c", f"head -c 100000 /dev/zero >{tmp_path}/disk/fill || true")
@@ -184,7 +184,7 @@ def test_a_full_disk(network: SshNetwork, tmp_path: Path) -> None:
     assert network.on("h1", "find", str(tmp_path / "disk"), "-name", "token*") == ""
 
 
-def test_what_runs_can_be_ended_when_the_disk_can_no_longer_be_written(network: SshNetwork, tmp_path: Path) -> None:
+def test_agent_can_be_stopped_on_a_read_only_disk(network: SshNetwork, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "disk"))
     some = engine(network, directory=str(tmp_path / "disk"), setup=("exec sleep 4711",))
@@ -199,7 +199,7 @@ def test_what_runs_can_be_ended_when_the_disk_can_no_longer_be_written(network: 
     some.close()
 
 
-def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path) -> None:
+def test_unwritable_directory_is_refused(network: SshNetwork, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     network.on("h1", "mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path / "disk"))
     error = refusal(engine(network, directory=str(tmp_path / "disk")))
@@ -207,7 +207,7 @@ def test_a_directory_that_cannot_be_written(network: SshNetwork, tmp_path: Path)
     assert "Read-only file system" in error.why
 
 
-def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> None:
+def test_wrong_clock_is_reported(network: SshNetwork, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() - 3600.0\n")
     late = _program(tmp_path / "late", f'exec env PYTHONPATH={tmp_path} {sys.executable} "$@"')
     offer = engine(network, python=str(late)).capacity()[0]
@@ -215,7 +215,7 @@ def test_a_clock_that_is_wrong_is_told(network: SshNetwork, tmp_path: Path) -> N
     assert "clock" not in engine(network).capacity()[0].why
 
 
-def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) -> None:
+def test_bad_host_does_not_keep_an_allocation_from_a_good_one(network: SshNetwork) -> None:
     some = engine(
         network, 70 * "n", "10.91.0.200", "h2", connect_timeout_s=5.0, setup=(f"export PYTHONPATH={SOURCES}",)
     )
@@ -226,7 +226,7 @@ def test_one_bad_host_does_not_keep_a_hire_from_a_good_one(network: SshNetwork) 
     some.close()
 
 
-def test_no_good_host_at_all_names_what_is_wrong_with_each(network: SshNetwork) -> None:
+def test_error_names_the_cause_of_each_bad_host(network: SshNetwork) -> None:
     error = refusal(engine(network, "nowhere.invalid", "h1", python="/opt/none/bin/python"))
     assert "nowhere.invalid" in error.why
     assert "h1: Python not found on h1" in error.why

@@ -1,4 +1,4 @@
-"""A run whose machines are ssh hosts: one of them loses its power, and comes back."""
+"""Run on ssh hosts, one of which loses power and returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = (f"host={HUB}", "lease_s=2", "notice.grace_s=3", "preload=torch,shoal
 
 
 class OnHosts(RunUnderTest):
-    """A run that takes its machines from a pool of hosts; the project is sent to them."""
+    """Run on a pool of ssh hosts; the project is sent to them."""
 
     def __init__(self, path: Path, network: SshNetwork, members: str, steps: int) -> None:
         project = path / "project"
@@ -46,9 +46,7 @@ class OnHosts(RunUnderTest):
         return super().begin("--on", "lab", *arguments)
 
 
-def test_a_run_goes_on_when_a_host_loses_its_power_and_takes_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_continues_when_a_host_loses_power_and_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ssh_network(tmp_path / "net", "h1", "h2") as network:
         run = OnHosts(tmp_path, network, "1:2", steps=600)

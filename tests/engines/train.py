@@ -1,4 +1,4 @@
-"""The script under tests of engines: slow enough to be hurt, and it writes down every step that it commits."""
+"""Training script for tests of engines: slow, and it records every step that it commits."""
 
 import json
 import os

@@ -45,7 +45,7 @@ class Hosts(Stage):
         self._services[host] = self.start("join", url, *token, "--name", host, "--slots", "1", where=place)
 
     def power_off(self, host: str) -> None:
-        """The host is gone without a word: no connection of it is ever closed."""
+        """Power a host off: none of its connections is ever closed."""
         self.network.cut(host)
         self._services[host].kill()
         self._services[host].wait(60)

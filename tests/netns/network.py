@@ -76,7 +76,7 @@ class Network:
         return (*enter, "unshare", "--pid", "--mount-proc", "--fork", "--kill-child", *init) if mortal else enter
 
     def cut(self, host: str) -> None:
-        """Pull the host's plug at the bridge: nothing comes or goes, and nobody is told."""
+        """Disconnect a host at the bridge: nothing passes, and no connection is closed."""
         ip("-n", self._hub, "link", "set", host, "down")
 
     def heal(self, host: str) -> None:
@@ -112,7 +112,7 @@ def _namespaces(prefix: str) -> list[str]:
 
 
 def _remove(name: str) -> None:
-    """End whoever is left in a namespace, and the namespace."""
+    """Kill all processes in a namespace, and delete the namespace."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while (pids := ip("netns", "pids", name).split()) and time.monotonic() < deadline:
         for pid in pids:

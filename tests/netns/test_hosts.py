@@ -32,7 +32,7 @@ def test_three_hosts_train_as_one_member_would(network: Network, tmp_path: Path)
         assert {hello["address"]["host"] for hello in hellos} == {network.address("h2")}
 
 
-def test_a_host_that_is_cut_off_is_left_behind_and_comes_back_when_healed(network: Network, tmp_path: Path) -> None:
+def test_partitioned_host_is_dropped_and_rejoins_when_healed(network: Network, tmp_path: Path) -> None:
     with hosted(network, tmp_path, 3, "1:3", SETTINGS, pause_s=0.05, epochs=60) as run:
         run.until_size(3)
         run.until_step(run.step() + 5)
@@ -52,7 +52,7 @@ def test_a_host_that_is_cut_off_is_left_behind_and_comes_back_when_healed(networ
         run.check()
 
 
-def test_training_goes_on_while_the_coordinator_is_cut_off(network: Network, tmp_path: Path) -> None:
+def test_training_continues_while_the_coordinator_is_partitioned(network: Network, tmp_path: Path) -> None:
     with hosted(network, tmp_path, 3, "2:3", SETTINGS, pause_s=0.05, epochs=60) as run:
         run.until_size(3)
         run.until_step(run.step() + 5)
@@ -61,7 +61,7 @@ def test_training_goes_on_while_the_coordinator_is_cut_off(network: Network, tmp
         at = run.step()
         time.sleep(VERY_LONG_S)
         run.until_step(at + 20)
-        assert run.commits()[-1]["world"] == world, "the world changed with nobody to form another"
+        assert run.commits()[-1]["world"] == world, "the world changed without a coordinator"
         network.heal(COORDINATOR)
         run.until_step(run.step() + 40)
         run.until_size(3)
@@ -69,9 +69,7 @@ def test_training_goes_on_while_the_coordinator_is_cut_off(network: Network, tmp
         run.stop()
 
 
-def test_a_coordinator_that_was_cut_off_for_longer_than_a_lease_disturbs_nobody(
-    network: Network, tmp_path: Path
-) -> None:
+def test_coordinator_partitioned_for_longer_than_a_lease_keeps_all_members(network: Network, tmp_path: Path) -> None:
     with hosted(network, tmp_path, 3, "2:3", SETTINGS, pause_s=0.05, epochs=60) as run:
         run.until_size(3)
         run.until_step(run.step() + 5)
@@ -86,9 +84,7 @@ def test_a_coordinator_that_was_cut_off_for_longer_than_a_lease_disturbs_nobody(
         run.stop()
 
 
-def test_a_member_lost_while_the_coordinator_is_cut_off_is_resolved_when_healed(
-    network: Network, tmp_path: Path
-) -> None:
+def test_member_lost_during_a_coordinator_partition_is_resolved_when_healed(network: Network, tmp_path: Path) -> None:
     with hosted(network, tmp_path, 3, "2:3", SETTINGS, pause_s=0.05, epochs=60) as run:
         run.until_size(3)
         run.until_step(run.step() + 5)
@@ -102,9 +98,7 @@ def test_a_member_lost_while_the_coordinator_is_cut_off_is_resolved_when_healed(
         run.stop()
 
 
-def test_a_host_that_dies_whole_costs_no_step_and_takes_part_again_when_it_is_back(
-    network: Network, tmp_path: Path
-) -> None:
+def test_host_that_dies_costs_no_step_and_rejoins_when_it_is_back(network: Network, tmp_path: Path) -> None:
     with hosted(network, tmp_path, 3, "2:3", SETTINGS, pause_s=0.05, epochs=60) as run:
         run.until_size(3)
         run.until_step(run.step() + 5)

@@ -28,7 +28,7 @@ class Odd(Hosts):
             self.network.add(host)
             self._furnish(host, number)
         ip("-n", self.network.space("h2"), "addr", "del", f"{self.network.address('h2')}/24", "dev", "eth0")
-        # Nobody reaches h1 but at the ports of members; what it asks for itself comes back to higher ones.
+        # Only the ports of members of h1 can be reached; replies to its own requests go to higher ports.
         firewall(self.network.space("h1"), "1-29399", "29410-32767")
         inside = ("unshare", "--uts", "--mount", "bash", "-c", NAMED, "named", str(self.records / "hosts"))
         place = (*self.network.inside(COORDINATOR), *inside)
@@ -58,7 +58,7 @@ class Odd(Hosts):
         self._services[host] = self.start(*words, where=place)
 
 
-def test_members_find_the_one_way_to_each_other_among_those_that_lead_nowhere(network: Network, tmp_path: Path) -> None:
+def test_members_find_the_only_address_that_works(network: Network, tmp_path: Path) -> None:
     run = Odd(network, tmp_path, 2, "2:2", (f"ports={PORTS}",), epochs=4)
     try:
         run.until_size(2)

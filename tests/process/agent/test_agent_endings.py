@@ -239,7 +239,7 @@ def test_members_outlive_the_coordinator_and_exits_are_reported_after_reconnect(
     pid = coordinator.pid_of()
     coordinator.close()
     (tmp_path / "go").touch()
-    until(lambda: not psutil.pid_exists(coordinator.pid_of("lab/1")), "the second member ended")
+    until(lambda: "lab/1 of run run ended" in agent.log.read_text(), "the agent to record the exit")
     assert not coordinator.exits()
     coordinator.open()
     exit_ = coordinator.exit_of("lab/1")

@@ -1,4 +1,4 @@
-"""Machines that share no disk with the user: what they train on and save survives all of them."""
+"""Machines without the user's disk: project and outputs survive the loss of all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines.test_hiring import SCRIPT, Hired, hired, pool
+from tests.engines.test_pool_runs import SCRIPT, PoolRun, pool, pool_run
 
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
@@ -16,20 +16,20 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)
 STEPS = 100
 
 
-def newest(run: Hired) -> int:
+def newest(run: PoolRun) -> int:
     where = next(run.home.glob("coordinators/*/runs/*"), run.home) / "checkpoints"
     found = checkpoint.newest(open_store(str(where)))
     return found.step if found is not None else -1
 
 
-def test_a_run_outlives_all_its_machines_and_goes_on_where_they_were_on_another_one(tmp_path: Path) -> None:
+def test_run_resumes_on_another_machine_after_losing_all(tmp_path: Path) -> None:
     pools = "".join(
         pool(name, limit, shared=False, directory=str(tmp_path / "home" / name)).replace("False", "false")
         for name, limit in (("far", 2), ("farther", 1))
     )
     text = SCRIPT.read_text().replace('run.save(OUT / "final.pt")', 'print("saves", flush=True); run.save("final.pt")')
     settings = ("checkpoint.every_steps=10", "lease_s=1")
-    with hired(tmp_path, "far,farther", "1:2", pools, *settings, script="train.py", steps=STEPS, text=text) as run:
+    with pool_run(tmp_path, "far,farther", "1:2", pools, *settings, script="train.py", steps=STEPS, text=text) as run:
         run.until_size(2)
         run.until(lambda: newest(run) >= 20, "a checkpoint at the coordinator")
         lost = {one["pid"] for one in run.events_of("ready")}

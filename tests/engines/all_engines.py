@@ -1,4 +1,4 @@
-"""A Slurm, a Ray and ssh hosts that see each other: all are joined to one hub, which nothing else is."""
+"""Slurm, Ray and ssh hosts that reach each other: all are connected to one hub, and to nothing else."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.netns.network import SUBNET
 
 
 def why_not() -> str:
-    """What is missing for all of it, or nothing."""
+    """Return what is missing to start all of them; "" if nothing."""
     return slurm_cluster.missing() or ssh_hosts.why_not() or ray_cluster.why_not()
 
 
 @dataclass(frozen=True)
-class Everywhere:
-    """The clusters, and pools of them for the shoal.toml of a project."""
+class AllEngines:
+    """Three clusters, and their pools for the shoal.toml of a project."""
 
     slurm: Cluster
     ray: RayCluster
@@ -35,11 +35,11 @@ class Everywhere:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What somebody needs who uses all of them."""
+        """Return the environment variables that the clients of all clusters need."""
         return {"SLURM_CONF": str(self.slurm.conf), "PATH": slurm_cluster.PATH, "RAY_TMPDIR": self.ray.directory}
 
     def pools(self, path: Path, exports: dict[str, str]) -> str:
-        """Two machines of each, that are given up soon if they do not come; records are written to this disk."""
+        """Return pools of two machines each, with short waits; records are written to this disk."""
         told = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **exports}
         setup = "export " + " ".join(f"{name}='{value}'" for name, value in told.items())
         both = f'limit = 2\nwait_s = 2\npython = "{sys.executable}"\nsetup = ["""{setup}"""]\n'
@@ -47,20 +47,20 @@ class Everywhere:
             f'[pool.slurm]\nengine = "slurm"\nlook_s = 0.2\nrequeue = false\ndirectory = "{path}/slurm"\n{both}'
             f'[pool.rays]\nengine = "ray"\naddress = "{self.ray.address}"\nresources = {{seat = 1}}\ngrace_s = 5\n'
             f'directory = "{path}/rays"\n{both}'
-            # Nobody has this address.
+            # No machine has this address.
             f'[pool.dead]\nengine = "ssh"\nhosts = ["{SUBNET}.200"]\nconfig = "{self.hosts.config}"\nconnect_s = 2\n'
             f'[pool.lab]\nengine = "ssh"\nhosts = ["h1", "h2"]\nconfig = "{self.hosts.config}"\nconnect_s = 3\n{both}'
         )
 
     def left_in(self, path: Path) -> list[str]:
-        """What is left of runs below a directory, when jobs that were cancelled have had time to complete."""
+        """Return what is left of runs below a directory, after cancelled jobs had time to complete."""
         deadline = time.monotonic() + 60
         while (left := self._left_in(path)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
     def _left_in(self, path: Path) -> list[str]:
-        """Jobs, processes and tokens; what is left on lost nodes of Ray is lost."""
+        """Return jobs, processes and tokens; lost nodes of Ray do not count."""
         jobs = self.slurm.ask("squeue", "--noheader", "--format=%j").stdout.split()
         found = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
         agents = [argv for argv in found if " shoal.agent " in argv and str(path) in argv]
@@ -70,7 +70,7 @@ class Everywhere:
 
     @contextlib.contextmanager
     def slow(self, host: str, rate: str) -> Iterator[None]:
-        """While it is entered, a host sends and receives no faster than that."""
+        """Limit the bandwidth of a host while the context is active."""
         how = ("root", "tbf", "rate", rate, "burst", "16kb", "latency", "2s")
         self.hosts.tc("", "add", "dev", host, *how)
         self.hosts.tc(host, "add", "dev", "eth0", *how)
@@ -82,8 +82,8 @@ class Everywhere:
 
 
 @contextlib.contextmanager
-def everywhere(path: Path, rays: int) -> Iterator[Everywhere]:
-    """All of them up, seen from this thread; nothing of them is left afterwards."""
+def all_engines(path: Path, rays: int) -> Iterator[AllEngines]:
+    """Start all clusters, reachable from this thread; leave nothing of them behind."""
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(ssh_network(path / "net", "h1", "h2"))
         # Not below pytest's own directory: the path of munge's socket has to be short.
@@ -95,7 +95,7 @@ def everywhere(path: Path, rays: int) -> Iterator[Everywhere]:
         for _ in range(rays):
             ray.add(num_cpus=1, resources={"seat": 1})
         before = dict(os.environ)
-        found = Everywhere(slurm, ray, hosts)
+        found = AllEngines(slurm, ray, hosts)
         os.environ.update(found.environ)
         stack.callback(os.environ.update, before)
         yield found

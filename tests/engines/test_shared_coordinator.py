@@ -1,4 +1,4 @@
-"""A standing coordinator with pools: several users submit from elsewhere, and its machines go round."""
+"""Shared coordinator with pools: several users submit from elsewhere and share its machines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)
 
 SCRIPT = Path(__file__).with_name("train.py")
 POOLS = '[pool.farm]\nengine = "local"\nlimit = 2\nprice = 1.0\n'
-PATIENCE_S = 120.0
+WAIT_LIMIT_S = 120.0
 
 
 class Standing:
-    """`shoal coordinator` in a folder with pools, and its users in folders of their own."""
+    """Process of `shoal coordinator` in a folder with pools; its users have folders of their own."""
 
     def __init__(self, path: Path, home: Path | None = None) -> None:
         self.path, self.directory = path, path / "coordinator"
@@ -45,7 +45,7 @@ class Standing:
         return [sys.executable, "-m", "shoal.cli.main", *arguments]
 
     def user(self, name: str) -> tuple[str, ...]:
-        """A folder with a project for a user, and the options that it asks the coordinator with."""
+        """Return a user's project folder, and the options that address the coordinator."""
         self.shoal("token", name, "--dir", str(self.directory), where=self.path)
         folder = self.path / name
         folder.mkdir()
@@ -55,14 +55,14 @@ class Standing:
     def shoal(self, *arguments: str, where: Path, code: int = 0) -> Any:
         argv = self._argv("--json", *arguments)
         done = subprocess.run(
-            argv, env=self.environ, cwd=where, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            argv, env=self.environ, cwd=where, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
         )
         assert done.returncode == code, done.stdout + done.stderr
         text = done.stdout if code == 0 else done.stderr
         return json.loads(text) if text.strip() else None
 
     def until(self, ready: Any, what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + WAIT_LIMIT_S
         while not ready():
             assert time.monotonic() < deadline, f"waited in vain for {what}"
             time.sleep(0.1)
@@ -91,7 +91,7 @@ def standing(tmp_path: Path) -> Iterator[Standing]:
     found.close()
 
 
-def test_two_users_share_the_machines_of_a_coordinator_and_give_them_back(standing: Standing) -> None:
+def test_two_users_share_machines_of_a_coordinator_and_release_them(standing: Standing) -> None:
     ada, bob = standing.user("ada"), standing.user("bob")
     path = standing.path
     submit = ("run", "--on", "farm", "-n", "1:2", "--detach")
@@ -110,7 +110,7 @@ def test_two_users_share_the_machines_of_a_coordinator_and_give_them_back(standi
     assert views()[runs[0]]["ended"] <= views()[runs[1]]["ended"] + 60
 
 
-def test_what_a_coordinator_does_not_have_is_refused(standing: Standing) -> None:
+def test_unknown_pool_of_a_coordinator_is_refused(standing: Standing) -> None:
     ada = standing.user("ada")
     where = standing.path / "ada"
     problem = standing.shoal("run", "--on", "moon", "--detach", *ada, "train.py", where=where, code=3)
@@ -118,7 +118,7 @@ def test_what_a_coordinator_does_not_have_is_refused(standing: Standing) -> None
     assert "farm" in problem["do"]
 
 
-def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing: Standing) -> None:
+def test_machines_survive_a_restart_of_the_coordinator(standing: Standing) -> None:
     ada, run, before = _trained_by_two(standing)
     standing.process.send_signal(signal.SIGTERM)
     standing.process.wait(60)
@@ -128,7 +128,7 @@ def test_machines_live_on_while_a_standing_coordinator_is_started_again(standing
     assert sorted(process.pid for process in standing.agents()) == before
 
 
-def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back(standing: Standing) -> None:
+def test_machines_of_a_removed_pool_are_used_and_then_released(standing: Standing) -> None:
     path, (ada, run, before) = standing.path, _trained_by_two(standing)
     standing.process.send_signal(signal.SIGTERM)
     standing.process.wait(60)
@@ -140,9 +140,7 @@ def test_machines_of_a_pool_that_is_described_no_more_are_used_up_and_given_back
     standing.until(lambda: not standing.agents(), "the machines to be given back")
 
 
-def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of_each_other_alone(
-    standing: Standing, tmp_path: Path
-) -> None:
+def test_coordinators_with_equal_directory_names_spare_each_others_machines(standing: Standing, tmp_path: Path) -> None:
     path, (ada, run, before) = standing.path, _trained_by_two(standing)
     (tmp_path / "elsewhere").mkdir()
     other = Standing(tmp_path / "elsewhere", home=path / "home")
@@ -158,7 +156,7 @@ def test_coordinators_whose_directories_have_the_same_name_leave_the_machines_of
 
 
 def _trained_by_two(standing: Standing) -> tuple[tuple[str, ...], str, list[int]]:
-    """A user, a run of hers that is held back while two machines train it, and their agents."""
+    """Return a user, a run that two machines train and hold, and their agents."""
     ada = standing.user("ada")
     (standing.records / HOLD).touch()
     asked = ("run", "--on", "farm", "-n", "2", "--detach", *ada, "train.py", "2000")

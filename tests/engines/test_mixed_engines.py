@@ -1,4 +1,4 @@
-"""One run on three clusters, one after the other: each is taken away from it, and not a step is lost."""
+"""One run on three clusters, one after the other: each is taken away, and no step is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.everywhere import Everywhere, everywhere, why_not
+from tests.engines.all_engines import AllEngines, all_engines, why_not
 from tests.engines.ssh_hosts import HUB
 from tests.process.faults.stage import SCRIPT, Stage
 
@@ -27,15 +27,15 @@ SETTINGS = (f"host={HUB}", "lease_s=8", "notice.grace_s=60", "preload=torch,shoa
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Everywhere]:
-    with everywhere(tmp_path_factory.mktemp("everywhere"), rays=2) as found:
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AllEngines]:
+    with all_engines(tmp_path_factory.mktemp("all_engines"), rays=2) as found:
         yield found
 
 
 class Moving(Stage):
-    """A run that may take machines of all clusters, in this order: Slurm, Ray, ssh hosts."""
+    """Run that may use machines of all clusters, in this order: Slurm, Ray, ssh hosts."""
 
-    def __init__(self, path: Path, clusters: Everywhere, on: str = "slurm,rays,lab", **plan: Any) -> None:
+    def __init__(self, path: Path, clusters: AllEngines, on: str = "slurm,rays,lab", **plan: Any) -> None:
         self.clusters, self._on, self._folder = clusters, on, path / "project"
         self._folder.mkdir()
         shutil.copy(SCRIPT, self._folder / "train.py")
@@ -57,7 +57,7 @@ class Moving(Stage):
         return super().begin("--on", self._on, *arguments[:-1], "train.py")
 
     def pools_now(self) -> list[str]:
-        """The pools of those who committed the last step."""
+        """Return the pools of the members that committed the last step."""
         commits = self.commits()
         last = [one for one in commits if one["step"] == commits[-1]["step"]] if commits else []
         return sorted(one["member"].rpartition("-")[0] for one in last)
@@ -66,7 +66,7 @@ class Moving(Stage):
         self.until(lambda: self.pools_now() == sorted(pools), f"steps on {' and '.join(pools)}")
 
 
-def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(clusters: Everywhere, tmp_path: Path) -> None:
+def test_ray_nodes_that_cannot_run_an_agent_are_reported_with_the_cause(clusters: AllEngines, tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
     with_old = clusters.pools(tmp_path, {}).replace(f'"{sys.executable}"', '"/nowhere/python"').replace("= 2", "= 3")
     (tmp_path / "shoal.toml").write_text(with_old)
@@ -85,7 +85,7 @@ def test_machines_of_ray_that_cannot_run_an_agent_are_told_with_the_cause(cluste
 
 
 @pytest.mark.parametrize("pool", ["slurm", "rays"])
-def test_the_doctor_examines_machines_of_a_cluster(clusters: Everywhere, tmp_path: Path, pool: str) -> None:
+def test_doctor_checks_machines_of_a_cluster(clusters: AllEngines, tmp_path: Path, pool: str) -> None:
     (tmp_path / "shoal.toml").write_text(f'[run]\nhost = "{HUB}"\n' + clusters.pools(tmp_path, {}))
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path / "home")}
     argv = [sys.executable, "-m", "shoal.cli.main", "doctor", pool, "--json"]
@@ -101,13 +101,13 @@ def test_the_doctor_examines_machines_of_a_cluster(clusters: Everywhere, tmp_pat
     assert not clusters.left_in(tmp_path)
 
 
-def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(clusters: Everywhere, tmp_path: Path) -> None:
+def test_slow_link_costs_time_and_a_cut_one_a_member_for_a_while(clusters: AllEngines, tmp_path: Path) -> None:
     run = Moving(tmp_path, clusters, "lab", epochs=40, pause_s=0.05, width=96)
     try:
         run.until_on("lab", "lab")
         with clusters.slow("h1", "3mbit"):
             run.until_step(run.step() + 15)
-        assert not run.journal("WorldBroken"), "nobody was given up for being slow"
+        assert not run.journal("WorldBroken"), "no member was dropped for being slow"
         clusters.hosts.cut("h2")
         run.until_size(1)
         run.until_step(run.step() + 5)
@@ -120,8 +120,8 @@ def test_a_slow_link_costs_time_and_one_that_is_cut_a_member_for_a_while(cluster
         run.close()
 
 
-def test_a_run_moves_from_slurm_to_ray_to_ssh_hosts_and_loses_no_step(clusters: Everywhere, tmp_path: Path) -> None:
-    """One pool is dead from the start; the others are taken away one after the other, the second by its controller."""
+def test_run_moves_from_slurm_to_ray_to_ssh_without_losing_a_step(clusters: AllEngines, tmp_path: Path) -> None:
+    """Take away one pool after the other, the second by its controller; another is dead from the start."""
     run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=80, pause_s=0.05)
     try:
         run.until_on("slurm", "slurm")

@@ -1,4 +1,4 @@
-"""Runs whose evaluator is elsewhere, runs with a budget, and runs that several users hand in: with real machines."""
+"""Runs with a separate evaluator pool, with a budget, and of several users, on real machines."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.test_hiring import Hired, hired, pool
-from tests.engines.test_standing import Standing, standing  # noqa: F401 - a fixture
+from tests.engines.test_pool_runs import PoolRun, pool, pool_run
+from tests.engines.test_shared_coordinator import Standing, standing  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
 
 
-def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_is_scored(
+def test_evaluator_keeps_a_machine_of_its_own_pool_until_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVALUATED", "yes")
     pools = pool("spot", 2, price=1.0, instead=3.0) + pool("lab", 2, price=2.0) + 'labels = {kind = "lab"}\n'
     given = ("evaluator=true", "evaluator_on=lab", "checkpoint.every_steps=20")
-    with hired(tmp_path, "spot", "1:2", pools, *given, steps=80) as run:
+    with pool_run(tmp_path, "spot", "1:2", pools, *given, steps=80) as run:
         run.until_size(2)
         named = lambda: sorted(name.rpartition("-")[0] for name in run.agents())  # noqa: E731
         run.until(lambda: named() == ["lab", "spot", "spot"], "the machines of all roles")
@@ -33,10 +33,10 @@ def test_the_evaluator_has_a_machine_of_its_own_pool_until_the_last_checkpoint_i
         assert bill["pools"]["spot"]["saved"] == pytest.approx(2 * bill["pools"]["spot"]["spent"])
 
 
-def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more(tmp_path: Path) -> None:
+def test_run_over_budget_ends_with_a_checkpoint_and_resumes_with_more(tmp_path: Path) -> None:
     # A minute of one machine, which is what is kept to stop in order, costs 1.0.
     pools = pool("spot", 2, price=60.0)
-    with hired(tmp_path, "spot", "1:2", pools, "budget=500", "checkpoint.every_s=600", steps=4000) as run:
+    with pool_run(tmp_path, "spot", "1:2", pools, "budget=500", "checkpoint.every_s=600", steps=4000) as run:
         run.until_size(2)
         run.shoal("scale", run.name, "--budget", str(_spent(run) + 5.0))
         run.until_size(1)
@@ -54,7 +54,7 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         assert "reserved for a clean stop" in view["reason"]
         begun = {e["pid"] for e in run.events_of("ready")}
         run.process = run.start("resume", run.name, "--budget", "500")
-        run.until(lambda: {e["pid"] for e in run.events_of("ready")} - begun, "somebody who goes on")
+        run.until(lambda: {e["pid"] for e in run.events_of("ready")} - begun, "a member that continues")
         run.until_step(view["checkpoint_step"] + 5)
         resumed = [e["step"] for e in run.events_of("commit") if e["pid"] not in begun]
         assert min(resumed) == view["checkpoint_step"] + 1
@@ -62,11 +62,11 @@ def test_a_run_whose_budget_is_spent_ends_with_a_checkpoint_and_goes_on_for_more
         run.check_leftovers()
 
 
-def _spent(run: Hired) -> float:
+def _spent(run: PoolRun) -> float:
     return float(run.shoal("status", run.name)["cost"]["spent"])
 
 
-def test_runs_of_several_users_wait_in_line_and_only_their_owner_may_change_them(standing: Standing) -> None:  # noqa: F811
+def test_runs_of_several_users_queue_and_only_their_owner_may_change_them(standing: Standing) -> None:  # noqa: F811
     ada, bob = standing.user("ada"), standing.user("bob")
     path = standing.path
     first = standing.shoal("submit", "--on", "farm", "-n", "2", *ada, "train.py", "4000", where=path / "ada")
@@ -84,7 +84,7 @@ def test_runs_of_several_users_wait_in_line_and_only_their_owner_may_change_them
         problem = standing.shoal(*verb, *bob, where=path, code=4)
         assert problem["code"] == "S213"
         assert "run of ada, not of bob" in problem["what"]
-    assert standing.shoal("why", first["run"], *bob, where=path), "everybody may look"
+    assert standing.shoal("why", first["run"], *bob, where=path), "every user may look"
     assert standing.shoal("cost", first["run"], *bob, where=path)["pools"]["farm"]["spent"] > 0
 
     # From anywhere, with nothing but the environment.

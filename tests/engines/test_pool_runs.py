@@ -1,4 +1,4 @@
-"""Runs that hire their machines: from several pools at once, whoever is lost, and with nothing left behind."""
+"""Runs on machines of pools: several pools at once, with losses, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-class Hired(RunUnderTest):
-    """A run that takes its machines from pools."""
+class PoolRun(RunUnderTest):
+    """Run that takes its machines from pools."""
 
     def __init__(
         self, path: Path, on: str, members: str, pools: str, *settings: str, script: str, steps: int, text: str = ""
@@ -50,7 +50,7 @@ class Hired(RunUnderTest):
         return super().begin("--on", self._on, *arguments)
 
     def agents(self) -> dict[str, psutil.Process]:
-        """The processes of the agents that were hired, by name."""
+        """Return the processes of the run's agents, by name."""
         found = {}
         for process in psutil.process_iter(["cmdline"]):
             argv = process.info["cmdline"] or []
@@ -84,7 +84,7 @@ class Hired(RunUnderTest):
 
 
 @contextlib.contextmanager
-def hired(
+def pool_run(
     path: Path,
     on: str,
     members: str,
@@ -93,8 +93,8 @@ def hired(
     script: str = str(SCRIPT),
     steps: int = 200,
     text: str = "",
-) -> Iterator[Hired]:
-    run = Hired(path, on, members, pools, *settings, script=script, steps=steps, text=text)
+) -> Iterator[PoolRun]:
+    run = PoolRun(path, on, members, pools, *settings, script=script, steps=steps, text=text)
     try:
         yield run
     finally:
@@ -107,9 +107,9 @@ def pool(name: str, limit: int, **more: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_a_run_takes_from_several_pools_replaces_what_it_loses_and_gives_all_back(tmp_path: Path) -> None:
+def test_run_uses_several_pools_replaces_losses_and_releases_all(tmp_path: Path) -> None:
     pools = pool("spot", 2, price=1.0, instead=3.0) + pool("lab", 2, price=2.0)
-    with hired(tmp_path, "spot,lab", "1:3", pools, steps=400) as run:
+    with pool_run(tmp_path, "spot,lab", "1:3", pools, steps=400) as run:
         run.until_size(3)
         agents = run.agents()
         assert sorted(name.rpartition("-")[0] for name in agents) == ["lab", "spot", "spot"]
@@ -123,17 +123,17 @@ def test_a_run_takes_from_several_pools_replaces_what_it_loses_and_gives_all_bac
         run.check_leftovers()
 
 
-def test_a_pool_that_refuses_does_not_hold_the_run_up(tmp_path: Path) -> None:
+def test_refusing_pool_does_not_delay_the_run(tmp_path: Path) -> None:
     pools = pool("broken", 2, python="/does/not/exist") + pool("good", 2)
-    with hired(tmp_path, "broken,good", "2", pools, steps=60) as run:
+    with pool_run(tmp_path, "broken,good", "2", pools, steps=60) as run:
         run.finish()
         assert "pool broken failed; next request" in run.output
         assert {e["member"].rpartition("-")[0] for e in run.events_of("ready")} == {"good"}
         run.check_leftovers()
 
 
-def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1", pool("spot", 1), "checkpoint.every_s=0", steps=120) as run:
+def test_run_without_machines_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    with pool_run(tmp_path, "spot", "1", pool("spot", 1), "checkpoint.every_s=0", steps=120) as run:
         run.until_step(20)
         (agent,) = run.agents().values()
         agent.terminate()
@@ -144,9 +144,9 @@ def test_a_run_whose_last_machine_goes_before_another_comes_goes_on_from_its_che
         run.check_leftovers()
 
 
-def test_a_run_with_servers_goes_on_too_when_all_its_machines_go_at_once(tmp_path: Path) -> None:
+def test_run_with_servers_resumes_after_losing_all_machines_at_once(tmp_path: Path) -> None:
     settings = ("sync=stale:2", "servers=2", "checkpoint.every_s=0")
-    with hired(tmp_path, "spot", "2", pool("spot", 8), *settings, steps=120) as run:
+    with pool_run(tmp_path, "spot", "2", pool("spot", 8), *settings, steps=120) as run:
         run.until_step(20)
         before = run.agents()
         assert len(before) == 4
@@ -159,8 +159,8 @@ def test_a_run_with_servers_goes_on_too_when_all_its_machines_go_at_once(tmp_pat
         run.check_leftovers()
 
 
-def test_machines_are_hired_and_given_back_as_the_run_is_scaled(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1:1", pool("spot", 3), steps=600) as run:
+def test_machines_are_allocated_and_released_as_the_run_is_scaled(tmp_path: Path) -> None:
+    with pool_run(tmp_path, "spot", "1:1", pool("spot", 3), steps=600) as run:
         run.until_size(1)
         run.shoal("scale", run.name, "1:3")
         run.until_size(3)
@@ -173,8 +173,8 @@ def test_machines_are_hired_and_given_back_as_the_run_is_scaled(tmp_path: Path) 
         run.check_leftovers()
 
 
-def test_a_coordinator_that_was_killed_adopts_what_it_had_hired(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1:2", pool("spot", 4), steps=400) as run:
+def test_killed_coordinator_adopts_its_allocations(tmp_path: Path) -> None:
+    with pool_run(tmp_path, "spot", "1:2", pool("spot", 4), steps=400) as run:
         run.until_size(2)
         before = {name: process.pid for name, process in run.agents().items()}
         run.service_process("coordinator").kill()
@@ -188,8 +188,8 @@ def test_a_coordinator_that_was_killed_adopts_what_it_had_hired(tmp_path: Path) 
         run.check_leftovers()
 
 
-def test_a_coordinator_that_was_killed_while_it_hired_pays_for_nothing_unseen(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1:3", pool("spot", 4), steps=300) as run:
+def test_coordinator_killed_during_a_submission_leaves_nothing_unseen(tmp_path: Path) -> None:
+    with pool_run(tmp_path, "spot", "1:3", pool("spot", 4), steps=300) as run:
         run.until(lambda: len(run.agents()) >= 1, "the first machine")
         run.service_process("coordinator").kill()
         run.until_size(3)
@@ -198,10 +198,10 @@ def test_a_coordinator_that_was_killed_while_it_hired_pays_for_nothing_unseen(tm
         run.check_leftovers()
 
 
-def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_path: Path) -> None:
+def test_machines_without_the_shared_disk_get_the_project_only(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     pools = pool("far", 2, shared=False).replace("False", "false")
-    with hired(tmp_path, "far", "2", pools, "preload=torch,shoal.torch", script="train.py", steps=40) as run:
+    with pool_run(tmp_path, "far", "2", pools, "preload=torch,shoal.torch", script="train.py", steps=40) as run:
         run.finish()
         where = {Path(e["cwd"]) for e in run.events_of("ready")}
         assert len(where) == 2, "each machine has a copy of its own"
@@ -213,15 +213,15 @@ def test_machines_that_see_no_disk_of_ours_get_the_project_and_nothing_else(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_when_the_command_is_gone_so_are_its_machines(tmp_path: Path, number: int) -> None:
-    with hired(tmp_path, "spot", "1:2", pool("spot", 4), steps=2000) as run:
+def test_machines_are_released_when_the_command_ends(tmp_path: Path, number: int) -> None:
+    with pool_run(tmp_path, "spot", "1:2", pool("spot", 4), steps=2000) as run:
         run.until_size(2)
         run.process.send_signal(number)
         run.check_leftovers()
 
 
-def test_machines_whose_command_and_coordinator_are_gone_give_themselves_up(tmp_path: Path) -> None:
-    with hired(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_timeout_s=3", steps=5000) as run:
+def test_machines_end_without_command_and_coordinator(tmp_path: Path) -> None:
+    with pool_run(tmp_path, "spot", "1:2", pool("spot", 4), "orphan_timeout_s=3", steps=5000) as run:
         run.until_size(2)
         coordinator = run.service_process("coordinator")
         run.process.kill()

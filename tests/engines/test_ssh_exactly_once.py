@@ -1,4 +1,4 @@
-"""What is started over ssh is started once, and what is ended is ended whole, whatever happens in between."""
+"""Allocations over ssh start exactly once and end completely, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)
 
 
-def test_whoever_submits_a_hire_at_the_same_time_starts_it_once(tmp_path: Path) -> None:
+def test_concurrent_submissions_start_an_allocation_once(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1*4", "h2*4") as site:
         handles: list[str] = []
         threads = [
-            threading.Thread(target=lambda one=one, hire=hire: handles.append(one.submit(site.request(hire))))
+            threading.Thread(
+                target=lambda one=one, allocation=allocation: handles.append(one.submit(site.request(allocation)))
+            )
             for one in [site.engine() for _ in range(3)]
-            for hire in ("pool-1", "pool-2")
+            for allocation in ("pool-1", "pool-2")
         ]
         with site.held_up("h1") as first, site.held_up("h2") as second:
             for thread in threads:
@@ -41,8 +43,8 @@ def test_whoever_submits_a_hire_at_the_same_time_starts_it_once(tmp_path: Path) 
         assert len(site.agents_on("h1")) == len(site.agents_on("h2")) == 1
 
 
-def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
-    """The host is about to start it when all its connections end, and starts it after that."""
+def test_allocation_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
+    """Break all connections of a host while it is about to start an agent, which it does afterwards."""
     with ssh_site(tmp_path, "h1", "h2") as site:
         engine = site.engine()
         assert engine.capacity()[0].count == 1
@@ -66,7 +68,7 @@ def test_a_hire_whose_connection_broke_is_started_once(tmp_path: Path) -> None:
         assert len(site.agents_on("h1")) == 1
 
 
-def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_delivery_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ssh_site(tmp_path, "h1", "h2") as site:
         engine = site.engine()
         monkeypatch.setattr(ssh_engine, "START_WITHIN_S", 0.5)
@@ -84,7 +86,7 @@ def test_what_is_delivered_too_late_starts_nothing(tmp_path: Path, monkeypatch: 
         assert not site.agents_on("h1")
 
 
-def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_agent_that_ignores_sigterm_is_killed_with_its_descendants(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine(setup=(*site.options["setup"], "setsid sleep 4711 &", "(sleep 4711 & sleep 4711) &"))
         handle = engine.submit(site.request("pool-1"))
@@ -97,7 +99,7 @@ def test_one_that_does_not_listen_is_killed_with_all_that_it_started(tmp_path: P
         assert engine.watch(site.tag) == []
 
 
-def test_what_one_that_listens_leaves_behind_is_killed_too(tmp_path: Path) -> None:
+def test_orphans_of_a_cancelled_agent_are_killed(tmp_path: Path) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine, handle = _start_script(site, "trap 'exit 0' TERM; setsid sleep 4711 &", "while :; do wait; done")
         site.until(lambda: site.network.running("h1", "4711"), "it to start another")
@@ -106,7 +108,7 @@ def test_what_one_that_listens_leaves_behind_is_killed_too(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("beside", ["sleep 4711 &", "setsid sleep 4711 &"])
-def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, beside: str) -> None:
+def test_orphans_of_a_killed_agent_are_killed_by_cancel(tmp_path: Path, beside: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine(setup=(*site.options["setup"], beside))
         handle = engine.submit(site.request("pool-1"))
@@ -119,7 +121,7 @@ def test_what_a_killed_agent_leaves_behind_is_ended_with_it(tmp_path: Path, besi
 
 
 @pytest.mark.parametrize("differs", ["started", "boot"])
-def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path: Path, differs: str) -> None:
+def test_process_that_reuses_the_pid_of_an_agent_is_spared(tmp_path: Path, differs: str) -> None:
     with ssh_site(tmp_path, "h1") as site:
         engine = site.engine()
         handle = engine.submit(site.request("pool-1"))
@@ -135,8 +137,8 @@ def test_a_process_that_got_the_number_of_an_agent_later_is_left_alone(tmp_path:
         site.agents_on("h1")[0].kill()
 
 
-def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
-    """An agent that is told to go twice goes at once."""
+def test_second_cancel_does_not_shorten_the_grace_period(tmp_path: Path) -> None:
+    """Agents take a second SIGTERM as a request to end at once."""
     with ssh_site(tmp_path, "h1") as site:
         engine, handle = _start_script(site, "trap 'echo told >>$HOME/told' TERM", "while :; do sleep 0.1; done")
         threads = [threading.Thread(target=site.engine().cancel, args=(handle,)) for _ in range(3)]
@@ -149,7 +151,7 @@ def test_a_second_cancel_does_not_cut_the_grace_short(tmp_path: Path) -> None:
 
 
 def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh, str]:
-    """An engine, and the handle of a hire that runs this in place of an agent, and has done the first of it."""
+    """Return an engine and the handle of an allocation that runs this script instead of an agent."""
     script = site.path / "script"
     script.write_text(f"#!/bin/bash\n{first}\ntouch $HOME/up\n{then}\n")
     script.chmod(0o755)
@@ -161,7 +163,7 @@ def _start_script(site: SshSite, first: str, then: str) -> tuple[ssh_engine.Ssh,
 
 
 def _waiting_for(path: Path) -> int:
-    """How many wait for the lock of a file."""
+    """Return how many processes wait for the lock of a file."""
     inode = str(os.stat(path).st_ino)
     return sum("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
 
@@ -173,8 +175,8 @@ def _note_failure(into: list[BaseException], do: Callable[[], object]) -> None:
         into.append(error)
 
 
-def _submits(engine: ssh_engine.Ssh, site: SshSite, hire: str) -> str:
+def _submits(engine: ssh_engine.Ssh, site: SshSite, allocation: str) -> str:
     try:
-        return engine.submit(site.request(hire))
+        return engine.submit(site.request(allocation))
     except EngineUnreachable:
         return ""

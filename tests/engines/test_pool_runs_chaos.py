@@ -1,7 +1,7 @@
-"""Coordinator, agents, members and clients die at random, also while machines are hired: nothing is left or lost.
+"""Random deaths of coordinator, agents, members and clients, also during allocations: nothing is left or lost.
 
-SHOAL_HIRING_FAULTS says how many die, SHOAL_HIRING_ENGINE where (local or slurm); SHOAL_HIRING_REPORT names a file that
-is told what died and what was left.
+SHOAL_POOL_RUNS_FAULTS is the number of deaths, SHOAL_POOL_RUNS_ENGINE is local or slurm, and SHOAL_POOL_RUNS_REPORT is
+the file for a report of what died and what was left.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.engines import slurm_cluster
-from tests.engines.test_hiring import Hired, hired, pool
+from tests.engines.test_pool_runs import PoolRun, pool, pool_run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.process, pytest.mark.timeout(1500)]
 
-FAULTS = int(os.environ.get("SHOAL_HIRING_FAULTS", "15"))
-ENGINE = os.environ.get("SHOAL_HIRING_ENGINE", "local")
-REPORT = os.environ.get("SHOAL_HIRING_REPORT", "")
+FAULTS = int(os.environ.get("SHOAL_POOL_RUNS_FAULTS", "15"))
+ENGINE = os.environ.get("SHOAL_POOL_RUNS_ENGINE", "local")
+REPORT = os.environ.get("SHOAL_POOL_RUNS_REPORT", "")
 PER_RUN = 15
 STEPS = 100_000
 GONE_WITHIN_S = 90.0
 
 
-def hurt(run: Hired, dice: random.Random) -> str:
+def hurt(run: PoolRun, dice: random.Random) -> str:
     kind = dice.choices(["agent", "coordinator", "both", "member", "freeze"], [6, 4, 2, 4, 1])[0]
     agents, members = list(run.agents().values()), list(run.pids().values())
     with contextlib.suppress(StopIteration, psutil.NoSuchProcess, ProcessLookupError):
@@ -51,7 +51,7 @@ def hurt(run: Hired, dice: random.Random) -> str:
 
 @contextlib.contextmanager
 def machines(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Two pools, and how many jobs of theirs there are."""
+    """Yield two pools, and a function that counts their jobs."""
     pools = pool("spot", 2) + pool("lab", 2)
     if ENGINE == "local":
         yield pools, lambda: 0
@@ -69,14 +69,14 @@ def machines(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
         cluster.stop()
 
 
-def is_settled(run: Hired) -> bool:
+def is_settled(run: PoolRun) -> bool:
     agents = run.agents()
     known = {one["agent"]["agent"] for one in run.shoal("nodes") if one["agent"]["connected"]}
     return run.world_size() == 3 == len(agents) and agents.keys() == known
 
 
-def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
-    """Let so many die, the client at last; what died."""
+def outlive(run: PoolRun, dice: random.Random, faults: int) -> Counter[str]:
+    """Kill that many processes, the client last; return what was killed."""
     died: Counter[str] = Counter()
     run.until_size(3)
     for number in range(faults - 1):
@@ -95,8 +95,8 @@ def outlive(run: Hired, dice: random.Random, faults: int) -> Counter[str]:
     return died
 
 
-def left_of(run: Hired, jobs: Callable[[], int]) -> tuple[int, int]:
-    """The processes and jobs of a run that are there for longer than they may be."""
+def left_of(run: PoolRun, jobs: Callable[[], int]) -> tuple[int, int]:
+    """Return the processes and jobs of a run that outlive their limit."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while (left := (len(run.agents()) + len(run.living()), jobs())) != (0, 0) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -112,7 +112,7 @@ def test_random_crashes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest
         while died.total() < FAULTS:
             home = tmp_path / f"after-{died.total()}"
             home.mkdir()
-            with hired(home, "spot,lab", "1:3", pools, *settings, steps=STEPS) as run:
+            with pool_run(home, "spot,lab", "1:3", pools, *settings, steps=STEPS) as run:
                 died += outlive(run, dice, min(PER_RUN, FAULTS - died.total()))
                 left.append(left_of(run, jobs))
             if REPORT:

@@ -39,7 +39,7 @@ class Fleet(RuleBasedStateMachine):
         self.ends: list[tuple[str, str]] = []
 
     def on(self, run: str, event: Any) -> None:
-        entry = journal.entry_of(len(self.entries) + 1, self.now, run, event)
+        entry = journal.encode_event(len(self.entries) + 1, self.now, run, event)
         self.entries.append(entry)
         for name, instruction in apply(self.state, run, event, self.now):
             self.carry_out(name, instruction)
@@ -118,7 +118,7 @@ class Fleet(RuleBasedStateMachine):
         """The coordinator is killed and reads its journal."""
         again = CoordinatorState()
         for entry in self.entries:
-            apply(again, entry.run, journal.event_of(entry, run_events.KINDS), entry.at)
+            apply(again, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
         assert again == self.state
         self.state = again
         self.linked.clear()

@@ -38,7 +38,7 @@ class Served(RuleBasedStateMachine):
         self.on("", fe.AgentConnected("a", None, "h"))
 
     def on(self, run: str, event: Any) -> None:
-        self.entries.append(journal.entry_of(len(self.entries) + 1, self.now, run, event))
+        self.entries.append(journal.encode_event(len(self.entries) + 1, self.now, run, event))
         for _, instruction in apply(self.state, run, event, self.now):
             if isinstance(instruction, fe.StartProcess):
                 self.alive[instruction.member] = instruction.incarnation
@@ -106,7 +106,7 @@ class Served(RuleBasedStateMachine):
     def restart(self) -> None:
         again = CoordinatorState()
         for entry in self.entries:
-            apply(again, entry.run, journal.event_of(entry, run_events.KINDS), entry.at)
+            apply(again, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
         assert again == self.state
 
     @invariant()

@@ -54,7 +54,7 @@ def member_view(member: str, **changes: Any) -> MemberView:
         "share": 256,
         "phase": "compute",
         "phase_age_s": 0.1,
-        "beat_age_s": 0.2,
+        "heartbeat_age_s": 0.2,
         "samples_per_s": 400.0,
         "connected": True,
     }

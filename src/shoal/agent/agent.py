@@ -287,7 +287,7 @@ class Agent:
         try:
             await self._uplink.serve(self._hello(), self._on_welcome, self._carry_out)
         except (OSError, TimeoutError, WebSocketException) as error:
-            return connect_errors.in_words(error)
+            return connect_errors.describe(error)
         except MembershipError as error:
             if not self._connects and not len(self._members):
                 raise

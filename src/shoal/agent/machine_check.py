@@ -147,7 +147,7 @@ class MachineCheck:
             error = failure.failures[address.host] if isinstance(failure, NoAddressReachable) else TimeoutError()
             cause = connect_errors.cause_of(error)
             more = f" ({error})" if cause in ("wrong peer", "broken") and str(error) else ""
-            return ConnectAttempt(address.host, address.port, cause, connect_errors.WORDS[cause] + more)
+            return ConnectAttempt(address.host, address.port, cause, connect_errors.MEANINGS[cause] + more)
         return ConnectAttempt(address.host, address.port, connect_s=time.monotonic() - began)
 
     def _measure(self, peers: Peers, request: CheckRequest, attempt: ConnectAttempt) -> ConnectAttempt:

@@ -144,9 +144,9 @@ def _nvidia_smi_devices() -> tuple[str, ...]:
 
 def addresses() -> tuple[str, ...]:
     """Return the addresses of all interfaces that are up, the most useful to other machines first."""
-    active = interfaces.interfaces()
+    active = interfaces.active_interfaces()
     others = tuple(address for interface in active for address in interface.addresses)
-    return tuple(dict.fromkeys((*candidates(active, interfaces.outward()), *others)))
+    return tuple(dict.fromkeys((*candidates(active, interfaces.default_addresses()), *others)))
 
 
 def address_of(interface: str) -> str:
@@ -177,7 +177,7 @@ def hosts_to_announce(url: str, interface: str = "") -> tuple[str, ...]:
     towards = _local_address_towards(host, port)
     if _is_loopback(towards) and not secure:
         return (towards,)
-    return candidates(interfaces.interfaces(), (towards,)) or (towards,)
+    return candidates(interfaces.active_interfaces(), (towards,)) or (towards,)
 
 
 def _local_address_towards(host: str, port: int) -> str:
@@ -186,7 +186,7 @@ def _local_address_towards(host: str, port: int) -> str:
         socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise PeerUnreachable(f"cannot resolve host {host!r}", why=str(error), do="check its URL") from error
-    address = interfaces.towards(host, port)
+    address = interfaces.source_address(host, port)
     if not address:
         raise PeerUnreachable(f"no route to the coordinator at {host}", do="check its URL, or set interface")
     return address

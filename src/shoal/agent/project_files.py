@@ -42,7 +42,7 @@ class ProjectCache:
                     list(threads.map(self._fetch, sorted({entry.digest for entry in manifest.files})))
                 try:
                     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    project.lay_out(manifest, self._cache, directory)
+                    project.write_files(manifest, self._cache, directory)
                     self._remove_unused()
                 except OSError as error:
                     raise ProjectDeliveryFailed(

@@ -176,7 +176,7 @@ def _unreachable_error(error: happy_eyeballs.NoUrlReachable) -> Exception:
     rejected = next((failure for failure in failures.values() if isinstance(failure, WrongToken)), None)
     if rejected is not None or len(failures) == 1:
         return rejected or next(iter(failures.values()))
-    return ConnectionError(connect_errors.listed(failures))
+    return ConnectionError(connect_errors.describe_all(failures))
 
 
 def rejection_error(message: RejectedMsg) -> MembershipError:

@@ -35,7 +35,7 @@ def _write(directory: Path, target: Path) -> None:
     state, live, last_at = CoordinatorState(), dict[str, LiveRun](), 0.0
     views = SqliteViews(target)
     for entry in journal.read(directory / journal.FILE):
-        event = journal.event_of(entry, run_events.KINDS)
+        event = journal.decode_event(entry, run_events.KINDS)
         instructions = apply(state, entry.run, event, entry.at)
         view_rows.put(views, entry, event, instructions, state.runs.get(getattr(event, "run", "") or entry.run))
         if isinstance(event, run_events.ProgressMeasured):

@@ -25,7 +25,7 @@ from shoal.core.runs import events as run_events
 from shoal.core.runs.decide import Instructions, apply
 from shoal.core.runs.state import CoordinatorState
 from shoal.errors import JournalUnwritable
-from shoal.store.journal import Journal, JournalEntry, event_of, last_at
+from shoal.store.journal import Journal, JournalEntry, decode_event, latest_time
 from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import codec
 from shoal.wire import member_messages as ms
@@ -45,7 +45,7 @@ class CoordinatorService:
         self.directory = directory
         self.name = name
         self.state = CoordinatorState()
-        self.clock = MonotonicWallClock(last_at(journal.entries))
+        self.clock = MonotonicWallClock(latest_time(journal.entries))
         self.live = LiveState(self.clock)
         self.logs = Logs(directory)
         self.views = ViewWriter(self.state, self.live, self.run_dir, views, self.logs)
@@ -80,7 +80,7 @@ class CoordinatorService:
         """Replay the journal and mark every connection as closed."""
         shown = self.views.shown_up_to(self._journal.seq)
         for entry in self._journal.entries:
-            event = event_of(entry, run_events.KINDS)
+            event = decode_event(entry, run_events.KINDS)
             # An event that could not be handled when it happened is skipped here in the same way.
             self._try(partial(self._apply, entry, event, shown=entry.seq <= shown))
         self._journal.entries.clear()

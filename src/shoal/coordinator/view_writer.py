@@ -56,7 +56,7 @@ class ViewWriter:
         view = api_views.run_view(run, self._state, self._live.run(name), self._run_dir(name), now)
         if not run.tensorboard:
             return view
-        folder, error = folder_of(view.directory), self._event_files.trouble(name)
+        folder, error = folder_of(view.directory), self._event_files.error_of(name)
         return structs.replace(view, tensorboard=folder, tensorboard_error=error)
 
     def runs(self) -> list[RunView]:
@@ -77,7 +77,7 @@ class ViewWriter:
 
     def shown_up_to(self, seq: int) -> int:
         """Return the last journal entry that the stored views contain, 0 after discarding views of another journal."""
-        return self._views.seq if self._views.seq <= seq else self._views.forget()
+        return self._views.seq if self._views.seq <= seq else self._views.clear()
 
     def add(self, entry: JournalEntry, event: Any, instructions: Instructions, *, shown: bool = False) -> None:
         """Queue the rows of one event, unless they were stored already, and mark its runs as changed."""
@@ -86,7 +86,7 @@ class ViewWriter:
             for line in view_rows.put(self._views, entry, event, instructions, self._state.runs.get(name)):
                 run = self._state.runs.get(line.run)
                 if run is not None and run.tensorboard:
-                    self._event_files.tell(self._run_dir(run.name), line, run.membership.step)
+                    self._event_files.record_line(self._run_dir(run.name), line, run.membership.step)
         self._changed.update((name, *(run for run, _ in instructions)))
 
     async def write_forever(self) -> None:
@@ -99,15 +99,15 @@ class ViewWriter:
         """Write all queued rows and files; rows that SQLite does not take now are kept for the next flush."""
         async with self._flushing:
             self._queue_changes()
-            if self._event_files.waiting:
+            if self._event_files.pending:
                 await asyncio.to_thread(self._event_files.write)
-            batch = self._views.take()
+            batch = self._views.take_batch()
             if not batch.rows:
                 return
             try:
-                await asyncio.to_thread(self._views.write, batch)
+                await asyncio.to_thread(self._views.write_batch, batch)
             except sqlite3.Error:
-                self._views.give_back(batch)
+                self._views.return_batch(batch)
 
     def _queue_changes(self) -> None:
         changed, self._changed = self._changed & self._state.runs.keys(), set()
@@ -118,7 +118,7 @@ class ViewWriter:
             view = self.run(name)
             self._views.put_run(view)
             if view.tensorboard:
-                self._event_files.show(view, usual_step_s(self._live.run(name)), self._live.clock.now())
+                self._event_files.record_view(view, usual_step_s(self._live.run(name)), self._live.clock.now())
             if self._state.runs[name].has_ended:
                 self._logs.close(name)
         self._queue_agents()
@@ -138,7 +138,7 @@ class ViewWriter:
             return
         self._shown_fleet = self._state.fleet
         for view in self.agents():
-            lasting = structs.replace(view, beat_age_s=0.0, load=0.0)
+            lasting = structs.replace(view, heartbeat_age_s=0.0, load=0.0)
             if self._shown_agents.get(view.agent) != lasting:
                 self._shown_agents[view.agent] = lasting
                 self._views.put_agent(view)

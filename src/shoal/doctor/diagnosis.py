@@ -149,7 +149,9 @@ def _connection(what: str, pair: ConnectionReport, ports: str) -> Iterator[Check
     closed = [port for port, attempts in by_port.items() if all(attempt.cause for attempt in attempts)]
     if closed:
         failed = by_port[closed[0]]
-        listing = "; ".join(f"{addresses.host_port(attempt.host, attempt.port)}: {attempt.said}" for attempt in failed)
+        listing = "; ".join(
+            f"{addresses.host_port(attempt.host, attempt.port)}: {attempt.detail}" for attempt in failed
+        )
         also = f" (and the same on ports {', '.join(map(str, closed[1:]))})" if len(closed) > 1 else ""
         yield CheckVerdict("bad", what, listing + also, remedy([attempt.cause for attempt in failed], ports))
     successful = pair.successful

@@ -28,7 +28,7 @@ from shoal.launch.supervisor import COORDINATOR_LOG, GRACE_S, wait_until_ready
 from shoal.wire import credentials
 from shoal.wire.api import AgentView
 from shoal.wire.machine_check import CheckRequest
-from shoal.wire.pool_files import urls_of
+from shoal.wire.pool_files import read_urls
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
@@ -85,7 +85,7 @@ class PoolCheck:
                 machines = self._describe_machines(joined)
                 pairs = self._connect_pairs(machines)
                 missing = tuple(self._missing(joined))
-                urls, ports = urls_of(self.directory), self.settings.text("ports")
+                urls, ports = read_urls(self.directory), self.settings.text("ports")
         except ServiceFailed:
             # The error names a log in it.
             keep_directory = True
@@ -129,7 +129,7 @@ class PoolCheck:
     def _submit_all(self, pool: str) -> None:
         """Request the machines of one pool, one after another, as a provisioner does."""
         access = credentials.read(self.directory / "token")
-        url, options = ",".join(urls_of(self.directory)), launch_plan.agent_options(self.settings)
+        url, options = ",".join(read_urls(self.directory)), launch_plan.agent_options(self.settings)
         for allocation in [allocation for allocation in self._allocations if allocation.pool == pool]:
             apart = () if allocation.engine.shared else ("--apart",)
             agent = (*options, *apart, *AGENT_OPTIONS)

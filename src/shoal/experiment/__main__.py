@@ -22,11 +22,11 @@ def main(pack: str) -> None:
         raise IncompleteEnvironment("shoal.experiment was started outside a run", do="start it with shoal.run")
     # For code that reads it. It lists no other members: they change, and they connect through Shoal.
     os.environ.setdefault("TF_CONFIG", standalone_tf_config(member.role, member.member))
-    where = Path(manifest.THERE if member.upload_dir else pack)
+    where = Path(manifest.REMOTE_FOLDER if member.upload_dir else pack)
     contents = manifest.read(where, credentials.read(member.token_file).token)
-    files.check(contents.files, Path.cwd())
+    files.verify(contents.files, Path.cwd())
     if member.upload_dir:
-        files.check(contents.modules, where / manifest.MODULES)
+        files.verify(contents.modules, where / manifest.MODULES)
     experiment = _call_experiment_fn(contents, where, apart=bool(member.upload_dir))
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
@@ -34,7 +34,7 @@ def main(pack: str) -> None:
 
 
 def _call_experiment_fn(contents: manifest.PackManifest, pack: Path, *, apart: bool) -> object:
-    experiment_fn = function.get(pack, contents, apart=apart)
+    experiment_fn = function.load(pack, contents, remote=apart)
     try:
         return experiment_fn()
     except ShoalError:

@@ -102,7 +102,7 @@ def pack(
     search = tuple(packed_function.search_path())
     packed = PackManifest(function, kept, search, packed_files.put(pack_directory, own_modules), search_in_project)
     manifest.write(pack_directory, packed, token)
-    packed_files.lay_out(pack_directory, kept, directory / WORK)
+    packed_files.link_files(pack_directory, kept, directory / WORK)
     return packed
 
 
@@ -115,9 +115,9 @@ def _pack_for_upload(
     """Pack the function with its files and modules for machines that do not see this disk; return the plan with it."""
     directory, root = Path(plan.directory), Path.cwd() if plan.ship else None
     uploaded = {path.absolute() for path in project_upload.project_files(root).values()} if root is not None else set()
-    own_modules = modules.imported(sys.modules, uploaded)
-    search = modules.relative(packed_function.search_path(), root) if root is not None else ()
-    packed = packed_files.shipped(directory / PACK, pack(directory, experiment_fn, contents, own_modules, search))
+    own_modules = modules.find_user_modules(sys.modules, uploaded)
+    search = modules.inside_project(packed_function.search_path(), root) if root is not None else ()
+    packed = packed_files.files_to_send(directory / PACK, pack(directory, experiment_fn, contents, own_modules, search))
     text = project_upload.describe_upload(root, float(settings.text("ship_limit_mb")), packed)
     sys.stderr.write(f"shoal: sending {text}\n")
     return msgspec.structs.replace(
@@ -126,8 +126,8 @@ def _pack_for_upload(
 
 
 def _named_files(files: Files) -> dict[str, Path]:
-    contents = packed_files.named(files)
-    reserved = [name for name in contents if name.partition("/")[0] == manifest.THERE]
+    contents = packed_files.collect(files)
+    reserved = [name for name in contents if name.partition("/")[0] == manifest.REMOTE_FOLDER]
     if reserved:
         raise BadFiles(f"reserved file name {reserved[0]!r}", why="the function itself is kept under that name")
     return contents

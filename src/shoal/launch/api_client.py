@@ -239,7 +239,7 @@ def _first_reachable(clients: Sequence[ApiClient]) -> ApiClient:
             return client
     raise errors.NoCoordinatorAddress(
         "the coordinator answers at none of its URLs",
-        why=connect_errors.listed({url: error for url, error in failures.items() if error is not None}),
+        why=connect_errors.describe_all({url: error for url, error in failures.items() if error is not None}),
         do="check that it runs and that this machine can reach its port",
     )
 

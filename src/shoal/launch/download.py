@@ -60,7 +60,7 @@ class RemoteRunFolder:
     """A folder of a run, read through its coordinator's HTTP API."""
 
     def __init__(self, url: str, token_file: str, run: str, folder: str = OUTPUTS) -> None:
-        self._store = CoordinatorStore(CoordinatorAccess(url, token_file), run, folder, patience_s=RETRY_S)
+        self._store = CoordinatorStore(CoordinatorAccess(url, token_file), run, folder, retry_s=RETRY_S)
 
     def files(self) -> Sequence[FileView]:
         return self._store.page().files

@@ -24,7 +24,7 @@ from shoal.launch.pool_selection import LOCAL_POOL, lacks_shared_disk, run_pools
 from shoal.launch.settings_layers import ResolvedSettings
 from shoal.pack.environments import recipe
 from shoal.wire.api import RunSpec
-from shoal.wire.pool_files import CoordinatorPools, hiring_of
+from shoal.wire.pool_files import CoordinatorPools, read_pools
 
 # Stands in the agent's arguments for the coordinator's URL, which is known only once it listens.
 URL_PLACEHOLDER = "<url>"
@@ -64,7 +64,7 @@ def new_coordinator_directory(home: Path) -> Path:
 def plan_launch(directory: Path, settings: ResolvedSettings, spec: RunSpec | None, port: int = 0) -> LaunchPlan:
     """Return the plan for a coordinator of our own; without a `spec`, for one that resumes with its former pools."""
     python = (sys.executable, "-P", "-m")
-    former = hiring_of(directory) if spec is None else None
+    former = read_pools(directory) if spec is None else None
     pools = coordinator_pools(settings, run_pools(spec) if spec is not None else (), former)
     host = settings.text("host") or listen_host(table["engine"] for table in pools.pools.values())
     port = port or int(settings.text("port"))
@@ -99,7 +99,7 @@ def coordinator_pools(
     for name, table in tables.items():
         environment = table.get("environment", "" if table.get("engine") == LOCAL else settings.text("environment"))
         if environment:
-            table["environment"] = recipe.resolved(str(environment), base, f"[pool.{name}] of {where}")
+            table["environment"] = recipe.resolve(str(environment), base, f"[pool.{name}] of {where}")
         pool_config.parse(name, table, where)
     return CoordinatorPools(tables, (*agent_options(settings), "--orphan", settings.text("orphan_timeout_s")))
 

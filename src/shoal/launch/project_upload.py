@@ -21,7 +21,7 @@ MB = 1 << 20
 
 def upload_project(client: ApiClient, root: Path | None, packed: Mapping[str, Path], token_file: str = "") -> str:
     """Upload the files that the coordinator lacks; return the hash under which agents find the project."""
-    manifest, contents = project.take(files_to_send(root, packed, token_file))
+    manifest, contents = project.hash_files(files_to_send(root, packed, token_file))
     digest, data = project.encode(manifest)
     blobs: Mapping[str, Path | bytes] = {**contents, digest: data}
     client.send(blobs)
@@ -35,7 +35,7 @@ def files_to_send(root: Path | None, packed: Mapping[str, Path], token_file: str
 
 def project_files(root: Path, token_file: str = "") -> dict[str, Path]:
     """Return the files of a project without anything that Shoal keeps for itself, such as tokens."""
-    files = {name: path.resolve() for name, path in project.find(root).items()}
+    files = {name: path.resolve() for name, path in project.find_files(root).items()}
     private = {home().resolve(), *_coordinators(files.values())}
     if token_file:
         private.add(Path(token_file).resolve())

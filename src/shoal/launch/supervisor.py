@@ -54,7 +54,7 @@ class Supervisor:
         if self._plan.creates_directory:
             create_directory(self._directory)
         if self._plan.pools is not None:
-            pool_files.write(self._directory, self._plan.pools)
+            pool_files.write_pools(self._directory, self._plan.pools)
         (self._directory / SUPERVISOR_FILE).write_text(f"{os.getpid()}\n")
         try:
             client = self._start()
@@ -100,12 +100,12 @@ class Supervisor:
         until = time.time() + (RELEASE_GRACE_S if self._plan.pools is not None else GRACE_S)
         noted_at = 0.0
         while not self._coordinator.wait(POLL_S) and time.time() < until:
-            release = pool_files.leaving_of(self._directory)
+            release = pool_files.read_release_progress(self._directory)
             if release is not None:
                 until = max(until, release.until + GRACE_S)
-                if release.left and time.time() - noted_at > NOTE_EVERY_S:
+                if release.remaining and time.time() - noted_at > NOTE_EVERY_S:
                     noted_at = time.time()
-                    machines = "1 machine" if release.left == 1 else f"{release.left} machines"
+                    machines = "1 machine" if release.remaining == 1 else f"{release.remaining} machines"
                     with contextlib.suppress(OSError):  # the terminal may be gone
                         note(f"releasing {machines}; this may take {release.until - noted_at:.0f} s")
 

@@ -15,7 +15,7 @@ _SKIPPED = ("__pycache__",)
 _AGAIN = "start the run again, and let it write to other names than those of files="
 
 
-def named(files: Files) -> dict[str, Path]:
+def collect(files: Files) -> dict[str, Path]:
     """Every single file by the name that members will find it under; directories are entered."""
     if isinstance(files, str | os.PathLike):
         raise BadFiles(
@@ -47,7 +47,7 @@ def put(directory: Path, files: Mapping[str, Path]) -> dict[str, str]:
     return kept
 
 
-def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
+def link_files(pack: Path, kept: Mapping[str, str], where: Path) -> None:
     """Let every file appear under its name in a directory; what it holds stays in the pack."""
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, digest in kept.items():
@@ -56,9 +56,9 @@ def lay_out(pack: Path, kept: Mapping[str, str], where: Path) -> None:
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
 
 
-def shipped(pack: Path, contents: manifest.PackManifest) -> dict[str, Path]:
+def files_to_send(pack: Path, contents: manifest.PackManifest) -> dict[str, Path]:
     """What travels of a pack to machines that do not see it: by its place in the working directory there."""
-    name = manifest.THERE
+    name = manifest.REMOTE_FOLDER
     own = [manifest.MANIFEST, manifest.SIGNATURE]
     own += [f"{manifest.BLOBS}/{contents.function.pickled}"] if contents.function.pickled else []
     named = contents.files | {f"{name}/{manifest.MODULES}/{one}": digest for one, digest in contents.modules.items()}
@@ -66,12 +66,12 @@ def shipped(pack: Path, contents: manifest.PackManifest) -> dict[str, Path]:
     return found | {f"{name}/{one}": pack / one for one in own}
 
 
-def check(kept: Mapping[str, str], where: Path) -> None:
+def verify(kept: Mapping[str, str], where: Path) -> None:
     """An error unless every file in a directory holds what it held when it was copied into the pack."""
     for name, digest in kept.items():
         path = where / name
         try:
-            found = manifest.hash_of(path)
+            found = manifest.hash_file(path)
         except OSError as error:
             raise PackDamaged(
                 f"{name} of files= cannot be read", where=str(path), why=error.strerror or str(error), do=_AGAIN
@@ -94,11 +94,11 @@ def _checked(name: str) -> str:
 
 def _below(name: str, path: Path) -> Iterator[tuple[str, Path]]:
     if path.is_dir():
-        names = list(project.below(path, _SKIPPED))
+        names = list(project.list_names(path, _SKIPPED))
         for one in names:
             if not (path / one).is_dir():
                 _check_file(path / one)
-        yield from ((f"{name}/{one}", path / one) for one in sorted(project.through_links(path, names)))
+        yield from ((f"{name}/{one}", path / one) for one in sorted(project.follow_links(path, names)))
     else:
         _check_file(path)
         yield name, path

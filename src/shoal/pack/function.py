@@ -45,9 +45,9 @@ def search_path() -> list[str]:
     return [os.path.abspath(place) for place in sys.path if os.path.exists(place or ".")]
 
 
-def get(directory: Path, contents: PackManifest, *, apart: bool = False) -> Callable[[], Any]:
+def load(directory: Path, contents: PackManifest, *, remote: bool = False) -> Callable[[], Any]:
     """The function of a pack whose manifest was checked; `apart` from the disk of who made it, with its modules."""
-    if apart:
+    if remote:
         # Before what is installed here, which may be another version; after what the run itself put in the way.
         sys.path[1:1] = [os.path.abspath(place) for place in (str(directory / manifest.MODULES), *contents.near)]
     else:

@@ -24,7 +24,7 @@ import msgspec
 from shoal.errors import PackDamaged
 
 MANIFEST, SIGNATURE, BLOBS, MODULES = "manifest.json", "manifest.hmac", "blobs", "modules"
-THERE = ".shoal-pack"
+REMOTE_FOLDER = ".shoal-pack"
 _PURPOSE = b"shoal pack 1\n"
 _PIECE_BYTES = 1 << 20
 
@@ -101,7 +101,7 @@ def put_file(directory: Path, source: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The hash of what a file holds now."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -15,7 +15,7 @@ OURS = ("shoal", "__main__", "__mp_main__")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def imported(loaded: Mapping[str, ModuleType], sent: Collection[Path] = ()) -> dict[str, Path]:
+def find_user_modules(loaded: Mapping[str, ModuleType], sent: Collection[Path] = ()) -> dict[str, Path]:
     """The files of such modules, by where they belong below a directory that modules are looked for in.
 
     A package goes as a whole. What is installed, or comes with Python, is not the user's own; what is `sent` anyway
@@ -33,7 +33,7 @@ def imported(loaded: Mapping[str, ModuleType], sent: Collection[Path] = ()) -> d
     return found
 
 
-def relative(places: Collection[str], root: Path) -> tuple[str, ...]:
+def inside_project(places: Collection[str], root: Path) -> tuple[str, ...]:
     """Those places that are below a directory, as they are called there."""
     return tuple(os.path.relpath(place, root) for place in places if Path(place).is_relative_to(root))
 

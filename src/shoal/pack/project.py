@@ -53,13 +53,13 @@ class Project(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(entry.bytes for entry in self.files)
 
 
-def find(root: Path) -> dict[str, Path]:
+def find_files(root: Path) -> dict[str, Path]:
     """The files to send: those that Git would commit, where there is Git, and otherwise all but what is made anew.
 
     A file `.shoalignore` leaves out more, with a pattern on each line.
     """
     patterns = _patterns(root)
-    names = sorted(through_links(root, list(_names(root))))
+    names = sorted(follow_links(root, list(_names(root))))
     found = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
     check_names(found, f"rename it, or name it in {IGNORES}")
     return found
@@ -93,11 +93,11 @@ def check_size(files: Mapping[str, Path], limit_bytes: int) -> None:
         )
 
 
-def take(files: Mapping[str, Path]) -> tuple[Project, dict[str, Path]]:
+def hash_files(files: Mapping[str, Path]) -> tuple[Project, dict[str, Path]]:
     """The project as it travels, and where each of its contents is to be read."""
     entries, contents = [], {}
     for name, path in files.items():
-        digest = digest_of(path)
+        digest = hash_file(path)
         status = path.stat()
         entries.append(ProjectFile(name, digest, status.st_size, bool(status.st_mode & 0o100)))
         contents[digest] = path
@@ -125,7 +125,7 @@ def decode(data: bytes, where: str = "") -> Project:
     return project
 
 
-def lay_out(project: Project, blobs: Path, where: Path) -> None:
+def write_files(project: Project, blobs: Path, where: Path) -> None:
     """Copy every file to its place; whoever finds the directory finds all of it."""
     part = where.with_name(f"{where.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -144,7 +144,7 @@ def lay_out(project: Project, blobs: Path, where: Path) -> None:
             raise
 
 
-def digest_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The hash of what a file holds."""
     digest = hashlib.sha256()
     try:
@@ -159,7 +159,7 @@ def digest_of(path: Path) -> str:
 def _names(root: Path) -> Iterator[str]:
     """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
     known = _known_to_git(root)
-    for name in below(root) if known is None else known:
+    for name in list_names(root) if known is None else known:
         path = root / name
         if (path / ".git").exists() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
@@ -190,10 +190,10 @@ def _known_to_git(root: Path) -> list[str] | None:
 
 def walk(root: Path) -> Iterator[str]:
     """All files below a directory but what is made anew, by their paths in it."""
-    return through_links(root, list(below(root)))
+    return follow_links(root, list(list_names(root)))
 
 
-def below(root: Path, never: Collection[str] = NEVER) -> Iterator[str]:
+def list_names(root: Path, never: Collection[str] = NEVER) -> Iterator[str]:
     """All that is no directory below one, links to directories included, but what has a name that never travels."""
     for directory, folders, files in os.walk(root):
         folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in never)]
@@ -202,7 +202,7 @@ def below(root: Path, never: Collection[str] = NEVER) -> Iterator[str]:
                 yield Path(directory, name).relative_to(root).as_posix()
 
 
-def through_links(root: Path, names: Collection[str]) -> Iterator[str]:
+def follow_links(root: Path, names: Collection[str]) -> Iterator[str]:
     """All files of these names, and once more those that a link to a directory among them leads to.
 
     Links do not travel, and what one leads to outside of `root` is not the project's.

@@ -26,7 +26,7 @@ from shoal.wire.api import ErrorView, FilePage
 
 PIECE_BYTES = 4 << 20
 TIMEOUT_S = 30.0
-PATIENCE_S = 90.0
+RETRY_S = 90.0
 SAY_AFTER_S = 5.0
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0)
 _RETRIED = (500, 502, 503, 504)
@@ -45,14 +45,14 @@ class CoordinatorStore:
         folder: str,
         *,
         connect: Connect | None = None,
-        patience_s: float = PATIENCE_S,
+        retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], object] = lambda text: sys.stderr.write(text),
     ) -> None:
         self._access, self._run, self._folder = access, run, folder
         self._connect = connect or (lambda: _connected(access))
-        self._patience_s, self._clock, self._sleep, self._say = patience_s, clock, sleep, say
+        self._retry_s, self._clock, self._sleep, self._say = retry_s, clock, sleep, say
         self._connection: http.client.HTTPConnection | None = None
 
     @property
@@ -140,13 +140,13 @@ class CoordinatorStore:
                 why = f"{type(error).__name__}: {error}"
             self._close()
             waited = self._clock() - since
-            if waited > self._patience_s:
+            if waited > self._retry_s:
                 raise OSError(
                     errno.EIO, f"the coordinator at {self._access.url} has not answered for {waited:.0f} s: {why}"
                 )
             if waited > SAY_AFTER_S and not said:
                 said = True
-                until = f"for {self._patience_s - waited:.0f} s more"
+                until = f"for {self._retry_s - waited:.0f} s more"
                 self._say(f"shoal: waiting for the coordinator at {self._access.url} {until} ({why})\n")
             self._sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1

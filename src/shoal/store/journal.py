@@ -37,11 +37,11 @@ _decoder = msgspec.json.Decoder(JournalEntry)
 _encoder = msgspec.json.Encoder()
 
 
-def entry_of(seq: int, at: float, run: str, event: object) -> JournalEntry:
+def encode_event(seq: int, at: float, run: str, event: object) -> JournalEntry:
     return JournalEntry(seq, at, run, type(event).__name__, msgspec.to_builtins(event))
 
 
-def event_of(entry: JournalEntry, kinds: Mapping[str, type]) -> Any:
+def decode_event(entry: JournalEntry, kinds: Mapping[str, type]) -> Any:
     """The event that an entry holds."""
     kind = kinds.get(entry.kind)
     if kind is None:
@@ -132,7 +132,7 @@ class Journal:
 
     def append(self, run: str, event: object, at: float) -> JournalEntry:
         """Write the event down; when this returns, a crash of this process cannot undo it."""
-        entry = entry_of(self.seq + 1, at, run, event)
+        entry = encode_event(self.seq + 1, at, run, event)
         line = _encoder.encode(entry) + b"\n"
         try:
             written = os.write(self._file, line)
@@ -204,6 +204,6 @@ def _unwritable(path: Path, error: OSError) -> JournalUnwritable:
     )
 
 
-def last_at(entries: Iterable[JournalEntry]) -> float:
+def latest_time(entries: Iterable[JournalEntry]) -> float:
     """The time of the newest entry."""
     return max((entry.at for entry in entries), default=0.0)

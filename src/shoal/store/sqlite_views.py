@@ -112,7 +112,7 @@ class SqliteViews:
         found = self._connection.execute("SELECT value FROM meta WHERE key='seq'").fetchone()
         return int(found[0]) if found else 0
 
-    def forget(self) -> int:
+    def clear(self) -> int:
         """Empty all tables, because they do not come from this journal; returns 0, where they now stand."""
         for table in ("runs", "agents", "members", "worlds", "checkpoints", "metrics", "story"):
             self._connection.execute(f"DELETE FROM {table}")
@@ -121,7 +121,7 @@ class SqliteViews:
 
     # --- writing
 
-    def reached(self, seq: int) -> None:
+    def mark_seq(self, seq: int) -> None:
         """All rows of this entry have been put."""
         self._seq = seq
 
@@ -176,17 +176,17 @@ class SqliteViews:
     def pending(self) -> bool:
         return bool(self._rows)
 
-    def take(self) -> RowBatch:
+    def take_batch(self) -> RowBatch:
         """What was put since the last time, to be written, perhaps by another thread."""
         batch = RowBatch(self._rows, self._seq)
         self._rows = []
         return batch
 
-    def give_back(self, batch: RowBatch) -> None:
+    def return_batch(self, batch: RowBatch) -> None:
         """It could not be written; it will be with the next, unless that takes for ever."""
         self._rows = (batch.rows + self._rows)[-MAX_ROWS:]
 
-    def write(self, batch: RowBatch) -> None:
+    def write_batch(self, batch: RowBatch) -> None:
         with self._lock:
             try:
                 self._connection.execute("BEGIN")
@@ -202,11 +202,11 @@ class SqliteViews:
 
     def flush(self) -> None:
         """Write now what was put; if the disk refuses, it stays for the next time."""
-        batch = self.take()
+        batch = self.take_batch()
         try:
-            self.write(batch)
+            self.write_batch(batch)
         except sqlite3.Error:
-            self.give_back(batch)
+            self.return_batch(batch)
             raise
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def add(folder: Path, name: str, version: str, files: dict[str, bytes]) -> None:
     """Add a wheel of these files; without files, one that refers to what is installed here."""
     contents = files or {f"{_module(name)}_here.pth": f"{sysconfig.get_path('purelib')}\n".encode()}
     metadata = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
-    path, data = wheel.pack(_module(name), metadata, contents)
+    path, data = wheel.build_wheel(_module(name), metadata, contents)
     (folder / path).write_bytes(data)
 
 

@@ -1,4 +1,9 @@
-"""What the coordinator's HTTP API answers, and what it takes. JSON; unknown fields are refused on the way in."""
+"""Request and response bodies of the coordinator's HTTP API, as JSON.
+
+Requests are strict: unknown fields are rejected, so that a misspelt option is an error and not ignored. Views are what
+the coordinator answers; clients ignore fields that they do not know. Times are epoch seconds, costs are in the currency
+of the pools' prices. `docs/reference/http.md` lists the paths.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +49,12 @@ class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemberView(msgspec.Struct, frozen=True):
-    """One member as the coordinator knows it.
+    """One member, as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, serving, evaluating, recovering, leaving or done. The seconds
-    are those of a usual step: reading data, computing, waiting for the slowest member, exchanging. With servers,
-    `clock` is how many tickets it has finished, `ahead` how many more than the slowest, and `waits_for` whom it waits
-    for.
+    `status` is starting, waiting, spare, training, serving, evaluating, recovering, leaving or done. The last four
+    fields are the seconds of a typical step: reading data, computing, waiting for the slowest member, exchanging. With
+    servers, `clock` counts its finished tickets, `ahead` is its lead over the slowest trainer, and `waits_for` names
+    the members that it waits for.
     """
 
     member: str
@@ -63,7 +68,7 @@ class MemberView(msgspec.Struct, frozen=True):
     share: int
     phase: str
     phase_age_s: float
-    beat_age_s: float
+    heartbeat_age_s: float
     samples_per_s: float
     connected: bool
     role: str = "trainer"
@@ -77,7 +82,7 @@ class MemberView(msgspec.Struct, frozen=True):
 
 
 class AdjustmentView(msgspec.Struct, frozen=True):
-    """What members changed by themselves: `what` is shares, batch or memory, `values` are its figures by name."""
+    """A change that members made by themselves: `what` is shares, batch or memory, `values` the new figures."""
 
     what: str
     step: int
@@ -86,7 +91,7 @@ class AdjustmentView(msgspec.Struct, frozen=True):
 
 
 class EvaluationView(msgspec.Struct, frozen=True):
-    """How the evaluation of a run's checkpoints stands; `without` is how many evaluations came after the best."""
+    """State of the evaluation of a run's checkpoints; `without` counts the evaluations since the best one."""
 
     step: int
     metrics: dict[str, float]
@@ -101,9 +106,9 @@ class EvaluationView(msgspec.Struct, frozen=True):
 
 
 class CostView(msgspec.Struct, frozen=True):
-    """Machine seconds, what they cost, and what was saved against the price of machines that are not preempted.
+    """Machine seconds, their cost, and what was saved compared with the price of machines that are never preempted.
 
-    `unused` is the part that was spent on machines while they started or went, `lost` how many were lost.
+    `unused` is the cost of machines while they started or stopped; `lost` is how many were lost.
     """
 
     machine_s: float
@@ -114,10 +119,10 @@ class CostView(msgspec.Struct, frozen=True):
 
 
 class PoolView(msgspec.Struct, frozen=True):
-    """A pool of a coordinator: how many of its machines are here, and how many were asked for and are not.
+    """A pool of a coordinator: how many of its machines are running, and how many were requested and are awaited.
 
-    `leaving` are those that were told to go, and are paid for until they are gone.
-    `trouble` is why nothing more is asked of it, empty if something would be; `until` is when it is asked again.
+    `leaving` counts machines that are being released and are paid for until they are gone. `trouble` says why no
+    machine is requested from it now, empty if one would be; `until` is when it is tried again.
     """
 
     pool: str
@@ -125,7 +130,7 @@ class PoolView(msgspec.Struct, frozen=True):
     limit: int
     slots: int
     price_per_h: float
-    here: int
+    running: int
     waiting: int
     trouble: str = ""
     until: float | None = None
@@ -135,15 +140,19 @@ class PoolView(msgspec.Struct, frozen=True):
 
 
 class RunView(msgspec.Struct, frozen=True):
-    """A run now. `status` is starting, training, waiting, stopping, done, failed, stopped or resumable.
+    """A run at this moment.
 
-    `noise` is the gradient noise scale in samples; `idle_before` and `idle_now` are the parts of the members' time that
-    are waited away with equal shares and with those in force; `decided` is the latest decision of each kind;
-    `tensorboard` is where event files are written, and `tensorboard_error` why they are not; `cost` is that of the
-    machines that were hired for it, `costs` the same by pool, `rate_per_h` what an hour of them costs now, and `budget`
-    what they may cost in all; `user` is who submitted it, empty for the owner of the coordinator; `problem` is what
-    kept it from beginning. `queued` is its place among the runs that wait for machines, 0 if it does not; `waits_for`
-    is what it waits for; `cwd` is the directory that it was started in, on the machine of who did.
+    `status` is starting, training, waiting, stopping, done, failed, stopped or resumable; `problem` is the error that
+    kept it from starting. `queued` is its position among the runs that wait for machines, 0 if it does not wait;
+    `waits_for` says what it waits for. `user` submitted it, empty for the owner of the coordinator; `cwd` is the
+    directory on the submitter's machine.
+
+    `noise` is the gradient noise scale in samples. `idle_before` and `idle_now` are the fractions of the members' time
+    spent waiting, with equal shares and with the present ones. `decided` has the latest adjustment of each kind.
+    `tensorboard` is the folder of the event files, and `tensorboard_error` why they cannot be written.
+
+    `cost` is that of the machines allocated for it, `costs` the same by pool, `rate_per_h` the present cost of an hour,
+    and `budget` the limit of the total, None for no limit.
     """
 
     run: str
@@ -194,7 +203,7 @@ class RunView(msgspec.Struct, frozen=True):
 
 
 class AgentView(msgspec.Struct, frozen=True):
-    """A machine; `via` is the URL at which its agent reached the coordinator."""
+    """A machine with an agent; `via` is the URL through which the agent reached the coordinator."""
 
     agent: str
     machine: str
@@ -204,7 +213,7 @@ class AgentView(msgspec.Struct, frozen=True):
     slots: int | None
     members: tuple[str, ...]
     connected: bool
-    beat_age_s: float
+    heartbeat_age_s: float
     load: float
     notice: str
     pool: str = ""
@@ -212,14 +221,14 @@ class AgentView(msgspec.Struct, frozen=True):
 
 
 class LogPage(msgspec.Struct, frozen=True):
-    """Lines are (member, text), oldest first; ask again with `after=next`."""
+    """Log lines as (member, text), oldest first; request the following ones with `after=next`."""
 
     lines: tuple[tuple[str, str], ...]
     next: int
 
 
 class FileView(msgspec.Struct, frozen=True):
-    """A file that a run has at its coordinator; `name` is below one of its folders, `modified` is in seconds."""
+    """A file of a run at its coordinator; `name` is relative to one of the run's folders."""
 
     name: str
     size_bytes: int
@@ -227,20 +236,22 @@ class FileView(msgspec.Struct, frozen=True):
 
 
 class FilePage(msgspec.Struct, frozen=True):
-    """The files of one folder of a run, by name, and how much more the coordinator can take."""
+    """The files of one folder of a run, by name, and how many bytes the coordinator can still store."""
 
     files: tuple[FileView, ...]
     free_bytes: int
 
 
 class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    reason: str = "asked by the user"
+    """Request to stop a run; members get `grace_s` seconds before they are killed."""
+
+    reason: str = "requested by the user"
     checkpoint: bool = True
     grace_s: float = 30.0
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many members from now on, and what they may cost in all if that changes too."""
+    """New minimum and maximum number of members, and the new budget if that changes too."""
 
     min: int
     max: int
@@ -248,7 +259,10 @@ class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SetupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a hired machine does before its agent is there, or why it failed; `final` if all others would, too."""
+    """Progress or failure of a machine that prepares its environment, before its agent connects.
+
+    `final` says that every other machine of the pool would fail in the same way.
+    """
 
     why: str
     failed: bool = False
@@ -258,7 +272,7 @@ class SetupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ErrorView(msgspec.Struct, frozen=True):
-    """An error as the API answers it."""
+    """The fields of a ShoalError."""
 
     code: str
     what: str
@@ -268,6 +282,8 @@ class ErrorView(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
+    """Version, protocol number and name of a coordinator; needs no token."""
+
     shoal: str
     protocol: int
     coordinator: str

@@ -1,4 +1,4 @@
-"""Bytes to messages and back, with a limit on size and a strict schema."""
+"""Encoder and decoder of WebSocket messages: MessagePack, strict schema, bounded size, compressed if large."""
 
 from __future__ import annotations
 
@@ -12,53 +12,55 @@ from shoal.wire import agent_messages, member_messages
 from shoal.wire.protocol import Message
 
 MAX_MESSAGE_BYTES = 1 << 20
-# A world of a thousand is nearly the same words a thousand times, and all of its members are told of it.
-PACK_ABOVE_BYTES = 16 << 10
-# No message of MessagePack begins like this.
-PACKED = b"\xc1"
+# A world of a thousand members repeats nearly the same text a thousand times, and every member gets a copy.
+COMPRESS_ABOVE_BYTES = 16 << 10
+# MessagePack never uses this byte, so no uncompressed message begins with it.
+COMPRESSED = b"\xc1"
 
 M = TypeVar("M")
 
 
 class MessageCodec(Generic[M]):
-    """Encodes any message, decodes one union of them."""
+    """Codec of one connection's direction: encodes any message, decodes the members of one union."""
 
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Message) -> bytes:
+        """Return the bytes of a message."""
         data = self._encoder.encode(message)
-        return PACKED + zlib.compress(data, 1) if len(data) > PACK_ABOVE_BYTES else data
+        return COMPRESSED + zlib.compress(data, 1) if len(data) > COMPRESS_ABOVE_BYTES else data
 
     def decode(self, data: bytes | str) -> M:
+        """Return the message in a frame; raise BadMessage if it is too large or does not match the schema."""
         if isinstance(data, str):
-            raise BadMessage("a text frame where a binary one was expected", do="use Shoal's own client")
+            raise BadMessage("received a text frame instead of a binary one", do="use Shoal's own client")
         if len(data) > MAX_MESSAGE_BYTES:
             raise _too_large(len(data))
         try:
-            decoded: M = self._decoder.decode(_unpacked(data) if data[:1] == PACKED else data)
+            decoded: M = self._decoder.decode(_decompress(data) if data[:1] == COMPRESSED else data)
         except (ValueError, RecursionError) as error:  # msgspec lets UnicodeDecodeError through
-            raise BadMessage("a message that does not fit the protocol", why=str(error)) from error
+            raise BadMessage("received a message that does not match the protocol", why=str(error)) from error
         return decoded
 
 
-def _unpacked(data: bytes) -> bytes:
-    """What was packed; of a message that would grow beyond all limits, no more is unpacked than shows it."""
-    opened = zlib.decompressobj()
+def _decompress(data: bytes) -> bytes:
+    """Return the decompressed message, but never expand more than the limit: the sender may be hostile."""
+    decompressor = zlib.decompressobj()
     try:
-        found = opened.decompress(data[len(PACKED) :], MAX_MESSAGE_BYTES + 1)
+        message = decompressor.decompress(data[len(COMPRESSED) :], MAX_MESSAGE_BYTES + 1)
     except zlib.error as error:
-        raise BadMessage("a message that cannot be unpacked", why=str(error)) from error
-    if len(found) > MAX_MESSAGE_BYTES:
-        raise _too_large(len(found))
-    if not opened.eof:
-        raise BadMessage("a message that cannot be unpacked", why="its end is missing")
-    return found
+        raise BadMessage("received a message that cannot be decompressed", why=str(error)) from error
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise _too_large(len(message))
+    if not decompressor.eof:
+        raise BadMessage("received a message that cannot be decompressed", why="its end is missing")
+    return message
 
 
 def _too_large(size_bytes: int) -> BadMessage:
-    return BadMessage(f"a message of {size_bytes} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
+    return BadMessage(f"received a message of {size_bytes} bytes", why=f"the limit is {MAX_MESSAGE_BYTES}")
 
 
 from_member: MessageCodec[member_messages.FromMember] = MessageCodec(member_messages.FromMember)

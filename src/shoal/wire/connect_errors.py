@@ -1,4 +1,4 @@
-"""Why an address did not answer, in words, and what to do about it."""
+"""Causes of failed connection attempts, in words that a user can act on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import ssl
 from collections.abc import Mapping
 from typing import Literal
 
-Cause = Literal["refused", "silent", "no route", "unknown name", "wrong peer", "turned away", "broken"]
+Cause = Literal["refused", "silent", "no route", "unknown name", "wrong peer", "rejected", "broken"]
 
-WORDS: dict[Cause, str] = {
-    "refused": "refused: nobody listens there, or a firewall rejects it",
-    "silent": "no answer: a firewall drops it, or the machine is not there",
-    "no route": "there is no route to it",
-    "unknown name": "the name is not known here",
+MEANINGS: dict[Cause, str] = {
+    "refused": "connection refused: no process listens there, or a firewall rejects it",
+    "silent": "no answer: a firewall drops the packets, or the machine is down",
+    "no route": "no route to that address",
+    "unknown name": "the host name cannot be resolved here",
     "wrong peer": "another process answers there",
-    "turned away": "it answers, and turned us away",
+    "rejected": "the peer rejected the connection",
     "broken": "the connection broke",
 }
 
@@ -24,7 +24,7 @@ _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRN
 
 
 def cause_of(error: BaseException) -> Cause:
-    """What an attempt to connect failed by."""
+    """Return the cause of a failed attempt; errors that are not the system's mean that the peer is a wrong one."""
     if isinstance(error, ConnectionRefusedError):
         return "refused"
     if isinstance(error, socket.gaierror):
@@ -38,14 +38,14 @@ def cause_of(error: BaseException) -> Cause:
     return "wrong peer"
 
 
-def listed(failures: Mapping[str, BaseException]) -> str:
-    """Each address with why it did not answer, in one sentence."""
-    return "; ".join(f"{where}: {WORDS[cause_of(error)]}" for where, error in failures.items())
+def describe_all(failures: Mapping[str, BaseException]) -> str:
+    """Return one line that lists every address with the cause of its failure."""
+    return "; ".join(f"{where}: {MEANINGS[cause_of(error)]}" for where, error in failures.items())
 
 
-def in_words(error: BaseException) -> str:
-    """One error for people: what the cause is, and what the system said."""
+def describe(error: BaseException) -> str:
+    """Return the meaning of one error, with the system's own message in parentheses."""
     if isinstance(error, ConnectionError) and error.errno is None:
         return str(error)
-    said = f" ({error})" if str(error) else ""
-    return WORDS[cause_of(error)] + said
+    message = f" ({error})" if str(error) else ""
+    return MEANINGS[cause_of(error)] + message

@@ -1,6 +1,8 @@
-"""The file that lets a process talk to a coordinator: its token, and the certificate to trust.
+"""Credentials file of a coordinator: its token, and the only certificate to trust.
 
-The first line is the token. When the coordinator speaks TLS, its certificate in PEM follows, and no other is trusted.
+The first line is the token. If the coordinator uses TLS, its self-signed certificate follows in PEM. Clients trust that
+certificate and no other, whatever host name they connect to: the file itself proves who the coordinator is, so neither
+a certificate authority nor DNS has to be trusted. Only the owner can read the file.
 """
 
 from __future__ import annotations
@@ -20,46 +22,60 @@ _END = "-----END CERTIFICATE-----"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
+    """A token, which never appears in a repr, and a certificate in PEM, None without TLS."""
+
     token: str = field(repr=False)
     certificate_pem: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
+        """The HTTP headers that authenticate a request."""
         return {"Authorization": f"Bearer {self.token}"}
 
 
 def parse(text: str, where: str = "") -> Credentials:
-    """Read what such a file holds."""
+    """Return the credentials in the text of such a file; raise BadCredentials if it is malformed."""
     token, _, rest = text.strip().partition("\n")
     token, rest = token.strip(), rest.strip()
     if not token or token.startswith("-----") or not token.isascii() or not token.isprintable() or " " in token:
-        raise BadCredentials("there is no token in the first line", where=where, do="copy the coordinator's file again")
+        raise BadCredentials(
+            "the first line of the token file is not a token", where=where, do="copy the coordinator's file again"
+        )
     if rest and not (rest.startswith(_BEGIN) and rest.endswith(_END)):
         raise BadCredentials(
-            "what follows the token is not a certificate", where=where, do="copy the coordinator's file again"
+            "the text after the token is not a certificate", where=where, do="copy the coordinator's file again"
         )
     return Credentials(token, f"{rest}\n" if rest else None)
 
 
 def read(path: str | Path) -> Credentials:
-    """The credentials in a file."""
+    """Return the credentials in a file; raise BadCredentials if it is unreadable or malformed."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise BadCredentials(
-            "the token file cannot be read", where=str(path), why=error.strerror or str(error), do="give --token-file"
+            "the token file cannot be read",
+            where=str(path),
+            why=error.strerror or str(error),
+            do="pass the coordinator's file with --token-file",
         ) from error
     if len(data) > _MAX_BYTES:
-        raise BadCredentials("the token file is far too large to be one", where=str(path), do="give --token-file")
+        raise BadCredentials(
+            f"the token file is larger than {_MAX_BYTES} bytes",
+            where=str(path),
+            do="pass the coordinator's file with --token-file",
+        )
     try:
         return parse(data.decode("ascii"), str(path))
     except UnicodeDecodeError as error:
-        raise BadCredentials("the token file is not text", where=str(path), do="give --token-file") from error
+        raise BadCredentials(
+            "the token file is not text", where=str(path), do="pass the coordinator's file with --token-file"
+        ) from error
 
 
 def write(path: str | Path, credentials: Credentials) -> None:
-    """Write them so that only the owner can read them, and nobody ever sees half a file."""
+    """Write the file atomically, readable by its owner only."""
     part = f"{path}.{os.getpid()}.part"
     text = f"{credentials.token}\n{credentials.certificate_pem or ''}"
     try:
@@ -77,7 +93,7 @@ def write(path: str | Path, credentials: Credentials) -> None:
 
 
 def ssl_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """Trusts this one certificate whatever name it carries; None if there is none to trust."""
+    """Return a context that trusts this one certificate whatever name it carries, or None without a certificate."""
     if credentials.certificate_pem is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -88,5 +104,5 @@ def ssl_context(credentials: Credentials) -> ssl.SSLContext | None:
     try:
         context.load_verify_locations(cadata=credentials.certificate_pem)
     except ssl.SSLError as error:
-        raise BadCredentials("the certificate after the token is damaged", why=str(error)) from error
+        raise BadCredentials("the certificate in the token file is damaged", why=str(error)) from error
     return context

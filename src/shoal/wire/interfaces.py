@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, as the system knows them."""
+"""Network interfaces and addresses of this machine, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 from shoal.core import addresses
 from shoal.core.addresses import Interface
 
-# It is routed like any other; nothing is sent to it.
-ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+# Documentation addresses (RFC 5737, RFC 3849): the system routes them like any other, and no packet is sent.
+ROUTED_EXAMPLES = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
-def interfaces() -> tuple[Interface, ...]:
-    """Those that are up, with their addresses of both families."""
+def active_interfaces() -> tuple[Interface, ...]:
+    """Return the interfaces that are up, with their IPv4 and IPv6 addresses."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -28,25 +28,25 @@ def interfaces() -> tuple[Interface, ...]:
     )
 
 
-def outward() -> tuple[str, ...]:
-    """Our addresses on the default routes, of both families."""
-    found = (towards(*where) for where in ANYWHERE)
-    return tuple(address for address in found if address and addresses.is_shareable(address))
+def default_addresses() -> tuple[str, ...]:
+    """Return this machine's addresses on the default routes, at most one for IPv4 and one for IPv6."""
+    candidates = (source_address(*example) for example in ROUTED_EXAMPLES)
+    return tuple(address for address in candidates if address and addresses.is_shareable(address))
 
 
-def towards(host: str, port: int) -> str:
-    """Our address on the way to a host, as the system would choose it; empty if there is no way."""
+def source_address(host: str, port: int) -> str:
+    """Return the local address that the system would use to reach a host; "" if there is no route."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)
+            probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError:
         return ""
 
 
-def good_names() -> tuple[str, ...]:
-    """The name of this machine, if others may be told it."""
+def shareable_names() -> tuple[str, ...]:
+    """Return this machine's host name if other machines can use it: not if it resolves to a loopback address."""
     name = socket.gethostname()
     try:
         resolved = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}

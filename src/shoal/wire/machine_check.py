@@ -1,4 +1,4 @@
-"""What `shoal doctor POOL` asks of machines, and what they find."""
+"""Requests and results of `shoal doctor POOL`: what an agent checks on its machine, and what it finds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shoal.core.world import Address
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Without a peer: describe yourself, and listen from now on. With one: reach it at each of these addresses.
+    """What to check. Without a peer: describe the machine and listen from now on. With one: connect to its addresses.
 
-    `ports` and `interface` are as of members; bytes are sent for `lasting_s` at most.
+    `ports` and `interface` are the settings of members. Throughput is measured for at most `lasting_s` seconds.
     """
 
     ports: str = ""
@@ -21,9 +21,10 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """What a machine says of itself; `listens` is where its peers may try to reach it, `trouble` why they cannot.
+    """Description of a machine.
 
-    `round_trips_s` are those to the coordinator.
+    `listens` are the addresses at which its peers can try to connect, or `trouble` says why it cannot listen.
+    `round_trips_s` are measured between the machine and the coordinator.
     """
 
     machine: str
@@ -40,22 +41,23 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
 
 class ConnectAttempt(msgspec.Struct, frozen=True):
-    """One address of a peer that was tried; `cause` is empty if the peer itself answered, and proved to be it.
+    """One attempt to connect to an address of a peer.
 
-    `round_trip_s` is the median, and `bytes_per_s` what went through; both are measured at one address of a peer.
+    `cause` (see `connect_errors`) is empty if the peer answered and proved its identity; `detail` explains it. The
+    median `round_trip_s` and the throughput `bytes_per_s` are measured at one address per peer.
     """
 
     host: str
     port: int
     cause: str = ""
-    said: str = ""
+    detail: str = ""
     connect_s: float = 0.0
     round_trip_s: float | None = None
     bytes_per_s: float | None = None
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """The answer to a question; `received` and `sent` are by the machine's own clock."""
+    """Answer to a request; `received` and `sent` are epoch seconds on the machine's own clock, to compare clocks."""
 
     received: float
     sent: float

@@ -1,4 +1,9 @@
-"""What a coordinator may hire: a file in its directory, written before it is started, for its owner only."""
+"""Small files in a coordinator's directory that it shares with the commands that start, find and stop it.
+
+`pools.json` lists the pools that the coordinator may request machines from. The launcher writes it before it starts the
+coordinator; only the owner can read it, since it may contain credentials. `urls` has the addresses at which other
+machines reach the coordinator. `releasing` exists while an ending coordinator still has machines to release.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +17,32 @@ from shoal.errors import BadPool
 
 FILE = "pools.json"
 URLS = "urls"
-LEAVING = "leaving"
+RELEASING = "releasing"
 
 
 class CoordinatorPools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The pools as shoal.toml describes them, and the options of the agents that are started on their machines."""
+    """Pools by name, as shoal.toml describes them, and the options of the agents started on their machines."""
 
     pools: dict[str, dict[str, Any]]
     agent: tuple[str, ...] = ()
 
 
 class ReleaseProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a coordinator that ends for good has still to give back, and when it gives up at the latest."""
+    """How many machines an ending coordinator has still to release, and when (epoch seconds) it gives up."""
 
-    left: int
+    remaining: int
     until: float
 
 
-def write(directory: Path, hires: CoordinatorPools) -> None:
-    """Tell a coordinator that is still to be started which pools it may hire from."""
+def write_pools(directory: Path, pools: CoordinatorPools) -> None:
+    """Write the pools of a coordinator that has not been started yet."""
     descriptor = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(hires))
+        file.write(msgspec.json.encode(pools))
 
 
-def hiring_of(directory: Path) -> CoordinatorPools | None:
-    """What the coordinator of this directory may hire, None if nothing."""
+def read_pools(directory: Path) -> CoordinatorPools | None:
+    """Return the pools of a coordinator, or None if it has none; raise BadPool if the file cannot be decoded."""
     path = directory / FILE
     if not path.exists():
         return None
@@ -47,28 +52,28 @@ def hiring_of(directory: Path) -> CoordinatorPools | None:
         raise BadPool("the pools of this coordinator cannot be read", where=str(path), why=str(error)) from error
 
 
-def urls_of(directory: Path) -> tuple[str, ...]:
-    """At which URLs machines elsewhere may reach the coordinator of this directory, in the order to try them."""
+def read_urls(directory: Path) -> tuple[str, ...]:
+    """Return the URLs at which other machines may reach a coordinator, in the order to try them."""
     for name in (URLS, "url"):
         try:
-            found = tuple((directory / name).read_text("ascii").split())
+            urls = tuple((directory / name).read_text("ascii").split())
         except (OSError, ValueError):
-            found = ()
-        if found:
-            return found
+            urls = ()
+        if urls:
+            return urls
     return ()
 
 
-def say_leaving(directory: Path, leaving: ReleaseProgress) -> None:
-    """Tell whoever waits for the end of this directory's coordinator."""
-    part = directory / f"{LEAVING}.part"
-    part.write_bytes(msgspec.json.encode(leaving))
-    part.replace(directory / LEAVING)
+def write_release_progress(directory: Path, progress: ReleaseProgress) -> None:
+    """Publish the progress for the command that waits until this coordinator has ended."""
+    part = directory / f"{RELEASING}.part"
+    part.write_bytes(msgspec.json.encode(progress))
+    part.replace(directory / RELEASING)
 
 
-def leaving_of(directory: Path) -> ReleaseProgress | None:
-    """What the coordinator of this directory gives back before it ends, None if it does not say."""
+def read_release_progress(directory: Path) -> ReleaseProgress | None:
+    """Return what an ending coordinator still has to release, or None if it has not said so."""
     try:
-        return msgspec.json.decode((directory / LEAVING).read_bytes(), type=ReleaseProgress)
+        return msgspec.json.decode((directory / RELEASING).read_bytes(), type=ReleaseProgress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None

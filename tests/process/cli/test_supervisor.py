@@ -19,13 +19,13 @@ pytestmark = pytest.mark.process
 COORDINATOR = """
 import os, sys, time
 from pathlib import Path
-from shoal.wire.pool_files import ReleaseProgress, say_leaving
+from shoal.wire.pool_files import ReleaseProgress, write_release_progress
 
 where, lifeline = Path(sys.argv[1]), int(sys.argv[sys.argv.index("--lifeline") + 1])
 (where / "ready").touch()
 os.read(lifeline, 1)
 for remaining in range(40, 0, -1):
-    say_leaving(where, ReleaseProgress(remaining, time.time() + 60.0))
+    write_release_progress(where, ReleaseProgress(remaining, time.time() + 60.0))
     time.sleep(0.1)
 (where / "released").touch()
 """

@@ -50,7 +50,7 @@ class Machine:
     def requirements(self, *lines: str) -> PublishedEnvironment:
         file = self.path / "requirements.txt"
         file.write_text("\n".join(["--no-index", f"--find-links {self.wheels}", *lines]) + "\n")
-        return recipe.stow(str(file), self.put)
+        return recipe.publish(str(file), self.put)
 
     def hire(
         self, name: str, made: PublishedEnvironment, python: str = PYTHON, *, lifeline: bool = False

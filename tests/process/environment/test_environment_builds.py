@@ -111,7 +111,7 @@ def begun(
 
 
 def test_a_hire_that_is_cancelled_while_it_builds_leaves_nothing(machine: Machine, packed: Path) -> None:
-    process = begun(machine, packed, recipe.stow(str(archive(packed, "env.tar.gz")), machine.put))
+    process = begun(machine, packed, recipe.publish(str(archive(packed, "env.tar.gz")), machine.put))
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 128 + signal.SIGTERM
     until(lambda: not running(process.pid), "the end of all that it started")
@@ -120,7 +120,7 @@ def test_a_hire_that_is_cancelled_while_it_builds_leaves_nothing(machine: Machin
 
 
 def test_a_hire_whose_actor_is_lost_while_it_builds_leaves_nothing(machine: Machine, packed: Path) -> None:
-    made = recipe.stow(str(archive(packed, "env.tar.gz")), machine.put)
+    made = recipe.publish(str(archive(packed, "env.tar.gz")), machine.put)
     process = begun(machine, packed, made, lifeline=True)
     assert process.stdin is not None
     process.stdin.close()
@@ -130,7 +130,7 @@ def test_a_hire_whose_actor_is_lost_while_it_builds_leaves_nothing(machine: Mach
 
 
 def test_what_a_killed_build_left_is_not_used(machine: Machine, packed: Path) -> None:
-    made = recipe.stow(str(archive(packed, "env.tar.gz")), machine.put)
+    made = recipe.publish(str(archive(packed, "env.tar.gz")), machine.put)
     process = begun(machine, packed, made)
     process.kill()
     process.wait(20)
@@ -148,7 +148,7 @@ def test_what_a_killed_build_left_is_not_used(machine: Machine, packed: Path) ->
 def test_a_packed_environment_is_unpacked_once_and_shoal_comes_beside_it(
     machine: Machine, packed: Path, name: str
 ) -> None:
-    made = recipe.stow(str(archive(packed, name)), machine.put)
+    made = recipe.publish(str(archive(packed, name)), machine.put)
     for hire in ("lab-1", "lab-2"):
         code, said = machine.ended(hire, made)
         assert (code, UP in said) == (0, True), said
@@ -172,7 +172,7 @@ def test_a_packed_environment_that_is_no_good_says_why(machine: Machine, packed:
             (archive(packed, "poor.tar.gz", "_here.pth"), "S445", "No module named"),
         ]
     ):
-        exit_code, said = machine.ended(f"lab-{number}", recipe.stow(str(path), machine.put))
+        exit_code, said = machine.ended(f"lab-{number}", recipe.publish(str(path), machine.put))
         assert exit_code == 4, said
         assert f"error[{code}]" in said
         assert words in said
@@ -185,7 +185,7 @@ def test_what_a_pex_finds_the_agent_finds(machine: Machine, wheels: Path, tmp_pa
         made.writestr("__main__.py", PEX)
         for one in wheels.glob("*.whl"):
             made.write(one, f".deps/{one.name}")
-    code, said = machine.ended("lab-1", recipe.stow(str(path), machine.put))
+    code, said = machine.ended("lab-1", recipe.publish(str(path), machine.put))
     assert (code, UP in said) == (0, True), said
     shown = subprocess.run([machine.python(), "-c", "import greeting; print(greeting.WORDS)"], capture_output=True)
     assert shown.stdout == b"hello\n", shown.stderr
@@ -247,11 +247,11 @@ def test_a_coordinator_that_has_it_not_is_named(machine: Machine) -> None:
     code, said = machine.ended("lab-1", made)
     assert code == 4
     assert "error[S444]" in said
-    assert requirements.FIRST not in said
+    assert requirements.MAIN_FILE not in said
 
 
 def test_what_runs_on_machines_is_found_in_the_wheel_alone(tmp_path: Path) -> None:
-    name, data = wheel.of_shoal()
+    name, data = wheel.build_shoal_wheel()
     (tmp_path / name).write_bytes(data)
     look = "import sys; sys.path.insert(0, sys.argv[1]); import shoal.pack.remote.env_main as it; print(it.__file__)"
     done = subprocess.run(

@@ -86,7 +86,7 @@ class Served(Stage):
         gone: dict[str, float] = {}
         state = CoordinatorState()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
-            event, at = journal.event_of(entry, runs_events.KINDS), entry.at + monotonic
+            event, at = journal.decode_event(entry, runs_events.KINDS), entry.at + monotonic
             for _, told in apply(state, entry.run, event, entry.at):
                 if isinstance(told, ev.AnnounceTrainerLost):
                     gone.setdefault(told.member, at)

@@ -15,7 +15,7 @@ def test_unused_blobs_are_removed_and_used_ones_stay(tmp_path: Path) -> None:
     for directory in (cache, root):
         directory.mkdir()
     (root / "train.py").write_text("print(1)")
-    manifest, contents = project.take(project.find(root))
+    manifest, contents = project.hash_files(project.find_files(root))
     name, data = project.encode(manifest)
     used = {name: data, **{digest: path.read_bytes() for digest, path in contents.items()}}
     unused = {"0" * 64: b"of a run long ago", f"{'1' * 64}.7.8.part": b"of an agent that was killed"}

@@ -23,13 +23,13 @@ class SlowFirst(SqliteViews):
         super().__init__(directory)
         self.begun, self.overtaken = threading.Event(), threading.Event()
 
-    def write(self, batch: RowBatch) -> None:
+    def write_batch(self, batch: RowBatch) -> None:
         if not self.begun.is_set():
             self.begun.set()
             self.overtaken.wait(0.5)
-            super().write(batch)
+            super().write_batch(batch)
         else:
-            super().write(batch)
+            super().write_batch(batch)
             self.overtaken.set()
 
 

@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import BadEnvironment, HomeUnusable
 from shoal.launch import launch_plan, settings_layers
 from shoal.wire.api import RunSpec
-from shoal.wire.pool_files import CoordinatorPools, write
+from shoal.wire.pool_files import CoordinatorPools, write_pools
 
 POOLS = """
 [run]
@@ -67,7 +67,7 @@ def test_resumed_coordinator_keeps_its_pools_with_their_present_tables(tmp_path:
     (tmp_path / "shoal.toml").write_text('[pool.lab]\nengine = "local"\n')
     directory = tmp_path / "home" / "before"
     directory.mkdir(parents=True)
-    write(directory, CoordinatorPools({"lab": {"engine": "local", "limit": 1}, "gone": {"engine": "local"}}))
+    write_pools(directory, CoordinatorPools({"lab": {"engine": "local", "limit": 1}, "gone": {"engine": "local"}}))
     plan = launch_plan.plan_launch(directory, settings_layers.resolve(tmp_path, {}), None)
     assert plan.pools is not None
     assert plan.pools.pools == {"lab": {"engine": "local"}, "gone": {"engine": "local"}}

@@ -60,14 +60,14 @@ def test_other_kinds_are_refused_with_those_that_there_are(name: str) -> None:
 
 def test_an_environment_is_looked_for_beside_shoal_toml(tmp_path: Path) -> None:
     (tmp_path / "needs.txt").write_text("numpy\n")
-    assert environments_recipe.resolved("needs.txt", tmp_path) == str(tmp_path / "needs.txt")
-    assert environments_recipe.resolved(str(tmp_path / "needs.txt"), Path("/")) == str(tmp_path / "needs.txt")
-    assert (environments_recipe.resolved("", tmp_path), environments_recipe.resolved("shoal", tmp_path)) == (
+    assert environments_recipe.resolve("needs.txt", tmp_path) == str(tmp_path / "needs.txt")
+    assert environments_recipe.resolve(str(tmp_path / "needs.txt"), Path("/")) == str(tmp_path / "needs.txt")
+    assert (environments_recipe.resolve("", tmp_path), environments_recipe.resolve("shoal", tmp_path)) == (
         "",
         "shoal",
     )
     with pytest.raises(BadEnvironment) as missing:
-        environments_recipe.resolved("none.txt", tmp_path, "[pool.lab]")
+        environments_recipe.resolve("none.txt", tmp_path, "[pool.lab]")
     assert (missing.value.what, missing.value.where) == ("there is no file none.txt", "[pool.lab]")
     assert str(tmp_path / "none.txt") in missing.value.why
 
@@ -75,7 +75,7 @@ def test_an_environment_is_looked_for_beside_shoal_toml(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _small_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing the real one takes longer than all the rest."""
-    monkeypatch.setattr(wheel, "of_pip", lambda: ("pip-1-py3-none-any.whl", b"pip"))
+    monkeypatch.setattr(wheel, "build_pip_wheel", lambda: ("pip-1-py3-none-any.whl", b"pip"))
 
 
 class Store(dict[str, bytes]):
@@ -86,7 +86,7 @@ class Store(dict[str, bytes]):
         return name
 
     def recipe(self, text: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self[environments_recipe.stow(text, self.put).recipe])
+        found: dict[str, Any] = json.loads(self[environments_recipe.publish(text, self.put).recipe])
         return found
 
 
@@ -111,7 +111,7 @@ def test_what_is_installed_depends_on_the_file_and_on_shoal_and_an_archive_on_it
     packed.write_bytes(b"packed")
     store = Store()
     first = {one: store.recipe(str(one))["made_of"] for one in (file, packed)}
-    monkeypatch.setattr(wheel, "of_shoal", lambda: ("shoal-9-py3-none-any.whl", b"newer"))
+    monkeypatch.setattr(wheel, "build_shoal_wheel", lambda: ("shoal-9-py3-none-any.whl", b"newer"))
     second = {one: store.recipe(str(one))["made_of"] for one in (file, packed)}
     assert first[file] != second[file]
     assert first[packed] == second[packed]
@@ -204,8 +204,8 @@ def test_a_damaged_lock_is_refused_with_its_place_and_a_remedy(tmp_path: Path, p
 
 
 def test_the_wheel_of_shoal_is_the_same_every_time_and_whole(tmp_path: Path) -> None:
-    name, data = wheel.of_shoal()
-    assert (name, wheel.of_shoal()[1]) == (f"shoal_train-{shoal.__version__}-py3-none-any.whl", data)
+    name, data = wheel.build_shoal_wheel()
+    assert (name, wheel.build_shoal_wheel()[1]) == (f"shoal_train-{shoal.__version__}-py3-none-any.whl", data)
     (tmp_path / name).write_bytes(data)
     with zipfile.ZipFile(tmp_path / name) as made:
         names = made.namelist()

@@ -25,7 +25,7 @@ def given(tmp_path: Path) -> Path:
 
 
 def test_a_path_keeps_its_last_name_and_a_directory_its_shape(given: Path) -> None:
-    found = files.named([given / "data.csv", given / "package"])
+    found = files.collect([given / "data.csv", given / "package"])
     assert sorted(found) == ["data.csv", "package/__init__.py", "package/deep/code.py"]
 
 
@@ -35,16 +35,16 @@ def test_links_in_a_directory_travel_as_what_they_lead_to_unless_it_is_a_directo
     links = {"inner": "deep", "deep/up": "..", "far": "../elsewhere", "data.csv": "../data.csv"}
     for link, target in links.items():
         (given / "package" / link).symlink_to(target)
-    found = files.named([given / "package"])
+    found = files.collect([given / "package"])
     usual = ["package/__init__.py", "package/data.csv", "package/deep/code.py"]
     assert sorted(found) == [*usual, "package/inner/code.py"]
     (given / "package" / "gone").symlink_to("nowhere")
     with pytest.raises(BadFiles, match="gone"):
-        files.named([given / "package"])
+        files.collect([given / "package"])
 
 
 def test_a_dict_names_them_anew(given: Path) -> None:
-    assert sorted(files.named({"in/train.csv": given / "data.csv", "p": str(given / "package" / "deep")})) == [
+    assert sorted(files.collect({"in/train.csv": given / "data.csv", "p": str(given / "package" / "deep")})) == [
         "in/train.csv",
         "p/code.py",
     ]
@@ -52,8 +52,8 @@ def test_a_dict_names_them_anew(given: Path) -> None:
 
 def test_what_holds_the_same_is_kept_once_and_found_under_both_names(given: Path, tmp_path: Path) -> None:
     pack, work = tmp_path / "pack", tmp_path / "work"
-    kept = files.put(pack, files.named([given / "data.csv", given / "same.csv", given / "package"]))
-    files.lay_out(pack, kept, work)
+    kept = files.put(pack, files.collect([given / "data.csv", given / "same.csv", given / "package"]))
+    files.link_files(pack, kept, work)
     assert kept["data.csv"] == kept["same.csv"]
     assert len(list((pack / manifest.BLOBS).iterdir())) == 3
     assert (work / "same.csv").read_text() == "1,2\n"
@@ -63,33 +63,33 @@ def test_what_holds_the_same_is_kept_once_and_found_under_both_names(given: Path
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "", "a/../../b", "."])
 def test_no_file_is_put_outside_of_the_working_directory(given: Path, name: str) -> None:
     with pytest.raises(BadFiles):
-        files.named({name: given / "data.csv"})
+        files.collect({name: given / "data.csv"})
 
 
 def test_two_files_of_one_name_are_refused(given: Path) -> None:
     (given / "package" / "data.csv").write_text("another")
     with pytest.raises(BadFiles, match="two of the files"):
-        files.named([given / "data.csv", given / "package" / "data.csv"])
+        files.collect([given / "data.csv", given / "package" / "data.csv"])
 
 
 def test_what_is_not_there_or_not_a_file_is_refused(given: Path) -> None:
     os.mkfifo(given / "pipe")
     for wrong in ("nothing.csv", "pipe"):
         with pytest.raises(BadFiles, match=wrong):
-            files.named([given / wrong])
+            files.collect([given / wrong])
     with pytest.raises(BadFiles, match="one path"):
-        files.named(str(given / "data.csv"))  # type: ignore[arg-type]
+        files.collect(str(given / "data.csv"))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def laid_out(given: Path, tmp_path: Path) -> tuple[dict[str, str], Path]:
-    kept = files.put(tmp_path / "pack", files.named([given / "data.csv", given / "package"]))
-    files.lay_out(tmp_path / "pack", kept, tmp_path / "work")
+    kept = files.put(tmp_path / "pack", files.collect([given / "data.csv", given / "package"]))
+    files.link_files(tmp_path / "pack", kept, tmp_path / "work")
     return kept, tmp_path / "work"
 
 
 def test_files_that_nobody_touched_are_taken(laid_out: tuple[dict[str, str], Path]) -> None:
-    files.check(*laid_out)
+    files.verify(*laid_out)
 
 
 def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, str], Path], tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, st
     blob.chmod(0o600)
     blob.write_text("X = 2\n")
     with pytest.raises(PackDamaged, match=r"code\.py is not what was given") as raised:
-        files.check(kept, work)
+        files.verify(kept, work)
     assert raised.value.where == str(work / "package" / "deep" / "code.py")
 
 
@@ -106,13 +106,13 @@ def test_a_file_that_was_exchanged_is_not_taken(laid_out: tuple[dict[str, str], 
     kept, work = laid_out
     (work / "data.csv").unlink()
     with pytest.raises(PackDamaged, match=r"data\.csv of files= cannot be read"):
-        files.check(kept, work)
+        files.verify(kept, work)
     (work / "data.csv").write_text("3,4\n")
     with pytest.raises(PackDamaged, match=r"data\.csv is not what was given"):
-        files.check(kept, work)
+        files.verify(kept, work)
 
 
 def test_a_file_whose_name_is_not_utf_8_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
     with pytest.raises(BadFiles, match="not UTF-8"):
-        files.named([tmp_path])
+        files.collect([tmp_path])

@@ -35,14 +35,14 @@ def forged(directory: Path, mark: Path) -> bytes:
 def test_a_function_of_a_module_travels_by_its_name(tmp_path: Path) -> None:
     assert packed(tmp_path, manifest.read).function == PackedFunction("read", module="shoal.pack.manifest")
     assert not (tmp_path / manifest.BLOBS).exists()
-    assert function.get(tmp_path, manifest.read(tmp_path, TOKEN)) is manifest.read
+    assert function.load(tmp_path, manifest.read(tmp_path, TOKEN)) is manifest.read
 
 
 def test_a_closure_travels_by_value(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     wanted = 42
     assert packed(tmp_path, lambda: wanted).function.pickled
-    assert function.get(tmp_path, manifest.read(tmp_path, TOKEN))() == 42
+    assert function.load(tmp_path, manifest.read(tmp_path, TOKEN))() == 42
 
 
 def test_what_only_this_process_has_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +71,10 @@ def test_what_another_python_has_pickled_is_not_loaded(tmp_path: Path, monkeypat
     pytest.importorskip("cloudpickle")
     packed(tmp_path, lambda: 7)
     contents = manifest.read(tmp_path, TOKEN)
-    assert function.get(tmp_path, contents)() == 7
+    assert function.load(tmp_path, contents)() == 7
     monkeypatch.setattr(sys, "version_info", (3, 99, 0))
     with pytest.raises(NotShippable) as raised:
-        function.get(tmp_path, contents)
+        function.load(tmp_path, contents)
     assert "Python 3.99" in raised.value.why
     assert "as python of the pool" in raised.value.do
 
@@ -86,7 +86,7 @@ def test_an_exchanged_pickle_is_not_loaded(tmp_path: Path) -> None:
     blob.chmod(0o600)
     blob.write_bytes(forged(tmp_path, tmp_path / "evil"))
     with pytest.raises(PackDamaged):
-        function.get(tmp_path, manifest.read(tmp_path, TOKEN))
+        function.load(tmp_path, manifest.read(tmp_path, TOKEN))
     assert not (tmp_path / "evil").exists()
 
 

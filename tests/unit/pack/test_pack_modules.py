@@ -51,7 +51,7 @@ def ours() -> dict[str, ModuleType]:
 
 
 def test_modules_and_whole_packages_travel(library: Path) -> None:
-    found = modules.imported(ours())
+    found = modules.find_user_modules(ours())
     assert set(found) == {
         "lonely_here.py",
         "package_here/__init__.py",
@@ -70,17 +70,17 @@ def test_what_any_machine_has_stays_here() -> None:
     assert json
     assert os
     assert msgspec
-    assert modules.imported(known) == {}
+    assert modules.find_user_modules(known) == {}
 
 
 def test_what_goes_with_the_project_does_not_go_twice(library: Path) -> None:
     sent = {library / "lonely_here.py", library / "package_here/__init__.py", library / "package_here/inner.py"}
-    assert set(modules.imported(ours(), sent)) == {"nameless_here/part.py"}
+    assert set(modules.find_user_modules(ours(), sent)) == {"nameless_here/part.py"}
 
 
 def test_places_in_the_project_are_named_as_they_are_there(tmp_path: Path) -> None:
     places = [str(tmp_path), str(tmp_path / "src"), "/elsewhere"]
-    assert modules.relative(places, tmp_path) == (".", "src")
+    assert modules.inside_project(places, tmp_path) == (".", "src")
 
 
 def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
@@ -90,9 +90,12 @@ def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     made = experiment_run.pack(
-        here, sys.modules["package_here.inner"].made, {"data.csv": tmp_path / "data.csv"}, modules.imported(ours())
+        here,
+        sys.modules["package_here.inner"].made,
+        {"data.csv": tmp_path / "data.csv"},
+        modules.find_user_modules(ours()),
     )
-    for name, path in files.shipped(here / experiment_run.PACK, made).items():
+    for name, path in files.files_to_send(here / experiment_run.PACK, made).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(path.read_bytes())
     token = credentials.read(here / "token").token
@@ -100,11 +103,11 @@ def test_a_pack_is_whole_on_a_machine_that_sees_nothing_of_ours(
     for name in list(ours()):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.chdir(there)
-    contents = manifest.read(Path(manifest.THERE), token)
-    files.check(contents.files, there)
-    files.check(contents.modules, there / manifest.THERE / manifest.MODULES)
-    assert function.get(Path(manifest.THERE), contents, apart=True)() == 7
+    contents = manifest.read(Path(manifest.REMOTE_FOLDER), token)
+    files.verify(contents.files, there)
+    files.verify(contents.modules, there / manifest.REMOTE_FOLDER / manifest.MODULES)
+    assert function.load(Path(manifest.REMOTE_FOLDER), contents, remote=True)() == 7
     assert Path(str(sys.modules["package_here"].__file__)).is_relative_to(there)
-    (there / manifest.THERE / manifest.MODULES / "lonely_here.py").write_text("ANSWER = 43\n")
+    (there / manifest.REMOTE_FOLDER / manifest.MODULES / "lonely_here.py").write_text("ANSWER = 43\n")
     with pytest.raises(PackDamaged):
-        files.check(contents.modules, there / manifest.THERE / manifest.MODULES)
+        files.verify(contents.modules, there / manifest.REMOTE_FOLDER / manifest.MODULES)

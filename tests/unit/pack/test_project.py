@@ -33,22 +33,22 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_without_git_everything_travels_but_what_is_made_anew(root: Path) -> None:
-    assert set(project.find(root)) == {"train.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
+    assert set(project.find_files(root)) == {"train.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
 
 
 def test_with_git_only_what_could_be_committed_travels(root: Path) -> None:
     (root / ".gitignore").write_text("data/\n")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "-C", str(root), "add", "train.py"], check=True)
-    assert set(project.find(root)) == {".gitignore", "train.py", "lib/model.py", "notes.txt", "run.sh"}
-    assert set(project.find(root / "lib")) == {"model.py"}, "below a directory of the repository"
+    assert set(project.find_files(root)) == {".gitignore", "train.py", "lib/model.py", "notes.txt", "run.sh"}
+    assert set(project.find_files(root / "lib")) == {"model.py"}, "below a directory of the repository"
 
 
 def test_a_file_that_git_knows_but_that_is_gone_does_not_travel(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "-C", str(root), "add", "notes.txt"], check=True)
     (root / "notes.txt").unlink()
-    assert "notes.txt" not in project.find(root)
+    assert "notes.txt" not in project.find_files(root)
 
 
 def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
@@ -65,16 +65,16 @@ def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
     added = ["-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendor/library"]
     subprocess.run(["git", "-C", str(root), *added], check=True)
     (root / "vendor" / "library" / "junk.bin").write_text("made anew")
-    found = {name for name in project.find(root) if name.startswith("vendor")}
+    found = {name for name in project.find_files(root) if name.startswith("vendor")}
     assert found == {"vendor/library/.gitignore", "vendor/library/deep/layers.py"}
     subprocess.run(["git", "-C", str(root), "submodule", "--quiet", "deinit", "-f", "vendor/library"], check=True)
-    assert "train.py" in project.find(root), "one that was never fetched is empty here, too"
+    assert "train.py" in project.find_files(root), "one that was never fetched is empty here, too"
 
 
 def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "init", "-q", str(root / "lib")], check=True)
-    assert "lib/model.py" in project.find(root)
+    assert "lib/model.py" in project.find_files(root)
 
 
 @pytest.mark.parametrize("git", [False, True])
@@ -95,7 +95,7 @@ def test_links_to_directories_of_the_project_travel_as_what_they_lead_to(root: P
         subprocess.run(["git", "init", "-q", str(root)], check=True)
         (root / ".gitignore").write_text(".venv\n__pycache__\n")
     usual = {"train.py", "first.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
-    assert set(project.find(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
+    assert set(project.find_files(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
     assert set(project.walk(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
 
 
@@ -103,29 +103,29 @@ def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) ->
     strange = root / os.fsdecode(b"caf\xe9.txt")
     strange.touch()
     with pytest.raises(BadFiles, match="not UTF-8") as raised:
-        project.find(root)
+        project.find_files(root)
     assert ".shoalignore" in raised.value.do
     str(raised.value).encode()
     for pattern in (b"caf*.txt", b"caf\xe9.txt"):
         (root / ".shoalignore").write_bytes(pattern)
-        assert "train.py" in project.find(root)
+        assert "train.py" in project.find_files(root)
     (root / "a name\nof two lines").touch()
-    _, data = project.encode(project.take(project.find(root))[0])
+    _, data = project.encode(project.hash_files(project.find_files(root))[0])
     assert "a name\nof two lines" in {entry.path for entry in project.decode(data).files}
 
 
 def test_git_has_no_say_where_it_ignores_the_whole_project(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root.parent)], check=True)
     (root.parent / ".gitignore").write_text("*\n")
-    assert {"train.py", "lib/model.py"} <= set(project.find(root)), "a home that is a repository of settings"
-    assert ".venv/bin/python" not in project.find(root)
+    assert {"train.py", "lib/model.py"} <= set(project.find_files(root)), "a home that is a repository of settings"
+    assert ".venv/bin/python" not in project.find_files(root)
 
 
 def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     (root / ".git" / "config").write_text("[broken")
     with pytest.raises(BadFiles, match="Git") as raised:
-        project.find(root / "lib")
+        project.find_files(root / "lib")
     assert "config" in raised.value.why
 
 
@@ -139,13 +139,13 @@ def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) ->
     ],
 )
 def test_what_shoalignore_names_stays_here(root: Path, patterns: str, gone: set[str]) -> None:
-    before = set(project.find(root))
+    before = set(project.find_files(root))
     (root / ".shoalignore").write_text(patterns)
-    assert set(project.find(root)) == (before | {".shoalignore"}) - gone
+    assert set(project.find_files(root)) == (before | {".shoalignore"}) - gone
 
 
 def test_the_size_and_the_largest_files_are_told_and_too_much_is_refused(root: Path) -> None:
-    files = project.find(root)
+    files = project.find_files(root)
     assert project.describe(files).startswith("5 files, 4.9 KiB; the largest: data/big.bin 4.9 KiB, ")
     project.check_size(files, 6000)
     with pytest.raises(BadFiles, match="too large") as raised:
@@ -155,21 +155,21 @@ def test_the_size_and_the_largest_files_are_told_and_too_much_is_refused(root: P
 
 
 def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, tmp_path: Path) -> None:
-    found, contents = project.take(project.find(root))
+    found, contents = project.hash_files(project.find_files(root))
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     for digest, path in contents.items():
         (blobs / digest).write_bytes(path.read_bytes())
     name, data = project.encode(found)
-    project.lay_out(project.decode(data), blobs, tmp_path / "there")
+    project.write_files(project.decode(data), blobs, tmp_path / "there")
     for entry in found.files:
         assert (tmp_path / "there" / entry.path).read_bytes() == (root / entry.path).read_bytes()
     assert (tmp_path / "there" / "run.sh").stat().st_mode & 0o100
     assert not (tmp_path / "there" / "train.py").stat().st_mode & 0o077, "nobody else's business"
-    project.lay_out(found, blobs, tmp_path / "there")
+    project.write_files(found, blobs, tmp_path / "there")
     assert not list(tmp_path.glob("*.part"))
     (root / "notes.txt").write_text("hello!")
-    assert project.encode(project.take(project.find(root))[0])[0] != name
+    assert project.encode(project.hash_files(project.find_files(root))[0])[0] != name
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "", "a\0b"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.report.tensorboard.rows import LINES_PER_STEP, RunRows, figures
+from shoal.report.tensorboard.rows import LINES_PER_STEP, RunRows, scalars_of
 from shoal.wire.api import MemberView, RunView, StoryLine
 
 
@@ -20,7 +20,7 @@ def member(name: str, share: int, step: int | None = 7, **more: Any) -> MemberVi
         "phase": "compute",
         "phase_age_s": 0.0,
     }
-    known |= {"beat_age_s": 0.0, "samples_per_s": 0.0, "connected": True, "status": "training", "rank": 0}
+    known |= {"heartbeat_age_s": 0.0, "samples_per_s": 0.0, "connected": True, "status": "training", "rank": 0}
     return msgspec.convert(known | {"member": name, "share": share, "step": step} | more, MemberView)
 
 
@@ -44,7 +44,7 @@ def test_a_row_has_the_figures_of_the_run_the_shares_and_what_the_script_says() 
     silent, spare = member("m/3", 0, phase=""), member("m/4", 0, status="spare")
     members = (member("m/0", 51), member("m/1", 13), member("m/2", 0), silent, spare)
     told = view(batch=64, noise=310.0, idle_before=0.4, idle_now=0.1, metrics={"accuracy": 0.9}, members=members)
-    assert figures(told, 0.25) == {
+    assert scalars_of(told, 0.25) == {
         "training/loss": 0.5,
         "training/epoch": 1.0,
         "speed/samples_per_s": 100.0,
@@ -64,14 +64,14 @@ def test_a_row_has_the_figures_of_the_run_the_shares_and_what_the_script_says() 
 
 
 def test_what_is_not_known_is_no_figure() -> None:
-    found = figures(view(loss=None, world=None, world_size=0, samples_per_s=0.0), 0.0)
+    found = scalars_of(view(loss=None, world=None, world_size=0, samples_per_s=0.0), 0.0)
     assert found == {"training/epoch": 1.0, "world/members_lost": 1.0}
 
 
 def test_there_is_at_most_one_row_a_second() -> None:
     board = RunRows(0)
     for i in range(100):
-        board.show(view(step=1 + i), 0.1, now=10.0 + 0.1 * i)
+        board.add_view(view(step=1 + i), 0.1, now=10.0 + 0.1 * i)
     assert [row.step for row in board.take()] == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91]
 
 
@@ -80,37 +80,37 @@ def test_an_old_run_and_one_of_many_members_have_rows_less_often() -> None:
         board = RunRows(0)
         for i in range(41):
             seated = tuple(msgspec.structs.replace(one, step=i + 1) for one in members)
-            board.show(view(step=i + 1, members=seated), 0.1, now=now + i)
+            board.add_view(view(step=i + 1, members=seated), 0.1, now=now + i)
         steps = [row.step for row in board.take()]
         assert [b - a for a, b in pairwise(steps)] == [gap_s] * (len(steps) - 1) != []
 
 
 def test_no_step_is_no_news_but_what_the_script_says_is() -> None:
     board = RunRows(0)
-    board.show(view(), 0.1, now=1.0)
-    board.show(view(samples_per_s=1.0), 0.1, now=3.0)
-    board.show(view(metrics={"accuracy": 0.9}), 0.1, now=5.0)
+    board.add_view(view(), 0.1, now=1.0)
+    board.add_view(view(samples_per_s=1.0), 0.1, now=3.0)
+    board.add_view(view(metrics={"accuracy": 0.9}), 0.1, now=5.0)
     assert [(row.at, row.step, row.scalars) for row in board.take()][1:] == [(5.0, 7, {"metrics/accuracy": 0.9})]
 
 
 def test_the_end_of_a_run_is_shown_however_soon_it_comes() -> None:
     board = RunRows(0)
-    board.show(view(), 0.1, now=1.0)
-    board.show(view(step=9, loss=0.25, ended=1.1), 0.1, now=1.1)
+    board.add_view(view(), 0.1, now=1.0)
+    board.add_view(view(step=9, loss=0.25, ended=1.1), 0.1, now=1.1)
     assert [(row.step, row.scalars["training/loss"]) for row in board.take()] == [(7, 0.5), (9, 0.25)]
 
 
 def test_a_run_that_was_set_back_is_shown_where_its_members_are() -> None:
     board = RunRows(500)
-    board.show(view(step=500, members=(member("m/0", 8, 400),)), 0.1, now=1.0)
+    board.add_view(view(step=500, members=(member("m/0", 8, 400),)), 0.1, now=1.0)
     assert [row.step for row in board.take()] == [400]
 
 
 def test_worlds_decisions_and_all_else_are_told_apart() -> None:
     board = RunRows(0)
-    board.tell(line("m/0 connected"), 0)
-    board.tell(line("world 1 started at step 0 with m/0", 0, "FormWorld", "m/0 is ready"), 0)
-    board.tell(line("shares from step 9 on: m/1 is slow", 9, "SharesDecided", "m/1 is slow"), 5)
+    board.add_line(line("m/0 connected"), 0)
+    board.add_line(line("world 1 started at step 0 with m/0", 0, "FormWorld", "m/0 is ready"), 0)
+    board.add_line(line("shares from step 9 on: m/1 is slow", 9, "SharesDecided", "m/1 is slow"), 5)
     assert [(row.step, row.texts) for row in board.take()] == [
         (0, {"story": "m/0 connected"}),
         (0, {"worlds": "world 1 started at step 0 with m/0: m/0 is ready"}),
@@ -120,13 +120,13 @@ def test_worlds_decisions_and_all_else_are_told_apart() -> None:
 
 def test_what_is_told_of_one_step_is_told_together_and_steps_never_go_back() -> None:
     board = RunRows(0)
-    board.tell(line("m/1 lost world 1", 40), 40)
+    board.add_line(line("m/1 lost world 1", 40), 40)
     assert [(row.step, row.texts) for row in board.take()] == [(40, {"story": "m/1 lost world 1"})]
-    board.tell(line("m/1 is started again", 38), 40)
+    board.add_line(line("m/1 is started again", 38), 40)
     assert [(row.step, row.texts) for row in board.take()] == [
         (40, {"story": "m/1 lost world 1\n\nm/1 is started again"})
     ]
-    board.tell(line("m/1 is ready"), 41)
+    board.add_line(line("m/1 is ready"), 41)
     assert [(row.step, row.texts) for row in board.take()] == [(41, {"story": "m/1 is ready"})]
     assert board.take() == []
 
@@ -134,7 +134,7 @@ def test_what_is_told_of_one_step_is_told_together_and_steps_never_go_back() -> 
 def test_a_run_that_tells_much_of_one_step_is_cut_short() -> None:
     board = RunRows(0)
     for i in range(1000):
-        board.tell(line(f"m/0 is started again, {i}"), 0)
+        board.add_line(line(f"m/0 is started again, {i}"), 0)
     (row,) = board.take()
     assert row.texts["story"].count("m/0") == LINES_PER_STEP
     assert row.texts["story"].endswith(", 999")
@@ -142,11 +142,11 @@ def test_a_run_that_tells_much_of_one_step_is_cut_short() -> None:
 
 def test_another_file_does_not_overwrite_what_was_told_of_the_same_step() -> None:
     board = RunRows(500)
-    board.tell(line("run resumed"), 500)
+    board.add_line(line("run resumed"), 500)
     assert [row.step for row in board.take()] == [501]
 
 
 def test_words_of_the_script_are_not_taken_for_markdown() -> None:
     board = RunRows(0)
-    board.tell(line("m/0 raised ValueError: <b>*x*</b> in __init__"), 0)
+    board.add_line(line("m/0 raised ValueError: <b>*x*</b> in __init__"), 0)
     assert board.take()[0].texts["story"] == r"m/0 raised ValueError: &lt;b&gt;\*x\*&lt;/b&gt; in \_\_init\_\_"

@@ -81,14 +81,14 @@ def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
     warnings: list[str] = []
     reports = EventFiles(warnings.append)
     for second in range(5):
-        reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
+        reports.record_view(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
     assert len(warnings) == 1
     assert "cannot be written: File exists" in warnings[0]
-    assert reports.trouble("r") == "File exists"
+    assert reports.error_of("r") == "File exists"
     (tmp_path / writer.FOLDER).unlink()
     reports.write()
-    assert reports.trouble("r") == ""
+    assert reports.error_of("r") == ""
     assert list(series(read_folder(tmp_path / writer.FOLDER), "training/loss")) == [1, 2, 3, 4, 5]
     reports.close()
 
@@ -97,22 +97,22 @@ def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / writer.FOLDER).write_text("in the way")
     reports = EventFiles(lambda _: None)
     for second in range(writer.MAX_WAITING + 5):
-        reports.show(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
+        reports.record_view(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
     assert len(reports._reports["r"].waiting) == writer.MAX_WAITING
 
 
 def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(tmp_path: Path) -> None:
     reports = EventFiles(lambda _: None)
-    assert not reports.waiting
-    reports.show(view(step=1, directory=str(tmp_path)), 0.1, now=1.0)
-    assert reports.waiting
-    reports.show(view(step=2, directory=str(tmp_path), ended=2.0), 0.1, now=2.0)
+    assert not reports.pending
+    reports.record_view(view(step=1, directory=str(tmp_path)), 0.1, now=1.0)
+    assert reports.pending
+    reports.record_view(view(step=2, directory=str(tmp_path), ended=2.0), 0.1, now=2.0)
     reports.write()
-    assert not reports.waiting
+    assert not reports.pending
     assert reports._reports["r"].file._file is None
-    reports.tell(str(tmp_path), line("run resumed"), 2)
-    reports.show(view(step=3, directory=str(tmp_path)), 0.1, now=3.0)
+    reports.record_line(str(tmp_path), line("run resumed"), 2)
+    reports.record_view(view(step=3, directory=str(tmp_path)), 0.1, now=3.0)
     reports.write()
     found = read_folder(tmp_path / writer.FOLDER)
     assert list(series(found, "training/loss")) == [1, 2, 3]
@@ -122,6 +122,6 @@ def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(t
 
 def test_old_runs_of_a_coordinator_that_was_started_again_are_left_alone(tmp_path: Path) -> None:
     reports = EventFiles(lambda _: None)
-    reports.show(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
+    reports.record_view(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
     reports.close()
     assert not (tmp_path / writer.FOLDER).exists()

@@ -31,11 +31,11 @@ def accumulator(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_tensorboard_reads_scalars_and_texts(accumulator: Any, tmp_path: Path) -> None:
     for life in range(2):
         reports = EventFiles(pytest.fail)
-        reports.tell(str(tmp_path), line("world 1 started at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
+        reports.record_line(str(tmp_path), line("world 1 started at step 0 with m/0, m/1", None, "FormWorld"), 3 * life)
         for step in range(3 * life, 3 * life + 3):
             seated = (member("m/0", 51, step + 1), member("m/1", 13, step + 1))
             said = {"loss": 1.0 / (step + 1), "metrics": {"accuracy": 0.25 * step}}
-            reports.show(view(members=seated, directory=str(tmp_path), **said), 0.1, now=100.0 + step)
+            reports.record_view(view(members=seated, directory=str(tmp_path), **said), 0.1, now=100.0 + step)
         reports.close()
     found = accumulator(folder_of(str(tmp_path))).Reload()
     loss = [(event.wall_time, event.step, event.value) for event in found.Scalars("training/loss")]

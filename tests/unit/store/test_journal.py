@@ -35,7 +35,7 @@ def write(directory: Path, events: list[ev.Event]) -> Path:
 def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     path = write(tmp_path, EVENTS)
     entries = list(journal.read(path))
-    assert [journal.event_of(entry, KINDS) for entry in entries] == EVENTS
+    assert [journal.decode_event(entry, KINDS) for entry in entries] == EVENTS
     assert [(entry.seq, entry.at, entry.run) for entry in entries] == [(n, 5.0, "run") for n in (1, 2, 3, 4)]
 
 
@@ -84,9 +84,9 @@ def test_a_lost_line_in_the_middle_is_damage(tmp_path: Path) -> None:
 def test_an_event_of_a_newer_version_is_not_guessed_at(tmp_path: Path) -> None:
     entry = journal.JournalEntry(1, 0.0, "r", "Unheard", {})
     with pytest.raises(JournalDamaged, match="Unheard"):
-        journal.event_of(entry, KINDS)
+        journal.decode_event(entry, KINDS)
     with pytest.raises(JournalDamaged):
-        journal.event_of(journal.JournalEntry(1, 0.0, "r", "MemberLost", {"member": 3}), KINDS)
+        journal.decode_event(journal.JournalEntry(1, 0.0, "r", "MemberLost", {"member": 3}), KINDS)
 
 
 def test_a_directory_has_one_journal_open(tmp_path: Path) -> None:

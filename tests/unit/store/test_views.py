@@ -30,7 +30,7 @@ def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
     opened.begin_world("r", 2, 50)
     opened.put_metric("r", MetricRow(1.0, 3, 0.5, 10.0))
     opened.put_checkpoint("r", 40, "there", 2.0)
-    opened.reached(7)
+    opened.mark_seq(7)
     opened.flush()
     assert [found.seq for found in opened.story("r", since=3.0)] == [100, 200]
     assert [found.seq for found in opened.story("r", member="a/0")] == [200]

@@ -21,7 +21,7 @@ def form(members: int) -> ms.EnterWorldMsg:
 
 def test_a_small_world_is_not_packed() -> None:
     data = codec.to_member.encode(form(4))
-    assert not data.startswith(codec.PACKED)
+    assert not data.startswith(codec.COMPRESSED)
     assert codec.to_member.decode(data) == form(4)
 
 
@@ -34,10 +34,10 @@ def test_a_large_world_is_packed_and_comes_out_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (codec.PACKED + zlib.compress(b"x" * (codec.MAX_MESSAGE_BYTES + 1)), "the limit is"),
-        (codec.PACKED + zlib.compress(b"x" * 100)[:-6], "its end is missing"),
-        (codec.PACKED + b"nonsense", "incorrect header"),
-        (codec.PACKED, "its end is missing"),
+        (codec.COMPRESSED + zlib.compress(b"x" * (codec.MAX_MESSAGE_BYTES + 1)), "the limit is"),
+        (codec.COMPRESSED + zlib.compress(b"x" * 100)[:-6], "its end is missing"),
+        (codec.COMPRESSED + b"nonsense", "incorrect header"),
+        (codec.COMPRESSED, "its end is missing"),
     ],
     ids=["a bomb", "torn", "not packed at all", "empty"],
 )

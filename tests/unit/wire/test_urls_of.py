@@ -27,5 +27,5 @@ from shoal.wire import connect_errors
 )
 def test_a_cause_is_told_from_the_others(error, cause):
     assert connect_errors.cause_of(error) == cause
-    assert connect_errors.WORDS[cause] in connect_errors.listed({"https://lab:1": error})
-    assert connect_errors.listed({"https://lab:1": error}).startswith("https://lab:1: ")
+    assert connect_errors.MEANINGS[cause] in connect_errors.describe_all({"https://lab:1": error})
+    assert connect_errors.describe_all({"https://lab:1": error}).startswith("https://lab:1: ")

@@ -157,7 +157,7 @@ def _phase(member: MemberView) -> Text:
     if not member.connected and member.status in ("starting", "leaving", "done"):
         return Text("")
     if not member.connected:
-        return Text(f"silent for {table.span(member.beat_age_s)}", style="red")
+        return Text(f"silent for {table.span(member.heartbeat_age_s)}", style="red")
     age = f" for {table.span(member.phase_age_s)}" if member.phase_age_s >= LONG_S else ""
     return Text(f"{member.phase}{age}", style="yellow" if age else "")
 

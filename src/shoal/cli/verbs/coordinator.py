@@ -37,11 +37,11 @@ def command(
     options = {name: (option, value) for name, (option, value) in given.items() if value is not None}
     settings = settings_layers.resolve(Path.cwd(), os.environ, (), options)
     where = directory.absolute() if directory is not None else launch_plan.new_coordinator_directory(home())
-    pools = launch_plan.coordinator_pools(settings, former=pool_files.hiring_of(where))
+    pools = launch_plan.coordinator_pools(settings, former=pool_files.read_pools(where))
     is_new = not where.exists()
     launch_plan.create_directory(where, exist_ok=True)
     if pools.pools:
-        pool_files.write(where, pools)
+        pool_files.write_pools(where, pools)
     from shoal.coordinator.__main__ import main
 
     threading.Thread(target=_announce, args=(output, where), daemon=True).start()
@@ -59,7 +59,7 @@ def _announce(output: OutputOptions, directory: Path) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    url, token_file = ",".join(pool_files.urls_of(directory)), str(directory / "token")
+    url, token_file = ",".join(pool_files.read_urls(directory)), str(directory / "token")
     facts = {"coordinator": directory.name, "url": url, "token_file": token_file, "directory": str(directory)}
     lines = [f"coordinator {directory.name} at {url}", f"token file  {token_file}"]
     options = f"--url {url} --token-file {token_file}"

@@ -32,7 +32,7 @@ def _text(pairs: list[tuple[str, AgentView]]) -> str:
         (
             agent.agent,
             agent.machine,
-            "up" if agent.connected else f"silent for {table.span(agent.beat_age_s)}",
+            "up" if agent.connected else f"silent for {table.span(agent.heartbeat_age_s)}",
             str(agent.cores),
             table.size(agent.memory_bytes),
             ", ".join(agent.devices) or "-",

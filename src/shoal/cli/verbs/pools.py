@@ -87,7 +87,7 @@ def _listing_row(listing: PoolListing) -> tuple[str, ...]:
 
 def _use_row(coordinator: str, pool: PoolView) -> tuple[str, ...]:
     hours, spent = f"{pool.cost.machine_s / 3600:.2f}", _price(pool.cost.spent)
-    counts = (str(pool.here), str(pool.waiting), str(pool.leaving))
+    counts = (str(pool.running), str(pool.waiting), str(pool.leaving))
     return pool.pool, coordinator, *counts, hours, spent, pool.trouble or "-"
 
 

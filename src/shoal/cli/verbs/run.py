@@ -202,7 +202,7 @@ def _describe_pools(plan: LaunchPlan) -> list[str]:
     """Return the request that each pool's engine would get, without secrets."""
     from shoal.engines import pool_config
     from shoal.engines.engine import AllocationRequest, agent_options
-    from shoal.pack.environments.recipe import SHOWN
+    from shoal.pack.environments.recipe import PLACEHOLDER
     from shoal.wire.credentials import Credentials
 
     lines: list[str] = []
@@ -213,7 +213,7 @@ def _describe_pools(plan: LaunchPlan) -> list[str]:
         pool, engine = pool_config.parse(name, table)
         price = f", {pool.price_per_h:g}/h" if pool.price_per_h else ""
         lines += [f"pool         {name}: {pool.engine}, up to {pool.limit} machines of {pool.slots} members{price}"]
-        environment = SHOWN if engine.options.environment else None
+        environment = PLACEHOLDER if engine.options.environment else None
         request = AllocationRequest(
             f"{name}-1",
             coordinator,

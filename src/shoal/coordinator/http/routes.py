@@ -86,7 +86,7 @@ class ApiRoutes:
             Route("/v1/agents", _json(self.agents)),
             Route("/v1/agents/{agent}/examine", _json(self.check_machine), methods=["POST"]),
             Route("/v1/pools", _json(self.pools)),
-            Route("/v1/hires/{allocation}", _json(self.report_setup), methods=["POST"]),
+            Route("/v1/allocations/{allocation}", _json(self.report_setup), methods=["POST"]),
             Route("/v1/blobs", _json(self.missing_blobs), methods=["POST"]),
             Route("/v1/blobs/{digest}", _json(self.put_blob), methods=["PUT"]),
             Route("/v1/blobs/{digest}", self.blob),

@@ -30,7 +30,7 @@ from shoal.engines.engine import AllocationRequest, Engine, agent_options
 from shoal.pack.environments import recipe
 from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.wire import credentials
-from shoal.wire.pool_files import LEAVING, ReleaseProgress, hiring_of, say_leaving, urls_of
+from shoal.wire.pool_files import RELEASING, ReleaseProgress, read_pools, read_urls, write_release_progress
 
 JOIN_S = 45.0
 REPORT_PROGRESS_S = 0.2
@@ -156,9 +156,9 @@ class Provisioner:
                 log.error("%d allocations may still be running: their engines do not respond", remaining)
                 break
             with contextlib.suppress(OSError):  # a full disk must not keep machines from being released
-                say_leaving(self._service.directory, ReleaseProgress(remaining, time.time() + remaining_s))
+                write_release_progress(self._service.directory, ReleaseProgress(remaining, time.time() + remaining_s))
             busy[0].join(REPORT_PROGRESS_S)
-        (self._service.directory / LEAVING).unlink(missing_ok=True)
+        (self._service.directory / RELEASING).unlink(missing_ok=True)
 
 
 class PoolEnvironments:
@@ -175,19 +175,19 @@ class PoolEnvironments:
             return None
         with self._lock:
             if text not in self._published:
-                self._published[text] = recipe.stow(text, self._blobs.add)
+                self._published[text] = recipe.publish(text, self._blobs.add)
             return self._published[text]
 
 
 def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | None:
     """Start provisioning from the pools that the coordinator's directory describes; return None without pools."""
-    config = hiring_of(directory)
+    config = read_pools(directory)
     if config is None:
         return None
     pools = {name: pool_config.parse(name, table, str(directory)) for name, table in config.pools.items()}
-    (directory / LEAVING).unlink(missing_ok=True)
+    (directory / RELEASING).unlink(missing_ok=True)
     token, tag = credentials.read(directory / "token"), tag_of(directory)
-    url = ",".join(urls_of(directory))
+    url = ",".join(read_urls(directory))
 
     if not service.state.provisioning.allocations:
         # Only machines download environments, also machines that were requested before this coordinator started.

@@ -38,8 +38,8 @@ def urls(host: str, port: int, secure: bool, named: tuple[str, ...] = ()) -> Url
     if host not in (EVERYWHERE, EVERYWHERE_V4):
         local = addresses.url(scheme, host, port)
         return Urls(local, tuple(dict.fromkeys((*given, local))))
-    candidates = addresses.candidates(interfaces.interfaces(), interfaces.outward())
-    hosts = [name for name in (*candidates, *interfaces.good_names()) if host == EVERYWHERE or ":" not in name]
+    candidates = addresses.candidates(interfaces.active_interfaces(), interfaces.default_addresses())
+    hosts = [name for name in (*candidates, *interfaces.shareable_names()) if host == EVERYWHERE or ":" not in name]
     local = addresses.url(scheme, LOOPBACK, port)
     remote = (*given, *(addresses.url(scheme, name, port) for name in hosts))
     return Urls(local, tuple(dict.fromkeys(remote)) or (local,))

@@ -30,7 +30,7 @@ def put(
                 views.put_world(name, _world_row(world.number, None, entry.at, instruction))
             case ev.DissolveWorld(number) if run is not None:
                 views.end_world(name, number, run.membership.step)
-    views.reached(entry.seq)
+    views.mark_seq(entry.seq)
     return lines
 
 

@@ -12,11 +12,14 @@ import msgspec
 from shoal.errors import BadEnvironment
 from shoal.pack.environments import requirements, wheel
 
-OURS = "shoal"
+SHOAL_ONLY = "shoal"
 REQUIREMENTS, ARCHIVE, PEX = "requirements", "archive", "pex"
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar")
 _EXPORT = "uv export --format requirements.txt -o requirements.txt"
-KINDS = f'a requirements file (.txt), a pylock.toml, a packed environment ({", ".join(ARCHIVES)}), a .pex, or "{OURS}"'
+KINDS = (
+    f"a requirements file (.txt), a pylock.toml, a packed environment ({', '.join(ARCHIVES)}), a .pex, "
+    f'or "{SHOAL_ONLY}"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,13 @@ class EnvironmentRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     pip: str = ""
 
 
-SHOWN = PublishedEnvironment("<shoal>", "<recipe>")
+PLACEHOLDER = PublishedEnvironment("<shoal>", "<recipe>")
 
 
 def kind_of(text: str) -> str:
     """What an environment is, by its name."""
     name = Path(text).name
-    if text == OURS or name.endswith(".txt") or (name.startswith("pylock.") and name.endswith(".toml")):
+    if text == SHOAL_ONLY or name.endswith(".txt") or (name.startswith("pylock.") and name.endswith(".toml")):
         return REQUIREMENTS
     if name.endswith(ARCHIVES):
         return ARCHIVE
@@ -57,9 +60,9 @@ def kind_of(text: str) -> str:
     raise BadEnvironment(f"{name or text!r} is no environment that Shoal can make", why="its kind is unknown", do=do)
 
 
-def resolved(text: str, base: Path, where: str = "") -> str:
+def resolve(text: str, base: Path, where: str = "") -> str:
     """An environment as shoal.toml names it, found on this disk: relative to the file's folder; empty stays empty."""
-    if text in ("", OURS):
+    if text in ("", SHOAL_ONLY):
         return text
     try:
         kind_of(text)
@@ -76,20 +79,20 @@ def resolved(text: str, base: Path, where: str = "") -> str:
     return str(path.resolve())
 
 
-def stow(text: str, put: Callable[[Path | bytes], str]) -> PublishedEnvironment:
+def publish(text: str, put: Callable[[Path | bytes], str]) -> PublishedEnvironment:
     """Put everything that machines will need where they can fetch it; `put` keeps it, and gives its hash."""
-    name, data = wheel.of_shoal()
+    name, data = wheel.build_shoal_wheel()
     ours = put(data)
     kind, label = kind_of(text), Path(text).name
     files: dict[str, str] = {}
     if kind == REQUIREMENTS:
-        given = requirements.gather(Path(text)) if text != OURS else {requirements.FIRST: b""}
+        given = requirements.gather(Path(text)) if text != SHOAL_ONLY else {requirements.MAIN_FILE: b""}
         files = {one: _put(put, source) for one, source in given.items()}
     else:
         files = {label: _put(put, Path(text))}
     # An archive is the same whatever Shoal comes beside it; what is installed depends on both.
     made_of = _hash(kind, *(part for pair in sorted(files.items()) for part in pair), *_with(kind, ours))
-    pip = wheel.of_pip() if kind == REQUIREMENTS else None
+    pip = wheel.build_pip_wheel() if kind == REQUIREMENTS else None
     files |= {name: ours, **({pip[0]: put(pip[1])} if pip is not None else {})}
     recipe = EnvironmentRecipe(kind, label, files, made_of, name, pip[0] if pip is not None else "")
     return PublishedEnvironment(ours, put(msgspec.json.encode(recipe)))

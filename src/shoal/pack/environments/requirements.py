@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.errors import BadEnvironment
 
-FIRST = "requirements.txt"
+MAIN_FILE = "requirements.txt"
 _REFERS = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(\S+)\s*(?:#.*)?")
 _EDITABLE = re.compile(r"(-e|--editable)\b")
 _NEAR = re.compile(r"(-f|--find-links)[ =]*(?![/~=\s]|\w+://)")
@@ -43,20 +43,20 @@ class _Lock(msgspec.Struct, frozen=True):
 def gather(path: Path) -> dict[str, Path | bytes]:
     """The file and whatever it includes, each under a name in one folder; what it names on this disk comes along."""
     if path.name.endswith(".toml"):
-        return {FIRST: from_lock(_load(path), str(path)).encode()}
+        return {MAIN_FILE: from_lock(_load(path), str(path)).encode()}
     found: dict[str, Path | bytes] = {}
-    _take(path, FIRST, found, {})
+    _take(path, MAIN_FILE, found, {})
     return found
 
 
 def _take(path: Path, name: str, found: dict[str, Path | bytes], names: dict[Path, str]) -> None:
     names[path.resolve()] = name
     found[name] = b""
-    lines = [_line(line, path, found, names) for line in joined(_text(path))]
+    lines = [_line(line, path, found, names) for line in join_continued_lines(_text(path))]
     found[name] = ("\n".join(lines) + "\n").encode()
 
 
-def joined(text: str) -> Iterator[str]:
+def join_continued_lines(text: str) -> Iterator[str]:
     """Its lines, those that a backslash goes on with made one."""
     kept = ""
     for line in text.splitlines():

@@ -18,7 +18,7 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: shoal\nRoot-Is-Purelib: true\nTag: py3-n
 _KEPT = ("METADATA", "entry_points.txt", "top_level.txt")
 
 
-def of_shoal() -> tuple[str, bytes]:
+def build_shoal_wheel() -> tuple[str, bytes]:
     """The file name and contents of a wheel of the Shoal that runs here."""
     folder = Path(shoal.__file__).parent
     files = {
@@ -34,10 +34,10 @@ def of_shoal() -> tuple[str, bytes]:
             why="it is not installed here, so that nobody knows what it needs",
             do="pip install it, or leave environment out of the pool",
         )
-    return pack("shoal_train", found, files)
+    return build_wheel("shoal_train", found, files)
 
 
-def of_pip() -> tuple[str, bytes] | None:
+def build_pip_wheel() -> tuple[str, bytes] | None:
     """The same of pip, if it is here: many machines have Python without it."""
     found = _metadata("pip")
     listed = importlib.metadata.files("pip") if found else None
@@ -46,10 +46,10 @@ def of_pip() -> tuple[str, bytes] | None:
         for one in listed or ()
         if one.parts[0] == "pip" and one.suffix != ".pyc" and Path(str(one.locate())).is_file()
     }
-    return pack("pip", found, files) if files else None
+    return build_wheel("pip", found, files) if files else None
 
 
-def pack(name: str, metadata: Mapping[str, str], files: Mapping[str, bytes]) -> tuple[str, bytes]:
+def build_wheel(name: str, metadata: Mapping[str, str], files: Mapping[str, bytes]) -> tuple[str, bytes]:
     """A wheel of pure Python; `metadata` are the texts of its .dist-info."""
     version = _version(metadata["METADATA"])
     about = f"{name}-{version}.dist-info"

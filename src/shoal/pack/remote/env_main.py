@@ -116,7 +116,7 @@ class SetupReporter:
     def _tell(self, **word: object) -> None:
         # If nobody hears it, it is in the log, and the engine sees how this ends.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._coordinator.tell(f"/v1/hires/{self._hire}", json.dumps(word).encode(), TELL_S)
+            self._coordinator.tell(f"/v1/allocations/{self._hire}", json.dumps(word).encode(), TELL_S)
 
 
 def _stop(*_: object) -> None:

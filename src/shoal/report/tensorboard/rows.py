@@ -46,12 +46,12 @@ class RunRows:
         self._shown_step = -1
         self._shown: dict[str, float] = {}
 
-    def show(self, view: RunView, step_s: float, now: float) -> None:
+    def add_view(self, view: RunView, step_s: float, now: float) -> None:
         """Take the figures of this moment, unless there is no news, or they come too soon after the last ones."""
         over = view.ended is not None
         if self._shown_at is not None and not over and now - self._shown_at < _gap_s(view, now):
             return
-        step, found = _step(view), figures(view, step_s)
+        step, found = _step(view), scalars_of(view, step_s)
         if step == self._shown_step:
             found = {tag: value for tag, value in _lasting(found).items() if self._shown.get(tag) != value}
         if found and (step or view.metrics):
@@ -59,7 +59,7 @@ class RunRows:
             self._shown_at, self._shown_step = now, step
             self._shown.update(found)
 
-    def tell(self, line: StoryLine, step: int) -> None:
+    def add_line(self, line: StoryLine, step: int) -> None:
         """Take a line of the story; `step` is where the run is, if the line does not say it."""
         step = step if line.step is None else line.step
         if step > self._told_step:
@@ -71,7 +71,7 @@ class RunRows:
         self._fresh[tag] = line.at
 
     @property
-    def waiting(self) -> bool:
+    def pending(self) -> bool:
         return bool(self._rows or self._fresh)
 
     def take(self) -> list[EventRow]:
@@ -89,7 +89,7 @@ class RunRows:
         return rows
 
 
-def figures(view: RunView, step_s: float) -> dict[str, float]:
+def scalars_of(view: RunView, step_s: float) -> dict[str, float]:
     """The scalars of a run by tag; what is not known is left out."""
     known = {
         "training/loss": view.loss,

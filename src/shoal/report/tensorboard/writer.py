@@ -91,7 +91,7 @@ class _Report:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
-        self.board = RunRows(step)
+        self.rows = RunRows(step)
         self.file = EventFile(folder)
         self.waiting: deque[EventRow] = deque(maxlen=MAX_WAITING)
         self.trouble = ""
@@ -112,30 +112,30 @@ class EventFiles:
         self._notes = threading.Lock()
         self._writing = threading.Lock()
 
-    def show(self, view: RunView, step_s: float, now: float) -> None:
+    def record_view(self, view: RunView, step_s: float, now: float) -> None:
         """Note how a run goes."""
         over = view.ended is not None
         with self._notes:
             if over and view.run not in self._reports:
                 return
             report = self._report(view.run, view.directory, view.step)
-            report.board.show(view, step_s, now)
+            report.rows.add_view(view, step_s, now)
             report.over = over
 
-    def tell(self, run_dir: str, line: StoryLine, step: int) -> None:
+    def record_line(self, run_dir: str, line: StoryLine, step: int) -> None:
         """Note a line of a run's story; `step` is where the run is, if the line does not say it."""
         with self._notes:
-            self._report(line.run, run_dir, step).board.tell(line, step)
+            self._report(line.run, run_dir, step).rows.add_line(line, step)
 
-    def trouble(self, run: str) -> str:
+    def error_of(self, run: str) -> str:
         """Why the files of a run are not written now, if so."""
         report = self._reports.get(run)
         return report.trouble if report is not None else ""
 
     @property
-    def waiting(self) -> bool:
+    def pending(self) -> bool:
         """Whether there is anything to write."""
-        return any(report.board.waiting or report.waiting for report in self._reports.values())
+        return any(report.rows.pending or report.waiting for report in self._reports.values())
 
     def write(self) -> None:
         """Write all that was noted."""
@@ -143,7 +143,7 @@ class EventFiles:
             with self._notes:
                 reports = list(self._reports.items())
                 for _, report in reports:
-                    report.waiting.extend(report.board.take())
+                    report.waiting.extend(report.rows.take())
             for run, report in reports:
                 if report.waiting:
                     self._write(run, report)

@@ -100,7 +100,7 @@ def _unreachable(seat: Seat, failures: dict[str, Exception]) -> ExchangeBroken:
 def _in_words(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: the process is gone, or a firewall rejects it"
-    return str(error) if isinstance(error, HandshakeFailed) else connect_errors.in_words(error)
+    return str(error) if isinstance(error, HandshakeFailed) else connect_errors.describe(error)
 
 
 @dataclass(slots=True)

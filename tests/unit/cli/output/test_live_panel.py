@@ -43,7 +43,7 @@ def test_panel_of_many_members_stays_small() -> None:
 
 
 def test_panel_shows_silent_members_and_why_a_run_waits() -> None:
-    silent = member_view("local/0", connected=False, beat_age_s=4.0)
+    silent = member_view("local/0", connected=False, heartbeat_age_s=4.0)
     view = run_view(status="waiting", reason="1 of at least 2 members are present", members=(silent,), total_steps=None)
     text = drawn(live_panel.render(view, [], now=100.0))
     assert "silent for 4.0 s" in text
@@ -79,7 +79,7 @@ def test_panel_shows_shares_and_the_parts_of_a_step(width: int) -> None:
 
 
 def test_narrow_panel_shows_silent_and_stuck_members() -> None:
-    silent = member_view("local/0", rank=0, connected=False, beat_age_s=4.0)
+    silent = member_view("local/0", rank=0, connected=False, heartbeat_age_s=4.0)
     stuck = member_view("local/1", rank=1, phase="exchange", phase_age_s=7.0)
     text = drawn(live_panel.render(run_view(members=(silent, stuck)), [], now=100.0, width=75), 75)
     assert "silent for 4.0 s" in text

@@ -20,7 +20,7 @@ from shoal.engines.engine import AllocationStatus
 from shoal.engines.ray import driver
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import SqliteViews
-from shoal.wire.pool_files import LEAVING, ReleaseProgress, leaving_of
+from shoal.wire.pool_files import RELEASING, ReleaseProgress, read_release_progress
 
 
 class EmptyEngine:
@@ -66,7 +66,10 @@ class SlowEngine(EmptyEngine):
 
     def cancel(self, handle: str) -> None:
         deadline = time.monotonic() + 20.0
-        while not ((progress := leaving_of(self.directory)) and progress.left) and time.monotonic() < deadline:
+        while (
+            not ((progress := read_release_progress(self.directory)) and progress.remaining)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         time.sleep(0.3)
         self.progress.append(progress)
@@ -89,9 +92,9 @@ def test_every_allocation_is_released_however_many_there_are(tmp_path: Path, mon
     assert not engine.active
     last = engine.progress[-1]
     assert last is not None, "waiting commands see the progress"
-    assert 0 < last.left <= 3 * AT_ONCE
+    assert 0 < last.remaining <= 3 * AT_ONCE
     assert last.until > time.time()
-    assert not (tmp_path / LEAVING).exists()
+    assert not (tmp_path / RELEASING).exists()
 
 
 def test_close_does_not_wait_for_an_engine_that_never_responds(

@@ -21,7 +21,7 @@ from shoal.wire import credentials, pool_files
 def test_lower_limit_releases_allocations_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
-    pool_files.write(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local", "limit": 1}}))
+    pool_files.write_pools(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local", "limit": 1}}))
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     had = {
         name: Allocation(name, "farm", 1, RUNNING, at, handle=str(tmp_path / name))
@@ -48,7 +48,7 @@ def test_environments_are_kept_while_an_allocation_may_download_them(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
-    pool_files.write(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local"}}))
+    pool_files.write_pools(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local"}}))
     digest = Blobs(tmp_path / ENVIRONMENTS).add(b"a wheel")
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     queued = {"a": Allocation("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if allocated else {}

@@ -18,9 +18,9 @@ def two_networks(monkeypatch):
         Interface("docker0", ("172.17.0.1",)),
         Interface("eth0", ("10.0.0.1", "fd00::1")),
     )
-    monkeypatch.setattr(server.interfaces, "interfaces", lambda: known)
-    monkeypatch.setattr(server.interfaces, "outward", lambda: ("10.0.0.1",))
-    monkeypatch.setattr(server.interfaces, "good_names", lambda: ("lab",))
+    monkeypatch.setattr(server.interfaces, "active_interfaces", lambda: known)
+    monkeypatch.setattr(server.interfaces, "default_addresses", lambda: ("10.0.0.1",))
+    monkeypatch.setattr(server.interfaces, "shareable_names", lambda: ("lab",))
 
 
 def test_wildcard_host_is_loopback_locally_and_every_address_remotely(two_networks):

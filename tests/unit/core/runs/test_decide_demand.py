@@ -41,7 +41,7 @@ class Coordinator:
 
     def on(self, run: str, event: object, after_s: float = 1.0) -> list[object]:
         self.now += after_s
-        self.entries.append(journal.entry_of(len(self.entries) + 1, self.now, run, event))
+        self.entries.append(journal.encode_event(len(self.entries) + 1, self.now, run, event))
         return [instruction for _, instruction in apply(self.state, run, event, self.now)]
 
     def create(self, name: str, spec: RunSpec, **settings: object) -> None:
@@ -162,7 +162,7 @@ def test_replay_gives_the_same_costs() -> None:
     coordinator.deliver()
     coordinator.pay(600.0)
     for entry in coordinator.entries:
-        apply(again, entry.run, journal.event_of(entry, run_events.KINDS), entry.at)
+        apply(again, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
     assert again == coordinator.state
     assert again.provisioning.account.of_run("r").spent > 0.1
 

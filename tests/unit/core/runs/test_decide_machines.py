@@ -138,7 +138,7 @@ def test_released_machine_is_shown_until_it_has_ended() -> None:
     spot.train_on("spot-1")
     spot.tell(pe.AgentLost("spot-1", "silent"))
     (view,) = api_views.pool_views(spot.state.provisioning, spot.now)
-    assert (view.here, view.leaving) == (0, 1), "it is paid for"
+    assert (view.running, view.leaving) == (0, 1), "it is paid for"
     spot.tell(pe.AllocationEnded("spot-1"))
     (view,) = api_views.pool_views(spot.state.provisioning, spot.now)
     assert view.leaving == 0

@@ -1,4 +1,4 @@
-"""Under which addresses a machine may be reached from others, the likeliest first; pure."""
+"""Addresses: under which addresses others can reach this machine, the most likely first."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MOST = 6
+MAX_CANDIDATES = 6
+# An interface so many times as fast as the usual one is tried first.
 FASTER = 2
-# Bridges and pairs that container engines and hypervisors make: they have the same addresses on every machine.
+# Bridges and pairs of container engines and hypervisors: they have the same addresses on every machine.
 INNER = re.compile(r"^(docker|br-|veth|virbr|vnet|vmnet|vboxnet|cni|flannel|cali|podman|lxc|lxdbr|kube|nerdctl)")
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface that is up, with its addresses; `speed_mbit` is 0 if nobody knows it."""
+    """A network interface that is up, with its addresses; `speed_mbit` is 0 if unknown."""
 
     name: str
     addresses: tuple[str, ...]
@@ -23,50 +24,51 @@ class Interface:
 
     @property
     def is_inner(self) -> bool:
-        """Whether it most likely leads nowhere but to containers or guests on this machine."""
+        """Whether it most likely leads only to containers or virtual machines on this machine."""
         return INNER.match(self.name) is not None
 
 
-def candidates(interfaces: Iterable[Interface], first: Sequence[str] = (), most: int = MOST) -> tuple[str, ...]:
-    """Addresses at which others may reach this machine, in the order in which they should be tried.
+def candidates(
+    interfaces: Iterable[Interface], first: Sequence[str] = (), most: int = MAX_CANDIDATES
+) -> tuple[str, ...]:
+    """Return the addresses at which others may reach this machine, in the order in which they should try them.
 
-    `first` are those that are known to lead somewhere, such as the one towards the coordinator. An interface that is
-    much faster comes before them: whoever cannot use it finds out by trying.
+    `first` are addresses that are known to work, such as the one towards the coordinator. A much faster interface comes
+    before them: a peer that cannot use it finds out by trying.
     """
-    known = tuple(interfaces)
-    usable = [(one, address) for one in known for address in one.addresses if is_shareable(address)]
-    speeds = [one.speed_mbit for one, address in usable if address in first and one.speed_mbit]
+    usable = [(interface, a) for interface in interfaces for a in interface.addresses if is_shareable(a)]
+    speeds = [interface.speed_mbit for interface, a in usable if a in first and interface.speed_mbit]
     usual_mbit = max(speeds, default=0)
-    named = [address for address in first if is_shareable(address)]
-    ranked = [(_rank(one, address, first, usual_mbit), at, address) for at, (one, address) in enumerate(usable)]
-    # An address that no interface has is that of whoever passes on to us.
-    ranked += [((1, False, False), -1, address) for address in named if address not in [a for _, a in usable]]
+    ranked = [(_rank(interface, a, first, usual_mbit), at, a) for at, (interface, a) in enumerate(usable)]
+    # An address of `first` that no interface has belongs to something that forwards to this machine.
+    owned = [a for _, a in usable]
+    ranked += [((1, False, False), -1, a) for a in first if is_shareable(a) and a not in owned]
     return tuple(dict.fromkeys(address for _, _, address in sorted(ranked)))[:most]
 
 
 def is_shareable(address: str) -> bool:
-    """Whether an address means the same machine to others: neither loopback nor one that needs an interface's name."""
+    """Return whether an address means the same machine to others: neither loopback nor scoped to an interface."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    scoped = found.version == 6 and found.is_link_local
-    return not (found.is_loopback or found.is_unspecified or found.is_multicast or scoped)
+    scoped = ip.version == 6 and ip.is_link_local
+    return not (ip.is_loopback or ip.is_unspecified or ip.is_multicast or scoped)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads nowhere but back here."""
+    """Return whether an address leads only to the machine itself."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return address == "localhost"
-    return found.is_loopback
+    return ip.is_loopback
 
 
 def is_shareable_name(resolved: Iterable[str]) -> bool:
-    """Whether a host name may be given to others: here it has addresses, and none of them is loopback."""
-    found = tuple(resolved)
-    return bool(found) and all(is_shareable(address) for address in found)
+    """Return whether a host name may be given to others: it has addresses, and all of them are shareable."""
+    addresses = tuple(resolved)
+    return bool(addresses) and all(is_shareable(address) for address in addresses)
 
 
 def url(scheme: str, host: str, port: int) -> str:
@@ -74,26 +76,26 @@ def url(scheme: str, host: str, port: int) -> str:
 
 
 def host_port(host: str, port: int) -> str:
-    """A host and a port as people and URLs write them."""
+    """Return host and port as URLs write them, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """What a text with commas lists, without what is said twice."""
+    """Return the parts of a comma-separated list, without blanks and repetitions."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def port_range(text: str) -> range | None:
-    """The ports of a setting such as ``29400-29499``, None for any."""
+    """Return the ports of a setting such as ``29400-29499``, None for any."""
     if not text:
         return None
     low, _, high = text.partition("-")
     return range(int(low), int(high) + 1)
 
 
-def _rank(one: Interface, address: str, first: Sequence[str], usual_mbit: int) -> tuple[int, bool, bool]:
+def _rank(interface: Interface, address: str, first: Sequence[str], usual_mbit: int) -> tuple[int, bool, bool]:
     if address in first:
         return (1, False, False)
-    inner = one.is_inner or ipaddress.ip_address(address).is_link_local
-    faster = bool(usual_mbit) and one.speed_mbit >= FASTER * usual_mbit
+    inner = interface.is_inner or ipaddress.ip_address(address).is_link_local
+    faster = bool(usual_mbit) and interface.speed_mbit >= FASTER * usual_mbit
     return (3 if inner else 0 if faster else 2, ":" in address, False)

@@ -1,14 +1,14 @@
-"""What `--emulate` says: the machine that each member of a run behaves like, and how it changes over the steps.
+"""Emulation (``--emulate``): the machine that each member behaves like, and how its speed changes over the steps.
 
 ::
 
     emulate = part *("," part)
-    part    = speed *(":" speed "@" step)      the machine of one member; the part's place is the member's number
-            / "sample_s=" seconds              what a sample takes on a machine of speed 1
-            / "fixed_s=" seconds               what a step takes on any machine, beside its samples
+    part    = speed *(":" speed "@" step)      the machine of one member; the position is the member's number
+            / "sample_s=" seconds              time of a sample on a machine of speed 1
+            / "fixed_s=" seconds               time of a step on any machine, beside its samples
 
-``1,0.5:0.125@300`` is a member as fast as it really is, and one of half its speed that drops to an eighth when step 300
-begins. With ``sample_s`` a step takes ``fixed_s + sample_s * samples / speed``, whatever the real work is.
+``1,0.5:0.125@300`` is a member at its real speed, and one at half its speed that drops to an eighth when step 300
+begins. With ``sample_s`` a step takes ``fixed_s + sample_s * samples / speed``, whatever the real work takes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COSTS = ("sample_s", "fixed_s")
 
 @dataclass(frozen=True, slots=True)
 class EmulatedMachine:
-    """The relative speed of one member, in (0, 1]: `changes` are pairs of a step and the speed from then on."""
+    """Relative speed of one member, in (0, 1]; `changes` are pairs of a step and the speed from then on."""
 
     speed: float
     changes: tuple[tuple[int, float], ...] = ()
 
     def speed_at(self, step: int) -> float:
-        """Its speed in a step."""
+        """Return the speed in a step."""
         speed = self.speed
         for begins, later in self.changes:
             if step >= begins:
@@ -42,36 +42,36 @@ class EmulatedMachine:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """The machines of a run by the number of the member; `sample_s` None means that the real work is stretched."""
+    """Machines of a run by member number; without `sample_s` the real work is slowed down."""
 
     machines: tuple[EmulatedMachine, ...] = field(default=(EmulatedMachine(1.0),))
     sample_s: float | None = None
     fixed_s: float = 0.0
 
     def machine(self, number: int) -> EmulatedMachine:
-        """The machine of a member; members beyond the list are like the last."""
+        """Return the machine of a member; members beyond the list are like the last."""
         return self.machines[min(number, len(self.machines) - 1)]
 
     def cost_s(self, number: int, samples: int, step: int) -> float | None:
-        """How long a member takes for so many samples, None if that is for the real work to say."""
+        """Return the seconds that a member takes for so many samples, None if the real work decides."""
         if self.sample_s is None:
             return None
         return self.fixed_s + self.sample_s * samples / self.machine(number).speed_at(step)
 
 
 def member_number(member: str) -> int:
-    """The number in a member's name, such as 2 in ``local/2``; 0 for a name without one."""
+    """Return the number in a member's name, such as 2 in ``local/2``; 0 if it has none."""
     last = member.rpartition("/")[2]
     return int(last) if last.isdecimal() else 0
 
 
 def parse(text: str, where: str = "") -> Emulation | None:
-    """What a setting asks for; None for nothing at all."""
+    """Return the emulation that a setting describes, None for an empty one; raise BadEmulation if it is malformed."""
     if not text.strip():
         return None
     machines: list[EmulatedMachine] = []
     costs: dict[str, float] = {}
-    for part in (one.strip() for one in text.split(",")):
+    for part in (part.strip() for part in text.split(",")):
         name, equals, value = part.partition("=")
         if equals:
             _add_cost(costs, name.strip(), value.strip(), where)
@@ -79,7 +79,7 @@ def parse(text: str, where: str = "") -> Emulation | None:
             machines.append(_machine(part, where))
     if "fixed_s" in costs and "sample_s" not in costs:
         raise BadEmulation(
-            "fixed_s is given without sample_s", where=where, why="a speed counts for samples only", do="add sample_s=…"
+            "fixed_s requires sample_s", where=where, why="a speed applies to samples only", do="add sample_s=…"
         )
     return Emulation(tuple(machines) or (EmulatedMachine(1.0),), costs.get("sample_s"), costs.get("fixed_s", 0.0))
 
@@ -87,40 +87,40 @@ def parse(text: str, where: str = "") -> Emulation | None:
 def _add_cost(costs: dict[str, float], name: str, value: str, where: str) -> None:
     if name not in COSTS:
         near = difflib.get_close_matches(name, COSTS, n=1)
-        do = f"did you mean {near[0]}={value}?" if near else f"there are {' and '.join(COSTS)}; {EXAMPLE}"
-        raise BadEmulation(f"there is no {name!r} in an emulation", where=where, do=do)
+        do = f"did you mean {near[0]}={value}?" if near else f"use {' or '.join(COSTS)}; {EXAMPLE}"
+        raise BadEmulation(f"unknown key {name!r} in an emulation", where=where, do=do)
     if name in costs:
-        raise BadEmulation(f"{name} is given twice", where=where, do="leave one of them out")
+        raise BadEmulation(f"{name} is given twice", where=where, do="remove one of them")
     seconds = _number(value)
     if seconds is None or seconds < 0 or (name == "sample_s" and seconds == 0):
         raise BadEmulation(
-            f"{name} cannot be {value!r}", where=where, why="it is a number of seconds", do=f"for example {name}=0.002"
+            f"invalid {name} {value!r}", where=where, why="expected a number of seconds", do=f"for example {name}=0.002"
         )
     costs[name] = seconds
 
 
 def _machine(part: str, where: str) -> EmulatedMachine:
-    first, *rest = (one.strip() for one in part.split(":"))
+    first, *rest = (speed.strip() for speed in part.split(":"))
     if ">" in part:
         do = f"did you mean {part.replace('>', ':')}? (a shell would take > for a file)"
-        raise BadEmulation(f"{part!r} is no speed", where=where, do=do)
+        raise BadEmulation(f"invalid speed {part!r}", where=where, do=do)
     if "@" in first:
         do = f"write the first speed alone: 1:{first}"
-        raise BadEmulation(f"{part!r} has no speed before the first change", where=where, do=do)
+        raise BadEmulation(f"no speed before the first change in {part!r}", where=where, do=do)
     changes: list[tuple[int, float]] = []
     for change in rest:
-        speed, at, step = (one.strip() for one in change.partition("@"))
+        speed, at, step = (text.strip() for text in change.partition("@"))
         if not at or not step.isdecimal():
-            why = "a change is a speed and the step from which on it holds"
+            why = "a change is a speed and the step at which it begins"
             raise BadEmulation(
-                f"{change!r} in {part!r} is no change of speed",
+                f"invalid change of speed {change!r} in {part!r}",
                 where=where,
                 why=why,
                 do=f"for example {first}:0.25@300",
             )
         if int(step) <= (changes[-1][0] if changes else 0):
-            why = "changes come in the order of their steps, and the first speed holds from step 0"
-            raise BadEmulation(f"step {step} in {part!r} comes too early", where=where, why=why, do=EXAMPLE)
+            why = "changes must be in the order of their steps, and the first speed holds from step 0"
+            raise BadEmulation(f"step {step} in {part!r} is out of order", where=where, why=why, do=EXAMPLE)
         changes.append((int(step), _speed(speed, where)))
     return EmulatedMachine(_speed(first, where), tuple(changes))
 
@@ -128,13 +128,13 @@ def _machine(part: str, where: str) -> EmulatedMachine:
 def _speed(text: str, where: str) -> float:
     speed = _number(text)
     if speed is None:
-        raise BadEmulation(f"{text!r} is no speed", where=where, why="a speed is a number", do=_nearest(text))
+        raise BadEmulation(f"invalid speed {text!r}", where=where, why="expected a number", do=_nearest(text))
     if speed > 1:
-        why = "no machine can be made faster than it is: 1 is its real speed"
-        raise BadEmulation(f"a speed cannot be {text}", where=where, why=why, do=f"did you mean {1 / speed:.3g}?")
+        why = "a machine cannot be faster than it is: 1 is its real speed"
+        raise BadEmulation(f"invalid speed {text}", where=where, why=why, do=f"did you mean {1 / speed:.3g}?")
     if speed < SLOWEST:
-        why = f"the least is {SLOWEST}: a machine that stands still is no member"
-        raise BadEmulation(f"a speed cannot be {text}", where=where, why=why, do=EXAMPLE)
+        why = f"the minimum is {SLOWEST}: a machine that stands still is no member"
+        raise BadEmulation(f"invalid speed {text}", where=where, why=why, do=EXAMPLE)
     return speed
 
 

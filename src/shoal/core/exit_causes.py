@@ -1,4 +1,9 @@
-"""Why a member ended, and which of several ends was the cause of the others. Pure."""
+"""Exit causes: why a member ended, and which of several failures caused the others.
+
+`classify` runs in the agent, which knows the exit code, the signal, the recorded exception and what it did to the
+process itself. The cause decides whether the member is restarted (`core.fleet.restart_policy`). When a whole run fails,
+most members only lost a peer; `root_cause` finds the failure that is worth showing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ Cause = Literal["done", "user", "infrastructure", "preempted", "asked", "refused
 TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207", "S209"})
-# Tokens, versions and models that do not fit are not mended by starting again, and are no error of the others'.
+# A restart does not help with a wrong token, version or model, and the other members are not to blame.
 _REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211", "S320", "S322"})
 _VICTIM_KINDS = (
     "ExchangeBroken",
@@ -28,7 +33,7 @@ _VICTIM_KINDS = (
     "Connection closed by peer",
     "Connection reset by peer",
 )
-# What the machine does to a process, in contrast to what its own code does.
+# Signals that the machine sends to a process, in contrast to errors of its own code.
 _MACHINE_SIGNALS = frozenset({signals.SIGKILL, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGABRT})
 # Seen on virtual machines: the CPU announces amx_bf16, the kernel does not permit AMX, and oneDNN (torch, TensorFlow)
 # uses it all the same for bfloat16 matrix products.
@@ -40,7 +45,7 @@ _ILLEGAL_INSTRUCTION = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedException:
-    """What a member left behind about its uncaught exception."""
+    """A member's uncaught exception, which it wrote to a file before it ended."""
 
     kind: str
     text: str
@@ -51,7 +56,11 @@ class RecordedException:
 
 @dataclass(frozen=True, slots=True)
 class ExitFacts:
-    """One member's end, with what the agent knew of it. `asked`, `over` and `noticed` say why it was sent a signal."""
+    """What the agent knows about the end of a member.
+
+    `stop_reason`, `limit_exceeded` and `had_notice` say why the agent sent it a signal. `oom_kills` counts kills by the
+    kernel for lack of memory while it ran. `last_output` is the last line that it wrote.
+    """
 
     exit_code: int | None
     signal: int | None
@@ -65,17 +74,19 @@ class ExitFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExitCause:
+    """Cause of an exit, and one line that says what happened."""
+
     cause: Cause
     detail: str
 
 
 def classify(end: ExitFacts) -> ExitCause:
-    """Whose doing an exit was, with one line that says what happened."""
+    """Return the cause of an exit."""
     if end.stop_reason:
         return ExitCause("asked", end.stop_reason)
     if end.limit_exceeded:
         return ExitCause("user", end.limit_exceeded)
-    if end.exit_code == 0:
+    if end.exit_code == exit_codes.OK:
         return ExitCause("done", "")
     if end.exit_code == exit_codes.RESUMABLE:
         return ExitCause("preempted", "left after a notice")
@@ -125,7 +136,7 @@ def _name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailure:
-    """A member's end or error as the journal has it."""
+    """A member's exit or error, as journaled."""
 
     member: str
     at: float
@@ -143,14 +154,14 @@ class RootCause:
 
 
 def root_cause(failures: Sequence[MemberFailure], together_s: float = TOGETHER_S) -> RootCause | None:
-    """Which of these failures caused the others; None if there is nothing to explain.
+    """Return which of these failures caused the others; None if there is nothing to explain.
 
-    Failures more than `together_s` apart are unrelated: the last group is looked at. In it, an own error of the
-    user's code explains more than a process that was killed, and that more than a member that merely lost its peers.
-    What one member met again after a restart is told once.
+    Failures more than `together_s` apart are unrelated; only the last group counts. In it, an error of the user's code
+    explains more than a process that was killed, and that more than a member that merely lost its peers. An error that
+    a member repeats after a restart is reported once.
     """
-    told = [failure for failure in failures if failure.cause in ("user", "refused", "infrastructure")]
-    group = _last_group(sorted(told, key=lambda failure: failure.at), together_s)
+    relevant = [failure for failure in failures if failure.cause in ("user", "refused", "infrastructure")]
+    group = _last_group(sorted(relevant, key=lambda failure: failure.at), together_s)
     if not group:
         return None
     first = min(group, key=lambda failure: (_rank(failure), failure.at))
@@ -161,7 +172,7 @@ def root_cause(failures: Sequence[MemberFailure], together_s: float = TOGETHER_S
 
 
 def is_victim(failure: MemberFailure) -> bool:
-    """Whether this failure says no more than that somebody else was gone."""
+    """Return whether a failure says only that another process was gone."""
     code = _CODE.search(failure.detail)
     return bool(code and code.group() in _VICTIM_CODES) or any(kind in failure.detail for kind in _VICTIM_KINDS)
 

@@ -1,4 +1,4 @@
-"""The pulse: the small vector that every member adds to each step's exchange, one row for each rank."""
+"""Step report: the record that every member adds to the exchange of each step, gathered as one row for each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-# Machines may differ in the last digits of a cosine.
+# Relative tolerance: machines may differ in the last digits of a cosine.
 SAME_RATE = 1e-6
 STOP = 1
 CATCHING_UP = 2
@@ -16,16 +16,20 @@ CATCHING_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one member says in one step.
+    """One member's report of one step.
 
-    `samples` is its true share and `weight` what its gradient counts for. `data_s`, `compute_s` and `wait_s` tell of
-    the step before, in which it was dealt `measured` units of the plan (0: nothing was measured), cut into pieces of
-    `micro` at most (0: not cut). If norms were taken then, `total_sq` is the squared norm of the whole batch's
-    gradient, and `grad_sq` the sum over its own `groups` of samples, of `grad_weight` together, of weight times squared
-    norm of the group's mean gradient; if not, all are 0. `prepared` is the number of the proposed world that it has
-    connected, 0 for none; `flags` is a set of the bits STOP and CATCHING_UP (it has no share of the next step either);
-    `more` says whether its stream has another sample after this step. `rate` is the sum of its learning rates, 0 if
-    they need not be those of the others.
+    `samples` is its true share, `weight` what its gradient counts for, `loss` its mean loss. The times `data_s`,
+    `compute_s` and `wait_s` are those of the step before, in which it was given `measured` units of the split (0 if
+    nothing was measured), in micro-batches of at most `micro` samples (0 if not cut).
+
+    If gradient norms were taken in that step, `total_sq` is the squared norm of the whole batch's gradient, and
+    `grad_sq` is the sum, over the member's `groups` of samples with `grad_weight` in all, of weight times squared norm
+    of the group's mean gradient. Otherwise these are 0.
+
+    `prepared` is the number of the proposed world that the member has connected, 0 for none. `flags` is a set of bits:
+    STOP asks for the end of the training after this step, CATCHING_UP says that it has no share of the next step
+    either. `more` says whether its stream has another sample. `rate` is the sum of its learning rates, 0 if they may
+    differ from those of other members.
     """
 
     step: int
@@ -50,19 +54,19 @@ class StepReport:
 WIDTH = len(fields(StepReport))
 
 
-def encode(pulse: StepReport) -> NDArray[np.float64]:
-    """The pulse as one row; whole numbers are exact up to 2⁵³."""
-    return np.array([getattr(pulse, field.name) for field in fields(StepReport)], dtype=np.float64)
+def encode(report: StepReport) -> NDArray[np.float64]:
+    """Return the report as one row; integers are exact up to 2⁵³."""
+    return np.array([getattr(report, field.name) for field in fields(StepReport)], dtype=np.float64)
 
 
 def decode(matrix: NDArray[np.float64]) -> tuple[StepReport, ...]:
-    """The pulses of all ranks from the gathered rows."""
+    """Return the reports of all ranks from the gathered rows; raise ValueError if the rows have another width."""
     if matrix.ndim != 2 or matrix.shape[1] != WIDTH:
-        raise ValueError(f"pulses of shape {matrix.shape}, expected rows of {WIDTH}")
-    return tuple(_pulse(row) for row in matrix.tolist())
+        raise ValueError(f"step reports of shape {matrix.shape}, expected rows of {WIDTH}")
+    return tuple(_report(row) for row in matrix.tolist())
 
 
-def _pulse(row: Sequence[float]) -> StepReport:
+def _report(row: Sequence[float]) -> StepReport:
     step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
     grad_sq, grad_weight, groups, total_sq, prepared, flags, more, rate = rest
     return StepReport(
@@ -86,23 +90,23 @@ def _pulse(row: Sequence[float]) -> StepReport:
     )
 
 
-def agreed_world(pulses: Sequence[StepReport]) -> int | None:
-    """The number of the world that every member has prepared, if they all have prepared the same."""
-    numbers = {pulse.prepared for pulse in pulses}
+def agreed_world(reports: Sequence[StepReport]) -> int | None:
+    """Return the number of the world that all members have prepared; None if they have not, or not the same."""
+    numbers = {report.prepared for report in reports}
     return numbers.pop() or None if len(numbers) == 1 else None
 
 
-def step_mismatch(pulses: Sequence[StepReport]) -> str:
-    """Why these pulses cannot belong to one step; empty if they can. A newcomer's shadow fits any step."""
-    if len({pulse.step for pulse in pulses if pulse.step >= 0}) <= 1:
+def step_mismatch(reports: Sequence[StepReport]) -> str:
+    """Return why these reports cannot belong to one step, "" if they can. Members that catch up fit any step."""
+    if len({report.step for report in reports if report.step >= 0}) <= 1:
         return ""
-    said = ", ".join(f"rank {rank} is at step {pulse.step}" for rank, pulse in enumerate(pulses))
-    return f"the members are not at the same step: {said}"
+    steps = ", ".join(f"rank {rank} is at step {report.step}" for rank, report in enumerate(reports))
+    return f"the members are not at the same step: {steps}"
 
 
-def learning_rate_mismatch(pulses: Sequence[StepReport]) -> str:
-    """How the members' learning rates differ; empty if they do not."""
-    rates = [pulse.rate for pulse in pulses if pulse.rate]
+def learning_rate_mismatch(reports: Sequence[StepReport]) -> str:
+    """Return how the members' learning rates differ, "" if they do not."""
+    rates = [report.rate for report in reports if report.rate]
     if not rates or max(rates) - min(rates) <= SAME_RATE * max(rates):
         return ""
-    return ", ".join(f"{pulse.rate:g} at rank {rank}" for rank, pulse in enumerate(pulses) if pulse.rate)
+    return ", ".join(f"{report.rate:g} at rank {rank}" for rank, report in enumerate(reports) if report.rate)

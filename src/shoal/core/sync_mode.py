@@ -1,4 +1,4 @@
-"""How closely the members of a run keep together: the setting ``sync``."""
+"""Sync mode: how closely the members of a run keep together, as the setting ``sync`` says."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from shoal.errors import BadSync
 
 @dataclass(frozen=True, slots=True)
 class SyncMode:
-    """`served` says that servers hold the parameters; `bound` is how far one may be ahead, None for as far as it gets.
+    """How members synchronise.
 
-    `local` is how many global batches members train for themselves between two exchanges, 0 if they do not.
+    `served`: parameter servers hold the state, and trainers take tickets. `bound` is how many tickets a trainer may be
+    ahead of the slowest, None for any number. `local` is how many global batches members train by themselves between
+    two exchanges, 0 if they exchange every step.
 
     >>> parse("stale:4")
-    Sync(text='stale:4', served=True, bound=4, local=0)
+    SyncMode(text='stale:4', served=True, bound=4, local=0)
     """
 
     text: str
@@ -25,18 +27,18 @@ class SyncMode:
 
 
 def parse(text: str) -> SyncMode:
-    """A mode from a setting: ``step``, ``stale:K``, ``async`` or ``local:H``."""
+    """Return the mode of a setting: ``step``, ``stale:K``, ``async`` or ``local:H``; raise BadSync for any other."""
     if text == "step":
         return SyncMode(text, served=False)
     if text == "async":
         return SyncMode(text, served=True)
-    found = re.fullmatch(r"(stale|local):(\d+)", text, re.ASCII)
-    if found and found[1] == "stale":
-        return SyncMode(text, served=True, bound=int(found[2]))
-    if found and int(found[2]):
-        return SyncMode(text, served=False, local=int(found[2]))
+    match = re.fullmatch(r"(stale|local):(\d+)", text, re.ASCII)
+    if match and match[1] == "stale":
+        return SyncMode(text, served=True, bound=int(match[2]))
+    if match and int(match[2]):
+        return SyncMode(text, served=False, local=int(match[2]))
     raise BadSync(
-        f"{text!r} is no way to keep members together",
-        why="it is step, async, stale:K with a whole number K of 0 or more, or local:H with one of 1 or more",
+        f"unknown sync mode {text!r}",
+        why="expected step, async, stale:K (K ≥ 0) or local:H (H ≥ 1)",
         do="for example --sync stale:4 or --sync local:16",
     )

@@ -1,12 +1,19 @@
-"""Who may compute what, when members do not wait for each other at every step: tickets and clocks.
+"""Ticket ledger: which trainer computes which samples when trainers do not wait for each other at every step.
 
-A *ticket* is a span of one global batch. Each is issued once, and again only if whoever held it is gone, with the same
-span: so the servers, which take in each ticket once, count each sample once. A trainer's *clock* is how many tickets it
-has finished. With a bound K a trainer begins a ticket only if its clock is at most K ahead of the slowest; without one
-nobody ever waits. Newcomers start at the clock of the slowest.
+A *ticket* is a span of samples of one global batch. Each is issued once, and again only if the trainer that held it is
+lost, with the same span. Servers apply each ticket once, so each sample counts once. A trainer's *clock* is the number
+of tickets that it has finished. With a bound K (bounded staleness) it begins a ticket only if its clock is at most K
+ahead of the slowest; without one it never waits. A trainer that joins starts at the slowest clock.
 
-The ledger is a value; `turn`, `join` and `drop` are the only doors, and none knows of time or sockets. A server that
-replays the same calls in the same order has the same ledger, which is how its backup keeps up.
+How large a ticket is depends on the policy: in proportion to the trainer's speed (*time*), adjusted by whether it runs
+ahead or falls behind (*staleness*), or all alike (*equal*).
+
+The ledger is a frozen value; `join`, `remove` and `advance` return the next one. They know neither time nor sockets, so
+a backup that applies the same calls in the same order has the same ledger.
+
+A checkpoint takes a while, and trainers go on meanwhile. `begin_checkpoint` remembers which tickets are open, and
+tickets issued later are added. `at_checkpoint` returns the ledger to save: all of these count as not finished. Servers
+may have applied some of them before they were copied; they save which, and do not apply them twice.
 """
 
 from __future__ import annotations
@@ -17,15 +24,17 @@ from typing import Literal, Protocol, Union
 
 Policy = Literal["time", "staleness", "equal"]
 
-SMOOTH = 0.7
-LEAST_PART = 16
-RATE_JUMP = 4.0
+# Part of the old speed in the moving average, and how much one ticket may differ from it.
+SMOOTHING = 0.7
+MAX_SPEED_CHANGE = 4.0
+# No trainer gets less than this part of an equal share.
+MIN_SHARE_PART = 16
 WEIGHT_STEP = 0.1
 WEIGHT_LIMITS = (0.05, 20.0)
 
 
 class BatchSizes(Protocol):
-    """How many global batches there are, and how many samples each has: an `Order`."""
+    """How many global batches there are, and how many samples each has: a `SampleOrder`."""
 
     @property
     def total_steps(self) -> int: ...
@@ -47,12 +56,13 @@ class Ticket:
 
     @property
     def key(self) -> tuple[int, int]:
+        """Step and first sample, which identify a ticket."""
         return self.step, self.start
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerClock:
-    """One trainer as the ledger knows it. `rate` is its samples a second, 0 if not measured yet."""
+    """One trainer in the ledger. `rate` is its speed in samples a second, 0 if not measured yet."""
 
     session: str
     clock: int
@@ -65,8 +75,8 @@ class TrainerClock:
 class TicketLedger:
     """Issued tickets and the clock of every trainer. The next new ticket begins at sample `at` of batch `step`.
 
-    `again` are tickets whose holder is gone. `low` is the slowest clock that was ever waited for; it only grows.
-    `marked` are the tickets that were not finished when a checkpoint began, and those issued since.
+    `returned` are tickets whose trainer was lost. `min_clock` is the slowest clock so far; it only grows.
+    `open_at_checkpoint` are the tickets that were not finished when a checkpoint began, and those issued since.
     """
 
     bound: int | None
@@ -81,14 +91,14 @@ class TicketLedger:
 
     @property
     def first_open_step(self) -> int:
-        """All tickets of the batches before this one are finished."""
+        """The first batch with tickets that are not finished, or not issued."""
         open_steps = [t.ticket.step for t in self.trainers.values() if t.ticket is not None]
         return min([self.step, *open_steps, *(t.step for t in self.returned)])
 
 
 @dataclass(frozen=True, slots=True)
 class TicketGranted:
-    """Begin this ticket. `clock` is the trainer's, `low` the slowest of all, `behind` who that is."""
+    """Begin this ticket. `clock` is the trainer's, `min_clock` the slowest, `behind` a trainer with that clock."""
 
     ticket: Ticket
     clock: int
@@ -100,7 +110,7 @@ class TicketGranted:
 
 @dataclass(frozen=True, slots=True)
 class TicketDelayed:
-    """Not yet: `waits_for` must come on first."""
+    """Wait: the trainers in `waits_for` have to finish a ticket first."""
 
     reason: str
     waits_for: tuple[str, ...]
@@ -117,163 +127,154 @@ class TicketsExhausted:
 
 @dataclass(frozen=True, slots=True)
 class TrainerUnknown:
-    """This trainer is not, or no longer, in the ledger: it may join again."""
+    """The trainer is not in the ledger, or no longer; it may join again."""
 
 
 Outcome = Union[TicketGranted, TicketDelayed, TicketsExhausted, TrainerUnknown]
 
 
 def join(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
-    """A trainer comes; one of the same name that was there before is gone."""
-    known = ledger.trainers.get(name)
-    if known is not None and known.session == session:
+    """Return the ledger with a trainer; an earlier session of the same name is removed."""
+    before = ledger.trainers.get(name)
+    if before is not None and before.session == session:
         return ledger
-    if known is not None:
-        ledger = remove(ledger, name, known.session)
+    if before is not None:
+        ledger = remove(ledger, name, before.session)
     clock = min((t.clock for t in ledger.trainers.values()), default=ledger.min_clock)
     return replace(ledger, trainers={**ledger.trainers, name: TrainerClock(session, clock)})
 
 
 def remove(ledger: TicketLedger, name: str, session: str) -> TicketLedger:
-    """A trainer is gone: nobody waits for it any more, and its ticket is issued again."""
-    known = ledger.trainers.get(name)
-    if known is None or known.session != session:
+    """Return the ledger without a trainer: the others no longer wait for it, and its ticket is issued again."""
+    trainer = ledger.trainers.get(name)
+    if trainer is None or trainer.session != session:
         return ledger
-    again = ledger.returned if known.ticket is None else tuple(sorted((*ledger.returned, known.ticket)))
+    returned = ledger.returned if trainer.ticket is None else tuple(sorted((*ledger.returned, trainer.ticket)))
     trainers = {other: t for other, t in ledger.trainers.items() if other != name}
-    return _raised(replace(ledger, trainers=trainers, returned=again))
+    return _with_min_clock(replace(ledger, trainers=trainers, returned=returned))
 
 
 def advance(
     ledger: TicketLedger, sizes: BatchSizes, name: str, session: str, done: Ticket | None, seconds: float, wants: bool
 ) -> tuple[TicketLedger, Outcome]:
-    """A trainer has finished a ticket, or not, and wants another, or not.
+    """Finish a trainer's ticket, if it has `done` one, and issue the next, if it `wants` one.
 
-    Saying the same again gives the same answer, so a trainer that did not hear it may ask anew.
+    The same call again has the same outcome, so a trainer that missed the reply may repeat it.
     """
     if done is not None:
         ledger = _finish(ledger, name, session, done, seconds)
-    me = ledger.trainers.get(name)
-    if me is None or me.session != session:
+    trainer = ledger.trainers.get(name)
+    if trainer is None or trainer.session != session:
         return ledger, TrainerUnknown()
-    if me.ticket is not None:
-        return ledger, _granted(ledger, me, me.ticket)
+    if trainer.ticket is not None:
+        return ledger, _granted(ledger, trainer, trainer.ticket)
     if not wants:
-        return ledger, TicketDelayed("it does not ask for a ticket", (), me.clock, ledger.min_clock)
-    return _issue(ledger, sizes, name, me)
+        return ledger, TicketDelayed("no ticket was requested", (), trainer.clock, ledger.min_clock)
+    return _issue(ledger, sizes, name, trainer)
 
 
 def begin_checkpoint(ledger: TicketLedger) -> TicketLedger:
-    """A checkpoint begins: what is finished now is in whatever the servers hold from now on."""
+    """Return the ledger with its open tickets remembered: all others are in what servers copy from now on."""
     held = [t.ticket for t in ledger.trainers.values() if t.ticket is not None]
     return replace(ledger, open_at_checkpoint=tuple(sorted((*ledger.returned, *held))))
 
 
 def at_checkpoint(ledger: TicketLedger) -> TicketLedger:
-    """The ledger that belongs to a checkpoint: whatever was not finished when it began is issued again.
-
-    Some of it the servers had taken in already when they were copied. They know, and do not count it twice.
-    """
-    marked = ledger.open_at_checkpoint or ()
-    unfinished = sum(t.samples for t in marked)
+    """Return the ledger that belongs to the checkpoint: tickets that were open when it began are issued again."""
+    reissued = ledger.open_at_checkpoint or ()
     issued = ledger.finished_samples + sum(t.ticket.samples for t in ledger.trainers.values() if t.ticket is not None)
     issued += sum(t.samples for t in ledger.returned)
-    return replace(ledger, trainers={}, returned=marked, open_at_checkpoint=None, finished_samples=issued - unfinished)
+    finished = issued - sum(t.samples for t in reissued)
+    return replace(ledger, trainers={}, returned=reissued, open_at_checkpoint=None, finished_samples=finished)
 
 
 def slowest(ledger: TicketLedger) -> tuple[str, ...]:
-    """The slowest trainers."""
-    low = min((t.clock for t in ledger.trainers.values()), default=0)
-    return tuple(sorted(name for name, t in ledger.trainers.items() if t.clock == low))
+    """Return the trainers with the slowest clock."""
+    clock = min((t.clock for t in ledger.trainers.values()), default=0)
+    return tuple(sorted(name for name, t in ledger.trainers.items() if t.clock == clock))
 
 
 def _finish(ledger: TicketLedger, name: str, session: str, done: Ticket, seconds: float) -> TicketLedger:
-    me = ledger.trainers.get(name)
-    if me is not None and me.session == session and me.ticket == done:
-        mine = _measured(ledger, name, replace(me, clock=me.clock + 1, ticket=None), done, seconds)
-        ledger = replace(ledger, trainers={**ledger.trainers, name: mine})
+    trainer = ledger.trainers.get(name)
+    if trainer is not None and trainer.session == session and trainer.ticket == done:
+        trainer = _measured(ledger, name, replace(trainer, clock=trainer.clock + 1, ticket=None), done, seconds)
+        ledger = replace(ledger, trainers={**ledger.trainers, name: trainer})
     elif done in ledger.returned:
-        # The servers have taken it in, whatever we thought of whoever brought it.
+        # The servers have applied it, although its trainer was taken for lost.
         ledger = replace(ledger, returned=tuple(t for t in ledger.returned if t != done))
     else:
         return ledger
-    return _raised(replace(ledger, finished_samples=ledger.finished_samples + done.samples))
+    return _with_min_clock(replace(ledger, finished_samples=ledger.finished_samples + done.samples))
 
 
-def _raised(ledger: TicketLedger) -> TicketLedger:
-    low = min((t.clock for t in ledger.trainers.values()), default=ledger.min_clock)
-    return replace(ledger, min_clock=max(low, ledger.min_clock))
+def _with_min_clock(ledger: TicketLedger) -> TicketLedger:
+    clock = min((t.clock for t in ledger.trainers.values()), default=ledger.min_clock)
+    return replace(ledger, min_clock=max(clock, ledger.min_clock))
 
 
-def _measured(ledger: TicketLedger, name: str, me: TrainerClock, done: Ticket, seconds: float) -> TrainerClock:
-    """Learn from a finished ticket how large the next one should be."""
-    rate = done.samples / seconds if seconds > 0 else me.rate
-    if me.rate:
-        # One ticket that took far too long, or was over far too soon, says little.
-        rate = SMOOTH * me.rate + (1 - SMOOTH) * min(RATE_JUMP * me.rate, max(me.rate / RATE_JUMP, rate))
+def _measured(ledger: TicketLedger, name: str, trainer: TrainerClock, done: Ticket, seconds: float) -> TrainerClock:
+    """Return the trainer with the speed and weight that its finished ticket suggests."""
+    rate = done.samples / seconds if seconds > 0 else trainer.rate
+    if trainer.rate:
+        # A single ticket that took far too long, or far too short, says little.
+        limited = min(MAX_SPEED_CHANGE * trainer.rate, max(trainer.rate / MAX_SPEED_CHANGE, rate))
+        rate = SMOOTHING * trainer.rate + (1 - SMOOTHING) * limited
     others = [t.clock for other, t in ledger.trainers.items() if other != name]
-    weight = me.weight
-    if others and me.clock < min(others):
+    weight = trainer.weight
+    if others and trainer.clock < min(others):
         weight *= 1 - WEIGHT_STEP
-    elif others and me.clock > max(others):
+    elif others and trainer.clock > max(others):
         weight *= 1 + WEIGHT_STEP
-    return replace(me, rate=rate, weight=min(WEIGHT_LIMITS[1], max(WEIGHT_LIMITS[0], weight)))
+    return replace(trainer, rate=rate, weight=min(WEIGHT_LIMITS[1], max(WEIGHT_LIMITS[0], weight)))
 
 
-def _issue(ledger: TicketLedger, sizes: BatchSizes, name: str, me: TrainerClock) -> tuple[TicketLedger, Outcome]:
-    if ledger.bound is not None and me.clock - min(t.clock for t in ledger.trainers.values()) > ledger.bound:
-        waits_for = slowest(ledger)
-        reason = (
-            f"{me.clock - ledger.min_clock} tickets ahead of {', '.join(waits_for)}, and {ledger.bound} are allowed"
-        )
-        return ledger, TicketDelayed(reason, waits_for, me.clock, ledger.min_clock)
+def _issue(ledger: TicketLedger, sizes: BatchSizes, name: str, trainer: TrainerClock) -> tuple[TicketLedger, Outcome]:
+    def delayed(reason: str, waits_for: tuple[str, ...]) -> tuple[TicketLedger, Outcome]:
+        return ledger, TicketDelayed(reason, waits_for, trainer.clock, ledger.min_clock)
+
+    if ledger.bound is not None and trainer.clock - min(t.clock for t in ledger.trainers.values()) > ledger.bound:
+        names = slowest(ledger)
+        ahead = trainer.clock - ledger.min_clock
+        return delayed(f"{ahead} tickets ahead of {', '.join(names)}, and {ledger.bound} are allowed", names)
     if ledger.returned:
         ticket, rest = ledger.returned[0], ledger.returned[1:]
         ledger = replace(ledger, returned=rest)
     elif ledger.step < sizes.total_steps:
-        ledger, ticket = _cut(ledger, sizes, name)
+        ledger, ticket = _new_ticket(ledger, sizes, name)
     else:
-        waits_for = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
-        if not waits_for:
+        names = tuple(sorted(other for other, t in ledger.trainers.items() if t.ticket is not None))
+        if not names:
             return ledger, TicketsExhausted(ledger.finished_samples)
-        return ledger, TicketDelayed(
-            f"the last tickets are with {', '.join(waits_for)}", waits_for, me.clock, ledger.min_clock
-        )
-    me = replace(me, ticket=ticket)
-    ledger = replace(ledger, trainers={**ledger.trainers, name: me})
-    return ledger, _granted(ledger, me, ticket)
+        return delayed(f"the last tickets are with {', '.join(names)}", names)
+    trainer = replace(trainer, ticket=ticket)
+    ledger = replace(ledger, trainers={**ledger.trainers, name: trainer})
+    return ledger, _granted(ledger, trainer, ticket)
 
 
-def _granted(ledger: TicketLedger, me: TrainerClock, ticket: Ticket) -> TicketGranted:
-    waits_for = slowest(ledger)
-    return TicketGranted(
-        ticket,
-        me.clock,
-        ledger.min_clock,
-        ledger.first_open_step,
-        ledger.finished_samples,
-        waits_for[0] if waits_for else "",
-    )
+def _granted(ledger: TicketLedger, trainer: TrainerClock, ticket: Ticket) -> TicketGranted:
+    behind = slowest(ledger)[:1]
+    finished = ledger.finished_samples
+    return TicketGranted(ticket, trainer.clock, ledger.min_clock, ledger.first_open_step, finished, *behind)
 
 
-def _cut(ledger: TicketLedger, sizes: BatchSizes, name: str) -> tuple[TicketLedger, Ticket]:
-    """The next new ticket; a rest that would be less than half a ticket goes along with it."""
+def _new_ticket(ledger: TicketLedger, sizes: BatchSizes, name: str) -> tuple[TicketLedger, Ticket]:
+    """Cut the next ticket off the batch; a remainder of less than half a ticket is added to it."""
     size = sizes.size_of(ledger.step)
-    wish = ticket_size(ledger, name, size)
-    stop = ledger.at + wish
-    if size - stop < max(2, (wish + 1) // 2):
+    wished = ticket_size(ledger, name, size)
+    stop = ledger.at + wished
+    if size - stop < max(2, (wished + 1) // 2):
         stop = size
     ticket = Ticket(ledger.step, ledger.at, stop)
     step, at = (ledger.step + 1, 0) if stop == size else (ledger.step, stop)
-    marked = None if ledger.open_at_checkpoint is None else (*ledger.open_at_checkpoint, ticket)
-    return replace(ledger, step=step, at=at, open_at_checkpoint=marked), ticket
+    still_open = None if ledger.open_at_checkpoint is None else (*ledger.open_at_checkpoint, ticket)
+    return replace(ledger, step=step, at=at, open_at_checkpoint=still_open), ticket
 
 
 def ticket_size(ledger: TicketLedger, name: str, size: int) -> int:
-    """How many samples of a global batch of `size` this trainer should have, so that all take equally long."""
+    """Return the samples of a global batch of `size` that this trainer should get, so that all take equally long."""
     weights = _weights(ledger)
-    # Never a lone sample, on which BatchNorm cannot train, nor so few that a slow trainer cannot show that it is fast.
-    least = max(2, size // (LEAST_PART * len(weights)))
+    # At least two, because BatchNorm cannot train on one, and enough that a trainer can show that it became faster.
+    least = max(2, size // (MIN_SHARE_PART * len(weights)))
     return min(size, max(least, round(size * weights[name] / sum(weights.values()))))
 
 
@@ -281,8 +282,8 @@ def _weights(ledger: TicketLedger) -> dict[str, float]:
     trainers = ledger.trainers
     if ledger.policy == "staleness":
         return {name: t.weight for name, t in trainers.items()}
-    known = [t.rate for t in trainers.values() if t.rate > 0]
-    if ledger.policy == "equal" or not known:
+    rates = [t.rate for t in trainers.values() if t.rate > 0]
+    if ledger.policy == "equal" or not rates:
         return dict.fromkeys(trainers, 1.0)
-    usual = sum(known) / len(known)
-    return {name: t.rate or usual for name, t in trainers.items()}
+    mean = sum(rates) / len(rates)
+    return {name: t.rate or mean for name, t in trainers.items()}

@@ -278,7 +278,7 @@ def test_a_step_does_not_wait_for_a_checkpoint_that_is_on_its_way(town: Town) ->
     session.settings = RunSettings(checkpoint_every_steps=1)
     codec = StateCodec(lambda _parts: (b"", [np.zeros(40, np.uint8)]), lambda _parts, _header, _buffers: None)
     keeper = TrainingState(session, "r", "", codec)
-    keeper.open = town.store  # type: ignore[method-assign]
+    keeper.open_store = town.store  # type: ignore[method-assign]
     for step in (1, 2, 3):
         keeper.at_boundary(step)
         keeper.before_change()

@@ -158,7 +158,7 @@ class FakeMember(Fake):
         self.say(ms.ReadyMsg("model", step, restored))
         return self
 
-    def beat(self, world: int | None, step: int | None, **fields: Any) -> None:
+    def heartbeat(self, world: int | None, step: int | None, **fields: Any) -> None:
         self.say(ms.HeartbeatMsg(world, step, "compute", 0.0, **fields))
 
 

@@ -144,7 +144,7 @@ def test_silent_member_is_evicted_and_may_rejoin_on_the_same_connection(coordina
         assert member.hear(ms.EnterWorldMsg).world.size == 2
     deadline = time.monotonic() + WAIT_S
     while coordinator.view(run)["losses"] == 0:
-        members[0].beat(1, 5)
+        members[0].heartbeat(1, 5)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "lease" in members[1].hear(ms.EvictedMsg).reason
@@ -175,12 +175,12 @@ def test_sleep_of_the_coordinator_does_not_count_against_members(coordinator: Co
     for _ in range(16):
         time.sleep(0.4)
         for member in members:
-            member.beat(1, 5)
+            member.heartbeat(1, 5)
     coordinator.process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + 3.0
     while time.monotonic() < deadline:
         for member in members:
-            member.beat(1, 6)
+            member.heartbeat(1, 6)
         time.sleep(0.2)
     view = coordinator.view(run)
     assert (view["losses"], view["world"]) == (0, 1)

@@ -1,4 +1,4 @@
-"""Whoever has not said what it wants is not waited for, however often it has said so before."""
+"""HTTP connections without a complete request are closed, also after earlier requests."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 
 pytestmark = pytest.mark.process
-# A world forms when all whom it has room for are there; nobody is lost for being slow.
+# A world forms only when it is full, and no member is lost for being slow.
 SETTINGS = {"regroup_s": 60.0, "lease_s": 60.0}
 
 
@@ -23,11 +23,11 @@ def three(coordinator: Coordinator, run: str) -> list[FakeMember]:
     return members
 
 
-def hear_while_beating(members: list[FakeMember]) -> ms.EnterWorldMsg:
-    """The first member's next world; meanwhile all of these renew their leases, as members do."""
+def hear_with_heartbeats(members: list[FakeMember]) -> ms.EnterWorldMsg:
+    """Return the next world of the first member, while all of these renew their leases."""
     for _ in range(200):
         for member in members:
-            member.beat(1, 40)
+            member.heartbeat(1, 40)
         with contextlib.suppress(TimeoutError):
             return members[0].hear(ms.EnterWorldMsg, within_s=0.1)
     raise AssertionError("no world was formed")
@@ -45,7 +45,7 @@ def test_members_reconnect_to_a_killed_coordinator_and_nothing_changes(coordinat
         member.hello(world=1, step=40)
         assert member.hear(ms.WelcomeMsg).started
     for member in members:
-        member.beat(1, 41)
+        member.heartbeat(1, 41)
     view = coordinator.await_view(run, status="training", world=1, world_size=3, step=41, losses=0)
     assert [m["connected"] for m in view["members"]] == [True] * 3
 
@@ -58,7 +58,7 @@ def test_member_lost_while_the_coordinator_was_down_expires_by_its_lease(coordin
     for member in members[:2]:
         member.reconnect()
         member.hello(world=1, step=40, broken=True)
-    world = hear_while_beating(members[:2]).world
+    world = hear_with_heartbeats(members[:2]).world
     assert (world.number, world.step) == (2, 40)
     assert [seat.member for seat in world.seats] == ["m/0", "m/1"]
 
@@ -66,7 +66,7 @@ def test_member_lost_while_the_coordinator_was_down_expires_by_its_lease(coordin
 def test_views_are_rebuilt_from_the_journal(coordinator: Coordinator) -> None:
     run = coordinator.create(1, 3, settings=SETTINGS)
     members = three(coordinator, run)
-    members[0].beat(1, 7, loss=0.5, samples_per_s=10.0)
+    members[0].heartbeat(1, 7, loss=0.5, samples_per_s=10.0)
     coordinator.await_view(run, step=7, loss=0.5)
     members[0].say(ms.CheckpointWrittenMsg(7, "there/7", 100, 0.1))
     before = coordinator.await_view(run, checkpoint_step=7)

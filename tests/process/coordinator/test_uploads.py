@@ -55,7 +55,7 @@ def test_upload_survives_the_kill_of_the_coordinator(coordinator: Coordinator, t
     def chunks() -> Iterator[bytes]:
         for number in range(PIECES):
             if number == PIECES - 1:
-                # The first pieces are there by now, and the next ones meet nobody.
+                # The first chunks have arrived by now, and the next ones find no coordinator.
                 until(lambda: parts(coordinator, run), "the first piece")
                 coordinator.kill()
                 killed.set()
@@ -77,7 +77,7 @@ def test_upload_survives_the_kill_of_the_coordinator(coordinator: Coordinator, t
         assert file.read() == b""
     assert parts(coordinator, run) == []
 
-    # What was saved is brought by whoever may, once.
+    # Saved files are downloaded once, by users who may.
     outputs = store_of(coordinator, run, "outputs")
     outputs.put("deep/model.pt", [b"model"])
     outputs.put("notes.txt", [b"note"])
@@ -95,7 +95,7 @@ def test_upload_survives_the_kill_of_the_coordinator(coordinator: Coordinator, t
     argv = [sys.executable, "-m", "shoal.cli.main", "token", "bob", "--dir", str(coordinator.directory)]
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
     refused = fetch(coordinator, run, tmp_path / "bob", token=str(coordinator.directory / "tokens" / "bob"))
-    assert (refused["code"], "not of bob" in refused["what"]) == ("S213", True), refused
+    assert (refused["code"], "not to bob" in refused["what"]) == ("S213", True), refused
     assert "ask " in refused["do"]
     assert not (tmp_path / "bob").exists()
 

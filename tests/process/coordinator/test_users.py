@@ -1,4 +1,4 @@
-"""Several users of one coordinator: each with a token of its own, which opens its own runs and nobody else's doors."""
+"""Several users of one coordinator: each has a token for their own runs only."""
 
 from __future__ import annotations
 

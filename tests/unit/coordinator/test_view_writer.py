@@ -1,4 +1,4 @@
-"""What is views is written in the order in which it came, whoever asks for it meanwhile."""
+"""Stored views are written in order, and none is lost at the end."""
 
 from __future__ import annotations
 

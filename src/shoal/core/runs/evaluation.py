@@ -30,7 +30,7 @@ class Goal:
     largest: bool
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Return whether a value beats another; NaN never does."""
+        """Return whether a value is better than another; NaN never is."""
         if value != value:
             return False
         return than is None or (value > than if self.largest else value < than)

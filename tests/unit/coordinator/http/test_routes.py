@@ -6,11 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator.dispatch import to_members
 from shoal.coordinator.http.routes import _serve
-from shoal.core.membership.events import StopMembers
-from shoal.exit_codes import RESUMABLE
-from shoal.wire.member_messages import StopMsg
 
 
 class FakeSocket:
@@ -56,9 +52,3 @@ def test_message_on_a_closed_connection_is_dropped() -> None:
 
     asyncio.run(closed())
     assert handled == []
-
-
-def test_stopped_member_exits_as_done_or_resumable() -> None:
-    for of_run, of_member in ((0, 0), (6, RESUMABLE), (130, RESUMABLE)):
-        told = to_members(StopMembers(("local/0",), "the budget is spent", True, of_run))
-        assert told == (("local/0",), StopMsg("the budget is spent", True, of_member))

@@ -1,4 +1,4 @@
-"""Runs whose machines are spot: what they do when there are none."""
+"""Runs on machines of a pool: how they start, and what happens when the machines go."""
 
 from __future__ import annotations
 

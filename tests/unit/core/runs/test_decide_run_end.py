@@ -1,4 +1,4 @@
-"""How runs end: as done only if somebody came to the end of the script."""
+"""How runs end: as done only if a member reached the end of the script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.wire.api import RunSpec
 
 
 class Ending:
-    """A run of one member on an agent that may have places for more; its first member trains, the others are spares."""
+    """A run of one member on an agent with `slots`; the first member trains, the others are spares."""
 
     def __init__(self, slots: int = 1) -> None:
         self.state, self.now = CoordinatorState(), 1.0

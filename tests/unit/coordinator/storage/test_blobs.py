@@ -1,0 +1,48 @@
+"""Blobs of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.storage.blobs import KEEP_S, Blobs
+from shoal.errors import BadRequest, UnknownBlob
+
+
+async def chunks(*data: bytes) -> AsyncIterator[bytes]:
+    for chunk in data:
+        yield chunk
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_uploaded_blob_is_found_by_its_hash(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    asyncio.run(blobs.put(digest(b"onetwo"), chunks(b"one", b"two")))
+    assert blobs.path(digest(b"onetwo")).read_bytes() == b"onetwo"
+    assert blobs.missing([digest(b"onetwo"), digest(b"other")]) == [digest(b"other")]
+
+
+def test_blob_that_does_not_match_its_hash_is_refused_and_removed(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    with pytest.raises(BadRequest, match="does not match its hash"):
+        asyncio.run(blobs.put(digest(b"one"), chunks(b"two")))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UnknownBlob):
+        blobs.path(digest(b"one"))
+
+
+def test_only_old_blobs_are_swept(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    old, young = blobs.add(b"old"), blobs.add(b"young")
+    past = blobs.path(old).stat().st_mtime - KEEP_S - 1
+    os.utime(blobs.path(old), (past, past))
+    assert asyncio.run(blobs.sweep([])) == 1
+    assert blobs.missing([old, young]) == [old]

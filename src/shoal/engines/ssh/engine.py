@@ -158,13 +158,13 @@ class Ssh(Engine):
     def _start(self, request: AllocationRequest, connection: HostConnection) -> str:
         """Start an allocation on a host; return why it is full, or "" if it has started."""
         if not _room(connection, request.tag):
-            return _full(connection.place.room, connection)
+            return _full(connection.room, connection)
         self._check(connection)
         call = {
             "do": "start",
             "tag": request.tag,
             "allocation": request.allocation,
-            "room": connection.place.room,
+            "room": connection.room,
             "script": self._rendered(request, connection.host).text,
             "credentials": f"{request.credentials.token}\n{request.credentials.certificate_pem or ''}",
             "grace_s": grace_period.of(request),
@@ -311,7 +311,7 @@ class Ssh(Engine):
         if reply is None:
             return Capacity(connection.host, 0, why=connection.why())
         running = _running(reply)
-        why = [f"{running} of {connection.place.room} allocations are running"] if running else []
+        why = [f"{running} of {connection.room} allocations are running"] if running else []
         if reply["load"] > reply["cpus"]:
             why.append(f"load {reply['load']:.1f} on {reply['cpus']} processors")
         if reply["disk_free_bytes"] < LOW_DISK_BYTES:
@@ -377,8 +377,8 @@ def _running(reply: Json) -> int:
 def _room(connection: HostConnection, tag: str) -> int:
     """Return how many more allocations a host takes, as far as is known."""
     reply = connection.last_reply(tag)
-    return max(0, connection.place.room - (_running(reply) if reply is not None else 0))
+    return max(0, connection.room - (_running(reply) if reply is not None else 0))
 
 
 def _full(running: int, connection: HostConnection) -> str:
-    return f"it is full: {running} of {connection.place.room} allocations are running"
+    return f"it is full: {running} of {connection.room} allocations are running"

@@ -34,18 +34,20 @@ class HostConnection:
     """One host. While it does not answer, it is called in the background, so that it does not delay the others.
 
     `error` is set from the first failed list until the next one that succeeds, `silent_since` likewise. `ahead_s` is
-    the host's clock minus ours; `skew` a sentence about it if that is much. `checked` says that an agent can run there.
+    the host's clock minus ours; `skew` a sentence about it if that is much. `checked` says that an agent can run there,
+    `room` how many allocations it takes.
     """
 
     def __init__(
         self,
         pool: str,
-        place: SshHost,
+        host: SshHost,
         options: SshOptions,
         control: str,
         background: Callable[[Callable[[], object]], None],
     ) -> None:
-        self.place, self._pool, self._options, self._control = place, pool, options, control
+        self.host, self.room = host.host, host.room
+        self._pool, self._options, self._control = pool, options, control
         self._background = background
         self.silent_since: float | None = None
         self.error: HostError | None = None
@@ -57,10 +59,6 @@ class HostConnection:
         self._pause_s = PAUSE_S
         self._retrying = False
         self._lock = threading.Lock()
-
-    @property
-    def host(self) -> str:
-        return self.place.host
 
     # --- allocations on this host
 

@@ -1,4 +1,9 @@
-"""Information about this machine: usable cores and memory, devices, and the addresses to announce to peers."""
+"""Information about this machine: usable cores and memory, devices, and the addresses to announce to peers.
+
+In a container or a batch job, the machine has more than this process may use. So cores and memory are the minimum of
+what the machine has, what the affinity mask allows, and the limits of the control group and all its parents, for cgroup
+versions 1 and 2. Functions take the root of the file system as an argument, so that tests can supply one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Members of an agent: starts them through the warm process, follows their logs, ends them, reports their exits."""
+"""Members of an agent: starts them through the warm process, follows their logs, ends them, reports their exits.
+
+The life of a member in the agent: a `StartMemberMsg` arrives and the member is entered under its key (run, name and
+incarnation), so that a repeated message starts nothing. Its paths are replaced by those of this machine (`localized`),
+which may fetch the project. The warm process forks it, or executes a new interpreter if its environment demands that.
+From then on its log is followed and its memory watched. When it ends, for whatever reason, the last lines are sent,
+the cause is derived from exit status, recorded exception and what the agent itself had done to it
+(`core.exit_causes`), and `MemberExitedMsg` is queued: exactly one for every member that was entered, also if it never
+started.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory limit of a member: what its process tree uses, against what its role allows."""
+"""Memory limit of a member: what its process tree uses, against what its role allows.
+
+Members are forks of one warm process and share most of their pages with it. Resident size would count these pages for
+each of them; the proportional set size (PSS) divides them among the processes that share them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Project files of runs on this machine: fetched from the coordinator once, and laid out for each run."""
+"""Project files of runs on this machine: fetched from the coordinator once, and laid out for each run.
+
+A project is a manifest that lists files by their SHA-256, and both manifest and files are blobs under their digest. So
+a file that several runs share is fetched once, a download is checked by its name, and agents of one machine can use one
+cache without a lock: each writes to a file of its own and renames it when it is complete.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Exit message of an agent that has ended: the cause, from the end of its log; pure."""
+"""Exit message of an agent that has ended: the cause, from the end of its log; pure.
+
+Most agents that end early never started: their interpreter is too old or has no Shoal. Python reports that with a usage
+text or a traceback, which this module turns into one sentence with the remedy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grace period of an agent: the time its members have to hand over, shorter than its engine waits before SIGKILL."""
+"""Grace period of an agent: the time its members have to hand over, shorter than its engine waits before SIGKILL.
+
+Two clocks run when an allocation is cancelled: the engine's, after which everything is killed, and the agent's, after
+which it kills its members itself and reports their exits. If the engine's were shorter, the exits would be lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Agent's side of the zygote: keeps one running, sends it requests, and receives exits."""
+"""Agent's side of the zygote: keeps one running, sends it requests, and receives exits.
+
+If the zygote dies, its members die with it, and their exits are not reported. So this side remembers the pid of every
+member that has not exited, kills what is left of them, and reports those exits itself; then a new zygote is started,
+after a pause that grows if it keeps dying. Requests that arrive meanwhile wait for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Errors of Slurm's commands, from what they print: what failed, which option to look at, what to do; pure."""
+"""Errors of Slurm's commands, from what they print: what failed, which option to look at, what to do; pure.
+
+Slurm's exit codes say nothing, so the output is matched. Two mistakes are possible, and they are not equal: to retry
+what can never work delays the error; to give up on what would work later loses a pool. So a message that is not
+recognised is final only for sbatch, where it is most likely about the request.
+"""
 
 from __future__ import annotations
 

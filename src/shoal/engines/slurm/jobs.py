@@ -1,4 +1,9 @@
-"""Slurm's jobs as allocations: parses squeue, and says what its states and reasons mean; pure."""
+"""Slurm's jobs as allocations: parses squeue, and says what its states and reasons mean; pure.
+
+Slurm has two dozen states; an allocation has three. Most are obvious (`WAITING`, `RUNNING`, the rest is gone). The one
+that is not is COMPLETING: it precedes the end of a job, but also its requeue, and then the allocation is not gone but
+waiting. Texts are for users, with Slurm's own word in parentheses, so that they can look it up.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def follow(
     panel = interactive() and not output.json and not output.quiet
     display = _display(output, panel)
     if not panel:
-        display.note(f"run {view.run} ({view.name}) in {view.directory or client.url}")
+        directory = Path(view.directory)
+        place = directory if view.directory and directory.parent.is_dir() else client.url
+        display.note(f"run {view.run} ({view.name}) in {place}")
     try:
         follower = Follower(client, view, display, restart_services, since)
         return follower.follow(signals, PANEL_EVERY_S if panel else PLAIN_EVERY_S)

@@ -20,6 +20,7 @@ from shoal.launch.api_client import ApiClient, open_client
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.wire.api import LogPage, RunView, StoryLine
 
+STORY_PAGE = 1000
 ENDED = ("done", "failed", "stopped", "resumable")
 SUPERVISOR_FILE = "supervisor"
 RESTART_WITHIN_S = 20.0
@@ -98,6 +99,14 @@ def select_run(
     near = difflib.get_close_matches(wanted, {name for _, view in pairs for name in (view.name, view.run)}, n=1)
     do = f"did you mean {near[0]}?" if near else "shoal ps lists the runs"
     raise UnknownRun(f"unknown run {wanted}", where=where, do=do)
+
+
+def whole_story(records: RunRecords, run: str) -> list[StoryLine]:
+    """Return all lines of a story, fetched page by page."""
+    lines: list[StoryLine] = []
+    while page := records.story(run, "", lines[-1].seq if lines else 0, STORY_PAGE):
+        lines.extend(page)
+    return lines
 
 
 def require_live(coordinator: CoordinatorRef) -> ApiClient:

@@ -157,7 +157,8 @@ def log_place(view: RunView, target_options: str = "") -> str:
     logs = Path(view.directory) / "logs"
     if view.directory and logs.is_dir():
         return str(logs)
-    if view.directory and logs.parent.is_dir():
+    # The directory of a run appears with its first file, that of all runs with the coordinator.
+    if view.directory and logs.parent.parent.is_dir():
         return "none: no member printed anything"
     return f"on the coordinator's machine; shoal logs {view.run}{target_options}"
 

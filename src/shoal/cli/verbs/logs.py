@@ -54,18 +54,10 @@ def check_member(records: RunRecords, view: RunView, member: str) -> None:
     """Raise UsageError with the members that exist if the run never had this member."""
     if member in {known.member for known in view.members} or records.story(view.run, member, 0, 1):
         return
-    names = member_names(records, view)
+    lines = run_lookup.whole_story(records, view.run)
+    names = sorted({known.member for known in view.members} | {line.member for line in lines if line.member})
     do = f"its members are {', '.join(names)}" if names else "it has had no members yet"
     raise UsageError(f"run {view.run} has no member {member}", do=do)
-
-
-def member_names(records: RunRecords, view: RunView) -> list[str]:
-    """Return all members that a run has or had."""
-    names, after = {member.member for member in view.members}, 0
-    while page := records.story(view.run, "", after, PAGE):
-        names |= {line.member for line in page if line.member}
-        after = page[-1].seq
-    return sorted(names)
 
 
 def _print_existing(output: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:

@@ -10,13 +10,11 @@ import click
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import SHARES, sentence
-from shoal.errors import UsageError
+from shoal.cli.verbs.logs import check_member
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
-from shoal.launch.run_lookup import RunRecords
 from shoal.wire.api import RunView, StoryLine
 
-PAGE = 1000
 # Decisions of the whole world, which concern each of its members.
 COMMON_KINDS = (SHARES, "BatchDecided")
 FOLD_ABOVE, FIRST, LAST = 8, 3, 3
@@ -35,23 +33,11 @@ def command(output: OutputOptions, target: CoordinatorTarget, run: str | None, m
     if run is not None and member is None and "/" in run:
         run, member = None, run
     coordinator, view = run_lookup.find_run(target, run)
-    all_lines = story(coordinator.records, view.run)
+    if member:
+        check_member(coordinator.records, view, member)
+    all_lines = run_lookup.whole_story(coordinator.records, view.run)
     lines = member_story(all_lines, member) if member else all_lines
-    if member and not lines:
-        names = sorted({line.member for line in all_lines if line.member})
-        do = f"its members are {', '.join(names)}" if names else ""
-        raise UsageError(f"run {view.run} has no member {member}", do=do)
     output.result(lines, lambda: text(view, lines))
-
-
-def story(records: RunRecords, run: str) -> list[StoryLine]:
-    """Return the whole story of a run, fetched page by page."""
-    lines: list[StoryLine] = []
-    while True:
-        page = records.story(run, "", lines[-1].seq if lines else 0, PAGE)
-        lines.extend(page)
-        if not page:
-            return lines
 
 
 def member_story(lines: Sequence[StoryLine], member: str) -> list[StoryLine]:

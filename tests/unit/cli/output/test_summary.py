@@ -123,11 +123,13 @@ def test_run_that_has_spent_its_budget_needs_a_larger_one() -> None:
 
 
 def test_log_directory_is_shown_only_if_it_exists(tmp_path: Path) -> None:
-    view = run_view(directory=str(tmp_path))
+    logs = tmp_path / "runs" / "r" / "logs"
+    view = run_view(directory=str(logs.parent))
+    (tmp_path / "runs").mkdir()
     assert summary.log_place(view) == "none: no member printed anything"
-    (tmp_path / "logs").mkdir()
-    assert summary.log_place(view) == str(tmp_path / "logs")
-    elsewhere = run_view(directory=str(tmp_path / "elsewhere" / "run"))
+    logs.mkdir(parents=True)
+    assert summary.log_place(view) == str(logs)
+    elsewhere = run_view(directory=str(tmp_path / "elsewhere" / "runs" / "r"))
     assert summary.log_place(elsewhere, " --url u").endswith("shoal logs train-7f3k --url u")
 
 
